@@ -1,0 +1,177 @@
+"""The gang's coordinator, in rank 0's supervisor: an HTTP face on CONTROL_PORT, and the disk behind `gang`.
+
+One request is registration, liveness and instruction at once: a member posts its report and the order that it knows,
+and is answered as soon as its order differs from that one, or after a while with the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+from pydantic import TypeAdapter, ValidationError
+
+from app import protocol, rundir, telemetry
+from app.config import Settings, UsageError
+from app.gang import Gang
+from app.protocol import Effect, Order, Rejected, Report
+
+PATH = "/v1/beat"
+MAX_BODY = 64 * 1024
+TICK = 0.1
+_report = TypeAdapter(Report)
+
+
+def order_json(order: Order) -> str:
+    return json.dumps(asdict(order), sort_keys=True)
+
+
+class Coordinator:
+    """Serves the gang of one job. `start` takes the run's directory and the port; `settled` waits for the job's end."""
+
+    def __init__(self, job: str, settings: Settings, roles: tuple[protocol.Role, ...], incarnation: str) -> None:
+        self.job = job
+        self.settings = settings
+        self.log = telemetry.log()
+        self.metrics: Any = None
+        self._roles = roles
+        self._incarnation = incarnation
+        self._wake = asyncio.Event()
+        self._epoch = 0
+        self._said = 0.0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, metrics: Any) -> None:
+        """Raises UsageError where the directory or the port cannot be had."""
+        self.metrics = metrics
+        directory = self.settings.checkpoint_dir
+        self._lock = rundir.lock(directory, rundir.COORDINATOR_LOCK, self.settings.lease_seconds)
+        persisted = rundir.read_generation(directory)
+        if persisted.job not in ("", self.job):
+            raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job}")
+        s = self.settings
+        self.gang = Gang(
+            self._roles,
+            protocol.Rules(
+                s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures
+            ),
+            self._incarnation,
+            time.monotonic(),
+            persisted.number,
+            persisted.members,
+            rundir.read_done(directory),
+        )
+        if persisted.number == 0:  # also finds out, before anyone trains, whether the directory can be written
+            self._write_generation(0, (), must=True)
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_post(PATH, self._beat)
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=2 * s.lease_seconds)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, s.bind_addr, s.control_port).start()
+        except OSError as error:
+            raise UsageError(
+                f"CONTROL_PORT={s.control_port}: cannot listen on it ({error.strerror}); choose another"
+            ) from error
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def settled(self) -> None:
+        """Return when the job is over and every member has heard so, or had the time to."""
+        while not self.gang.settled(time.monotonic()):
+            await asyncio.sleep(TICK)
+
+    async def stop(self) -> None:
+        self._ticker.cancel()
+        if self._runner:
+            await self._runner.cleanup()
+        self._lock.release()
+
+    async def _tick(self) -> None:
+        while True:
+            self._pump()
+            await asyncio.sleep(TICK)
+
+    def _pump(self) -> None:
+        gang, now = self.gang, time.monotonic()
+        while (effect := gang.tick(now)) is not None:
+            self._make(effect)
+            gang.confirm(effect, now)
+        for kind, details in gang.events:
+            self._tell(kind, details)
+        gang.events.clear()
+        telemetry.one_hot(self.metrics.gang_state, telemetry.GANG_STATES, gang.state)
+        for role in self._roles:
+            members, registered = gang.counts(role.name)
+            self.metrics.gang_members.labels(role.name).set(members)
+            self.metrics.gang_registered.labels(role.name).set(registered)
+        if gang.state == "gathering" and now - max(self._said, gang.since) > 10:
+            self._said = now
+            self.log.info("waiting", missing=", ".join(gang.missing(now)), deadline_s=self.settings.rejoin_timeout)
+        if gang.epoch != self._epoch:
+            self._epoch = gang.epoch
+            self._wake.set()
+            self._wake = asyncio.Event()
+
+    def _make(self, effect: Effect) -> None:
+        if effect.kind == "begin":
+            self._write_generation(effect.generation, effect.members)
+            return
+        try:
+            rundir.write_done(self.settings.checkpoint_dir, effect.summary)
+        except OSError as error:
+            self.log.error("DONE cannot be written; a restart would train on", problem=error.strerror)
+
+    def _write_generation(self, number: int, members: tuple[protocol.Key, ...], must: bool = False) -> None:
+        directory = self.settings.checkpoint_dir
+        try:
+            rundir.write_generation(directory, rundir.Persisted(number, self.job, members))
+        except OSError as error:
+            if must:
+                raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
+            # the number cannot repeat while this process lives, and nothing else can be written there either
+            self.log.error("generation number cannot be written; training goes on", problem=error.strerror)
+
+    def _tell(self, kind: str, details: dict[str, Any]) -> None:
+        match kind:
+            case "generation":
+                self.metrics.gang_generations.inc()
+            case "stopped" | "lost":
+                self.metrics.gang_restarts.labels(details["cause"]).inc()
+            case "recovered":
+                self.metrics.recovery_seconds.observe(details["seconds"])
+        level = self.log.error if kind == "failed" else self.log.info
+        level(f"gang {kind}", **details)
+
+    async def _beat(self, request: web.Request) -> web.Response:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.settings.token and not hmac.compare_digest(token.encode(), self.settings.token.encode()):
+            return self._refuse(401, "token", f"{request.remote}: JOB_TOKEN does not match")
+        try:
+            body = json.loads(await asyncio.wait_for(request.text(), self.settings.lease_seconds))
+            report, known = _report.validate_python(body["report"]), str(body["known"])
+            key = self.gang.beat(report, time.monotonic())
+        except web.HTTPRequestEntityTooLarge:
+            return self._refuse(413, "body", f"{request.remote}: more than {MAX_BODY} bytes")
+        except (ValueError, TypeError, KeyError, ValidationError, TimeoutError):
+            return self._refuse(400, "body", f"{request.remote}: no report of a rank")
+        except Rejected as error:
+            return self._refuse(409, error.reason, f"{report.node}: {error}", str(error))
+        self._pump()
+        end = time.monotonic() + self.settings.lease_seconds / 6
+        while (answer := order_json(self.gang.order(key))) == known and (left := end - time.monotonic()) > 0:
+            try:
+                await asyncio.wait_for(self._wake.wait(), left)
+            except TimeoutError:
+                break
+        return web.json_response(text=answer)
+
+    def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
+        self.metrics.gang_refused.labels(reason).inc()
+        if reason != "full":
+            self.log.warning("refused", reason=reason, problem=message)
+        return web.json_response({"reason": reason, "text": text or message.partition(": ")[2]}, status=status)

@@ -1,0 +1,268 @@
+"""The agent, rank 0: commands the observers' rollouts, answers their calls for actions, and learns."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch.distributed import rpc
+
+from app import rpc as rolecall_rpc
+from app import telemetry
+from app.checkpoint import CheckpointError
+from app.jobs.rl import RlSettings, envs, model
+from app.jobs.rl.batching import Batcher
+from app.jobs.rl.envs import Trajectory
+from app.jobs.rl.learner import Learner
+from app.jobs.rl.observer import Observer, Rollout, group_sizes, rollout
+from app.rpc import PeerLostError
+from app.world import Outcome, World
+
+_agent: Agent | None = None
+
+
+def run(world: World) -> Outcome:
+    """Train until the running return passes the environment's threshold, MAX_ITERATIONS, or a drain."""
+    global _agent
+    _agent = Agent(world)
+    return _agent.train()
+
+
+@rpc.functions.async_execution
+def act(observer: str, group: int, message: bytes, last: bool) -> torch.futures.Future[bytes]:
+    """Called by an observer at each step of a group of its environments; answered with the group's actions."""
+    assert _agent is not None
+    return _agent.batcher.submit((observer, group), message, last)
+
+
+class Agent:
+    """The model, the learner, and the RRefs of the generation's observers."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.metrics = world.metrics
+        self.log = telemetry.log()
+        settings = world.settings
+        assert isinstance(settings, RlSettings)
+        self.settings = settings
+        made = envs.make(settings.env_id, 1)
+        observation, action = made.single_observation_space, made.single_action_space
+        made.close()
+        assert isinstance(observation, Box)
+        assert isinstance(action, Discrete)
+        self.threshold = envs.threshold(settings.env_id)
+        self.learner = Learner(model.build(settings, observation, action), settings, world.device)
+        self.actor = model.Actor(self.learner.model, world.device)
+        self.iteration = self.samples = 0
+        self.running = self.last = self.seconds = 0.0
+        self._restore()
+        self.batcher = Batcher(
+            self.actor.act,
+            observation.shape,
+            observation.dtype,
+            settings.max_batch,
+            settings.batch_wait,
+            self._inferred,
+        )
+        self._answers: queue.Queue[tuple[str, torch.futures.Future[Any] | None]] = queue.Queue()
+        self._saved_at = time.monotonic()
+
+    # ---- the loop
+
+    def train(self) -> Outcome:
+        """One iteration after another: rollouts, update, log, checkpoint."""
+        me = rpc.RRef(self)
+        self.world.on_lost(self._lost)
+        self.observers = {
+            peer.name: rpc.remote(peer.name, Observer, args=(me,), timeout=self.settings.connect_timeout)
+            for peer in self.world.peers("observer")
+        }
+        self.log.info("training", env_id=self.settings.env_id, iteration=self.iteration, observers=len(self.observers),
+                      inference=self.settings.inference, threshold=self.threshold)  # fmt: skip
+        started, before, logged = time.monotonic(), self.seconds, (time.monotonic(), self.samples)
+        while not self._over():
+            if self.world.draining and self._save(drain=True):
+                return Outcome("drained", self.iteration)
+            trajectories, returns = self._rollouts()
+            if not trajectories:
+                continue  # every observer of this iteration was lost
+            self._update(trajectories)
+            self._score(returns)
+            self.seconds = before + time.monotonic() - started
+            self.world.report(self.iteration)
+            if self.iteration % self.settings.log_interval == 0:
+                now = time.monotonic(), self.samples
+                self.log.info(
+                    f"Episode {self.iteration}\tLast reward: {self.last:.2f}\tAverage reward: {self.running:.2f}",
+                    steps_per_s=round((now[1] - logged[1]) / (now[0] - logged[0])),
+                )
+                logged = now
+            if time.monotonic() - self._saved_at > self.settings.checkpoint_interval:
+                self._save()
+        return self._finish()
+
+    def _over(self) -> bool:
+        return self._solved() or self.iteration >= self.settings.max_iterations
+
+    def _solved(self) -> bool:
+        return self.threshold is not None and self.running > self.threshold
+
+    def _finish(self) -> Outcome:
+        if self._solved():
+            self.log.info(f"Solved! Running reward is now {self.running:.2f}", iterations=self.iteration)
+        else:
+            bar = "has no reward threshold" if self.threshold is None else f"solves at {self.threshold:g}"
+            self.log.info(
+                f"Stopped at MAX_ITERATIONS={self.settings.max_iterations}: running reward {self.running:.2f}; "
+                f"{self.settings.env_id} {bar}"
+            )
+        saved = self._save()
+        summary = {
+            "solved": self._solved(),
+            "iterations": self.iteration,
+            "running_return": self.running,
+            "env_steps": self.samples,
+            "seconds": self.seconds,
+            "saved": saved,
+        }
+        return Outcome("finished", self.iteration, summary)
+
+    # ---- an iteration
+
+    def _rollouts(self) -> tuple[list[Trajectory], list[float]]:
+        """A rollout of every observer that is left: the trajectories in order of rank, and each one's mean return."""
+        names = [name for name in self.observers if name not in self.world.lost]
+        if not names:
+            # the gang ends the generation, or drains it; nothing can be learned until then
+            if not self.world.wait_draining(2 * self.settings.lease_seconds):
+                raise PeerLostError("no observer is left")
+            return [], []
+        policy = None
+        self.learner.model.eval()
+        if self.settings.inference == "observer":
+            policy = {name: value.cpu() for name, value in self.learner.model.policy.state_dict().items()}
+        groups = range(len(group_sizes(self.settings)))
+        version = self.learner.version
+        self.batcher.begin([(name, group) for name in names for group in groups] if policy is None else [], version)
+        while not self._answers.empty():
+            self._answers.get_nowait()
+        with telemetry.Timer() as timer:
+            for name in names:
+                observer, limit = self.observers[name], self.settings.rollout_timeout
+                answer = rolecall_rpc.call(name, rollout, observer, policy, version, timeout=limit)
+                answer.add_done_callback(lambda answer, name=name: self._answers.put((name, answer)))
+            rollouts = self._gather(set(names))
+        self.metrics.rl_rollout_seconds.observe(timer.seconds)
+        if policy is None:
+            trajectories = self.batcher.trajectories(set(rollouts))
+        else:
+            trajectories = [
+                Trajectory(*arrays, version) for name in sorted(rollouts) for arrays in rollouts[name].trajectories
+            ]
+        returns = [float(np.mean(rollouts[name].returns)) for name in sorted(rollouts) if rollouts[name].returns]
+        if len(returns) < len(rollouts):
+            self.log.warning("no episode ended within MAX_ROLLOUT_STEPS", steps=self.settings.max_rollout_steps)
+        return trajectories, returns
+
+    def _gather(self, waiting: set[str]) -> dict[str, Rollout]:
+        """The answers of the observers in `waiting`, less those that fail or are lost meanwhile."""
+        rollouts: dict[str, Rollout] = {}
+        waiting -= self.world.lost
+        while waiting:
+            # no longer than the calls' own deadline
+            name, answer = self._answers.get(timeout=self.settings.rollout_timeout + self.settings.rpc_timeout)
+            if name not in waiting:
+                continue
+            waiting.discard(name)
+            if answer is None or name in self.world.lost:
+                self.log.warning("observer lost", observer=name)
+                continue
+            try:
+                rollouts[name] = answer.value()
+            except Exception as error:  # the remote end's, of any type: without this observer, then
+                self.log.warning("observer given up", observer=name, problem=str(error).strip().splitlines()[-1:])
+                self.world.give_up(name)
+        return {name: found for name, found in rollouts.items() if name not in self.world.lost}
+
+    def _lost(self, name: str) -> None:
+        self.batcher.drop(name)
+        self._answers.put((name, None))
+
+    def _update(self, trajectories: list[Trajectory]) -> None:
+        for trajectory in trajectories:
+            self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
+        with telemetry.Timer() as timer:
+            stats = self.learner.update(trajectories)
+        if not all(np.isfinite(value) for value in stats.values()):
+            raise FloatingPointError(f"the update is not finite ({stats}); lower LR or check the rewards of ENV_ID")
+        self.iteration += 1
+        self.samples += int(stats["samples"])
+        self.metrics.rl_update_seconds.observe(timer.seconds)
+        self.metrics.rl_samples.inc(stats["samples"])
+        self.metrics.rl_iterations.inc()
+        self.metrics.step.set(self.iteration)
+        self.metrics.rl_policy_version.set(self.learner.version)
+        self.metrics.rl_policy_loss.set(stats["policy_loss"])
+        self.metrics.rl_baseline_loss.set(stats["baseline_loss"])
+        self.metrics.rl_policy_entropy_nats.set(stats["entropy"])
+
+    def _score(self, returns: list[float]) -> None:
+        """The tutorial's running reward: of the worst observer's mean return."""
+        if returns:
+            self.last = min(returns)
+            self.running = 0.95 * self.running + 0.05 * self.last
+        self.metrics.rl_return_last.set(self.last)
+        self.metrics.rl_return_running.set(self.running)
+        self.metrics.rl_return_threshold.set(float("nan") if self.threshold is None else self.threshold)
+
+    def _inferred(self, size: int, seconds: float) -> None:
+        self.metrics.rl_inference_batch_observations.observe(size)
+        self.metrics.rl_inference_seconds.observe(seconds)
+
+    # ---- checkpoints
+
+    def _state(self) -> dict[str, Any]:
+        s = self.settings
+        return {
+            "learner": self.learner.state(),
+            "iteration": self.iteration,
+            "samples": self.samples,
+            "running": self.running,
+            "last": self.last,
+            "seconds": self.seconds,
+            "rng": torch.get_rng_state(),
+            "settings": {"env_id": s.env_id, "policy": s.policy, "hidden_size": s.hidden_size, "dropout": s.dropout},
+        }
+
+    def _save(self, drain: bool = False) -> bool:
+        """Write a checkpoint; where that fails, say so and train on."""
+        assert self.world.checkpoints is not None
+        self._saved_at = time.monotonic()
+        try:
+            with telemetry.Timer() as timer:
+                path = self.world.checkpoints.write(self.iteration, self._state())
+        except CheckpointError as error:
+            self.metrics.checkpoint_failures.inc()
+            self.log.error("no checkpoint written; training goes on", problem=str(error))
+            if drain:
+                self.world.drain_failed(str(error))
+            return False
+        self.metrics.checkpoint_seconds.observe(timer.seconds)
+        self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
+        self.log.info("checkpoint", file=path.name, seconds=round(timer.seconds, 3))
+        return True
+
+    def _restore(self) -> None:
+        assert self.world.checkpoints is not None
+        found = self.world.checkpoints.newest()
+        if found is None:
+            return
+        state = found.state
+        self.learner.load(state["learner"])
+        self.iteration, self.samples = state["iteration"], state["samples"]
+        self.running, self.last, self.seconds = state["running"], state["last"], state["seconds"]
+        self.log.info("resumed", file=found.path.name, iteration=self.iteration)

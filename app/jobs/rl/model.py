@@ -1,0 +1,125 @@
+"""The policy: from observations to actions, with a baseline beside it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch import Tensor, nn
+
+from app.config import UsageError
+from app.jobs.rl import RlSettings, envs
+
+
+def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+    """One hidden layer, as in the tutorial."""
+    layers = [nn.Flatten(), nn.Linear(inputs, hidden), nn.Dropout(dropout), nn.ReLU(), nn.Linear(hidden, outputs)]
+    return nn.Sequential(*(layer for layer in layers if dropout or not isinstance(layer, nn.Dropout)))
+
+
+class ActorCritic(nn.Module):
+    """A policy and its baseline. `baseline` is None where the policy itself returns (logits, value)."""
+
+    def __init__(self, policy: nn.Module, baseline: nn.Module | None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.baseline = baseline
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [n, actions] and normalised values [n] of observations [n, ...]."""
+        if self.baseline is None:
+            logits, value = self.policy(observations)
+        else:
+            logits, value = self.policy(observations), self.baseline(observations)
+        return logits, value.reshape(-1)
+
+    def logits(self, observations: Tensor) -> Tensor:
+        out = self.policy(observations)
+        return out if isinstance(out, Tensor) else out[0]
+
+
+def build(settings: RlSettings, observation: Box, action: Discrete) -> ActorCritic:
+    """The model for these spaces, initialised from SEED. Raises UsageError where POLICY does not give one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        size = int(np.prod(observation.shape))
+        baseline = mlp(size, settings.hidden_size, 1)
+        if not settings.policy:
+            return ActorCritic(mlp(size, settings.hidden_size, int(action.n), settings.dropout), baseline)
+        try:
+            policy = factory(settings.policy)(observation, action)
+            with torch.no_grad():
+                out = policy.eval()(tensor(np.zeros((2, *observation.shape), observation.dtype), torch.device("cpu")))
+        except UsageError:
+            raise
+        except Exception as error:  # a user's code: whatever it raises is theirs to see
+            raise UsageError(f"POLICY={settings.policy}: raised {type(error).__name__}: {error}") from error
+    logits = out if isinstance(out, Tensor) else out[0]
+    if logits.shape != (2, action.n):
+        raise UsageError(
+            f"POLICY={settings.policy}: makes logits of shape {tuple(logits.shape)} for 2 observations, "
+            f"{action} needs (2, {action.n})"
+        )
+    return ActorCritic(policy, baseline if isinstance(out, Tensor) else None)
+
+
+def factory(target: str) -> Callable[..., Any]:
+    """The callable that `package.module:name` names; modules beside the working directory count too."""
+    module, _, name = target.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"POLICY={target}: cannot be imported ({error}); write package.module:factory") from error
+    if not callable(found):
+        raise UsageError(f"POLICY={target}: is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def tensor(observations: envs.Array, device: torch.device) -> Tensor:
+    """Observations as the float32 that policies compute with."""
+    if observations.dtype != np.float32:
+        observations = observations.astype(np.float32)
+    elif not observations.flags.writeable:
+        observations = observations.copy()  # torch warns of memory that it could not write to
+    return torch.from_numpy(observations).to(device)
+
+
+class Actor:
+    """Acts with a policy: observations in, actions out."""
+
+    def __init__(self, model: ActorCritic, device: torch.device) -> None:
+        self.model = model.to(device)
+        self.device = device
+
+    @torch.inference_mode()
+    def act(self, observations: envs.Array) -> envs.Array:
+        """Sample an action [n] int64, counted from 0, for each of the observations [n, ...]."""
+        logits = self.model.logits(tensor(observations, self.device))
+        # the exponential race: argmin of Exp(1)/p is a sample of p
+        race = torch.empty_like(logits).exponential_().log_()
+        chosen: envs.Array = (logits - race).argmax(-1).cpu().numpy()
+        return chosen
+
+    @torch.inference_mode()
+    def best(self, observations: envs.Array) -> envs.Array:
+        """The most probable action for each of the observations."""
+        chosen: envs.Array = self.model.logits(tensor(observations, self.device)).argmax(-1).cpu().numpy()
+        return chosen
+
+
+def check(settings: RlSettings) -> None:
+    """Refuse what can never work, before anything starts. Raises UsageError."""
+    made = envs.make(settings.env_id, 1)
+    observation, action = made.single_observation_space, made.single_action_space
+    made.close()
+    assert isinstance(observation, Box)
+    assert isinstance(action, Discrete)
+    build(settings, observation, action)

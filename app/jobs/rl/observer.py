@@ -1,0 +1,145 @@
+"""The observer: steps environments. The agent creates it, commands its rollouts, and is called back for actions."""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import rpc
+
+from app import rpc as rolecall_rpc
+from app.jobs.rl import RlSettings, model
+from app.jobs.rl.envs import Array, Envs, Recorder, pack
+from app.world import World
+
+_world: World | None = None
+_failure: queue.Queue[BaseException] = queue.Queue()
+
+
+def run(world: World) -> None:
+    """Serve the agent until the process is ended; raise what a rollout raised."""
+    global _world
+    _world = world
+    raise _failure.get()  # bounded by the supervisor, which ends this process
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a rollout brought: steps of each environment, the returns of the episodes that ended in it, and, where the
+    observer itself acted, the trajectories' arrays.
+    """
+
+    steps: int
+    returns: list[float]
+    trajectories: list[tuple[Array, ...]]
+
+
+class Observer:
+    """`NUM_ENVS` environments, in two groups where there are two, so that one steps while the other's actions are made.
+
+    `agent` is the agent's RRef; whoever owns it is called for actions.
+    """
+
+    def __init__(self, agent: rpc.RRef[Any]) -> None:
+        assert _world is not None
+        self.world = _world
+        settings = self.world.settings
+        assert isinstance(settings, RlSettings)
+        self.settings = settings
+        self.agent = agent.owner_name()
+        sizes = group_sizes(settings)
+        seeds = np.random.SeedSequence((settings.seed, self.world.me.ordinal, self.world.generation))
+        states = seeds.generate_state(len(sizes))
+        self.groups = [Envs(settings.env_id, n, int(s)) for n, s in zip(sizes, states, strict=True)]
+        self._actor: model.Actor | None = None
+
+    def rollout(self, policy: dict[str, torch.Tensor] | None, version: int) -> Rollout:
+        """Step all environments at least ROLLOUT_STEPS times and until an episode has ended, at most MAX_ROLLOUT_STEPS.
+
+        With `policy`, a state to act with, the trajectories are returned; without, every step's actions are the agent's.
+        """
+        self.world.metrics.rl_policy_version.set(version)
+        steps = self._step_with(policy, version) if policy is not None else self._step_with_agent()
+        returns = [value for group in self.groups for value in group.take_returns()]
+        self.world.metrics.rl_episodes.inc(len(returns))
+        self.world.report(version + 1)
+        trajectories = [recorder.trajectory().arrays() for recorder in self._recorders] if policy is not None else []
+        return Rollout(steps, returns, trajectories)
+
+    def _over(self, steps: int) -> bool:
+        """Whether the step after `steps` ones is the rollout's last."""
+        ended = any(group.returns for group in self.groups)
+        return steps + 1 >= self.settings.rollout_steps and (ended or steps + 1 >= self.settings.max_rollout_steps)
+
+    def _step_with_agent(self) -> int:
+        waiting = [self._ask(number, last=False) for number in range(len(self.groups))]
+        steps, last = 0, False
+        while not last:
+            last = self._over(steps)
+            for number, group in enumerate(self.groups):
+                group.step(np.frombuffer(waiting[number].wait(), np.int64))
+                self._count(group)
+                waiting[number] = self._ask(number, last)
+            steps += 1
+        for answer in waiting:
+            answer.wait()
+        return steps
+
+    def _ask(self, number: int, last: bool) -> torch.futures.Future[Any]:
+        from app.jobs.rl.agent import act
+
+        group = self.groups[number]
+        message = pack(group.observations, group.rewards, group.ends)
+        return rolecall_rpc.call(self.agent, act, self.world.me.name, number, message, last)
+
+    def _step_with(self, policy: dict[str, torch.Tensor], version: int) -> int:
+        actor = self._load(policy)
+        self._recorders = [Recorder(version) for _ in self.groups]
+        metrics = self.world.metrics
+        for group, recorder in zip(self.groups, self._recorders, strict=True):
+            recorder.see(group.observations, group.rewards, group.ends)
+        steps, last = 0, False
+        while not last:
+            last = self._over(steps)
+            for group, recorder in zip(self.groups, self._recorders, strict=True):
+                started = time.perf_counter()
+                actions = actor.act(group.observations)
+                metrics.rl_inference_seconds.observe(time.perf_counter() - started)
+                metrics.rl_inference_batch_observations.observe(len(actions))
+                recorder.choose(actions)
+                group.step(actions)
+                recorder.see(group.observations, group.rewards, group.ends)
+                self._count(group)
+            steps += 1
+        return steps
+
+    def _count(self, group: Envs) -> None:
+        self.world.metrics.rl_env_steps.inc(len(group.ends))
+
+    def _load(self, policy: dict[str, torch.Tensor]) -> model.Actor:
+        if self._actor is None:
+            spaces = self.groups[0].spaces
+            self._actor = model.Actor(model.build(self.settings, *spaces), self.world.device)
+        self._actor.model.policy.load_state_dict(policy)
+        self._actor.model.eval()
+        return self._actor
+
+
+def group_sizes(settings: RlSettings) -> list[int]:
+    """Environments in each group: two groups where another process makes the actions meanwhile, else one."""
+    count = settings.num_envs
+    return [count] if count == 1 or settings.inference == "observer" else [count - count // 2, count // 2]
+
+
+def rollout(observer: rpc.RRef[Observer], policy: dict[str, torch.Tensor] | None, version: int) -> Rollout:
+    """Called by the agent, with its RRef, where the observer lives."""
+    try:
+        return observer.local_value().rollout(policy, version)
+    except Exception as error:
+        # this worker is of no more use; its supervisor tells the gang why
+        _failure.put(error)
+        raise

@@ -1,0 +1,155 @@
+"""torch.distributed.rpc: connect a generation's workers, call with a deadline, count what is called.
+
+The only file that initialises RPC. A process connects once: workers are fresh processes, and end without a shutdown.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from app import config
+from app.config import Settings, UsageError
+from app.telemetry import Timer
+from app.world import World
+
+SCHEME = "rolecall"
+_metrics: Any = None
+
+
+class PeerLostError(RuntimeError):
+    """A peer that this rank cannot do without is gone or silent; the gang regroups, it is no failure of this rank."""
+
+
+def connect(world: World) -> None:
+    """Join the RPC of `world`'s generation. Raises UsageError for a port that stays taken, PeerLostError at the deadline.
+
+    The rendezvous is a store that lives in rank 0's worker. Its keys carry the generation's number, so a worker that
+    comes too late, from a generation that is over, meets nobody.
+    """
+    global _metrics
+    _metrics = world.metrics
+    settings = world.settings
+    config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
+    if SCHEME not in dist.rendezvous.__globals__["_rendezvous_handlers"]:
+        dist.register_rendezvous_handler(SCHEME, lambda url, **_: _rendezvous(world))
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{SCHEME}://",
+        num_worker_threads=16,
+        rpc_timeout=settings.connect_timeout,
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    with Timer() as timer:
+        try:
+            rpc.init_rpc(world.me.name, rank=world.me.rank, world_size=len(world.members), rpc_backend_options=options)
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLostError(f"no RPC with all of generation {world.generation}: {_first_line(error)}") from error
+    rpc._set_rpc_timeout(settings.rpc_timeout)
+    _metrics.rpc_connect_seconds.set(timer.seconds)
+
+
+def _rendezvous(world: World) -> Iterator[tuple[dist.Store, int, int]]:
+    settings = world.settings
+    timeout = timedelta(seconds=settings.connect_timeout)
+    size = len(world.members)
+    if world.me.rank == 0:
+        listener = _listen(settings)
+        store = dist.TCPStore(
+            settings.master_addr,
+            settings.master_port,
+            size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    else:
+        store = dist.TCPStore(
+            settings.master_addr, settings.master_port, size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    yield dist.PrefixStore(f"generation-{world.generation}", store), world.me.rank, size
+
+
+def _listen(settings: Settings) -> socket.socket:
+    end = time.monotonic() + settings.connect_timeout
+    while True:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.bind_addr, settings.master_port))
+            listener.listen(1024)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise UsageError(
+                    f"MASTER_PORT={settings.master_port}: cannot listen on it ({error.strerror}); choose another"
+                ) from error
+            time.sleep(0.1)  # a port has no event for becoming free
+
+
+def interface(address: str) -> str:
+    """The name of the network interface that routes to `address`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise PeerLostError(f"MASTER_ADDR={address} cannot be resolved or routed to: {error.strerror}") from error
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == own for found in addresses):
+            return name
+    raise PeerLostError(f"MASTER_ADDR={address}: no interface has the address {own}")
+
+
+def call(to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> torch.futures.Future[Any]:
+    """Call `function(*args)` at the worker `to`; the future raises where the call fails or `timeout` seconds pass.
+
+    `timeout` -1 means RPC_TIMEOUT. The call is counted and timed under the function's name.
+    """
+    method = function.__name__
+    started = time.perf_counter()
+    _metrics.rpc_calls.labels(method).inc()
+    _metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
+    future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
+
+    def done(answered: torch.futures.Future[Any]) -> None:
+        _metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
+        try:
+            received = payload_bytes(answered.value())
+        except Exception:  # whatever the call raised, its waiter hears of it; here it only counts
+            _metrics.rpc_failures.labels(method).inc()
+        else:
+            _metrics.rpc_received_bytes.labels(method).inc(received)
+
+    future.add_done_callback(done)
+    return future
+
+
+def payload_bytes(value: Any) -> int:
+    """Bytes of the tensors, arrays and byte strings in `value`: what weighs in a message."""
+    match value:
+        case torch.Tensor():
+            return value.numel() * value.element_size()
+        case bytes():
+            return len(value)
+        case list() | tuple():
+            return sum(map(payload_bytes, value))
+        case dict():
+            return sum(map(payload_bytes, value.values()))
+        case _:
+            return int(getattr(value, "nbytes", 0))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,136 @@
+"""The run's directory beside its checkpoints: which generation is the newest, whether the job is DONE, and the locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from app.config import UsageError
+from app.protocol import Key
+
+COORDINATOR_LOCK = ".coordinator.lock"
+WRITER_LOCK = ".writer.lock"
+GENERATION = "generation.json"
+DONE = "DONE"
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """The newest generation's number and members; number 0 where there was none."""
+
+    number: int = 0
+    job: str = ""
+    members: tuple[Key, ...] = ()
+
+
+def read_generation(directory: Path) -> Persisted:
+    """What `write_generation` wrote last. Raises UsageError where the file cannot be understood."""
+    path = directory / GENERATION
+    try:
+        read = json.loads(path.read_text())
+        return Persisted(int(read["number"]), str(read["job"]), tuple((str(r), int(o)) for r, o in read["members"]))
+    except FileNotFoundError:
+        return Persisted()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f'{path}: is damaged; write {{"number": N, "job": ..., "members": []}} to it, '
+            "with N at least the greatest first number in the checkpoints' names"
+        ) from error
+
+
+def write_generation(directory: Path, persisted: Persisted) -> None:
+    content = {"number": persisted.number, "job": persisted.job, "members": persisted.members}
+    write_atomically(directory / GENERATION, json.dumps(content).encode())
+
+
+def read_done(directory: Path) -> dict[str, Any] | None:
+    """The summary of the finished job, or None where it has not finished. A damaged file is a UsageError."""
+    path = directory / DONE
+    try:
+        summary = json.loads(path.read_text())
+        if not isinstance(summary, dict):
+            raise ValueError
+        return summary
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError:
+        raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
+
+
+def write_done(directory: Path, summary: dict[str, Any]) -> None:
+    write_atomically(directory / DONE, json.dumps(summary, indent=1).encode() + b"\n")
+
+
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file so that after a crash at any moment it is either whole or as it was before."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError:
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:
+            pass  # the write's own error says more
+        raise
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Lock:
+    """An exclusive lock on a directory, held until the process ends or `release`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def lock(directory: Path, name: str, timeout: float) -> Lock:
+    """Make `directory` and lock its file `name`. Raises UsageError where it stays taken, or cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / name).open("ab")
+    except OSError as error:
+        raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
+    for _ in _attempts(timeout):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return Lock(file)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                file.close()
+                raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be locked ({error.strerror})") from error
+    file.close()
+    raise UsageError(f"CHECKPOINT_DIR={directory}: is in use by another running job; give each its own directory")
+
+
+def _attempts(timeout: float) -> Iterator[None]:
+    end = time.monotonic() + timeout
+    yield
+    while time.monotonic() < end:
+        time.sleep(0.02)  # flock has no deadline of its own
+        yield

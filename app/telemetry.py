@@ -1,0 +1,216 @@
+"""Metrics and logs.
+
+A metric is declared once, as a `Metric`, in `SUPERVISOR` or `WORKER` below or in a job's `metrics` module. A worker's
+live in memory-mapped files (prometheus_client's multiprocess mode), so that they outlast the worker; its supervisor
+reads them when it is scraped, beside its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import prometheus_client
+import structlog
+from prometheus_client import CollectorRegistry, values
+from prometheus_client.core import Metric as Samples
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from app import config
+
+PREFIX = "rolecall_"
+LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
+CAUSES = ("killed", "crashed", "failed", "silent", "restarted", "unreachable", "lost", "left", "drained", "stopped")
+WORKER_STATES = ("none", "starting", "running", "ended")
+GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's declaration. `name` is without the prefix; `roles` empty means every role has it."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: Sequence[float] = LATENCY
+    roles: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def attribute(self) -> str:
+        """The name under which `build` hands it out."""
+        return self.name.removesuffix("_total")
+
+    def make(self, registry: CollectorRegistry) -> Any:
+        name = self.full_name
+        match self.kind:
+            case "counter":
+                return prometheus_client.Counter(name, self.help, self.labels, registry=registry)
+            case "gauge":
+                return prometheus_client.Gauge(
+                    name, self.help, self.labels, registry=registry, multiprocess_mode="mostrecent"
+                )
+            case "histogram":
+                return prometheus_client.Histogram(
+                    name, self.help, self.labels, buckets=self.buckets, registry=registry
+                )
+
+
+SUPERVISOR = (
+    Metric("gauge", "rank_info", "Which rank this is; always 1.", ("job", "role", "ordinal", "version")),
+    Metric("gauge", "up_since_seconds", "Unix time at which this rank's supervisor started."),
+    Metric("gauge", "generation", "Number of the generation that this rank is in; 0 for none."),
+    Metric("gauge", "worker_state", "1 for the worker's state, 0 for the others.", ("state",)),
+    Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process."),
+    Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process."),
+    Metric("counter", "worker_starts_total", "Worker processes that this rank started."),
+    Metric("counter", "worker_restarts_total", "Workers of this rank that ended early, by cause.", ("cause",)),
+    Metric("counter", "gang_unreachable_total", "Requests to rank 0's control port that got no answer."),
+    Metric("counter", "metric_files_dropped_total", "Metric files that were torn and had to be dropped."),
+)
+COORDINATOR = (
+    Metric("gauge", "gang_state", "1 for the gang's state, 0 for the others.", ("state",)),
+    Metric("gauge", "gang_members", "Ranks in the running generation, by role.", ("role",)),
+    Metric("gauge", "gang_registered", "Ranks whose lease is good, by role.", ("role",)),
+    Metric("counter", "gang_generations_total", "Generations started."),
+    Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
+    Metric("counter", "gang_refused_total", "Requests to the control port that were refused, by reason.", ("reason",)),
+    Metric(
+        "histogram",
+        "recovery_seconds",
+        "Time from the end of a generation to the first step of the next.",
+        buckets=DURATION,
+    ),
+)
+WORKER = (
+    Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
+    Metric("counter", "rpc_failures_total", "Remote calls that failed, by method.", ("method",)),
+    Metric("counter", "rpc_sent_bytes_total", "Payload sent with remote calls, by method.", ("method",)),
+    Metric("counter", "rpc_received_bytes_total", "Payload received in answers, by method.", ("method",)),
+    Metric("histogram", "rpc_latency_seconds", "Time from a remote call to its answer, by method.", ("method",)),
+    Metric("gauge", "rpc_connect_seconds", "How long the newest generation's RPC rendezvous took."),
+    Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint written.", roles=("rank 0",)),
+    Metric(
+        "histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)
+    ),
+    Metric("counter", "checkpoint_failures_total", "Checkpoints that could not be written.", roles=("rank 0",)),
+    Metric("gauge", "step", "Step (iteration) that this rank's worker has reached.", roles=("rank 0",)),
+)  # fmt: skip
+
+
+def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:
+    """Make the metrics and hand them out as attributes: `rpc_calls_total` as `.rpc_calls`."""
+    registry = registry or CollectorRegistry()
+    return SimpleNamespace(**{metric.attribute: metric.make(registry) for metric in declared})
+
+
+def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
+    """A worker's metrics: those of its role, kept in files named by slot, so that a new worker goes on counting."""
+    roles = {role, "rank 0"} if first else {role}
+    values.ValueClass = values.MultiProcessValue(lambda: "worker")
+    return build(metric for metric in declared if not metric.roles or roles & set(metric.roles))
+
+
+def use_directory(directory: Path) -> None:
+    """Keep the workers' metrics in `directory`. Called after prometheus_client was imported: the caller's stay apart."""
+    config.export(PROMETHEUS_MULTIPROC_DIR=str(directory))
+
+
+def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
+    """Set a gauge with a `state` label to 1 for `state` and 0 for the others."""
+    for name in states:
+        gauge.labels(name).set(name == state)
+
+
+def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]]:
+    """Every metric as (name, kind, labels, where, meaning)."""
+    rows = []
+    for where, declared in (("every rank", SUPERVISOR), ("rank 0", COORDINATOR), ("every rank", (*WORKER, *job))):
+        for metric in declared:
+            place = ", ".join(metric.roles) or where
+            rows.append((metric.full_name, metric.kind, ", ".join(metric.labels), place, metric.help))
+    return rows
+
+
+class WorkerFiles:
+    """The collector of a worker's metric files: a torn one is deleted and counted, it must not break the scrape."""
+
+    def __init__(self, directory: Path, dropped: Callable[[], None]) -> None:
+        self.directory = directory
+        self._dropped = dropped
+
+    def good(self) -> list[str]:
+        good = []
+        for path in sorted(self.directory.glob("*.db")):
+            try:
+                for _ in MmapedDict.read_all_values_from_file(str(path)):
+                    pass
+            except (RuntimeError, UnicodeDecodeError, struct.error, OSError):
+                path.unlink(missing_ok=True)
+                self._dropped()
+            else:
+                good.append(str(path))
+        return good
+
+    def collect(self) -> Iterator[Samples]:
+        yield from MultiProcessCollector.merge(self.good())
+
+
+def setup_logging(format: str, level: str, stream: Any = None, **bound: Any) -> None:
+    """One event a line on standard output, with `bound` (role, ordinal, generation) on each."""
+    text = structlog.dev.ConsoleRenderer(
+        colors=sys.stdout.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+    )
+    renderer: Any = structlog.processors.JSONRenderer() if format == "json" else text
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([structlog.processors.format_exc_info] if format == "json" else []),
+            _bound(bound),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(stream or sys.stdout),
+        cache_logger_on_first_use=False,
+    )
+
+
+def _bound(bound: dict[str, Any]) -> Callable[[Any, str, dict[str, Any]], dict[str, Any]]:
+    # not contextvars: a worker's RPC threads start with an empty context
+    def add(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        return {**event, **{key: value for key, value in bound.items() if key not in event and value is not None}}
+
+    return add
+
+
+def log(**bound: Any) -> Any:
+    """A logger."""
+    return structlog.get_logger(**bound)
+
+
+class Timer:
+    """`with Timer() as timer: ...; timer.seconds`."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Timer:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start

@@ -1,0 +1,148 @@
+"""The worker: one process a rank and generation, forked from one that has imported torch. It connects, runs the job's
+function for its role, tells its supervisor how that ended, and is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app import jobs, rpc, rundir, telemetry
+from app.checkpoint import Checkpoints
+from app.config import UsageError
+from app.world import Outcome, Task, World
+
+BEAT_SECONDS = 0.5
+
+
+class Line:
+    """The worker's end of the pipe to its supervisor. Where the supervisor is gone, the process ends at once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._step = 0
+        self._sent = 0.0
+
+    def send(self, *message: Any) -> None:
+        with self._lock:
+            try:
+                self._connection.send(message)
+            except OSError:
+                os._exit(1)
+            self._sent = time.monotonic()
+
+    def report(self, step: int) -> None:
+        first = self._step == 0
+        self._step = step
+        if first or time.monotonic() - self._sent > BEAT_SECONDS / 2:
+            self.send("beat", step)
+
+    def beat_forever(self) -> None:
+        while True:
+            self.send("beat", self._step)
+            time.sleep(BEAT_SECONDS)  # the period of a heartbeat; nothing waits for it
+
+    def obey_forever(self, world: World) -> None:
+        while True:
+            try:
+                kind, *arguments = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if kind == "drain":
+                world.drain()
+            elif kind == "lost":
+                world.lose(*arguments)
+
+
+def main(task: Task, connection: Connection) -> None:
+    """The process's entry."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    line = Line(connection)
+    settings = task.settings
+    telemetry.setup_logging(
+        settings.log_format,
+        settings.log_level,
+        role=task.me.role,
+        ordinal=task.me.ordinal,
+        generation=task.generation or None,
+    )
+    threading.Thread(target=line.beat_forever, daemon=True).start()
+    result: tuple[Any, ...]
+    try:
+        if task.members:
+            result = _work(task, line)
+        else:
+            jobs.resolve(jobs.get(task.job).check)(settings)
+            result = ("result", "finished", "", 0, {})
+    except UsageError as error:
+        result = ("result", "refused", str(error), 0, {})
+    except rpc.PeerLostError as error:
+        result = ("result", "lost", str(error), 0, {})
+    except Exception:
+        result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
+    line.send(*result)
+    os._exit(0)  # no destructor of an RPC agent whose peers may be gone
+
+
+def _work(task: Task, line: Line) -> tuple[Any, ...]:
+    job, settings = jobs.get(task.job), task.settings
+    first = task.me.rank == 0
+    seed(settings.seed, task.me.rank, task.generation)
+    torch.set_num_threads(settings.threads)
+    declared = [*telemetry.WORKER, *jobs.metrics(job)]
+    world = World(
+        settings=settings,
+        me=task.me,
+        members=task.members,
+        generation=task.generation,
+        metrics=telemetry.build_worker(declared, task.me.role, first),
+        checkpoints=_checkpoints(task) if first else None,
+        report=line.report,
+        tell_lost=lambda peer: line.send("gave up", peer.role, peer.ordinal),
+        refuse_drain=lambda why: line.send("drain failed", why),
+        lost=set(task.lost),
+    )
+    threading.Thread(target=line.obey_forever, args=(world,), daemon=True).start()
+    rpc.connect(world)
+    line.send("running")
+    role = next(role for role in job.roles if role.name == task.me.role)
+    outcome = jobs.resolve(role.run)(world)
+    if not first or not isinstance(outcome, Outcome):
+        raise RuntimeError(f"{role.run} returned before the job was over")
+    return "result", outcome.kind, "", outcome.step, outcome.summary
+
+
+def _checkpoints(task: Task) -> Checkpoints:
+    settings = task.settings
+    directory: Path = settings.checkpoint_dir
+    # the worker before this one may take a moment to be gone; the lock lives as long as this process
+    global _lock
+    _lock = rundir.lock(directory, rundir.WRITER_LOCK, settings.lease_seconds)
+    log = telemetry.log()
+    return Checkpoints(
+        directory,
+        task.job,
+        task.generation,
+        settings.checkpoint_keep,
+        fence=lambda: rundir.read_generation(directory).number,
+        complain=lambda message: log.warning("checkpoint", problem=message),
+    )
+
+
+def seed(seed: int, rank: int, generation: int) -> None:
+    """Seed what is random in this process, differently for each rank and generation."""
+    mixed = int(np.random.SeedSequence((seed, rank, generation)).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)

@@ -1,0 +1,121 @@
+"""What a job's function is given: who it is, whom it works with, and the few things that it may ask or say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from app.checkpoint import Checkpoints
+from app.config import Settings, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A member of a generation; `name` is its RPC worker name."""
+
+    role: str
+    ordinal: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}_{self.ordinal}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How rank 0's function ended: the job is `finished` (with a summary), or it `drained` after step `step`."""
+
+    kind: str
+    step: int
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is started with; `members` are in order of rank, and empty for a check of the settings."""
+
+    job: str
+    settings: Settings
+    me: Peer
+    members: tuple[Peer, ...] = ()
+    generation: int = 0
+    lost: tuple[str, ...] = ()
+
+
+@dataclass
+class World:
+    """A rank's view of its generation.
+
+    Rank 0's function returns an `Outcome`; the others' functions serve until the process is ended. `report(step)` is
+    the progress that decides over failures; a rank 0 looks at `draining` between two steps.
+    """
+
+    settings: Settings
+    me: Peer
+    members: tuple[Peer, ...]
+    generation: int
+    metrics: Any
+    checkpoints: Checkpoints | None = None
+    report: Callable[[int], None] = lambda step: None
+    tell_lost: Callable[[Peer], None] = lambda peer: None
+    refuse_drain: Callable[[str], None] = lambda why: None
+    lost: set[str] = field(default_factory=set)
+    _drain: threading.Event = field(default_factory=threading.Event)
+    _listeners: list[Callable[[str], None]] = field(default_factory=list)
+
+    def peers(self, role: str) -> list[Peer]:
+        """The generation's members with `role`, by ordinal, without those that were lost."""
+        return [peer for peer in self.members if peer.role == role and peer.name not in self.lost]
+
+    @property
+    def draining(self) -> bool:
+        """Whether the job is to stop after the step in hand and write a checkpoint."""
+        return self._drain.is_set()
+
+    def drain(self) -> None:
+        self._drain.set()
+
+    def drain_failed(self, why: str) -> None:
+        """The drain's checkpoint could not be written: train on."""
+        self._drain.clear()
+        self.refuse_drain(why)
+
+    def lose(self, name: str) -> None:
+        """`name` is no longer part of this generation: its calls are refused, calls to it are given up."""
+        if name in self.lost:
+            return
+        self.lost.add(name)
+        for listener in self._listeners:
+            listener(name)
+
+    def give_up(self, name: str) -> None:
+        """Rank 0 found `name` dead or silent: lose it here, and have the gang replace its worker."""
+        if name not in self.lost:
+            self.lose(name)
+            self.tell_lost(next(peer for peer in self.members if peer.name == name))
+
+    def on_lost(self, listener: Callable[[str], None]) -> None:
+        """Call `listener(name)` for every peer that is lost from now on, from another thread."""
+        self._listeners.append(listener)
+
+    def wait_draining(self, timeout: float) -> bool:
+        """Wait until a drain is ordered; False after `timeout` seconds."""
+        return self._drain.wait(timeout)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes. Raises UsageError for DEVICE=cuda where there is none."""
+        import torch
+
+        wanted = self.settings.device
+        if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise UsageError("DEVICE=cuda: torch finds no CUDA device here; use DEVICE=auto or cpu")
+        return torch.device("cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -128,11 +129,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(head: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool) -> None:
+def _print(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], markdown: bool) -> None:
     if markdown:
         escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-        for row in [list(head), ["---"] * len(head), *escaped]:
-            print("| " + " | ".join(row) + " |")
+        for cells in [list(head), ["---"] * len(head), *escaped]:
+            print("| " + " | ".join(cells) + " |")
         return
     table = Table(*head, box=None, pad_edge=False, header_style="bold")
     for row in rows:

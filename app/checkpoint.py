@@ -40,7 +40,8 @@ class Snapshot:
 class Checkpoints:
     """A directory of checkpoints with one writer.
 
-    `fence` is asked before every write: it returns the newest generation, and a writer of an older one writes nothing. `complain(message, path)` hears of files that could not be used.
+    `fence` is asked before every write: it returns the newest generation, and a writer of an older one writes
+    nothing. `complain(message)` hears of files that could not be used.
     """
 
     def __init__(

@@ -63,7 +63,9 @@ class Settings(BaseSettings):
         "exit", description="after the job: exit, or stay up and serve metrics (for pods, which are always restarted)"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where this rank computes")
-    threads: int = Field(1, ge=1, le=1024, description="torch's threads within one operation, per rank")
+    threads: int = Field(
+        0, ge=0, le=1024, description="torch's threads for large computations, per rank; 0: all cores of this process"
+    )
     seed: int = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
     log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")

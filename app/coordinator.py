@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from app import protocol, rundir, telemetry
 from app.config import Settings, UsageError
 from app.gang import Gang
-from app.protocol import Effect, Order, Rejected, Report
+from app.protocol import Effect, Order, RejectedError, Report
 
 PATH = "/v1/beat"
 MAX_BODY = 64 * 1024
@@ -83,7 +83,7 @@ class Coordinator:
     async def settled(self) -> None:
         """Return when the job is over and every member has heard so, or had the time to."""
         while not self.gang.settled(time.monotonic()):
-            await asyncio.sleep(TICK)
+            await asyncio.wait([asyncio.create_task(self._wake.wait())], timeout=TICK)
 
     async def stop(self) -> None:
         self._ticker.cancel()
@@ -155,11 +155,13 @@ class Coordinator:
             body = json.loads(await asyncio.wait_for(request.text(), self.settings.lease_seconds))
             report, known = _report.validate_python(body["report"]), str(body["known"])
             key = self.gang.beat(report, time.monotonic())
+        except ConnectionError:
+            raise web.HTTPBadRequest from None  # the member hung up, to say something newer
         except web.HTTPRequestEntityTooLarge:
             return self._refuse(413, "body", f"{request.remote}: more than {MAX_BODY} bytes")
         except (ValueError, TypeError, KeyError, ValidationError, TimeoutError):
             return self._refuse(400, "body", f"{request.remote}: no report of a rank")
-        except Rejected as error:
+        except RejectedError as error:
             return self._refuse(409, error.reason, f"{report.node}: {error}", str(error))
         self._pump()
         end = time.monotonic() + self.settings.lease_seconds / 6

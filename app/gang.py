@@ -15,13 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.config import FAILED, USAGE
-from app.protocol import ALIVE, ERRORS, MAX_BACKOFF, Effect, Key, Order, Rejected, Report, Role, Rules, name_of
-
-
-@dataclass
-class Member:
-    report: Report
-    heard_at: float
+from app.protocol import ALIVE, ERRORS, MAX_BACKOFF, Effect, Key, Order, Report, Role, Rules, name_of
+from app.roster import Member, Roster
 
 
 @dataclass
@@ -52,7 +47,7 @@ class Gang:
         self.roles = {role.name: role for role in roles}
         self.rules = rules
         self.master: Key = (roles[0].name, 0)
-        self.incarnation = incarnation
+        self._roster = Roster(self.roles, self.master, incarnation)
         self.members: dict[Key, Member] = {}
         self.generation: Generation | None = None
         self.state = "gathering" if done is None else "finished"
@@ -66,7 +61,6 @@ class Gang:
         self._previous = set(previous)
         self._wanted = self._first_want(previous)
         self._expected = None if done is None else sum(role.count for role in roles)
-        self._retired: dict[str, None] = {}
         self._youth: dict[Key, tuple[int, float]] = {}
         self._last_tick = now
         self._failures: list[str] = []
@@ -85,50 +79,18 @@ class Gang:
     # ---- events in
 
     def beat(self, report: Report, now: float) -> Key:
-        """Take a member's report. Raises Rejected. Returns the member's key."""
-        key = self._place(report)
+        """Take a member's report. Raises RejectedError. Returns the member's key."""
+        key = self._roster.place(report, self.members)
         known = self.members.get(key)
         if known and known.report.incarnation == report.incarnation:
             if report.beat <= known.report.beat:
                 return key
         elif known:
-            self._retire(known.report.incarnation)
+            self._roster.retire(known.report.incarnation)
             self._gone(key, "restarted", f"{name_of(key)} was started again", now)
         self.members[key] = Member(report, now)
         self._judge(key, report, now)
         return key
-
-    def _place(self, report: Report) -> Key:
-        role = self.roles.get(report.role)
-        if role is None:
-            raise Rejected("role", f"no role {report.role!r} in this job")
-        if report.incarnation in self._retired:
-            raise Rejected("superseded", f"another process took the place of this {role.name}; give each an ORDINAL")
-        ordinal = report.ordinal
-        if ordinal is None:
-            ordinal = self._assign(role, report)
-        if not 0 <= ordinal < role.maximum:
-            raise Rejected("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {ordinal}")
-        if (role.name, ordinal) == self.master and report.incarnation != self.incarnation:
-            raise Rejected("master", f"{name_of(self.master)} is running already, at the address that was called")
-        return role.name, ordinal
-
-    def _assign(self, role: Role, report: Report) -> int:
-        taken = {key[1]: member.report for key, member in self.members.items() if key[0] == role.name}
-        for ordinal, holder in taken.items():
-            same_node = report.node and holder.node == report.node and holder.ordinal is None
-            if holder.incarnation == report.incarnation or same_node:
-                return ordinal
-        free = (ordinal for ordinal in range(role.maximum) if ordinal not in taken)
-        ordinal = next(free, None)
-        if ordinal is None:
-            raise Rejected("full", f"all {role.maximum} places for {role.name} are taken")
-        return ordinal
-
-    def _retire(self, incarnation: str) -> None:
-        self._retired[incarnation] = None
-        if len(self._retired) > 10_000:
-            del self._retired[next(iter(self._retired))]
 
     def _judge(self, key: Key, report: Report, now: float) -> None:
         generation = self.generation

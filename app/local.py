@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -98,10 +99,8 @@ class Rank:
     def kill(self) -> None:
         """End the rank with all its processes."""
         if self.process:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # gone already
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # gone already
 
 
 class Local:
@@ -133,7 +132,7 @@ class Local:
         shared = {
             **counts, "JOB": self.job, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1", "MASTER_PORT": str(master),
             "CONTROL_PORT": str(control), "CHECKPOINT_DIR": str(self.directory), "TMPDIR": str(self._temporary),
-            "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self.settings.threads),
+            "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         ranks = []
         for (role, ordinal), port in zip(wanted, metrics, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -78,10 +79,8 @@ class WorkerProcess:
             self.kill(self._why)
 
     def send(self, *message: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has ended; its exit is on the way
             self._connection.send(message)
-        except OSError:
-            pass  # it has ended; its exit is on the way
 
     def kill(self, why: str) -> None:
         """End it now. `why` is the outcome to report, unless it had told of its end itself."""

@@ -42,7 +42,8 @@ class Report:
 
     `beat` grows with every report of an incarnation; `epoch` is that of the last order it acted on. `outcome` is how
     the worker ended: finished, drained, failed (raised), crashed (a signal of its own making), killed, refused (bad
-    input), lost (without its peers), stopped (as ordered). `gave_up` are peers that rank 0's worker found dead or silent.
+    input), lost (without its peers), stopped (as ordered). `gave_up`
+    are peers that rank 0's worker found dead or silent.
     """
 
     role: str
@@ -88,7 +89,7 @@ class Effect:
     summary: dict[str, Any] = field(default_factory=dict)
 
 
-class Rejected(Exception):
+class RejectedError(Exception):
     """A report that is refused; `reason` is a short label, the text says what to do."""
 
     def __init__(self, reason: str, text: str) -> None:

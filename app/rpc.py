@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import rpc
+from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from app import config
 from app.config import Settings, UsageError
@@ -31,7 +33,7 @@ class PeerLostError(RuntimeError):
 
 
 def connect(world: World) -> None:
-    """Join the RPC of `world`'s generation. Raises UsageError for a port that stays taken, PeerLostError at the deadline.
+    """Join the RPC of `world`'s generation. Raises UsageError for a port that stays taken, PeerLostError too late.
 
     The rendezvous is a store that lives in rank 0's worker. Its keys carry the generation's number, so a worker that
     comes too late, from a generation that is over, meets nobody.
@@ -40,8 +42,7 @@ def connect(world: World) -> None:
     _metrics = world.metrics
     settings = world.settings
     config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
-    if SCHEME not in dist.rendezvous.__globals__["_rendezvous_handlers"]:
-        dist.register_rendezvous_handler(SCHEME, lambda url, **_: _rendezvous(world))
+    register_rendezvous_handler(SCHEME, lambda url, **_: _rendezvous(world))
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{SCHEME}://",
         num_worker_threads=16,
@@ -49,22 +50,24 @@ def connect(world: World) -> None:
         _transports=["uv"],
         _channels=["basic"],
     )
+    # init_rpc gathers device maps through a backend of its own that torch itself warns of
+    warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     with Timer() as timer:
         try:
             rpc.init_rpc(world.me.name, rank=world.me.rank, world_size=len(world.members), rpc_backend_options=options)
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no RPC with all of generation {world.generation}: {_first_line(error)}") from error
-    rpc._set_rpc_timeout(settings.rpc_timeout)
+    rpc._set_rpc_timeout(settings.rpc_timeout)  # type: ignore[attr-defined]
     _metrics.rpc_connect_seconds.set(timer.seconds)
 
 
-def _rendezvous(world: World) -> Iterator[tuple[dist.Store, int, int]]:
+def _rendezvous(world: World) -> Iterator[tuple[Store, int, int]]:
     settings = world.settings
     timeout = timedelta(seconds=settings.connect_timeout)
     size = len(world.members)
     if world.me.rank == 0:
         listener = _listen(settings)
-        store = dist.TCPStore(
+        store = TCPStore(
             settings.master_addr,
             settings.master_port,
             size,
@@ -74,10 +77,10 @@ def _rendezvous(world: World) -> Iterator[tuple[dist.Store, int, int]]:
             master_listen_fd=listener.detach(),
         )
     else:
-        store = dist.TCPStore(
+        store = TCPStore(
             settings.master_addr, settings.master_port, size, is_master=False, timeout=timeout, wait_for_workers=False
         )
-    yield dist.PrefixStore(f"generation-{world.generation}", store), world.me.rank, size
+    yield PrefixStore(f"generation-{world.generation}", store), world.me.rank, size
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -108,7 +111,7 @@ def interface(address: str) -> str:
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == own for found in addresses):
-            return name
+            return str(name)
     raise PeerLostError(f"MASTER_ADDR={address}: no interface has the address {own}")
 
 

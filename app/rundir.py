@@ -1,7 +1,8 @@
-"""The run's directory beside its checkpoints: which generation is the newest, whether the job is DONE, and the locks."""
+"""What lies beside a run's checkpoints: the newest generation's number, whether the job is DONE, and the locks."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -84,10 +85,8 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError:
-        try:
+        with contextlib.suppress(OSError):  # the write's own error says more
             temporary.unlink(missing_ok=True)
-        except OSError:
-            pass  # the write's own error says more
         raise
 
 

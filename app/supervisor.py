@@ -5,6 +5,7 @@ serves /metrics, /healthz and /readyz, and decides the exit. asyncio and HTTP on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -13,18 +14,16 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import psutil
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
-from app import __version__, config, coordinator, jobs, process, telemetry
+from app import __version__, config, endpoints, jobs, process, telemetry
 from app.config import FAILED, USAGE, Settings, UsageError
 from app.coordinator import Coordinator
 from app.jobs import Identity, Job
+from app.link import Link
 from app.process import WorkerProcess
 from app.protocol import Order, Report
 from app.world import Peer, Task
@@ -57,14 +56,15 @@ class Supervisor:
 
     async def run(self) -> int:
         directory = Path(tempfile.mkdtemp(prefix="rolecall-"))
-        runner = None
+        runner: web.AppRunner | None = None
         lead: Coordinator | None = None
         try:
             self._make_metrics(directory)
-            runner = await self._serve()
+            runner = await endpoints.serve(self.settings, self._registry, self._refresh, self._health, self._ready)
             self._handle_signals()
             telemetry.use_directory(directory)
-            process.prepare(self.job.preload)
+            role = next(role for role in self.job.roles if role.name == self.identity.role)
+            process.prepare(role.preload)
             if self.first:
                 lead = Coordinator(self.settings.job, self.settings, self.roles, self.incarnation)
                 await lead.start(self.metrics)
@@ -86,6 +86,7 @@ class Supervisor:
         finally:
             for task in self._tasks:
                 task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._end_worker("stopped")
             if lead and hasattr(lead, "gang"):
                 await lead.stop()
@@ -110,21 +111,6 @@ class Supervisor:
         shown = "" if ordinal is None else str(ordinal)
         self.metrics.rank_info.labels(self.settings.job, self.identity.role, shown, __version__).set(1)
 
-    async def _serve(self) -> web.AppRunner:
-        app = web.Application(client_max_size=1024)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self.settings.bind_addr, self.settings.metrics_port).start()
-        except OSError as error:
-            raise UsageError(
-                f"METRICS_PORT={self.settings.metrics_port}: cannot listen on it ({error.strerror}); choose another"
-            ) from error
-        return runner
-
     def _handle_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
@@ -147,23 +133,20 @@ class Supervisor:
     # ---- the member's loops
 
     async def _beat_loop(self) -> None:
-        s = self.settings
-        timeout = aiohttp.ClientTimeout(total=s.lease_seconds / 2)
-        headers = {"Authorization": f"Bearer {s.token}"} if s.token else {}
-        # no cache of names: MASTER_ADDR may get another address
-        connector = aiohttp.TCPConnector(use_dns_cache=False)
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
+        async with Link(self.settings, self.first) as link:
             while True:
                 self._changed.clear()
                 report = self._report()
                 asked = time.monotonic()
-                post = asyncio.create_task(self._post(session, report))
+                post = asyncio.create_task(self._post(link, report))
                 change = asyncio.create_task(self._changed.wait())
-                await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
-                if not post.done():
-                    post.cancel()  # there is news: say it at once, in another request
+                try:
+                    await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    change.cancel()
+                    news = post.cancel()  # while it waits for another order: say what is new at once
                     await asyncio.wait({post})
+                if news:
                     continue
                 error = post.exception()
                 if error is None:
@@ -175,19 +158,8 @@ class Supervisor:
                 else:
                     await self._unreachable(error)
 
-    async def _post(self, session: aiohttp.ClientSession, report: Report) -> None:
-        s = self.settings
-        host = "127.0.0.1" if self.first and s.bind_addr == "0.0.0.0" else s.master_addr
-        url = f"http://{host}:{s.control_port}{coordinator.PATH}"
-        known = coordinator.order_json(self.order) if self.order else ""
-        async with session.post(url, json={"report": asdict(report), "known": known}) as response:
-            answer = await response.json()
-            if response.status == 409 and answer.get("reason") == "full":
-                raise aiohttp.ClientError(answer["text"])
-            if response.status in (400, 401, 409, 413):
-                raise UsageError(f"rank 0 at {s.master_addr}:{s.control_port} refused this rank: {answer['text']}")
-            response.raise_for_status()
-        order = Order(**{**answer, "members": _keys(answer["members"]), "lost": _keys(answer["lost"])})
+    async def _post(self, link: Link, report: Report) -> None:
+        order = await link.post(report, self.order)
         if self.identity.ordinal != order.ordinal and (self.order is None or self.order.ordinal != order.ordinal):
             self.log.info("ordinal assigned", assigned=order.ordinal)
             self._info(order.ordinal)
@@ -236,10 +208,8 @@ class Supervisor:
                 f"MASTER_ADDR={s.master_addr} CONTROL_PORT={s.control_port}: rank 0 could not be reached for "
                 f"{s.rejoin_timeout:g} s ({_plain(error)})"
             )
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), 0.2)
-        except TimeoutError:
-            pass
 
     async def _obey_loop(self) -> None:
         while True:
@@ -362,31 +332,23 @@ class Supervisor:
         for wait in waits:
             wait.cancel()
 
-    # ---- HTTP
+    # ---- what the endpoints say
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    def _refresh(self) -> None:
         worker = self.worker
-        state = worker.state if worker else "none"
-        telemetry.one_hot(self.metrics.worker_state, telemetry.WORKER_STATES, state)
+        telemetry.one_hot(self.metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
         self.metrics.generation.set(worker.task.generation if worker and worker.alive else 0)
         self.metrics.worker_resident_bytes.set(worker.resident_bytes() if worker else 0)
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
 
-    async def _healthz(self, request: web.Request) -> web.Response:
+    def _health(self) -> str:
         silent = self.worker is not None and self.worker.silent(self.settings.lease_seconds)
-        return web.Response(text="worker silent\n" if silent else "ok\n", status=503 if silent else 200)
+        return "the worker is silent" if silent else ""
 
-    async def _readyz(self, request: web.Request) -> web.Response:
+    def _ready(self) -> str:
         running = self.worker is not None and self.worker.state == "running"
         finished = self.order is not None and self.order.kind == "finished"
-        ready = running or finished
-        return web.Response(text="ready\n" if ready else "not in a generation\n", status=200 if ready else 503)
-
-
-def _keys(value: Any) -> tuple[tuple[str, int], ...]:
-    return tuple((role, ordinal) for role, ordinal in value)
+        return "" if running or finished else "not in a running generation"
 
 
 def _plain(error: BaseException) -> str:

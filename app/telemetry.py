@@ -125,7 +125,7 @@ def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
 
 
 def use_directory(directory: Path) -> None:
-    """Keep the workers' metrics in `directory`. Called after prometheus_client was imported: the caller's stay apart."""
+    """Keep the workers' metrics in `directory`. The caller imported prometheus_client before: its own stay apart."""
     config.export(PROMETHEUS_MULTIPROC_DIR=str(directory))
 
 
@@ -137,7 +137,7 @@ def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
 
 def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]]:
     """Every metric as (name, kind, labels, where, meaning)."""
-    rows = []
+    rows: list[tuple[str, str, str, str, str]] = []
     for where, declared in (("every rank", SUPERVISOR), ("rank 0", COORDINATOR), ("every rank", (*WORKER, *job))):
         for metric in declared:
             place = ", ".join(metric.roles) or where
@@ -190,9 +190,9 @@ def setup_logging(format: str, level: str, stream: Any = None, **bound: Any) -> 
     )
 
 
-def _bound(bound: dict[str, Any]) -> Callable[[Any, str, dict[str, Any]], dict[str, Any]]:
+def _bound(bound: dict[str, Any]) -> structlog.typing.Processor:
     # not contextvars: a worker's RPC threads start with an empty context
-    def add(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    def add(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         return {**event, **{key: value for key, value in bound.items() if key not in event and value is not None}}
 
     return add

@@ -90,8 +90,8 @@ class Watch:
     def render(self, width: int = 100) -> RenderableType:
         """The display as it stands."""
         table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
-        for head in ("rank", "state", "generation", "worker starts", "memory"):
-            table.add_column(head)
+        for column in ("rank", "state", "generation", "worker starts", "memory"):
+            table.add_column(column)
         for target in self.targets:
             state = target.state("worker_state") if target.up else "down"
             colour = {"running": "green", "down": "red"}.get(state, "yellow")

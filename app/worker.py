@@ -23,6 +23,7 @@ from app.config import UsageError
 from app.world import Outcome, Task, World
 
 BEAT_SECONDS = 0.5
+_lock: rundir.Lock | None = None
 
 
 class Line:
@@ -99,7 +100,7 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
     job, settings = jobs.get(task.job), task.settings
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)  # see World.all_threads
     declared = [*telemetry.WORKER, *jobs.metrics(job)]
     world = World(
         settings=settings,
@@ -126,8 +127,8 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
 def _checkpoints(task: Task) -> Checkpoints:
     settings = task.settings
     directory: Path = settings.checkpoint_dir
-    # the worker before this one may take a moment to be gone; the lock lives as long as this process
     global _lock
+    # the worker before this one may take a moment to be gone; the lock lives as long as this process
     _lock = rundir.lock(directory, rundir.WRITER_LOCK, settings.lease_seconds)
     log = telemetry.log()
     return Checkpoints(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +109,17 @@ class World:
     def wait_draining(self, timeout: float) -> bool:
         """Wait until a drain is ordered; False after `timeout` seconds."""
         return self._drain.wait(timeout)
+
+    @contextlib.contextmanager
+    def all_threads(self) -> Iterator[None]:
+        """Compute with THREADS threads in here. Outside a rank has one: small operations only lose by more."""
+        import torch
+
+        torch.set_num_threads(self.settings.threads or len(os.sched_getaffinity(0)))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from app import config, protocol
@@ -23,7 +23,8 @@ class Role:
     """One role of a job. The first role of a job has one member: rank 0, which coordinates and writes checkpoints.
 
     `run` is a `module:function` that is called with a `World`. The counts name settings: `count` is what a start waits
-    for; `minimum` and `maximum` bound an elastic role, whose members come and go while the job trains.
+    for; `minimum` and `maximum` bound an elastic role, whose members come and go while the job trains. `preload` are
+    modules that take long to import and are imported before a worker is forked, not in each worker.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Role:
     count: str = ""
     minimum: str = ""
     maximum: str = ""
+    preload: tuple[str, ...] = ()
 
     @property
     def elastic(self) -> bool:
@@ -54,7 +56,6 @@ class Job:
     evaluate: str
     metrics: str
     watch: tuple[str, str, str]
-    preload: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class RlSettings(Settings):
         "agent", description="where actions are computed: at the agent, in batches, or at the observers"
     )
     rollout_steps: int = Field(
-        128, ge=1, le=100_000, description="least steps of each environment in an iteration (until an episode ended)"
+        64, ge=1, le=100_000, description="least steps of each environment in an iteration (until an episode ended)"
     )
     max_rollout_steps: int = Field(
         20_000, ge=1, le=10_000_000, description="most steps of each environment to wait for an episode's end"
@@ -65,12 +65,19 @@ JOB = Job(
     summary="policy gradient: an agent learns, observers step gymnasium environments",
     settings=RlSettings,
     roles=(
-        Role("agent", "app.jobs.rl.agent:run"),
-        Role("observer", "app.jobs.rl.observer:run", "OBSERVERS", "MIN_OBSERVERS", "MAX_OBSERVERS"),
+        # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
+        Role("agent", "app.jobs.rl.agent:run", preload=("app.jobs.rl.agent", "torch._dynamo")),
+        Role(
+            "observer",
+            "app.jobs.rl.observer:run",
+            "OBSERVERS",
+            "MIN_OBSERVERS",
+            "MAX_OBSERVERS",
+            preload=("app.jobs.rl.observer", "app.jobs.rl.agent"),
+        ),
     ),
     check="app.jobs.rl.model:check",
     evaluate="app.jobs.rl.evaluate:evaluate",
     metrics="app.jobs.rl.metrics",
     watch=("rl_return_running", "rl_return_threshold", "rl_env_steps_total"),
-    preload=("app.jobs.rl.agent", "app.jobs.rl.observer"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import time
 from typing import Any
@@ -32,7 +33,7 @@ def run(world: World) -> Outcome:
     return _agent.train()
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def act(observer: str, group: int, message: bytes, last: bool) -> torch.futures.Future[bytes]:
     """Called by an observer at each step of a group of its environments; answered with the group's actions."""
     assert _agent is not None
@@ -154,7 +155,7 @@ class Agent:
             for name in names:
                 observer, limit = self.observers[name], self.settings.rollout_timeout
                 answer = rolecall_rpc.call(name, rollout, observer, policy, version, timeout=limit)
-                answer.add_done_callback(lambda answer, name=name: self._answers.put((name, answer)))
+                answer.add_done_callback(functools.partial(self._answered, name))
             rollouts = self._gather(set(names))
         self.metrics.rl_rollout_seconds.observe(timer.seconds)
         if policy is None:
@@ -188,6 +189,9 @@ class Agent:
                 self.world.give_up(name)
         return {name: found for name, found in rollouts.items() if name not in self.world.lost}
 
+    def _answered(self, name: str, answer: torch.futures.Future[Any]) -> None:
+        self._answers.put((name, answer))
+
     def _lost(self, name: str) -> None:
         self.batcher.drop(name)
         self._answers.put((name, None))
@@ -195,7 +199,7 @@ class Agent:
     def _update(self, trajectories: list[Trajectory]) -> None:
         for trajectory in trajectories:
             self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
-        with telemetry.Timer() as timer:
+        with telemetry.Timer() as timer, self.world.all_threads():
             stats = self.learner.update(trajectories)
         if not all(np.isfinite(value) for value in stats.values()):
             raise FloatingPointError(f"the update is not finite ({stats}); lower LR or check the rewards of ENV_ID")

@@ -115,7 +115,7 @@ class Batcher:
             except Exception as error:  # the callers hear of it, and end with it
                 for call in batch:
                     if not call.answer.done():
-                        call.answer.set_exception(error)
+                        call.answer.set_exception(error)  # type: ignore[arg-type]
 
     def _next_batch(self) -> list[Call] | None:
         """Wait for a batch; None once closed. The condition is held."""
@@ -160,4 +160,4 @@ class Batcher:
     @staticmethod
     def _fail(calls: list[Call], why: str) -> None:
         for call in calls:
-            call.answer.set_exception(RuntimeError(why))
+            call.answer.set_exception(RuntimeError(why))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from app.config import UsageError
 
 GOES_ON, TERMINATED, TRUNCATED = 0, 1, 2
 Array = NDArray[Any]
+Arrays = tuple[Array, Array, Array, Array, Array]
 
 
 def make(env_id: str, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
@@ -69,7 +70,8 @@ class Trajectory:
     experience: Array
     version: int
 
-    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
+    def arrays(self) -> Arrays:
+        """What travels; the version is known where they arrive."""
         return self.observations, self.actions, self.rewards, self.ends, self.experience
 
 

@@ -7,11 +7,11 @@ and the clipped ratio of Schulman et al. 2017 because an iteration makes several
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.config import UsageError
@@ -19,6 +19,7 @@ from app.jobs.rl import RlSettings
 from app.jobs.rl.envs import TERMINATED, Array, Trajectory
 from app.jobs.rl.model import ActorCritic, tensor
 
+CHUNK = 2048  # rows in one pass: activations stay in the cache; gradients add up to the minibatch's
 DECAY = 0.95  # of the returns' mean and variance, that the baseline's values are normalised by
 
 
@@ -38,6 +39,17 @@ def discounted_returns(trajectory: Trajectory, values: Array, gamma: float) -> A
     return returns
 
 
+@dataclass
+class Samples:
+    """Columns over an iteration's experience: observations [m, ...], the others [m]."""
+
+    observations: Tensor
+    actions: Tensor
+    returns: Tensor
+    values: Tensor  # then, once the returns are known, advantages
+    log_probabilities: Tensor
+
+
 class Learner:
     """Holds the model and its optimizer; `update` takes one iteration's trajectories."""
 
@@ -52,65 +64,61 @@ class Learner:
 
     def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """One iteration's update. Returns policy_loss, baseline_loss, entropy (nats) and samples."""
-        self.model.train()
-        observations, actions, returns, values = self._samples(trajectories)
+        samples = self._samples(trajectories)
+        count = len(samples.actions)
         decay = DECAY if self.version else 0.0
-        self._mean = decay * self._mean + (1 - decay) * float(returns.mean())
-        self._square = decay * self._square + (1 - decay) * float(returns.square().mean())
-        advantages = returns - values
-        advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
-        targets = (returns - self._mean) / self._scale
-        with torch.no_grad():
-            before = _log_probability(self.model.logits(observations), actions)
-        sums = {"policy_loss": 0.0, "baseline_loss": 0.0, "entropy": 0.0}
-        parts = torch.randperm(len(actions), generator=self._shuffle).chunk(self.settings.minibatches)
+        self._mean = decay * self._mean + (1 - decay) * float(samples.returns.mean())
+        self._square = decay * self._square + (1 - decay) * float(samples.returns.square().mean())
+        advantages = samples.returns - samples.values
+        samples.values = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
+        samples.returns = (samples.returns - self._mean) / self._scale
+        self.model.train()
+        sums = torch.zeros(3, device=self.device)
+        parts = torch.randperm(count, generator=self._shuffle).to(self.device).chunk(self.settings.minibatches)
         for part in parts:
-            part = part.to(self.device)
-            stats = self._step(observations[part], actions[part], advantages[part], targets[part], before[part])
-            for name, value in stats.items():
-                sums[name] += value / len(parts)
+            self.optimizer.zero_grad()
+            for chunk in part.split(CHUNK):
+                sums += self._backward(samples, chunk, len(chunk) / len(part)) / len(parts)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+            self.optimizer.step()
         self.version += 1
-        return {**sums, "samples": float(len(actions))}
+        policy_loss, baseline_loss, entropy = sums.tolist()
+        return {"policy_loss": policy_loss, "baseline_loss": baseline_loss, "entropy": entropy, "samples": float(count)}
 
-    def _samples(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    @torch.no_grad()
+    def _samples(self, trajectories: Sequence[Trajectory]) -> Samples:
+        """All experience in one row each, with what the model, as it acted, makes of it."""
+        self.model.eval()
         columns = []
         for trajectory in trajectories:
             steps, count = trajectory.actions.shape
-            rows = tensor(trajectory.observations.reshape((steps + 1) * count, *trajectory.observations.shape[2:]),
-                          self.device)  # fmt: skip
-            with torch.no_grad():
-                values = self.model(rows)[1].cpu().numpy().reshape(steps + 1, count) * self._scale + self._mean
-            kept = torch.from_numpy(trajectory.experience.reshape(-1)).to(self.device)
-            flat = [
-                torch.from_numpy(np.ascontiguousarray(array)).reshape(-1).to(self.device)[kept]
-                for array in (
-                    trajectory.actions.astype(np.int64),
-                    discounted_returns(trajectory, values, self.settings.gamma),
-                    values[:-1],
-                )
-            ]
-            columns.append((rows[: steps * count][kept], flat[0], flat[1].float(), flat[2].float()))
-        observations, actions, returns, values = (torch.cat(column) for column in zip(*columns, strict=True))
-        return observations, actions, returns, values
+            rows = tensor(trajectory.observations, self.device).flatten(0, 1)
+            actions = torch.from_numpy(trajectory.actions.astype(np.int64)).flatten().to(self.device)
+            made = [self.model(chunk) for chunk in rows.split(CHUNK)]
+            values = torch.cat([value for _, value in made]) * self._scale + self._mean
+            logits = torch.cat([logits for logits, _ in made])[: steps * count]
+            returns = discounted_returns(trajectory, values.view(steps + 1, count).cpu().numpy(), self.settings.gamma)
+            flat_returns = torch.from_numpy(returns).flatten().to(self.device)
+            kept = torch.from_numpy(trajectory.experience).flatten().to(self.device).nonzero().squeeze(-1)
+            columns.append(
+                [column[kept] for column in (rows, actions, flat_returns, values, _log_probability(logits, actions))]
+            )
+        return Samples(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
-    def _step(
-        self, observations: Tensor, actions: Tensor, advantages: Tensor, targets: Tensor, before: Tensor
-    ) -> dict[str, float]:
+    def _backward(self, samples: Samples, rows: Tensor, weight: float) -> Tensor:
+        """Add `weight` of the loss's gradient over `rows` of the samples; its parts, weighted: [3]."""
         s = self.settings
-        logits, values = self.model(observations)
-        chosen = _log_probability(logits, actions)
-        ratio = (chosen - before).exp()
+        actions, advantages = samples.actions[rows], samples.values[rows]
+        logits, values = self.model(samples.observations[rows])
+        ratio = (_log_probability(logits, actions) - samples.log_probabilities[rows]).exp()
         clipped = ratio.clamp(1 - s.clip_ratio, 1 + s.clip_ratio)
         policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-        baseline_loss = F.smooth_l1_loss(values, targets)
-        self.optimizer.zero_grad()
-        (policy_loss + s.value_coef * baseline_loss).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), s.max_grad_norm)
-        self.optimizer.step()
+        baseline_loss = nn.functional.smooth_l1_loss(values, samples.returns[rows])
+        ((policy_loss + s.value_coef * baseline_loss) * weight).backward()
         with torch.no_grad():
             logs = torch.log_softmax(logits, -1)
             entropy = -(logs.exp() * logs).sum(-1).mean()
-        return {"policy_loss": policy_loss.item(), "baseline_loss": baseline_loss.item(), "entropy": entropy.item()}
+            return torch.stack((policy_loss, baseline_loss, entropy)) * weight
 
     @property
     def _scale(self) -> float:

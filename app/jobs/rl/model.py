@@ -19,7 +19,13 @@ from app.jobs.rl import RlSettings, envs
 
 def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
     """One hidden layer, as in the tutorial."""
-    layers = [nn.Flatten(), nn.Linear(inputs, hidden), nn.Dropout(dropout), nn.ReLU(), nn.Linear(hidden, outputs)]
+    layers = [
+        nn.Flatten(),
+        nn.Linear(inputs, hidden),
+        nn.Dropout(dropout),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, outputs),
+    ]
     return nn.Sequential(*(layer for layer in layers if dropout or not isinstance(layer, nn.Dropout)))
 
 

@@ -13,7 +13,7 @@ from torch.distributed import rpc
 
 from app import rpc as rolecall_rpc
 from app.jobs.rl import RlSettings, model
-from app.jobs.rl.envs import Array, Envs, Recorder, pack
+from app.jobs.rl.envs import Arrays, Envs, Recorder, pack
 from app.world import World
 
 _world: World | None = None
@@ -35,7 +35,7 @@ class Rollout:
 
     steps: int
     returns: list[float]
-    trajectories: list[tuple[Array, ...]]
+    trajectories: list[Arrays]
 
 
 class Observer:
@@ -60,7 +60,7 @@ class Observer:
     def rollout(self, policy: dict[str, torch.Tensor] | None, version: int) -> Rollout:
         """Step all environments at least ROLLOUT_STEPS times and until an episode has ended, at most MAX_ROLLOUT_STEPS.
 
-        With `policy`, a state to act with, the trajectories are returned; without, every step's actions are the agent's.
+        With `policy`, a state to act with, the trajectories are returned; without, the agent makes all actions.
         """
         self.world.metrics.rl_policy_version.set(version)
         steps = self._step_with(policy, version) if policy is not None else self._step_with_agent()
@@ -138,7 +138,8 @@ def group_sizes(settings: RlSettings) -> list[int]:
 def rollout(observer: rpc.RRef[Observer], policy: dict[str, torch.Tensor] | None, version: int) -> Rollout:
     """Called by the agent, with its RRef, where the observer lives."""
     try:
-        return observer.local_value().rollout(policy, version)
+        found: Rollout = observer.local_value().rollout(policy, version)
+        return found
     except Exception as error:
         # this worker is of no more use; its supervisor tells the gang why
         _failure.put(error)

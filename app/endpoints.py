@@ -1,0 +1,50 @@
+"""What a rank serves on METRICS_PORT: /metrics, /healthz (liveness) and /readyz."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from app.config import Settings, UsageError
+
+
+async def serve(
+    settings: Settings,
+    registry: CollectorRegistry,
+    refresh: Callable[[], None],
+    unhealthy: Callable[[], str],
+    unready: Callable[[], str],
+) -> web.AppRunner:
+    """Start serving. `refresh` is called before a scrape; the other two say what is wrong, or nothing.
+
+    Raises UsageError where the port cannot be had.
+    """
+
+    async def metrics(request: web.Request) -> web.Response:
+        refresh()
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+    def says(problem: Callable[[], str]) -> Callable[[web.Request], web.Response]:
+        async def answer(request: web.Request) -> web.Response:
+            wrong = problem()
+            return web.Response(text=(wrong or "ok") + "\n", status=503 if wrong else 200)
+
+        return answer  # type: ignore[return-value]
+
+    app = web.Application(client_max_size=1024)
+    app.add_routes(
+        [web.get("/metrics", metrics), web.get("/healthz", says(unhealthy)), web.get("/readyz", says(unready))]  # type: ignore[arg-type]
+    )
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.bind_addr, settings.metrics_port).start()
+    except OSError as error:
+        raise UsageError(
+            f"METRICS_PORT={settings.metrics_port}: cannot listen on it ({error.strerror}); choose another"
+        ) from error
+    return runner

@@ -134,7 +134,7 @@ def type_of(field: FieldInfo) -> str:
     literal = re.search(r"Literal\[(.*)\]", annotation)
     if literal:
         return "|".join(part.strip(" '") for part in literal.group(1).split(","))
-    return annotation.replace(" | None", "").replace("pathlib.Path", "path").replace("Path", "path").rsplit(".", 1)[-1]
+    return annotation.replace(" | None", "").replace("SecretStr", "secret").replace("Path", "path").rsplit(".", 1)[-1]
 
 
 def bounds_of(field: FieldInfo) -> str:
@@ -185,6 +185,11 @@ def host_name() -> str:
 def export(**names: str) -> None:
     """Set variables that libraries read, here and in every process started from here."""
     os.environ.update(names)
+
+
+def export_default(**names: str) -> None:
+    """As `export`, for those that are not set."""
+    export(**{name: value for name, value in names.items() if name not in os.environ})
 
 
 def child_environment(**names: str) -> dict[str, str]:

@@ -144,8 +144,10 @@ class Coordinator:
                 self.metrics.gang_restarts.labels(details["cause"]).inc()
             case "recovered":
                 self.metrics.recovery_seconds.observe(details["seconds"])
-        level = self.log.error if kind == "failed" else self.log.info
-        level(f"gang {kind}", **details)
+        if kind == "failed":
+            self.log.error("gang failed", **telemetry.cause(details["reason"]))
+        else:
+            self.log.info(f"gang {kind}", **details)
 
     async def _beat(self, request: web.Request) -> web.Response:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")

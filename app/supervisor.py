@@ -52,6 +52,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._ordered = asyncio.Event()
         self._done = asyncio.Event()
+        self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -63,6 +64,7 @@ class Supervisor:
             runner = await endpoints.serve(self.settings, self._registry, self._refresh, self._health, self._ready)
             self._handle_signals()
             telemetry.use_directory(directory)
+            config.export_default(TORCH_CPP_LOG_LEVEL="ERROR")  # it warns of every peer that ends
             role = next(role for role in self.job.roles if role.name == self.identity.role)
             process.prepare(role.preload)
             if self.first:
@@ -81,7 +83,7 @@ class Supervisor:
                 and not self.leaving
             ):
                 self.log.info("lingering: serving metrics until SIGTERM")
-                await self._done.wait()
+                await self._signalled.wait()
             return self.code if self.code is not None else FAILED
         finally:
             for task in self._tasks:
@@ -153,8 +155,10 @@ class Supervisor:
                     self._contact, self._knocking = asked, False
                     if report.heard:
                         self._finish(self.order.code if self.order else FAILED)
+                        return
                 elif isinstance(error, UsageError):
                     self._refused(str(error))
+                    return
                 else:
                     await self._unreachable(error)
 
@@ -229,7 +233,7 @@ class Supervisor:
                 self._finish(0)
             elif order.kind in ("finished", "failed") and not self._heard:
                 if order.kind == "failed":
-                    self.log.error("the job failed", cause=order.reason)
+                    self.log.error("the job failed", **telemetry.cause(order.reason))
                 self._heard = True
                 self._changed.set()
 
@@ -265,7 +269,7 @@ class Supervisor:
             self.metrics.worker_restarts.labels(worker.outcome).inc()
             quiet = worker.outcome in ("killed", "silent", "lost")
             (self.log.warning if quiet else self.log.error)(
-                "worker ended", outcome=worker.outcome, generation=worker.task.generation, cause=worker.error or None
+                "worker ended", outcome=worker.outcome, generation=worker.task.generation, **telemetry.cause(worker.error)
             )
 
     async def _watch_loop(self) -> None:
@@ -289,11 +293,13 @@ class Supervisor:
     # ---- the end
 
     def _leave(self, name: str) -> None:
-        if self.leaving or self._done.is_set():
+        self._signalled.set()
+        if self.leaving:
             self._finish(FAILED)  # the second time of asking
             return
-        if self.code is not None or self.order is None:
-            self._finish(self.code or 0)
+        if self.order is None:
+            self._finish(0)  # not a member yet
+        if self.code is not None:
             return
         self.log.info("leaving", signal=name, deadline_s=self.settings.drain_timeout)
         self.leaving = True
@@ -323,11 +329,10 @@ class Supervisor:
             if task.done():
                 task.result()
         await waiter
-        self._done.clear()
 
     async def _wait_settled(self, lead: Coordinator) -> None:
         """Rank 0 goes last, so that every member hears how the job ended; a signal cuts that short."""
-        waits = {asyncio.create_task(lead.settled()), asyncio.create_task(self._done.wait())}
+        waits = {asyncio.create_task(lead.settled()), asyncio.create_task(self._signalled.wait())}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()

@@ -203,6 +203,12 @@ def log(**bound: Any) -> Any:
     return structlog.get_logger(**bound)
 
 
+def cause(text: str) -> dict[str, str]:
+    """A cause for an event: its last line, and the whole of it where it is a traceback."""
+    lines = text.strip().splitlines()
+    return {} if not lines else {"cause": lines[-1]} if len(lines) == 1 else {"cause": lines[-1], "exception": text}
+
+
 class Timer:
     """`with Timer() as timer: ...; timer.seconds`."""
 

@@ -52,10 +52,10 @@ class Agent:
         self.settings = settings
         made = envs.make(settings.env_id, 1)
         observation, action = made.single_observation_space, made.single_action_space
+        self.threshold = envs.threshold(made)
         made.close()
         assert isinstance(observation, Box)
         assert isinstance(action, Discrete)
-        self.threshold = envs.threshold(settings.env_id)
         self.learner = Learner(model.build(settings, observation, action), settings, world.device)
         self.actor = model.Actor(self.learner.model, world.device)
         self.iteration = self.samples = 0

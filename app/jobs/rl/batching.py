@@ -20,6 +20,7 @@ Source = tuple[str, int]  # an observer's name and the number of one of its grou
 @dataclass(frozen=True)
 class Call:
     source: Source
+    recorder: Recorder
     observations: Array
     answer: Future[bytes]
     waiting_since: float
@@ -28,9 +29,9 @@ class Call:
 class Batcher:
     """Answers `submit` with actions, and records the trajectories that the calls make up.
 
-    A batch takes the calls that are waiting, up to `max_batch` observations; it leaves when it is full, when every
-    group that is under way is waiting in it, or `wait` seconds after its first call came: nobody waits for a slow or
-    dead observer. `act` maps observations [n, ...] to actions [n].
+    A batch takes the calls that are waiting, up to `max_batch` observations (no single call is split); it leaves when
+    it is full, when every group that is under way is waiting in it, or `wait` seconds after its first call came: nobody
+    waits for a slow or dead observer. `act` maps observations [n, ...] to actions [n].
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Batcher:
                 self._finished[source] = recorder.trajectory()
                 answer.set_result(b"")
             else:
-                self._calls.append(Call(source, observations, answer, time.monotonic()))
+                self._calls.append(Call(source, recorder, observations, answer, time.monotonic()))
             self._condition.notify()
         return answer
 
@@ -150,9 +151,11 @@ class Batcher:
             for call in batch:
                 own = actions[offset : offset + len(call.observations)]
                 offset += len(own)
-                if (recorder := self._recorders.get(call.source)) is not None:
-                    recorder.choose(own)
-                answers.append((call.answer, own.tobytes()))
+                if self._recorders.get(call.source) is call.recorder:
+                    call.recorder.choose(own)
+                    answers.append((call.answer, own.tobytes()))
+                else:  # `begin` or `drop` came while the policy computed
+                    self._fail([call], "the rollout is over")
         for answer, own_bytes in answers:
             if not answer.done():
                 answer.set_result(own_bytes)

@@ -33,7 +33,7 @@ def make(env_id: str, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any
             envs.close()
             mode = {"autoreset_mode": AutoresetMode.NEXT_STEP}
             envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=mode)
-    except (gymnasium.error.Error, ImportError) as error:
+    except Exception as error:  # a module's or environment's own code: whatever it raises, it cannot be made
         raise UsageError(f"ENV_ID={env_id}: cannot be made ({_one_line(error)})") from error
     observation, action = envs.single_observation_space, envs.single_action_space
     if not isinstance(observation, Box) or not isinstance(action, Discrete):
@@ -44,9 +44,9 @@ def make(env_id: str, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any
     return envs
 
 
-def threshold(env_id: str) -> float | None:
+def threshold(envs: gymnasium.vector.VectorEnv[Any, Any, Any]) -> float | None:
     """The return at which the environment counts as solved, where it says so."""
-    value = gymnasium.spec(env_id).reward_threshold
+    value = envs.spec.reward_threshold if envs.spec else None
     return None if value is None else float(value)
 
 
@@ -111,7 +111,8 @@ class Envs:
         self.spaces = observation, action
         self._start = int(action.start)
         self._dtype = action.dtype
-        self.observations: Array = np.asarray(self._envs.reset(seed=seed)[0])
+        # copies: an environment may hand out its own buffer
+        self.observations: Array = np.array(self._envs.reset(seed=seed)[0])
         self.rewards = np.zeros(num_envs, np.float32)
         self.ends = np.zeros(num_envs, np.uint8)
         self.returns: list[float] = []  # of episodes completed since `take_returns`
@@ -120,7 +121,6 @@ class Envs:
     def step(self, actions: Array) -> None:
         """Take `actions` [n], counted from 0."""
         observations, rewards, terminated, truncated, _ = self._envs.step((actions + self._start).astype(self._dtype))
-        # an environment may hand out its own buffer
         self.observations = np.array(observations)
         self.rewards = np.where(self.ends == GOES_ON, rewards, 0).astype(np.float32)
         self.ends = np.where(terminated, TERMINATED, np.where(truncated, TRUNCATED, GOES_ON)).astype(np.uint8)

@@ -17,10 +17,17 @@ from app.config import UsageError
 from app.jobs.rl import RlSettings, envs
 
 
+class Rows(nn.Module):
+    """Each observation as one row; nn.Flatten refuses observations that are single numbers."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return observations.reshape(len(observations), -1)
+
+
 def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
     """One hidden layer, as in the tutorial."""
     layers = [
-        nn.Flatten(),
+        Rows(),
         nn.Linear(inputs, hidden),
         nn.Dropout(dropout),
         nn.ReLU(inplace=True),
@@ -60,19 +67,31 @@ def build(settings: RlSettings, observation: Box, action: Discrete) -> ActorCrit
             return ActorCritic(mlp(size, settings.hidden_size, int(action.n), settings.dropout), baseline)
         try:
             policy = factory(settings.policy)(observation, action)
+            if not isinstance(policy, nn.Module):
+                raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
             with torch.no_grad():
                 out = policy.eval()(tensor(np.zeros((2, *observation.shape), observation.dtype), torch.device("cpu")))
         except UsageError:
             raise
         except Exception as error:  # a user's code: whatever it raises is theirs to see
             raise UsageError(f"POLICY={settings.policy}: raised {type(error).__name__}: {error}") from error
-    logits = out if isinstance(out, Tensor) else out[0]
-    if logits.shape != (2, action.n):
-        raise UsageError(
-            f"POLICY={settings.policy}: makes logits of shape {tuple(logits.shape)} for 2 observations, "
-            f"{action} needs (2, {action.n})"
-        )
+    if problem := _problem(out, int(action.n)):
+        raise UsageError(f"POLICY={settings.policy}: {problem}; {action} needs logits of shape (n, {action.n})")
     return ActorCritic(policy, baseline if isinstance(out, Tensor) else None)
+
+
+def _problem(out: Any, actions: int) -> str:
+    """What is wrong with a policy's answer to 2 observations; empty where nothing is."""
+    pair = isinstance(out, (tuple, list)) and len(out) == 2
+    logits, value = out if pair else (out, None)
+    if not isinstance(logits, Tensor):
+        return f"returns a {type(out).__name__}, not logits or (logits, value)"
+    if logits.shape != (2, actions) or not logits.is_floating_point():
+        return f"makes logits of shape {tuple(logits.shape)} and type {logits.dtype} for 2 observations"
+    if pair and not (isinstance(value, Tensor) and value.shape in ((2,), (2, 1)) and value.is_floating_point()):
+        made = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
+        return f"makes beside its logits a value {made} for 2 observations, not one number each"
+    return ""
 
 
 def factory(target: str) -> Callable[..., Any]:

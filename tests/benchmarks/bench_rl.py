@@ -1,0 +1,272 @@
+"""How fast `rl` is beside the tutorial's way: `make bench-rl`. All measured in one run, on one machine.
+
+Every rate is the environment steps that were learned from over all the time from the first step to the last update:
+rollouts, updates, logs and checkpoints, but not the start of the processes. The tutorial's rate is taken from its own
+solving runs. Rates are the median of several rounds, in which the candidates take turns, because a shared machine is
+not equally fast all the time. With BENCH_JSON=FILE the numbers are written as JSON too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from app.jobs.rl import RlSettings
+from app.jobs.rl.envs import Envs, pack
+from app.jobs.rl.observer import group_sizes
+from tests.benchmarks import local_rl, rolecall_rl, round_trip, tutorial_rl
+
+MODES = ("agent", "observer")
+RATE_BARS = {"agent": 300, "observer": 1000}  # times the tutorial's steps a second, at least
+SOLVE_BARS = {"agent": 5, "observer": 20}  # parts of the tutorial's time to solve, at most one
+# Many environments and rollouts long enough that what an iteration costs once weighs little; some 20 seconds of it.
+# Too few iterations to solve the task: the running reward alone needs 59.
+NUM_ENVS, ROLLOUT_STEPS = 2048, 128
+ITERATIONS = {"agent": 24, "observer": 36}
+THROUGHPUT = {"NUM_ENVS": NUM_ENVS, "ROLLOUT_STEPS": ROLLOUT_STEPS, "LOG_INTERVAL": 4}
+BUSY = 20.0  # percent of the processors in use before a measurement that make its result doubtful
+
+
+@dataclass
+class Measured:
+    """All results. `busy_percent` is how busy the machine was before each measurement: others' work."""
+
+    tutorial: list[tutorial_rl.Result] = field(default_factory=list)
+    throughput: dict[str, list[rolecall_rl.Result]] = field(default_factory=lambda: {mode: [] for mode in MODES})
+    solve: dict[str, dict[int, rolecall_rl.Result]] = field(default_factory=lambda: {mode: {} for mode in MODES})
+    local: float = 0.0
+    local_learning: float = 0.0
+    round_trip_calls: float = 0.0
+    limit_calls: float = 0.0
+    busy_percent: list[float] = field(default_factory=list)
+
+    @property
+    def tutorial_rate(self) -> float:
+        return statistics.median(run.steps_per_s for run in self.tutorial)
+
+    @property
+    def tutorial_solve(self) -> float:
+        """Where a run did not solve it in time, its deadline counts: the true time is longer."""
+        return statistics.median(run.seconds for run in self.tutorial)
+
+    def rate(self, mode: str) -> float:
+        return statistics.median(run.steps_per_s for run in self.throughput[mode])
+
+    def solve_seconds(self, mode: str) -> float:
+        """The median over the seeds; a seed that is not solved counts as longer than any other."""
+        return statistics.median(run.seconds if run.solved else math.inf for run in self.solve[mode].values())
+
+    @property
+    def seeds_tried(self) -> int:
+        return sum(len(runs) for runs in self.solve.values())
+
+    @property
+    def seeds_solved(self) -> int:
+        return sum(run.solved for runs in self.solve.values() for run in runs.values())
+
+    def calls_per_s(self) -> float:
+        """Calls for actions a second in the agent mode's solving runs, the time for updates included."""
+        rate = statistics.median(run.steps_per_s for run in self.solve["agent"].values())
+        return rate / group_size()
+
+    def bars(self) -> list[tuple[str, str, str, bool]]:
+        """Each bar as (what, measured, bar, whether it is met)."""
+        found = []
+        for mode in MODES:
+            times, bar = self.rate(mode) / self.tutorial_rate, RATE_BARS[mode]
+            found.append((f"{mode} steps/s", f"{times:,.0f} x the tutorial's", f">= {bar:,} x", times >= bar))
+        for mode in MODES:
+            part, bar = self.tutorial_solve / self.solve_seconds(mode), SOLVE_BARS[mode]
+            found.append((f"{mode} solve", f"1/{part:.1f} of the tutorial's", f"<= 1/{bar}", part >= bar))
+        solved = f"{self.seeds_solved} of {self.seeds_tried}"
+        found.append(("seeds solved", solved, "all", self.seeds_solved == self.seeds_tried))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract's keys, and everything measured under `details`."""
+
+        def finite(value: float) -> float | None:
+            return round(value, 3) if math.isfinite(value) else None
+
+        return {
+            "tutorial_steps_per_s": finite(self.tutorial_rate),
+            "agent_steps_per_s": finite(self.rate("agent")),
+            "observer_steps_per_s": finite(self.rate("observer")),
+            "local_steps_per_s": finite(self.local),
+            "tutorial_solve_s": finite(self.tutorial_solve),
+            "agent_solve_s": finite(self.solve_seconds("agent")),
+            "observer_solve_s": finite(self.solve_seconds("observer")),
+            "seeds_solved": self.seeds_solved,
+            "seeds_tried": self.seeds_tried,
+            "details": {**asdict(self), "agent_calls_per_s": self.calls_per_s(), "processors": os.cpu_count()},
+        }
+
+
+class Bench:
+    """Runs the measurements one after the other, with a display of how far they are."""
+
+    def __init__(self, rounds: int, seeds: Sequence[int], console: Console) -> None:
+        self.rounds, self.seeds, self.console = rounds, seeds, console
+        self.measured = Measured()
+        self._progress = Progress(
+            SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False), console=console, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=rounds * 3 + len(seeds) * 2 + 4)
+
+    def run(self) -> Measured:
+        """Everything. Raises RuntimeError where a run fails."""
+        found = self.measured
+        with self._progress:
+            for number in range(1, self.rounds + 1):
+                self._step(f"tutorial, seed {number}", lambda on, n=number: tutorial_rl.solve(n, progress=on),
+                           found.tutorial.append, _solve_line)  # fmt: skip
+                for mode in MODES:
+                    variables = {**THROUGHPUT, "INFERENCE": mode, "SEED": number, "MAX_ITERATIONS": ITERATIONS[mode]}
+                    self._step(
+                        f"{mode} throughput, round {number}", _rolecall(variables), found.throughput[mode].append,
+                        lambda run: f"{run.steps_per_s:,.0f} steps/s, steady {run.steady_steps_per_s:,.0f}",
+                    )  # fmt: skip
+            self._limits()
+            for seed in self.seeds:
+                for mode in MODES:
+                    self._step(f"{mode}, seed {seed}", _rolecall({"INFERENCE": mode, "SEED": seed}),
+                               lambda run, m=mode, s=seed: found.solve[m].update({s: run}), _solve_line)  # fmt: skip
+        return found
+
+    def _limits(self) -> None:
+        found, rate = self.measured, "{:,.0f} {}/s".format
+        keep = found.__setattr__
+        message, answer = payload()
+        self._step("one process, stepping", lambda on: local_rl.stepping(NUM_ENVS),
+                   lambda value: keep("local", value), lambda value: rate(value, "steps"))  # fmt: skip
+        self._step("one process, learning too", lambda on: local_rl.learning(NUM_ENVS, 2, ROLLOUT_STEPS),
+                   lambda value: keep("local_learning", value), lambda value: rate(value, "steps"))  # fmt: skip
+        self._step("RPC round trip", lambda on: round_trip.calls_per_s(1, 1, message, answer),
+                   lambda value: keep("round_trip_calls", value), lambda value: rate(value, "calls"))  # fmt: skip
+        self._step("RPC calls of two observers", lambda on: round_trip.calls_per_s(2, 2, message, answer),
+                   lambda value: keep("limit_calls", value), lambda value: rate(value, "calls"))  # fmt: skip
+
+    def _step(
+        self,
+        what: str,
+        measure: Callable[[Callable[[tuple[int, float]], None]], Any],
+        keep: Callable[[Any], None],
+        show: Callable[[Any], str],
+    ) -> None:
+        def on(news: tuple[int, float]) -> None:
+            self._progress.update(self._task, description=f"{what}: iteration {news[0]}, running reward {news[1]:.1f}")
+
+        self._progress.update(self._task, description=what)
+        self.measured.busy_percent.append(busy := psutil.cpu_percent(interval=0.5))
+        result = measure(on)
+        keep(result)
+        self._progress.advance(self._task)
+        doubt = f"  (the machine was {busy:.0f} % busy before)" if busy > BUSY else ""
+        self._progress.console.print(f"{what}: {show(result)}{doubt}", markup=False, highlight=False)
+
+
+def _rolecall(variables: dict[str, Any]) -> Callable[[Callable[[tuple[int, float]], None]], rolecall_rl.Result]:
+    return lambda on: rolecall_rl.run(progress=on, **variables)
+
+
+def _solve_line(run: tutorial_rl.Result | rolecall_rl.Result) -> str:
+    how = "solved" if run.solved else f"NOT solved (running reward {run.running_reward:.1f})"
+    return f"{how} in {run.seconds:.1f} s, {run.iterations} iterations, {run.steps_per_s:,.0f} steps/s"
+
+
+def group_size() -> int:
+    """Environments in one call at the default settings."""
+    return group_sizes(RlSettings())[0]
+
+
+def payload() -> tuple[int, int]:
+    """Bytes of one call's message and of its answer at the default settings."""
+    size = group_size()
+    group = Envs(RlSettings().env_id, size, 0)
+    message = pack(group.observations, group.rewards, group.ends)
+    group.close()
+    return len(message), 8 * size
+
+
+def tables(found: Measured) -> list[Table]:
+    """The results for people."""
+    base = found.tutorial_rate
+    rates = Table("environment steps a second", "median", "least", "most", "x tutorial", title="Throughput")
+    solves = Table("seconds to solve CartPole-v1", "median", "least", "most", "iterations", "x faster", title="Solving")
+    for table in (rates, solves):
+        for column in table.columns[1:]:
+            column.justify = "right"
+
+    def rate(what: str, values: Sequence[float]) -> None:
+        middle = statistics.median(values)
+        rates.add_row(what, *(f"{value:,.0f}" for value in (middle, min(values), max(values), middle / base)))
+
+    def solve(what: str, runs: Sequence[tutorial_rl.Result | rolecall_rl.Result]) -> None:
+        seconds = [run.seconds if run.solved or isinstance(run, tutorial_rl.Result) else math.inf for run in runs]
+        middle = statistics.median(seconds)
+        iterations = statistics.median(run.iterations for run in runs)
+        solves.add_row(what, *(f"{value:.1f}" for value in (middle, min(seconds), max(seconds))), f"{iterations:.0f}",
+                       f"{found.tutorial_solve / middle:.1f}")  # fmt: skip
+
+    rate("the tutorial's way", [run.steps_per_s for run in found.tutorial])
+    solve("the tutorial's way", found.tutorial)
+    for mode in MODES:
+        rate(f"INFERENCE={mode}, learning included", [run.steps_per_s for run in found.throughput[mode]])
+        solve(f"INFERENCE={mode}", list(found.solve[mode].values()))
+    rate("one process, learning included", [found.local_learning])
+    rate("one process on one core, stepping only", [found.local])
+    message, answer = payload()
+    calls = Table("remote calls, default settings", "", title=f"RPC: {message} bytes there, {answer} back")
+    calls.add_row("one round trip", f"{1e6 / found.round_trip_calls:,.0f} us")
+    calls.add_row("limit: 2 callers, 2 calls in flight each", f"{found.limit_calls:,.0f} calls/s")
+    reached = found.calls_per_s()
+    calls.add_row("INFERENCE=agent, all else included", f"{reached:,.0f} calls/s")
+    calls.add_row("of the limit", f"{100 * reached / found.limit_calls:.0f} %")
+    bars = Table("bar", "measured", "must be", "", title="Bars")
+    for what, value, bar, met in found.bars():
+        bars.add_row(what, value, bar, "[green]pass[/]" if met else "[red]MISS[/]")
+    return [rates, solves, calls, bars]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 where every bar is met, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_rl", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="1 round and 2 seeds instead of 3 and 10")
+    arguments = parser.parse_args(argv)
+    # whatever is under way is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    rolecall_rl.clean_environment()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    rounds, seeds = (1, range(1, 3)) if arguments.quick else (3, range(1, 11))
+    try:
+        found = Bench(rounds, seeds, console).run()
+    except (RuntimeError, TimeoutError) as error:
+        console.print(f"bench-rl: {error}", markup=False, highlight=False)
+        return 1
+    for table in tables(found):
+        console.print(table)
+    if any(busy > BUSY for busy in found.busy_percent):
+        console.print("The machine was busy with something else before some measurements: run it again for numbers "
+                      "to rely on.")  # fmt: skip
+    if target := os.environ.get("BENCH_JSON"):
+        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    return 0 if all(met for *_, met in found.bars()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""The tables of docs/settings.md and docs/metrics.md, made from the code. `make docs` writes them; a test compares."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from app import jobs
+from app.__main__ import main
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+HEADS = {
+    "config": "# Settings\n\nEvery variable that a rank understands. `python -m app config [JOB]` prints the same. A wrong value ends the\n"
+    "process with one line and exit code 2; a name that looks misspelt is warned about. Written by `make docs`.\n",
+    "metrics": "# Metrics\n\nWhat each rank serves at `/metrics` on METRICS_PORT. A gauge of a worker appears once it has a value. "
+    "Written by `make docs`.\n",
+}  # fmt: skip
+FILES = {"config": DOCS / "settings.md", "metrics": DOCS / "metrics.md"}
+
+
+def table(command: str, job: str) -> list[str]:
+    """The lines of `python -m app COMMAND JOB --markdown`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([command, *([job] if job else []), "--markdown"]) == 0
+    return out.getvalue().splitlines()
+
+
+def page(command: str) -> str:
+    """A whole page: what all jobs share, then what each adds."""
+    shared = table(command, "")
+    parts = [HEADS[command], "## Every job\n", "\n".join(shared) + "\n"]
+    for job in jobs.JOBS:
+        own = [line for line in table(command, job) if line not in shared]
+        parts += [f"## `{job}`\n", "\n".join([*shared[:2], *own]) + "\n"]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    for command, file in FILES.items():
+        file.write_text(page(command))

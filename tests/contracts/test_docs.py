@@ -1,0 +1,103 @@
+"""The documentation against the code: nothing documented is missing, nothing there is undocumented."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from app import jobs, telemetry
+from app.config import Settings
+from tests.contracts.tables import FILES, page
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+VARIABLES = {name.upper() for job in jobs.JOBS for name in jobs.get(job).settings.model_fields}
+METRICS = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
+# environment variables and constants in the pages that are not settings of a rank
+OTHERS = {
+    "BENCH_JSON", "PIP_ARGS", "PYTHON", "VENV", "DONE", "JOBS", "JOB", "POST", "RUNNING", "SIGKILL", "SIGTERM", "SIGSTOP",
+    "SIGINT", "README", "CHANGELOG", "CONTRIBUTING", "METRICS", "HTTP", "JSON", "SCHEDULES", "TMPDIR",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", FILES)
+def test_tables_are_those_of_the_code(command: str) -> None:
+    assert FILES[command].read_text() == page(command), "run `make docs`"
+
+
+@pytest.mark.parametrize("cls", [Settings, *(jobs.get(job).settings for job in jobs.JOBS)])
+def test_every_variable_says_what_it_means(cls: type[Settings]) -> None:
+    assert not [name for name, field in cls.model_fields.items() if not field.description]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_variables_named_in_the_pages_exist(name: str) -> None:
+    named = set(re.findall(r"`([A-Z][A-Z0-9]*_[A-Z0-9_]+)(?:=[^`]*)?`", PAGES[name]))
+    assert not named - VARIABLES - OTHERS
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_metrics_named_in_the_pages_exist(name: str) -> None:
+    named = set(re.findall(r"`(rolecall_[a-z0-9_]+)`", PAGES[name]))
+    assert not named - METRICS
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_make_targets_exist(name: str) -> None:
+    for link in re.findall(r"\]\(((?!https?:|#)[^)#]+)", PAGES[name]):
+        assert ((ROOT / name).parent / link).exists(), link
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert not set(re.findall(r"\bmake ([a-z][a-z0-9-]*)`", PAGES[name])) - targets
+
+
+def test_readme_names_every_file_of_the_program() -> None:
+    files = subprocess.run(["git", "ls-files", "app"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {Path(line).name for line in files.splitlines() if line.count("/") == 1 and line.endswith(".py")} - {"__init__.py"}
+    assert not {name for name in top if f"{name} " not in README}
+
+
+def test_every_dependency_has_its_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        line = next(line for line in text.splitlines() if f'"{requirement}"' in line)
+        assert "#" in line, requirement
+        assert "<" in requirement, requirement
+
+
+def test_help_lists_every_public_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    assert set(phony.group(1).split()) == set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
+
+
+def test_only_config_reads_the_environment() -> None:
+    for path in (ROOT / "app").rglob("*.py"):
+        if path.name != "config.py":
+            assert "environ[" not in path.read_text(), path
+            assert not re.search(r"\bos\.(environ|getenv)\b", path.read_text()), path
+
+
+def test_imports_run_one_way() -> None:
+    order = [
+        "config", "protocol", "telemetry", "rundir", "checkpoint", "world", "rpc", "jobs", "worker", "roster", "admission",
+        "gang", "coordinator", "link", "endpoints", "process", "supervisor", "watch", "local", "__main__",
+    ]  # fmt: skip
+    for position, name in enumerate(order):
+        path = ROOT / "app" / f"{name}.py"
+        files = [path] if path.exists() else list((ROOT / "app" / name).rglob("*.py"))
+        for file in files:
+            text = file.read_text()
+            # an import for types only, or inside a function that runs in another process, ties nothing
+            top = re.sub(r"if TYPE_CHECKING:\n(?:    .*\n)+", "", text)
+            imported = set(re.findall(r"^from app\.(\w+)", top, re.MULTILINE))
+            for group in re.findall(r"^from app import (.+)$", top, re.MULTILINE):
+                imported |= {part.strip() for part in group.strip("()").split(",")}
+            later = {module for module in imported if module in order and order.index(module) > position}
+            assert not later, f"{file.name} imports {later}"

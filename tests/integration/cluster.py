@@ -1,0 +1,207 @@
+"""A job's ranks as real processes, for tests: started, watched, hurt, and gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.local import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 60.0  # of every wait; a fail-safe, no measurement
+QUICK = {
+    "LEASE_SECONDS": "3",
+    "REJOIN_INTERVAL": "0.5",
+    "JOIN_GRACE": "3",
+    "NUM_ENVS": "8",
+    "ROLLOUT_STEPS": "16",
+    "MINIBATCHES": "1",
+    "MAX_ITERATIONS": "1000000",
+    "ENV_ID": "tests.integration.environments:Endless-v0",
+    "THREADS": "1",
+}
+
+
+def until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
+    """Wait until `condition()` is true and return it; AssertionError after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)  # the period of looking, not a race
+    raise AssertionError(f"not within {timeout:g} s: {what}")
+
+
+@dataclass
+class Rank:
+    """One rank's process (group), its log file and its metrics port."""
+
+    role: str
+    ordinal: int
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.ordinal}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> Rank:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "app"],
+                env=self.environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of an HTTP GET on the metrics port; status 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.environment['METRICS_PORT']}{path}", timeout=5) as got:
+                return got.status, got.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(self.get("/metrics")[1])
+            for sample in family.samples
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample by its name without the prefix; 0 where there is none (yet)."""
+        return self.metrics().get(("rolecall_" + name, tuple(sorted(labels.items()))), 0.0)
+
+    def worker(self) -> psutil.Process | None:
+        """The worker's process: forked by the fork server, which the supervisor started."""
+        try:
+            for server in psutil.Process(self.pid).children():
+                for worker in server.children():
+                    return worker
+        except psutil.NoSuchProcess:
+            pass
+        return None
+
+    def kill_worker(self, number: int = signal.SIGKILL) -> int:
+        worker = until(self.worker, f"a worker of {self.name}")
+        worker.send_signal(number)
+        return int(worker.pid)
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor, the fork server and the worker at once."""
+        if self.process and self.process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.process.wait(DEADLINE)
+
+    def terminate(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+
+    def wait(self) -> int:
+        """The exit code."""
+        assert self.process is not None
+        return self.process.wait(DEADLINE)
+
+
+class Cluster:
+    """An agent and observers (or other roles) on ports of their own."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.directory = directory
+        self.checkpoints = directory / "checkpoints"
+        master, control = free_ports(2)
+        self.settings = {
+            **QUICK,
+            "JOB": "rl",
+            "MASTER_ADDR": "127.0.0.1",
+            "BIND_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(master),
+            "CONTROL_PORT": str(control),
+            "CHECKPOINT_DIR": str(self.checkpoints),
+            "TMPDIR": str(directory),
+            **settings,
+        }
+        self.ranks: dict[str, Rank] = {}
+
+    def add(self, role: str, ordinal: int, **settings: str) -> Rank:
+        """A rank, not yet started."""
+        known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB")}
+        own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(free_ports(1)[0])}
+        rank = Rank(role, ordinal, {**known, **self.settings, **own, **settings}, self.directory / f"{role}-{ordinal}.log")
+        self.ranks[rank.name] = rank
+        return rank
+
+    def start(self, observers: int = 2) -> Cluster:
+        self.settings.setdefault("OBSERVERS", str(observers))
+        self.add("agent", 0).start()
+        for ordinal in range(observers):
+            self.add("observer", ordinal).start()
+        return self
+
+    @property
+    def agent(self) -> Rank:
+        return self.ranks["agent-0"]
+
+    def observer(self, ordinal: int) -> Rank:
+        return self.ranks[f"observer-{ordinal}"]
+
+    def iterations(self) -> float:
+        return self.agent.metric("step")
+
+    def members(self) -> float:
+        return self.agent.metric("gang_members", role="observer")
+
+    def trains(self, more: int = 3) -> None:
+        """Wait until `more` further iterations are done."""
+        start = self.iterations()
+        until(lambda: self.iterations() >= start + more or self.iterations() < start, f"{more} more iterations")
+        if self.iterations() < start:  # resumed from an older checkpoint
+            until(lambda: self.iterations() >= start, "the iterations made again")
+
+    def logs(self) -> str:
+        return "\n".join(f"===== {rank.name}\n{rank.text()}" for rank in self.ranks.values())
+
+    def close(self) -> None:
+        for rank in self.ranks.values():
+            if rank.process:
+                try:
+                    os.killpg(rank.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                rank.process.wait(DEADLINE)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

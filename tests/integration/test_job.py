@@ -1,0 +1,211 @@
+"""A whole job: solved, finished, lingering, refused; and the `local` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app import jobs, telemetry
+from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, until
+
+MakeCluster = Callable[..., Cluster]
+QUICK_ID = "tests.integration.environments:Quick-v0"
+
+
+def local(directory: Path, **settings: str) -> subprocess.Popen[str]:
+    """`python -m app local rl` in a session of its own."""
+    environment = {**os.environ, **QUICK, "CHECKPOINT_DIR": str(directory), **settings}
+    return subprocess.Popen(
+        [sys.executable, "-m", "app", "local", "rl", "--plain"], env=environment, cwd=ROOT, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app", *arguments], env={**os.environ, **settings}, cwd=ROOT, timeout=DEADLINE,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("inference", ["agent", "observer"])
+def test_local_solves_a_quick_task(tmp_path: Path, inference: str) -> None:
+    process = local(tmp_path, ENV_ID=QUICK_ID, INFERENCE=inference, NUM_ENVS="16", ROLLOUT_STEPS="16")
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, out + err
+    assert "Solved! Running reward is now" in out
+    done = json.loads((tmp_path / "DONE").read_text())
+    assert done["solved"] is True
+    assert done["running_return"] > 3.6
+    evaluated = command("eval", "rl", "--checkpoint", str(tmp_path), "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["mean_return"] > 3.6
+
+
+def test_without_a_threshold_it_ends_at_max_iterations_and_says_so(tmp_path: Path) -> None:
+    process = local(tmp_path, ENV_ID="tests.integration.environments:NoThreshold-v0", MAX_ITERATIONS="5")
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, out + err
+    assert "Stopped at MAX_ITERATIONS=5" in out
+    assert "has no reward threshold" in out
+    assert json.loads((tmp_path / "DONE").read_text())["solved"] is False
+
+
+def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    both = [local(tmp_path / name) for name in ("one", "two")]
+    try:
+        for name in ("one", "two"):
+            log = tmp_path / name / "logs" / "agent-0.log"
+            until(lambda log=log: log.exists() and "Episode 10" in log.read_text(), f"{name} to train")
+        processes = [child for process in both for child in descendants(process)]
+        assert len(processes) >= 2 * 3 * 2
+        for process in both:
+            process.send_signal(signal.SIGINT)
+        for process in both:
+            out, err = process.communicate(timeout=DEADLINE)
+            assert process.returncode == 130, out + err
+        until(lambda: not any(child.is_running() for child in processes), "every process to be gone")
+        assert list((tmp_path / "one").glob("checkpoint-*"))
+    finally:
+        for process in both:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_local_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+    process = local(tmp_path)
+    try:
+        until(lambda: len(descendants(process)) >= 6, "all ranks")
+        processes = descendants(process)
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE)
+    until(lambda: not any(child.is_running() for child in processes), "every process to be gone")
+
+
+def test_finished_job_lingers_and_stays_finished(cluster: MakeCluster) -> None:
+    job = cluster(ENV_ID=QUICK_ID, ON_FINISH="linger", MAX_ITERATIONS="5").start()
+    until(lambda: (job.checkpoints / "DONE").exists(), "DONE")
+    for rank in job.ranks.values():
+        until(lambda rank=rank: "lingering" in rank.text() and rank.get("/readyz")[0] == 200, f"{rank.name} to linger")
+    for name in ("observer-1", "agent-0"):
+        rank = job.ranks[name]
+        rank.kill()
+        rank.start()
+        until(lambda rank=rank: rank.text().count("lingering") == 2, f"{name} to linger again")
+    assert job.agent.metric("gang_generations_total") == 0
+    for rank in job.ranks.values():
+        rank.terminate()
+        assert rank.wait() == 0
+
+
+def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
+    job = cluster(CHECKPOINT_INTERVAL="0.2").start()
+    job.trains()
+    until(lambda: job.agent.metric("checkpoint_seconds_count"), "a checkpoint")
+    own = jobs.metrics(jobs.get("rl"))
+    for rank in job.ranks.values():
+        until(lambda rank=rank: rank.get("/readyz")[0] == 200, f"{rank.name} to be ready")
+        assert rank.get("/healthz") == (200, "ok\n")
+        families = {name for name, _ in rank.metrics()}
+        places = {rank.role, "rank 0"} if rank.role == "agent" else {rank.role}
+        declared = [*telemetry.SUPERVISOR, *(m for m in (*telemetry.WORKER, *own) if not m.roles or places & set(m.roles))]
+        if rank.role == "agent":
+            declared += telemetry.COORDINATOR
+        lazy = {"rolecall_" + name for name in ("rpc_calls_total", "checkpoint_failures_total")}
+        for metric in declared:
+            shown = any(name.startswith(metric.full_name.removesuffix("_total")) for name in families)
+            assert shown or metric.labels or metric.full_name in lazy, f"{rank.name}: {metric.full_name}"
+        wrong = {m.full_name for m in own if m.roles and not places & set(m.roles)}
+        assert not {name for name in families if name in wrong}
+
+
+def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
+    job = cluster(ENV_ID=QUICK_ID, MAX_ITERATIONS="3", WORLD_SIZE="3")
+    for number in range(3):
+        job.add("rank", number, ROLE="", ORDINAL="", RANK=str(number)).start()
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"NUM_ENVS": "many", "GAMMA": "2", "SEED": "-1"}, ["NUM_ENVS='many'", "GAMMA='2'", "SEED='-1'"]),
+        ({"ENV_ID": "NoSuchThing-v7"}, ["ENV_ID=NoSuchThing-v7"]),
+        ({"ENV_ID": "Pendulum-v1"}, ["ENV_ID=Pendulum-v1", "Discrete"]),
+        ({"POLICY": "no.such:thing"}, ["POLICY=no.such:thing"]),
+        ({"DEVICE": "tpu"}, ["DEVICE='tpu'"]),
+        ({"MIN_OBSERVERS": "5"}, ["OBSERVERS=2", "MIN_OBSERVERS=5"]),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, str], expected: list[str]) -> None:
+    process = local(tmp_path, **settings)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2
+    complaints = [line for line in err.splitlines() if "wrong" in line or "=" in line]
+    assert len(complaints) == 1, err
+    for text in expected:
+        assert text in complaints[0]
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_unreachable_master_ends_at_the_deadline(cluster: MakeCluster) -> None:
+    job = cluster(REJOIN_TIMEOUT="1")
+    rank = job.add("observer", 0).start()
+    assert rank.wait() == 2
+    last = rank.text().splitlines()[-1]
+    assert "MASTER_ADDR=127.0.0.1" in last
+    assert "could not be reached" in last
+    assert "Traceback" not in rank.text()
+
+
+def test_wrong_token_is_refused_and_the_gang_trains_on(cluster: MakeCluster) -> None:
+    job = cluster(JOB_TOKEN="a-secret-of-ours", OBSERVERS="1").start(1)
+    job.trains()
+    stranger = job.add("observer", 5, JOB_TOKEN="a-guess").start()
+    assert stranger.wait() == 2
+    assert "JOB_TOKEN does not match" in stranger.text()
+    assert job.agent.metric("gang_refused_total", reason="token") == 1
+    job.trains()
+    assert "a-secret-of-ours" not in job.logs()
+    assert "a-guess" not in job.logs()
+
+
+def test_second_rank_0_is_refused(cluster: MakeCluster) -> None:
+    job = cluster().start()
+    job.trains()
+    port = str(int(job.settings["CONTROL_PORT"]))
+    same_directory = job.add("agent", 0, CONTROL_PORT=str(int(port) + 1), LEASE_SECONDS="1")
+    job.ranks["second"] = job.ranks.pop("agent-0")
+    job.ranks["agent-0"], job.ranks["second"] = job.ranks["second"], same_directory
+    same_directory.log = job.directory / "second.log"
+    same_directory.start()
+    assert same_directory.wait() == 2
+    assert "in use by another running job" in same_directory.text()
+
+
+def test_checkpoints_of_another_model_are_refused_and_kept(cluster: MakeCluster) -> None:
+    job = cluster(MAX_ITERATIONS="3").start()
+    assert job.agent.wait() == 0
+    (job.checkpoints / "DONE").unlink()
+    kept = {path.name: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")}
+    for rank in job.ranks.values():
+        rank.kill()
+        rank.environment["HIDDEN_SIZE"] = "7"
+        rank.start()
+    assert [rank.wait() for rank in job.ranks.values()] == [2, 2, 2]
+    assert "another model" in job.agent.text()
+    assert {path.name: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")} == kept

@@ -1,0 +1,369 @@
+"""The batcher: who goes in which forward pass, who is answered what, and who is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.futures import Future
+
+from app.jobs.rl.batching import Batcher, Source
+from app.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Recorder, Trajectory, pack
+
+FAILSAFE = 30.0  # no test waits for it; one that would hang fails instead
+LONG = 600.0  # a `wait` that no test outlives: what leaves, leaves for another reason
+
+
+class Policy:
+    """Acts 10 times the observation's second number; `hold` keeps the forward passes from ending meanwhile."""
+
+    def __init__(self) -> None:
+        self.batches: list[Array] = []
+        self.begun = threading.Semaphore(0)
+        self._go = threading.Event()
+        self._go.set()
+        self.error: Exception | None = None
+
+    def __call__(self, observations: Array) -> Array:
+        self.batches.append(observations.copy())
+        self.begun.release()
+        assert self._go.wait(FAILSAFE)
+        if self.error is not None:
+            raise self.error
+        return (observations[:, 1] * 10).astype(np.int64)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(batch) for batch in self.batches]
+
+    def hold(self) -> None:
+        self._go.clear()
+
+    def release(self) -> None:
+        self._go.set()
+
+    def wait_begun(self) -> None:
+        assert self.begun.acquire(timeout=FAILSAFE)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy()
+
+
+class Made:
+    """Makes batchers, and closes them after the test."""
+
+    def __init__(self, policy: Policy, stack: ExitStack) -> None:
+        self.policy, self.stack = policy, stack
+
+    def __call__(
+        self, sources: list[Source], version: int = 0, max_batch: int = 1000, wait: float = LONG, observe: Any = None
+    ) -> Batcher:
+        batcher = Batcher(self.policy, (2,), np.float32, max_batch, wait, observe or (lambda size, seconds: None))
+        self.stack.callback(batcher.close)
+        self.stack.callback(self.policy.release)
+        batcher.begin(sources, version)
+        return batcher
+
+
+@pytest.fixture
+def make(policy: Policy) -> Iterator[Made]:
+    with ExitStack() as stack:
+        yield Made(policy, stack)
+
+
+def message(first: int, count: int = 2) -> bytes:
+    """Observations (0, first), (0, first + 1) and so on."""
+    observations = np.zeros((count, 2), np.float32)
+    observations[:, 1] = np.arange(first, first + count)
+    return pack(observations, np.zeros(count, np.float32), np.zeros(count, np.uint8))
+
+
+def result(answer: Future[bytes]) -> bytes:
+    """The answer, or what the call raised; fails where neither comes."""
+    came = threading.Event()
+    answer.add_done_callback(lambda _: came.set())
+    assert came.wait(FAILSAFE), "not answered"
+    return answer.value()
+
+
+def actions(answer: Future[bytes]) -> list[int]:
+    return np.frombuffer(result(answer), np.int64).tolist()
+
+
+A, B, C, D = ("observer_0", 0), ("observer_0", 1), ("observer_1", 0), ("observer_1", 1)
+
+
+# ---- who goes together
+
+
+def test_all_that_are_under_way_go_in_one_forward(make: Made, policy: Policy) -> None:
+    batcher = make([A, B, C])
+    answers = [batcher.submit(source, message(5 * number), False) for number, source in enumerate([A, B, C])]
+    assert [actions(answer) for answer in answers] == [[0, 10], [50, 60], [100, 110]]
+    assert policy.sizes == [6]
+
+
+def test_calls_that_come_during_a_forward_go_together_in_the_next(make: Made, policy: Policy) -> None:
+    batcher = make([A, B, C, D], wait=0)
+    policy.hold()
+    first = batcher.submit(A, message(0), False)
+    policy.wait_begun()
+    others = [batcher.submit(source, message(1), False) for source in (B, C, D)]
+    policy.release()
+    assert [actions(answer) for answer in (first, *others)] == [[0, 10]] + [[10, 20]] * 3
+    assert policy.sizes == [2, 6]
+
+
+def test_groups_of_other_sizes_get_their_own_actions(make: Made, policy: Policy) -> None:
+    batcher = make([A, B, C])
+    sizes = {A: 3, B: 1, C: 5}
+    answers = {source: batcher.submit(source, message(size, size), False) for source, size in sizes.items()}
+    for source, size in sizes.items():
+        assert actions(answers[source]) == [10 * number for number in range(size, 2 * size)]
+    assert policy.sizes == [9]
+
+
+@pytest.mark.parametrize(("max_batch", "sizes"), [(1, [2, 2, 2, 2]), (2, [2, 2, 2, 2]), (5, [2, 4, 2]), (6, [2, 6])])
+def test_no_more_than_max_batch_go_together(make: Made, policy: Policy, max_batch: int, sizes: list[int]) -> None:
+    """A group alone may be more than MAX_BATCH: it is not split."""
+    batcher = make([A, B, C, D], wait=0, max_batch=max_batch)
+    policy.hold()
+    first = batcher.submit(A, message(0), False)
+    policy.wait_begun()
+    answers = [first] + [batcher.submit(source, message(0), False) for source in (B, C, D)]
+    policy.release()
+    assert [actions(answer) for answer in answers] == [[0, 10]] * 4
+    assert policy.sizes == sizes
+
+
+def test_a_full_batch_waits_for_nobody(make: Made, policy: Policy) -> None:
+    batcher = make([A, B, C, D], max_batch=4)
+    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    assert [actions(answer) for answer in answers] == [[0, 10]] * 2
+    assert policy.sizes == [4]
+
+
+# ---- the deadline, and groups that do not call
+
+
+def test_a_silent_group_holds_nobody_up_beyond_the_deadline(make: Made, policy: Policy) -> None:
+    batcher = make([A, B], wait=0.05)
+    for step in range(3):
+        assert actions(batcher.submit(A, message(step), False)) == [10 * step, 10 * step + 10]
+    assert policy.sizes == [2, 2, 2]
+
+
+def test_a_dropped_group_holds_nobody_up_at_all(make: Made, policy: Policy) -> None:
+    batcher = make([A, B, C, D])
+    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    batcher.drop("observer_1")
+    assert [actions(answer) for answer in answers] == [[0, 10]] * 2
+    assert policy.sizes == [4]
+
+
+def test_a_group_that_has_finished_is_not_waited_for(make: Made, policy: Policy) -> None:
+    batcher = make([A, B])
+    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    assert [actions(answer) for answer in answers] == [[0, 10]] * 2
+    waiting = batcher.submit(B, message(3), False)
+    assert result(batcher.submit(A, message(9), True)) == b""
+    assert actions(waiting) == [30, 40]
+    assert policy.sizes == [4, 2]
+
+
+def test_the_last_call_is_answered_without_a_forward(make: Made, policy: Policy) -> None:
+    batcher = make([A])
+    assert actions(batcher.submit(A, message(0), False)) == [0, 10]
+    answer = batcher.submit(A, message(1), True)
+    assert answer.done()
+    assert result(answer) == b""
+    assert policy.sizes == [2]
+
+
+# ---- who is refused, and who fails
+
+
+def test_drop_fails_the_waiting_calls_and_refuses_new_ones(make: Made, policy: Policy) -> None:
+    batcher = make([A, B, C, D], wait=0)
+    policy.hold()
+    other = batcher.submit(C, message(0), False)
+    policy.wait_begun()
+    waiting = [batcher.submit(source, message(0), False) for source in (A, B)]
+    batcher.drop("observer_0")
+    for answer in waiting:
+        with pytest.raises(RuntimeError, match="observer_0 was given up"):
+            result(answer)
+    with pytest.raises(RuntimeError, match=r"group 0 of observer_0 .* given up"):
+        batcher.submit(A, message(0), False)
+    policy.release()
+    assert actions(other) == [0, 10]
+    assert actions(batcher.submit(D, message(1), False)) == [10, 20]
+    assert policy.sizes == [2, 2]
+
+
+def test_a_name_that_begins_like_another_is_another(make: Made) -> None:
+    batcher = make([("observer_1", 0), ("observer_11", 0)], wait=0)
+    batcher.drop("observer_1")
+    assert actions(batcher.submit(("observer_11", 0), message(1), False)) == [10, 20]
+
+
+def test_drop_takes_a_finished_trajectory_back(make: Made) -> None:
+    batcher = make([A, C], wait=0)
+    for source in (A, C):
+        result(batcher.submit(source, message(0), False))
+        result(batcher.submit(source, message(1), True))
+    assert len(batcher.trajectories({"observer_0", "observer_1"})) == 2
+    batcher.drop("observer_0")
+    assert len(batcher.trajectories({"observer_0", "observer_1"})) == 1
+    assert batcher.trajectories({"observer_0"}) == []
+
+
+def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: Made, policy: Policy) -> None:
+    batcher = make([A, B])
+    policy.error = ArithmeticError("the policy is not finite")
+    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    for answer in answers:
+        with pytest.raises(Exception, match="the policy is not finite"):
+            result(answer)
+    policy.error = None
+    batcher.begin([A], 1)
+    assert actions(batcher.submit(A, message(2), False)) == [20, 30]
+
+
+@pytest.mark.parametrize("source", [("observer_9", 0), ("observer_0", 2), ("agent_0", 0)])
+def test_a_stranger_is_refused(make: Made, source: Source) -> None:
+    with pytest.raises(RuntimeError, match="not part of this rollout"):
+        make([A, B]).submit(source, message(0), False)
+
+
+def test_a_message_of_another_shape_is_refused_and_not_recorded(make: Made) -> None:
+    batcher = make([A], wait=0)
+    with pytest.raises(ValueError, match="no whole number of observations"):
+        batcher.submit(A, message(0) + b"\0", False)
+    result(batcher.submit(A, message(0), False))
+    result(batcher.submit(A, message(1), True))
+    assert batcher.trajectories({"observer_0"})[0].observations.shape == (2, 2, 2)
+
+
+def test_a_rollout_that_is_over_is_refused(make: Made) -> None:
+    batcher = make([A, B], wait=0)
+    result(batcher.submit(A, message(0), False))
+    result(batcher.submit(A, message(1), True))
+    with pytest.raises(RuntimeError, match="not part of this rollout"):
+        batcher.submit(A, message(2), False)
+    batcher.begin([B], 1)
+    with pytest.raises(RuntimeError, match="not part of this rollout"):
+        batcher.submit(A, message(2), False)
+    assert batcher.trajectories({"observer_0"}) == []
+
+
+def test_begin_fails_what_still_waits(make: Made, policy: Policy) -> None:
+    batcher = make([A, B])
+    answer = batcher.submit(A, message(0), False)
+    batcher.begin([A, B], 1)
+    with pytest.raises(RuntimeError, match="the rollout is over"):
+        result(answer)
+    assert policy.sizes == []
+
+
+def test_actions_of_an_old_rollout_do_not_enter_the_new_one(make: Made, policy: Policy) -> None:
+    batcher = make([A], wait=0)
+    policy.hold()
+    stale = batcher.submit(A, message(0), False)
+    policy.wait_begun()
+    batcher.begin([A], 1)
+    policy.release()
+    with pytest.raises(RuntimeError, match="the rollout is over"):
+        result(stale)
+    assert actions(batcher.submit(A, message(4), False)) == [40, 50]
+    assert result(batcher.submit(A, message(5), True)) == b""
+    (trajectory,) = batcher.trajectories({"observer_0"})
+    assert trajectory.actions.tolist() == [[40, 50]]
+    assert trajectory.version == 1
+
+
+def test_close_fails_what_still_waits_and_ends_the_thread(make: Made) -> None:
+    before = threading.active_count()
+    batcher = make([A, B])
+    assert threading.active_count() == before + 1
+    answer = batcher.submit(A, message(0), False)
+    batcher.close()
+    with pytest.raises(RuntimeError, match="the agent has ended"):
+        result(answer)
+    assert threading.active_count() == before
+
+
+# ---- what is recorded
+
+
+class Group:
+    """Calls as an observer does: random steps, each one recorded here too."""
+
+    def __init__(self, source: Source, count: int, version: int) -> None:
+        self.source, self.count = source, count
+        self.random = np.random.default_rng(sum(map(ord, source[0])) + source[1])
+        self.recorder = Recorder(version)
+
+    def call(self, batcher: Batcher, last: bool) -> Future[bytes]:
+        seen = (
+            self.random.integers(0, 100, (self.count, 2)).astype(np.float32),
+            self.random.normal(size=self.count).astype(np.float32),
+            self.random.choice([GOES_ON, GOES_ON, TERMINATED, TRUNCATED], self.count).astype(np.uint8),
+        )
+        self.recorder.see(*seen)
+        return batcher.submit(self.source, pack(*seen), last)
+
+    def take(self, answer: Future[bytes]) -> None:
+        self.recorder.choose(np.frombuffer(result(answer), np.int64))
+
+    def run(self, batcher: Batcher, steps: int) -> None:
+        for _ in range(steps):
+            self.take(self.call(batcher, False))
+        result(self.call(batcher, True))
+
+
+def assert_same(found: Trajectory, expected: Trajectory) -> None:
+    assert found.version == expected.version
+    for mine, theirs in zip(found.arrays(), expected.arrays(), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("wait", "max_batch"), [(0, 1000), (0.001, 1000), (0.001, 4)])
+def test_trajectories_are_what_was_submitted_and_answered(
+    make: Made, policy: Policy, wait: float, max_batch: int
+) -> None:
+    """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts."""
+    observed: list[int] = []
+    batcher = make([], wait=wait, max_batch=max_batch, observe=lambda size, seconds: observed.append(size))
+    for version in (3, 4):
+        groups = [Group(source, 1 + number, version) for number, source in enumerate((A, B, C, D))]
+        batcher.begin([group.source for group in groups], version)
+        threads = [threading.Thread(target=group.run, args=(batcher, 25)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(FAILSAFE)
+        found = batcher.trajectories({"observer_0", "observer_1"})
+        assert len(found) == 4
+        for trajectory, group in zip(found, groups, strict=True):
+            assert_same(trajectory, group.recorder.trajectory())
+            assert trajectory.actions.shape == (25, group.count)
+            assert np.array_equal(trajectory.actions, trajectory.observations[:-1, :, 1] * 10)
+        alone = batcher.trajectories({"observer_1"})
+        assert [trajectory.actions.shape[1] for trajectory in alone] == [3, 4]
+    assert observed == policy.sizes
+    assert sum(observed) == 2 * 25 * (1 + 2 + 3 + 4)
+    assert max(observed) <= max_batch
+
+
+def test_a_trajectory_that_has_not_finished_is_none(make: Made) -> None:
+    batcher = make([A], wait=0)
+    result(batcher.submit(A, message(0), False))
+    assert batcher.trajectories({"observer_0"}) == []

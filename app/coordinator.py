@@ -32,7 +32,7 @@ def order_json(order: Order) -> str:
 
 
 class Coordinator:
-    """Serves the gang of one job. `start` takes the run's directory and the port; `settled` waits for the job's end."""
+    """Serves the gang of one job. `start` takes the run's directory and the port, `tick_forever` keeps it going."""
 
     def __init__(self, job: str, settings: Settings, roles: tuple[protocol.Role, ...], incarnation: str) -> None:
         self.job = job
@@ -45,6 +45,7 @@ class Coordinator:
         self._epoch = 0
         self._said = 0.0
         self._runner: web.AppRunner | None = None
+        self._lock: rundir.Lock | None = None
 
     async def start(self, metrics: Any) -> None:
         """Raises UsageError where the directory or the port cannot be had."""
@@ -78,7 +79,6 @@ class Coordinator:
             raise UsageError(
                 f"CONTROL_PORT={s.control_port}: cannot listen on it ({error.strerror}); choose another"
             ) from error
-        self._ticker = asyncio.create_task(self._tick())
 
     async def settled(self) -> None:
         """Return when the job is over and every member has heard so, or had the time to."""
@@ -86,12 +86,13 @@ class Coordinator:
             await asyncio.wait([asyncio.create_task(self._wake.wait())], timeout=TICK)
 
     async def stop(self) -> None:
-        self._ticker.cancel()
         if self._runner:
             await self._runner.cleanup()
-        self._lock.release()
+        if self._lock:
+            self._lock.release()
 
-    async def _tick(self) -> None:
+    async def tick_forever(self) -> None:
+        """Move the gang on with the time; its caller ends when this does."""
         while True:
             self._pump()
             await asyncio.sleep(TICK)

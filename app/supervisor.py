@@ -12,21 +12,20 @@ import shutil
 import signal
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from app import __version__, config, endpoints, jobs, process, telemetry
+from app import __version__, config, endpoints, jobs, telemetry
 from app.config import FAILED, USAGE, Settings, UsageError
 from app.coordinator import Coordinator
 from app.jobs import Identity, Job
+from app.keeper import Keeper
 from app.link import Link
-from app.process import WorkerProcess
 from app.protocol import Order, Report
-from app.world import Peer, Task
 
 FENCE = 0.8  # a supervisor without answers ends its worker before the coordinator counts the lease as run out
 
@@ -36,11 +35,11 @@ class Supervisor:
 
     def __init__(self, job: Job, settings: Settings, identity: Identity, tied: bool = False) -> None:
         self.job, self.settings, self.identity, self.tied = job, settings, identity, tied
+        self._parent = os.getppid()
         self.roles = jobs.roles(job, settings)
         self.first = identity.role == job.roles[0].name
         self.incarnation = secrets.token_hex(8)
         self.log = telemetry.log()
-        self.worker: WorkerProcess | None = None
         self.order: Order | None = None
         self.leaving = False
         self.code: int | None = None
@@ -59,29 +58,24 @@ class Supervisor:
         directory = Path(tempfile.mkdtemp(prefix="rolecall-"))
         runner: web.AppRunner | None = None
         lead: Coordinator | None = None
+        self._make_metrics(directory)
         try:
-            self._make_metrics(directory)
-            runner = await endpoints.serve(self.settings, self._registry, self._refresh, self._health, self._ready)
+            runner = await endpoints.serve(
+                self.settings, self._registry, self._refresh, self.keeper.unhealthy, self._ready
+            )
             self._handle_signals()
-            telemetry.use_directory(directory)
-            config.export_default(TORCH_CPP_LOG_LEVEL="ERROR")  # it warns of every peer that ends
-            role = next(role for role in self.job.roles if role.name == self.identity.role)
-            process.prepare(role.preload)
+            self.keeper.prepare(directory)
             if self.first:
                 lead = Coordinator(self.settings.job, self.settings, self.roles, self.incarnation)
                 await lead.start(self.metrics)
-            await self._check()
-            for loop in (self._beat_loop(), self._obey_loop(), self._watch_loop()):
-                self._tasks.add(asyncio.create_task(loop))
+            await self.keeper.check()
+            loops = [self._beat_loop(), self._obey_loop(), self._watch_loop(), *([lead.tick_forever()] if lead else [])]
+            self._tasks = {asyncio.create_task(loop) for loop in loops}
             await self._until_done()
             if lead and self._heard:
                 await self._wait_settled(lead)
-            if (
-                self.settings.on_finish == "linger"
-                and self.order
-                and self.order.kind == "finished"
-                and not self.leaving
-            ):
+            finished = self.order is not None and self.order.kind == "finished"
+            if self.settings.on_finish == "linger" and finished and not self.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")
                 await self._signalled.wait()
             return self.code if self.code is not None else FAILED
@@ -89,8 +83,8 @@ class Supervisor:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._end_worker("stopped")
-            if lead and hasattr(lead, "gang"):
+            await self.keeper.end()
+            if lead:
                 await lead.stop()
             if runner:
                 await runner.cleanup()
@@ -104,9 +98,10 @@ class Supervisor:
         self.metrics = telemetry.build(declared, registry)
         self.metrics.up_since_seconds.set_to_current_time()
         self._info(self.identity.ordinal)
-        self.files = telemetry.WorkerFiles(directory, self.metrics.metric_files_dropped.inc)
-        registry.register(self.files)
+        files = telemetry.WorkerFiles(directory, self.metrics.metric_files_dropped.inc)
+        registry.register(files)
         self._registry = registry
+        self.keeper = Keeper(self.job, self.settings, self.identity.role, self.metrics, files, self._changed.set)
 
     def _info(self, ordinal: int | None) -> None:
         self.metrics.rank_info.clear()
@@ -116,21 +111,6 @@ class Supervisor:
     def _handle_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
-
-    async def _check(self) -> None:
-        """Let a worker look at the settings, so that what can never work is refused before this rank joins."""
-        check = WorkerProcess(Task(self.settings.job, self.settings, Peer(self.identity.role, 0, 0)), lambda: None)
-        self.worker = check
-        await check.start()
-        try:
-            await asyncio.wait_for(check.ended.wait(), self.settings.connect_timeout)
-        except TimeoutError:
-            raise UsageError(f"the check of the settings took over {self.settings.connect_timeout:g} s") from None
-        self.worker = None
-        if check.outcome == "refused":
-            raise UsageError(check.error)
-        if self.code is None and check.outcome != "finished":
-            raise UsageError(f"the check of the settings failed: {check.error or check.outcome}")
 
     # ---- the member's loops
 
@@ -173,25 +153,17 @@ class Supervisor:
 
     def _report(self) -> Report:
         self._beat += 1
-        worker = self.worker
-        ordinal = self.identity.ordinal
-        base = Report(
-            self.identity.role, ordinal, self.incarnation, self._beat, config.host_name(), epoch=self._acted,
-            leaving=self.leaving, heard=self._heard,
-        )  # fmt: skip
-        if worker is None:
-            return base
-        told = {
-            "generation": worker.task.generation,
-            "state": worker.state,
-            "outcome": worker.outcome,
-            "error": worker.error[-4000:],
-            "step": worker.step,
-            "summary": worker.summary,
-            "drains_failed": worker.drains_failed,
-            "gave_up": tuple(worker.gave_up),
+        told: dict[str, Any] = {
+            "role": self.identity.role,
+            "ordinal": self.identity.ordinal,
+            "incarnation": self.incarnation,
+            "beat": self._beat,
+            "node": config.host_name(),
+            "epoch": self._acted,
+            "leaving": self.leaving,
+            "heard": self._heard,
         }
-        return Report(**{**asdict(base), **told})
+        return Report(**told, **self.keeper.told())
 
     async def _unreachable(self, error: BaseException) -> None:
         s = self.settings
@@ -222,9 +194,9 @@ class Supervisor:
             order = self.order
             assert order is not None
             if order.kind == "run":
-                await self._run_worker(order)
+                await self.keeper.run(order)
             else:
-                await self._end_worker("stopped")
+                await self.keeper.end()
             if order.epoch != self._acted:
                 self._acted = order.epoch
                 self._changed.set()
@@ -237,57 +209,14 @@ class Supervisor:
                 self._heard = True
                 self._changed.set()
 
-    async def _run_worker(self, order: Order) -> None:
-        worker = self.worker
-        lost = tuple(f"{role}_{ordinal}" for role, ordinal in order.lost)
-        if worker is None or worker.task.generation != order.generation:
-            await self._end_worker("stopped")
-            members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(order.members))
-            me = next(peer for peer in members if (peer.role, peer.ordinal) == (self.identity.role, order.ordinal))
-            self.files.good()  # a torn file would stop the worker as well as the scrape
-            self.metrics.worker_starts.inc()
-            self.worker = WorkerProcess(
-                Task(self.settings.job, self.settings, me, members, order.generation, lost), self._worker_changed
-            )
-            await self.worker.start()
-        elif worker.alive:
-            for name in lost:
-                worker.send("lost", name)
-            if order.drain:
-                worker.send("drain")
-
-    async def _end_worker(self, why: str) -> None:
-        worker = self.worker
-        if worker and worker.alive:
-            worker.kill(why)
-            await worker.ended.wait()
-
-    def _worker_changed(self) -> None:
-        worker = self.worker
-        self._changed.set()
-        if worker and not worker.alive and worker.outcome not in ("finished", "drained", "stopped"):
-            self.metrics.worker_restarts.labels(worker.outcome).inc()
-            quiet = worker.outcome in ("killed", "silent", "lost")
-            (self.log.warning if quiet else self.log.error)(
-                "worker ended", outcome=worker.outcome, generation=worker.task.generation, **telemetry.cause(worker.error)
-            )
-
     async def _watch_loop(self) -> None:
         """End a worker that is silent, or whose coordinator is; leave with the parent where tied to it."""
-        parent, tick = os.getppid(), self.settings.lease_seconds / 24
-        last = time.monotonic()
         while True:
-            await asyncio.sleep(tick)
-            now = time.monotonic()
-            worker = self.worker
-            if now - last > self.settings.lease_seconds / 3 and worker:
-                worker.heard_at = now  # it was this process that slept; the worker may have slept with it
-            last = now
-            if worker and worker.silent(self.settings.lease_seconds):
-                worker.kill("silent")
-            if worker and worker.alive and now - self._contact > self.settings.lease_seconds * FENCE:
-                worker.kill("stopped")
-            if self.tied and os.getppid() != parent:
+            await asyncio.sleep(self.settings.lease_seconds / 24)
+            self.keeper.watch()
+            if time.monotonic() - self._contact > self.settings.lease_seconds * FENCE:
+                self.keeper.fence()
+            if self.tied and os.getppid() != self._parent:
                 self._finish(FAILED)
 
     # ---- the end
@@ -340,20 +269,12 @@ class Supervisor:
     # ---- what the endpoints say
 
     def _refresh(self) -> None:
-        worker = self.worker
-        telemetry.one_hot(self.metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
-        self.metrics.generation.set(worker.task.generation if worker and worker.alive else 0)
-        self.metrics.worker_resident_bytes.set(worker.resident_bytes() if worker else 0)
+        self.keeper.refresh()
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
 
-    def _health(self) -> str:
-        silent = self.worker is not None and self.worker.silent(self.settings.lease_seconds)
-        return "the worker is silent" if silent else ""
-
     def _ready(self) -> str:
-        running = self.worker is not None and self.worker.state == "running"
         finished = self.order is not None and self.order.kind == "finished"
-        return "" if running or finished else "not in a running generation"
+        return "" if self.keeper.running or finished else "not in a running generation"
 
 
 def _plain(error: BaseException) -> str:

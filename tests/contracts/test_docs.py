@@ -15,7 +15,10 @@ from tests.contracts.tables import FILES, page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+}
 VARIABLES = {name.upper() for job in jobs.JOBS for name in jobs.get(job).settings.model_fields}
 METRICS = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
 # environment variables and constants in the pages that are not settings of a rank
@@ -57,7 +60,9 @@ def test_links_and_make_targets_exist(name: str) -> None:
 
 def test_readme_names_every_file_of_the_program() -> None:
     files = subprocess.run(["git", "ls-files", "app"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    top = {Path(line).name for line in files.splitlines() if line.count("/") == 1 and line.endswith(".py")} - {"__init__.py"}
+    top = {Path(line).name for line in files.splitlines() if line.count("/") == 1 and line.endswith(".py")} - {
+        "__init__.py"
+    }
     assert not {name for name in top if f"{name} " not in README}
 
 
@@ -87,7 +92,7 @@ def test_only_config_reads_the_environment() -> None:
 def test_imports_run_one_way() -> None:
     order = [
         "config", "protocol", "telemetry", "rundir", "checkpoint", "world", "rpc", "jobs", "worker", "roster", "admission",
-        "gang", "coordinator", "link", "endpoints", "process", "supervisor", "watch", "local", "__main__",
+        "gang", "coordinator", "link", "endpoints", "process", "keeper", "supervisor", "watch", "local", "__main__",
     ]  # fmt: skip
     for position, name in enumerate(order):
         path = ROOT / "app" / f"{name}.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -155,7 +156,9 @@ class Cluster:
         """A rank, not yet started."""
         known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB")}
         own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(free_ports(1)[0])}
-        rank = Rank(role, ordinal, {**known, **self.settings, **own, **settings}, self.directory / f"{role}-{ordinal}.log")
+        rank = Rank(
+            role, ordinal, {**known, **self.settings, **own, **settings}, self.directory / f"{role}-{ordinal}.log"
+        )
         self.ranks[rank.name] = rank
         return rank
 
@@ -192,10 +195,8 @@ class Cluster:
     def close(self) -> None:
         for rank in self.ranks.values():
             if rank.process:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
                 rank.process.wait(DEADLINE)
 
 

@@ -121,7 +121,10 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
         assert rank.get("/healthz") == (200, "ok\n")
         families = {name for name, _ in rank.metrics()}
         places = {rank.role, "rank 0"} if rank.role == "agent" else {rank.role}
-        declared = [*telemetry.SUPERVISOR, *(m for m in (*telemetry.WORKER, *own) if not m.roles or places & set(m.roles))]
+        declared = [
+            *telemetry.SUPERVISOR,
+            *(m for m in (*telemetry.WORKER, *own) if not m.roles or places & set(m.roles)),
+        ]
         if rank.role == "agent":
             declared += telemetry.COORDINATOR
         lazy = {"rolecall_" + name for name in ("rpc_calls_total", "checkpoint_failures_total")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_a_trajectory_is_what_happened(env_id: str, split: int) -> None:
         shown = [getattr(part, name)[1:] if column == 0 else getattr(part, name) for part in parts]
         np.testing.assert_array_equal(np.concatenate(shown), wanted, err_msg=name)
     np.testing.assert_array_equal(parts[0].observations[0], [[0, 0]] * 3)
-    for earlier, later in zip(parts, parts[1:], strict=False):
+    for earlier, later in itertools.pairwise(parts):
         np.testing.assert_array_equal(earlier.observations[-1], later.observations[0])
 
 

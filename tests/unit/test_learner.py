@@ -1,0 +1,436 @@
+"""The learner: one update against a plain reference, its parts, and going on from a saved state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch import Tensor, nn
+
+from app.config import UsageError
+from app.jobs.rl import RlSettings, learner, model
+from app.jobs.rl.batching import Batcher
+from app.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Envs, Recorder, Trajectory, pack
+from app.jobs.rl.learner import Learner, discounted_returns
+from app.jobs.rl.model import Actor, ActorCritic
+
+CPU = torch.device("cpu")
+OBSERVATION, ACTION = Box(-10, 10, (4,), np.float32), Discrete(2)
+
+
+def settings_of(**changed: Any) -> RlSettings:
+    return RlSettings(**{"hidden_size": 16, **changed})
+
+
+def make(observation: Box = OBSERVATION, action: Discrete = ACTION, **changed: Any) -> Learner:
+    settings = settings_of(**changed)
+    return Learner(model.build(settings, observation, action), settings, CPU)
+
+
+def weights(of: Learner) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in of.model.parameters()]
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def assert_close(one: Learner, other: Learner) -> None:
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def random_trajectory(seed: int, steps: int = 20, count: int = 3, observation: Box = OBSERVATION) -> Trajectory:
+    """Episodes of random lengths, with the rows that reset."""
+    random = np.random.default_rng(seed)
+    ends = np.zeros((steps, count), np.uint8)
+    before = np.zeros(count, np.uint8)
+    for row in ends:
+        row[:] = np.where(before == GOES_ON, random.choice([GOES_ON] * 4 + [TERMINATED, TRUNCATED], count), GOES_ON)
+        before = row
+    experience = np.vstack([np.ones((1, count), bool), ends[:-1] == GOES_ON])
+    observations = random.normal(size=(steps + 1, count, *observation.shape)).astype(observation.dtype)
+    rewards = np.where(experience, random.normal(size=(steps, count)), 0).astype(np.float32)
+    return Trajectory(observations, random.integers(0, 2, (steps, count)), rewards, ends, experience, 0)
+
+
+# ---- one update
+
+
+def with_sgd(made: Learner) -> Learner:
+    """Parameters then move in proportion to the gradient; Adam's first steps go by its sign alone."""
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.5)  # type: ignore[assignment]
+    return made
+
+
+class Reference:
+    """The update in one piece: all samples at once, one step."""
+
+    def __init__(self, of: Learner) -> None:
+        self.model, self.settings = copy.deepcopy(of.model), of.settings
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.mean, self.square, self.updates = 0.0, 1.0, 0
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(max(self.square - self.mean**2, 1e-6))
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        observations, actions, returns, baselines = [], [], [], []
+        for trajectory in trajectories:
+            with torch.no_grad():
+                flat = torch.from_numpy(trajectory.observations).reshape(-1, *OBSERVATION.shape)
+                values = self.model(flat)[1] * self.deviation + self.mean
+            values = values.reshape(trajectory.observations.shape[:2]).numpy()
+            found = discounted_returns(trajectory, values, self.settings.gamma)
+            for step, env in np.argwhere(trajectory.experience):
+                observations.append(trajectory.observations[step, env])
+                actions.append(int(trajectory.actions[step, env]))
+                returns.append(float(found[step, env]))
+                baselines.append(float(values[step, env]))
+        target = np.array(returns)
+        decay = 0.95 if self.updates else 0.0
+        self.mean = decay * self.mean + (1 - decay) * target.mean()
+        self.square = decay * self.square + (1 - decay) * (target**2).mean()
+        advantages = target - np.array(baselines)
+        advantages = torch.tensor((advantages - advantages.mean()) / advantages.std(), dtype=torch.float32)
+        logits, predicted = self.model(torch.tensor(np.array(observations)))
+        chosen = torch.log_softmax(logits, -1)[torch.arange(len(actions)), torch.tensor(actions)]
+        normalised = torch.tensor((target - self.mean) / self.deviation, dtype=torch.float32)
+        loss = -(chosen * advantages).mean()
+        loss = loss + self.settings.value_coef * nn.functional.smooth_l1_loss(predicted, normalised)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+        self.optimizer.step()
+        self.updates += 1
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.05, 1e6], ids=["clipped", "whole"])
+def test_an_update_is_the_policy_gradient(max_grad_norm: float) -> None:
+    """Three in a row: the returns' running mean and deviation count from the second on."""
+    made = with_sgd(make(minibatches=1, max_grad_norm=max_grad_norm))
+    reference = Reference(made)
+    before = weights(made)
+    for number in range(3):
+        trajectories = [random_trajectory(10 * number), random_trajectory(10 * number + 1, steps=7, count=5)]
+        stats = made.update(trajectories)
+        reference.update(trajectories)
+        assert stats["samples"] == sum(trajectory.experience.sum() for trajectory in trajectories)
+        for mine, theirs in zip(made.model.parameters(), reference.model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert not any(torch.allclose(old, new, atol=1e-4) for old, new in zip(before, weights(made), strict=True))
+    assert made.version == 3
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_chunks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, chunk: int, minibatches: int) -> None:
+    trajectories = [random_trajectory(1), random_trajectory(2)]
+    whole, chunked = (with_sgd(make(minibatches=minibatches)) for _ in range(2))
+    before = weights(whole)
+    expected = [whole.update(trajectories) for _ in range(2)]
+    monkeypatch.setattr(learner, "CHUNK", chunk)
+    found = [chunked.update(trajectories) for _ in range(2)]
+    assert_close(whole, chunked)
+    assert not any(torch.allclose(old, new, atol=1e-4) for old, new in zip(before, weights(chunked), strict=True))
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+class Watched(nn.Module):
+    """A policy that keeps what it is trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+        self.seen: list[Tensor] = []
+
+    def forward(self, observations: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.seen.append(observations)
+        return self.body(observations)
+
+
+@pytest.mark.parametrize("minibatches", [1, 4, 7])
+def test_each_sample_is_in_one_minibatch(minibatches: int) -> None:
+    settings = settings_of(minibatches=minibatches)
+    policy = Watched()
+    made = Learner(ActorCritic(policy, model.mlp(4, 8, 1)), settings, CPU)
+    trajectories = [random_trajectory(1), random_trajectory(2, steps=9)]
+    made.update(trajectories)
+    assert len(policy.seen) == minibatches
+    assert {int(state["step"]) for state in made.optimizer.state.values()} == {minibatches}
+    rows = np.concatenate([t.observations[:-1][t.experience] for t in trajectories])
+    trained = torch.cat(policy.seen).numpy()
+    assert sorted(map(tuple, trained)) == sorted(map(tuple, rows))
+    assert max(map(len, policy.seen)) - min(map(len, policy.seen)) < minibatches
+    if minibatches > 1:
+        assert not np.array_equal(trained, rows)  # shuffled
+
+
+def test_more_minibatches_than_samples() -> None:
+    made = make(minibatches=1000)
+    trajectory = random_trajectory(1, steps=3, count=2)
+    before = weights(made)
+    stats = made.update([trajectory])
+    assert stats["samples"] == trajectory.experience.sum()
+    assert all(map(math.isfinite, stats.values()))
+    assert {int(state["step"]) for state in made.optimizer.state.values()} == {int(stats["samples"])}
+    assert not same(before, weights(made))
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_a_single_sample(minibatches: int) -> None:
+    made = make(minibatches=minibatches)
+    stats = made.update([random_trajectory(1, steps=1, count=1)])
+    assert stats["samples"] == 1
+    assert all(map(math.isfinite, stats.values()))
+    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+
+
+def test_no_sample_at_all_changes_nothing() -> None:
+    """A rollout of one step, in which every environment only resets."""
+    made = make()
+    made.update([random_trajectory(1)])
+    before, version = weights(made), made.version
+    trajectory = random_trajectory(2, steps=1)
+    trajectory.experience[:] = False
+    stats = made.update([trajectory])
+    assert stats["samples"] == 0
+    assert all(map(math.isfinite, stats.values()))
+    assert same(before, weights(made))
+    assert made.version == version
+
+
+def test_the_clipped_ratio_bounds_the_policys_change() -> None:
+    trajectories = [random_trajectory(1, steps=64, count=8)]
+    observations = torch.from_numpy(trajectories[0].observations).reshape(-1, 4)
+    moved = []
+    for clip_ratio in (0.01, 100.0):
+        made = make(minibatches=32, clip_ratio=clip_ratio)
+        before = torch.log_softmax(made.model.logits(observations), -1).detach()
+        made.update(trajectories)
+        after = torch.log_softmax(made.model.logits(observations), -1).detach()
+        moved.append(float((after - before).abs().mean()))
+    assert moved[0] < moved[1] / 2
+
+
+def test_entropy_is_in_nats() -> None:
+    made = make(action=Discrete(3), lr=1e-9, minibatches=2)
+    with torch.no_grad():
+        for parameter in made.model.policy.parameters():
+            parameter.zero_()
+    assert made.update([random_trajectory(1)])["entropy"] == pytest.approx(math.log(3), rel=1e-4)
+
+
+# ---- what may not matter
+
+
+@pytest.mark.parametrize("column", ["actions", "rewards", "observations"])
+def test_rows_that_are_no_experience_have_no_influence(column: str) -> None:
+    """The row after a truncation shows the episode's last observation, which is worth something; after a termination
+    it is worth nothing.
+    """
+    one, other = make(), make()
+    trajectory = random_trajectory(3)
+    changed = copy.deepcopy(trajectory)
+    unused = ~trajectory.experience
+    if column == "observations":
+        unused = np.vstack([np.zeros((1, 3), bool), trajectory.ends == TERMINATED])[:-1]
+        changed.observations[:-1][unused] += 3
+    elif column == "actions":
+        changed.actions[unused] = 1 - changed.actions[unused]
+    else:
+        changed.rewards[unused] += 50
+    assert unused.any()
+    assert one.update([trajectory]) == other.update([changed])
+    assert same(weights(one), weights(other))
+
+
+def test_a_truncated_episodes_last_observation_counts() -> None:
+    one, other = make(), make()
+    trajectory = random_trajectory(3)
+    changed = copy.deepcopy(trajectory)
+    after = np.vstack([np.zeros((1, 3), bool), trajectory.ends == TRUNCATED])[:-1]
+    assert after.any()
+    changed.observations[:-1][after] += 3
+    one.update([trajectory])
+    other.update([changed])
+    assert not same(weights(one), weights(other))
+
+
+# ---- both ways of inference
+
+
+def choose(observations: Array) -> Array:
+    return (observations[:, 2] + observations[:, 3] + 0.1 * observations[:, 0] > 0).astype(np.int64)
+
+
+def recorded_by_observer(rollouts: int, steps: int) -> list[list[Trajectory]]:
+    groups = [Envs("CartPole-v1", count, seed) for count, seed in ((3, 1), (2, 2))]
+    made = []
+    for version in range(rollouts):
+        trajectories = []
+        for group in groups:
+            recorder = Recorder(version)
+            recorder.see(group.observations, group.rewards, group.ends)
+            for _ in range(steps):
+                actions = choose(group.observations)
+                recorder.choose(actions)
+                group.step(actions)
+                recorder.see(group.observations, group.rewards, group.ends)
+            trajectories.append(Trajectory(*recorder.trajectory().arrays(), version))
+        made.append(trajectories)
+    return made
+
+
+def recorded_by_agent(rollouts: int, steps: int) -> list[list[Trajectory]]:
+    groups = [Envs("CartPole-v1", count, seed) for count, seed in ((3, 1), (2, 2))]
+    batcher = Batcher(choose, (4,), np.float32, 100, 0.0)
+    made = []
+    for version in range(rollouts):
+        batcher.begin([("observer_0", number) for number in range(2)], version)
+        for step, (number, group) in itertools.product(range(steps + 1), enumerate(groups)):
+            message = pack(group.observations, group.rewards, group.ends)
+            answer = batcher.submit(("observer_0", number), message, step == steps).wait()
+            if step < steps:
+                group.step(np.frombuffer(answer, np.int64))
+        made.append(batcher.trajectories({"observer_0"}))
+    batcher.close()
+    return made
+
+
+def test_both_ways_of_inference_make_the_same_update() -> None:
+    learners = make(minibatches=4), make(minibatches=4)
+    before = weights(learners[0])
+    rounds = zip(recorded_by_observer(4, 30), recorded_by_agent(4, 30), strict=True)
+    for trajectories in rounds:
+        stats = [made.update(found) for made, found in zip(learners, trajectories, strict=True)]
+        assert stats[0] == stats[1]
+        assert same(weights(learners[0]), weights(learners[1]))
+        assert any(not trajectory.experience.all() for trajectory in trajectories[0])
+    assert not same(before, weights(learners[0]))
+
+
+# ---- going on from a saved state
+
+
+def saved(made: Learner) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(made.state(), buffer)
+    buffer.seek(0)
+    state: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return state
+
+
+def test_a_loaded_learner_goes_on_exactly_as_the_saved_one() -> None:
+    made = make(seed=1)
+    for number in range(3):
+        made.update([random_trajectory(number)])
+    resumed = make(seed=2)
+    assert not same(weights(made), weights(resumed))
+    resumed.load(saved(made))
+    assert resumed.version == made.version == 3
+    for number in range(3, 6):
+        assert made.update([random_trajectory(number)]) == resumed.update([random_trajectory(number)])
+        assert same(weights(made), weights(resumed))
+
+
+def test_the_learning_rate_is_the_settings_and_not_the_checkpoints() -> None:
+    made = make(lr=1e-2)
+    made.update([random_trajectory(0)])
+    resumed = make(lr=1e-4)
+    resumed.load(saved(made))
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [1e-4]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: make(hidden_size=32),
+        lambda: make(dropout=0.5),
+        lambda: make(observation=Box(-1, 1, (5,), np.float32)),
+        lambda: make(action=Discrete(3)),
+        lambda: Learner(ActorCritic(nn.Linear(4, 2), None), settings_of(), CPU),
+    ],
+    ids=["hidden size", "dropout", "observation", "action", "policy"],
+)
+def test_the_state_of_another_model_is_refused(other: Any) -> None:
+    made = make()
+    made.update([random_trajectory(0)])
+    with pytest.raises(UsageError, match=r"checkpoint is of another model .*ENV_ID, POLICY") as refusal:
+        other().load(saved(made))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("lost", ["model", "optimizer", "version", "mean", "square", "shuffle"])
+def test_a_state_with_a_part_missing_is_refused(lost: str) -> None:
+    state = saved(make())
+    del state[lost]
+    with pytest.raises(UsageError, match=lost):
+        make().load(state)
+
+
+# ---- learning
+
+
+def bandit(made: Learner, actor: Actor, random: np.random.Generator) -> Trajectory:
+    """Episodes of one step: the right action is 1 where the observation is positive, 0 where it is negative."""
+    steps, count = 8, 32
+    observations = random.choice([-1.0, 1.0], (steps + 1, count, 1)).astype(np.float32)
+    made.model.eval()
+    actions = actor.act(observations[:-1].reshape(-1, 1)).reshape(steps, count)
+    experience = np.broadcast_to((np.arange(steps) % 2 == 0)[:, None], (steps, count)).copy()
+    right = actions == (observations[:-1, :, 0] > 0)
+    # the rows that reset pay for the wrong action: who learns from them learns the contrary
+    rewards = np.where(experience, right, 100 * ~right).astype(np.float32)
+    ends = np.where(experience, TERMINATED, GOES_ON).astype(np.uint8)
+    return Trajectory(observations, actions, rewards, ends, experience, made.version)
+
+
+def skill(made: Learner) -> float:
+    """The least probability of a right action."""
+    made.model.eval()
+    probabilities = torch.softmax(made.model.logits(torch.tensor([[-1.0], [1.0]])), -1)
+    return float(torch.stack((probabilities[0, 0], probabilities[1, 1])).min())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_it_learns_a_bandit(dropout: float) -> None:
+    torch.manual_seed(1)
+    random = np.random.default_rng(1)
+    made = make(observation=Box(-1, 1, (1,), np.float32), dropout=dropout)
+    actor = Actor(made.model, CPU)
+    assert skill(made) < 0.8
+    for _ in range(60):
+        stats = made.update([bandit(made, actor, random)])
+        assert all(map(math.isfinite, stats.values()))
+    assert skill(made) > 0.95
+
+
+def test_a_policy_with_its_own_value_learns_from_pictures() -> None:
+    """Observations of bytes, and (logits, value) from one network."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+
+        def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.body(observations / 255)
+            return out[:, :2], out[:, 2:]
+
+    made = Learner(ActorCritic(Both(), None), settings_of(), CPU)
+    before = weights(made)
+    trajectory = random_trajectory(4, observation=Box(0, 255, (2, 2, 3), np.uint8))
+    assert all(map(math.isfinite, made.update([trajectory]).values()))
+    assert not same(before, weights(made))

@@ -177,8 +177,8 @@ class Supervisor:
         elif time.monotonic() - self._said > 30:
             self._said = time.monotonic()
             self.log.info("still trying to reach rank 0", seconds=round(silence), problem=_plain(error))
-        if self.leaving and silence > s.lease_seconds * FENCE:
-            self._finish(0)
+        if self.leaving and silence > s.lease_seconds / 3:
+            self._finish(0)  # rank 0 is gone: there is nobody to drain with
         if silence > s.rejoin_timeout:
             self._refused(
                 f"MASTER_ADDR={s.master_addr} CONTROL_PORT={s.control_port}: rank 0 could not be reached for "

@@ -11,11 +11,17 @@ from app.__main__ import main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 HEADS = {
-    "config": "# Settings\n\nEvery variable that a rank understands. `python -m app config [JOB]` prints the same. "
-    "A wrong value ends the\nprocess with one line and exit code 2; a name that looks misspelt is warned about. Written by `make docs`.\n",
-    "metrics": "# Metrics\n\nWhat each rank serves at `/metrics` on METRICS_PORT. A gauge of a worker appears once it "
-    "has a value. Written by `make docs`.\n",
-}  # fmt: skip
+    "config": """# Settings
+
+Every variable that a rank understands. `python -m app config [JOB]` prints the same. A wrong value ends the process
+with one line and exit code 2; a name that looks misspelt is warned about. Written by `make docs`.
+""",
+    "metrics": """# Metrics
+
+What each rank serves at `/metrics` on METRICS_PORT. A gauge of a worker appears once it has a value. Written by
+`make docs`.
+""",
+}
 FILES = {"config": DOCS / "settings.md", "metrics": DOCS / "metrics.md"}
 
 

@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,15 @@ from app.jobs.rl.model import Actor, ActorCritic
 
 CPU = torch.device("cpu")
 OBSERVATION, ACTION = Box(-10, 10, (4,), np.float32), Discrete(2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in a worker: for operations of this size more are slower, and much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def settings_of(**changed: Any) -> RlSettings:
@@ -211,17 +220,20 @@ def test_no_sample_at_all_changes_nothing() -> None:
     assert made.version == version
 
 
-def test_the_clipped_ratio_bounds_the_policys_change() -> None:
-    trajectories = [random_trajectory(1, steps=64, count=8)]
-    observations = torch.from_numpy(trajectories[0].observations).reshape(-1, 4)
-    moved = []
-    for clip_ratio in (0.01, 100.0):
-        made = make(minibatches=32, clip_ratio=clip_ratio)
-        before = torch.log_softmax(made.model.logits(observations), -1).detach()
-        made.update(trajectories)
-        after = torch.log_softmax(made.model.logits(observations), -1).detach()
-        moved.append(float((after - before).abs().mean()))
-    assert moved[0] < moved[1] / 2
+@pytest.mark.parametrize(("clip_ratio", "least", "most"), [(0.02, 0.01, 0.06), (100.0, 0.3, 10.0)])
+def test_the_clipped_ratio_bounds_the_policys_change(clip_ratio: float, least: float, most: float) -> None:
+    """Action 1 pays, action 0 does not; each of the many optimizer steps alone is small."""
+    made = with_sgd(make(minibatches=256, clip_ratio=clip_ratio, value_coef=0, max_grad_norm=0.02, gamma=0))
+    shape = (64, 16)
+    actions = np.arange(shape[0] * shape[1]).reshape(shape) % 2
+    trajectory = Trajectory(
+        np.ones((65, 16, 4), np.float32), actions, actions.astype(np.float32), np.zeros(shape, np.uint8),
+        np.ones(shape, bool), 0,
+    )  # fmt: skip
+    before = torch.softmax(made.model.logits(torch.ones(1, 4)), -1).detach()
+    made.update([trajectory])
+    after = torch.softmax(made.model.logits(torch.ones(1, 4)), -1).detach()
+    assert least < float(after[0, 1] / before[0, 1] - 1) < most
 
 
 def test_entropy_is_in_nats() -> None:
@@ -272,7 +284,7 @@ def test_a_truncated_episodes_last_observation_counts() -> None:
 
 
 def choose(observations: Array) -> Array:
-    return (observations[:, 2] + observations[:, 3] + 0.1 * observations[:, 0] > 0).astype(np.int64)
+    return (observations[:, 2] > 0).astype(np.int64)
 
 
 def recorded_by_observer(rollouts: int, steps: int) -> list[list[Trajectory]]:
@@ -311,13 +323,14 @@ def recorded_by_agent(rollouts: int, steps: int) -> list[list[Trajectory]]:
 
 def test_both_ways_of_inference_make_the_same_update() -> None:
     learners = make(minibatches=4), make(minibatches=4)
-    before = weights(learners[0])
+    before, resets = weights(learners[0]), 0
     rounds = zip(recorded_by_observer(4, 30), recorded_by_agent(4, 30), strict=True)
     for trajectories in rounds:
         stats = [made.update(found) for made, found in zip(learners, trajectories, strict=True)]
         assert stats[0] == stats[1]
         assert same(weights(learners[0]), weights(learners[1]))
-        assert any(not trajectory.experience.all() for trajectory in trajectories[0])
+        resets += sum(int((~trajectory.experience).sum()) for trajectory in trajectories[0])
+    assert resets > 5
     assert not same(before, weights(learners[0]))
 
 
@@ -400,7 +413,7 @@ def bandit(made: Learner, actor: Actor, random: np.random.Generator) -> Trajecto
 def skill(made: Learner) -> float:
     """The least probability of a right action."""
     made.model.eval()
-    probabilities = torch.softmax(made.model.logits(torch.tensor([[-1.0], [1.0]])), -1)
+    probabilities = torch.softmax(made.model.logits(torch.tensor([[-1.0], [1.0]])), -1).detach()
     return float(torch.stack((probabilities[0, 0], probabilities[1, 1])).min())
 
 

@@ -66,6 +66,8 @@ class Learner:
         """One iteration's update. Returns policy_loss, baseline_loss, entropy (nats) and samples."""
         samples = self._samples(trajectories)
         count = len(samples.actions)
+        if count == 0:  # every environment only reset: nothing to learn
+            return dict.fromkeys(("policy_loss", "baseline_loss", "entropy", "samples"), 0.0)
         decay = DECAY if self.version else 0.0
         self._mean = decay * self._mean + (1 - decay) * float(samples.returns.mean())
         self._square = decay * self._square + (1 - decay) * float(samples.returns.square().mean())
@@ -140,14 +142,16 @@ class Learner:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
+            self._shuffle.set_state(state["shuffle"])
         except (RuntimeError, ValueError, KeyError) as error:
             first = str(error).splitlines()[0]
             raise UsageError(
                 f"the checkpoint is of another model ({first}); set ENV_ID, POLICY and HIDDEN_SIZE as they were, or "
                 "name another CHECKPOINT_DIR"
             ) from error
-        self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
-        self._shuffle.set_state(state["shuffle"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr  # LR may have been changed since
 
 
 def _log_probability(logits: Tensor, actions: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Checkpoints: atomic, checksummed snapshots, ordered by (generation, step).
 
-A file is one line of JSON (format, job, generation, step, length and SHA-256 of the rest) and a `torch.save` of the
-state, which is read with `weights_only=True`. It is written under another name, synced and renamed, so a reader never
-sees half of one; a file that is torn all the same is set aside and the one before it used.
+A file is one line of JSON (format, job, generation, step, length of the rest, and SHA-256 of all that) and a
+`torch.save` of the state, which is read with `weights_only=True`. It is written under another name, synced and renamed,
+so a reader never sees half of one; a file that is torn all the same is set aside and the one before it used.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from app.config import UsageError
-from app.rundir import write_atomically
+from app.rundir import NAME, write_atomically
 
 FORMAT = 1
-NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")
+HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
 
 
 class CheckpointError(Exception):
@@ -104,16 +103,18 @@ class Checkpoints:
             "generation": self.generation,
             "step": step,
             "length": len(body),
-            "sha256": hashlib.sha256(body).hexdigest(),
         }
+        head["sha256"] = _digest(head, body)
         path = self.directory / f"checkpoint-{self.generation:06d}-{step:010d}.pt"
         try:
             write_atomically(path, json.dumps(head).encode() + b"\n", body)
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be written to {self.directory}: {error.strerror}") from error
+        self._bad.discard(path)
         files = self.files()
         kept = [file for file in files if file not in self._bad][: self.keep]  # a bad one is no spare
-        for old in files[files.index(kept[-1]) + 1 :]:
+        unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed; this one is alone
+        for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
             try:
                 old.unlink(missing_ok=True)
             except OSError as error:
@@ -141,26 +142,32 @@ def read(path: Path, job: str) -> Snapshot:
                 raise CheckpointError(f"{path.name} is of format {head['format']}, newer than this program's {FORMAT}")
             if head["job"] != job:
                 raise CheckpointError(f"{path.name} is of job {head['job']}, not of {job}")
-            body = file.read(head["length"] + 1)
+            body = file.read()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     if len(body) != head["length"]:
         raise CheckpointError(f"{path.name} is torn: {len(body)} bytes of {head['length']}")
-    if hashlib.sha256(body).hexdigest() != head["sha256"]:
+    if _digest(head, body) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
     try:
         state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises, the file holds what may not or cannot be loaded
-        raise CheckpointError(f"{path.name} cannot be loaded: {str(error).splitlines()[0]}") from error
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path.name} cannot be loaded: {first}") from error
     return Snapshot(path, head["generation"], head["step"], state)
+
+
+def _digest(head: dict[str, Any], body: bytes | memoryview) -> str:
+    digest = hashlib.sha256(json.dumps([head[key] for key in HEAD if key != "sha256"]).encode())
+    digest.update(body)
+    return digest.hexdigest()
 
 
 def _head(path: Path, file: IO[bytes]) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(4096))
-        types = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
-        if not isinstance(head, dict) or not all(type(head.get(key)) is kind for key, kind in types.items()):
+        if not isinstance(head, dict) or not all(type(head.get(key)) is kind for key, kind in HEAD.items()):
             raise ValueError
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path.name} is torn or no checkpoint: its first line cannot be read") from None
     return head

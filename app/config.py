@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -83,22 +83,46 @@ class Settings(BaseSettings):
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
     )
 
+    @field_validator("job_token_file")
+    @classmethod
+    def _usable(cls, file: Path | None, info: ValidationInfo) -> Path | None:
+        if file is not None and info.data.get("job_token") is None:
+            _read_token(file)
+        return file
+
     @model_validator(mode="after")
     def _token(self) -> Self:
         if self.job_token_file is not None and self.job_token is None:
-            try:
-                text = self.job_token_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"JOB_TOKEN_FILE={self.job_token_file}: cannot be read ({error})") from error
-            if not text:
-                raise ValueError(f"JOB_TOKEN_FILE={self.job_token_file}: is empty")
-            object.__setattr__(self, "job_token", SecretStr(text))
+            object.__setattr__(self, "job_token", SecretStr(_read_token(self.job_token_file)))
         return self
 
     @property
     def token(self) -> str:
         """The shared secret, or the empty string where none is set."""
         return self.job_token.get_secret_value() if self.job_token else ""
+
+
+def _read_token(file: Path) -> str:
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError("holds no text") from None
+    if not token:
+        raise ValueError("is empty")
+    return token
+
+
+class _Which(BaseSettings):
+    model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True)
+
+    job: str = ""
+
+
+def job_name() -> str:
+    """JOB alone; which settings there are besides, and so what is wrong with them, depends on it."""
+    return _Which().job
 
 
 S = TypeVar("S", bound=Settings)
@@ -123,7 +147,7 @@ def _complaints(cls: type[Settings], error: ValidationError) -> Iterator[str]:
             continue
         name = str(problem["loc"][0])
         field = cls.model_fields.get(name)
-        shown = "***" if "token" in name else repr(str(problem["input"]))
+        shown = "***" if name == "job_token" else repr(str(problem["input"]))
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
         yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
 
@@ -139,19 +163,21 @@ def type_of(field: FieldInfo) -> str:
 
 def bounds_of(field: FieldInfo) -> str:
     """A field's bounds, such as `1 to 65535`; empty where it has none."""
-    low = high = ""
+    lows: list[tuple[float, str]] = []
+    highs: list[tuple[float, str]] = []
     for rule in field.metadata:
         match rule:
-            case Ge(ge=value):
-                low = f"{value}"
-            case Gt(gt=value):
-                low = f"above {value}"
-            case Le(le=value):
-                high = f"{value}"
-            case Lt(lt=value):
-                high = f"below {value}"
+            case Ge(ge=int() | float() as value):
+                lows.append((value, f"{value}"))
+            case Gt(gt=int() | float() as value):
+                lows.append((value, f"above {value}"))
+            case Le(le=int() | float() as value):
+                highs.append((value, f"{value}"))
+            case Lt(lt=int() | float() as value):
+                highs.append((value, f"below {value}"))
             case MinLen():
-                low = "not empty"
+                return "not empty"
+    low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
     return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
 
 

@@ -6,25 +6,22 @@ generation's number, or DONE), which the caller confirms with `confirm`.
 
 Safety rests on three rules. A generation starts only when every worker of the one before is known to be stopped, or its
 member has been silent for a whole lease (a member that gets no answer for that long ends its own worker). A member is
-known to be stopped only by a report made after it had read the order to stop. Numbers are persisted before use.
+known to be stopped only by a report made after it had carried out an order to stop, which is why orders are numbered by
+epochs: they grow past those of earlier coordinators too, whose members come back with them. Generation numbers are
+persisted before use.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from app.admission import Admission, Progress
 from app.config import FAILED, USAGE
-from app.protocol import ALIVE, ERRORS, MAX_BACKOFF, Effect, Key, Order, Report, Role, Rules, name_of
-from app.roster import Member, Roster
+from app.protocol import ERRORS, Effect, Key, Order, Report, Role, Rules, name_of
+from app.roster import Generation, Member, Roster, same_node
 
-
-@dataclass
-class Generation:
-    number: int
-    members: dict[Key, str]  # in order of rank, with the incarnation that is meant
-    started: float
-    lost: set[Key] = field(default_factory=set)
+ACTIVE = ("running", "draining", "stopping")
+OVER = ("finished", "failed")
 
 
 class Gang:
@@ -47,9 +44,8 @@ class Gang:
         self.roles = {role.name: role for role in roles}
         self.rules = rules
         self.master: Key = (roles[0].name, 0)
-        self._roster = Roster(self.roles, self.master, incarnation)
         self.members: dict[Key, Member] = {}
-        self.generation: Generation | None = None
+        self.generation = Generation(last, {}, now)
         self.state = "gathering" if done is None else "finished"
         self.number = last
         self.epoch = 1
@@ -58,23 +54,12 @@ class Gang:
         self.code = 0
         self.summary = done or {}
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self._previous = set(previous)
-        self._wanted = self._first_want(previous)
-        self._expected = None if done is None else sum(role.count for role in roles)
-        self._youth: dict[Key, tuple[int, float]] = {}
-        self._last_tick = now
-        self._failures: list[str] = []
-        self._progress = 0
-        self._broken_at: float | None = None
+        self._roster = Roster(self.roles, self.master, incarnation)
+        self._admission = Admission(self.roles, rules, last, previous)
+        self._progress = Progress(rules.max_failures)
+        self._unheard = set[Key]() if done is None else {(role.name, n) for role in roles for n in range(role.count)}
+        self._ticked = now
         self._finishing = False
-        self._drains_failed = 0
-
-    def _first_want(self, previous: tuple[Key, ...]) -> dict[str, int]:
-        want = {}
-        for role in self.roles.values():
-            before = sum(key[0] == role.name for key in previous)
-            want[role.name] = before if role.elastic and before else role.count
-        return want
 
     # ---- events in
 
@@ -85,65 +70,68 @@ class Gang:
         if known and known.report.incarnation == report.incarnation:
             if report.beat <= known.report.beat:
                 return key
-        elif known:
-            self._roster.retire(known.report.incarnation)
-            self._gone(key, "restarted", f"{name_of(key)} was started again", now)
-        self.members[key] = Member(report, now)
-        self._judge(key, report, now)
+            self.epoch = max(self.epoch, report.epoch)
+            self.members[key] = Member(report, now, known.told)
+        else:
+            if known:
+                self._replaced(key, known, report, now)
+            self.epoch = max(self.epoch, report.epoch + 1)  # what it says counts when it has heard from this gang
+            self.members[key] = Member(report, now, self.epoch)
+        self.number = max(self.number, report.generation)  # a number that was used and could not be persisted
+        if self.state in OVER:
+            self._unheard = self._unheard - {key} if report.heard or report.leaving else self._unheard | {key}
+        elif self.state in ACTIVE and report.generation == self.generation.number and not self._finishing:
+            self._judge(key, report, now)
         return key
 
+    def _replaced(self, key: Key, known: Member, report: Report, now: float) -> None:
+        """A new incarnation. The old one's supervisor has died, and its worker with it, or it may live on elsewhere."""
+        if (self._live(key) or not known.idle) and not same_node(known.report, report):
+            self._admission.replaced(known)
+        self.epoch += 1  # who still waits for an answer in the old one's place hears of it before the new one works
+        self._gone(key, "restarted", f"{name_of(key)} was started again", now)
+
     def _judge(self, key: Key, report: Report, now: float) -> None:
-        generation = self.generation
-        if not self._live(key) or generation is None or report.generation != generation.number:
-            return
+        """What a worker of the newest generation does, or how it ended."""
         if key == self.master:
-            if report.step > self._progress or (self._broken_at is not None and report.step and report.state in ALIVE):
-                self._progressed(report.step, now)
-            for peer in report.gave_up:
-                self._gone(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(key)}", now)
-            if report.drains_failed > self._drains_failed:
-                self._drains_failed = report.drains_failed
-                if self.state == "draining":
-                    self._train_on(now)
-        if report.state != "ended" or self._finishing:
+            self._hear_first(report, now)
+        if report.state != "ended" or self._finishing or not self._live(key):
             return
-        if key == self.master and report.outcome == "finished":
-            self._finishing = True
-            self.summary = report.summary
-            self._progressed(report.step, now)
-        elif key == self.master and report.outcome == "drained":
-            self._progressed(report.step, now)
+        reason = f"{name_of(key)}: {report.error}"
+        if key == self.master and report.outcome == "drained":
             self._stop("drained", self.reason or "drained", now)
         elif report.outcome == "refused":
-            self._fail(f"{name_of(key)}: {report.error}", USAGE, now)
+            self._fail(reason, USAGE, now)
+        elif report.outcome in ERRORS and (cause := self._progress.failed(self.generation.number, reason)):
+            self._fail(cause, FAILED, now)
         else:
-            if report.outcome in ERRORS:
-                self._failures.append(f"{name_of(key)}: {report.error}")
-                if len(self._failures) >= self.rules.max_failures:
-                    self._fail(self._failures[0], FAILED, now)
-                    return
             self._gone(key, report.outcome, f"the worker of {name_of(key)} ended: {report.outcome}", now)
 
-    def _progressed(self, step: int, now: float) -> None:
-        if step > self._progress:
-            self._failures.clear()
-        self._progress = max(self._progress, step)
-        if self._broken_at is not None:
-            self.events.append(("recovered", {"seconds": now - self._broken_at}))
-            self._broken_at = None
+    def _hear_first(self, report: Report, now: float) -> None:
+        """Rank 0's worker. Its success counts even where its generation was just ended for another's sake."""
+        if report.state == "ended" and report.outcome == "finished":
+            self._finishing, self.summary = True, report.summary
+        if not self._live(self.master):
+            return
+        self.generation.connected |= report.state == "running"
+        if report.step:
+            self.events += self._progress.made(report.step, now)
+        for peer in report.gave_up:
+            self._gone(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(self.master)}", now)
+        if report.drains_failed > self.generation.drains_failed:
+            self.generation.drains_failed = report.drains_failed
+            if self.state == "draining":
+                self._train_on(now)
 
     # ---- time
 
     def tick(self, now: float) -> Effect | None:
         """Move on to `now`; the effect that is due, to be made and then confirmed."""
-        if now - self._last_tick > self.rules.lease / 3:
-            for member in self.members.values():  # it was us who slept: one full lease before anyone is judged
-                member.heard_at = now
-        self._last_tick = now
+        self._notice_pause(now)
         for key, member in list(self.members.items()):
             if now - member.heard_at > self.rules.lease:
-                del self.members[key]
                 self._gone(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
+                del self.members[key]
         if self._finishing:
             return Effect("done", summary=self.summary)
         match self.state:
@@ -154,93 +142,68 @@ class Gang:
             case "draining":
                 self._check_drain(now)
             case "stopping":
-                if self.generation is None or all(map(self._stopped, self.generation.members)):
+                # one that is silent for a lease, and so no member any more, has ended its own worker
+                if all(self.members[key].idle for key in self.generation.members if key in self.members):
                     self._enter("gathering", now)
         return None
+
+    def _notice_pause(self, now: float) -> None:
+        paused, self._ticked = now - self._ticked, now
+        if paused > self.rules.lease / 3:  # it was us who slept: one full lease before anyone is judged
+            self.since = min(self.since + paused, now)
+            for member in self.members.values():
+                member.heard_at = now
 
     def confirm(self, effect: Effect, now: float) -> None:
         """`effect` is on disk."""
         if effect.kind == "done":
             self._finishing = False
-            self._enter("finished", now)
+            self._end("finished", now)
             self.events.append(("finished", dict(self.summary)))
             return
         members = {key: self.members[key].report.incarnation for key in effect.members if key in self.members}
         self.number = effect.generation
         self.generation = Generation(effect.generation, members, now)
-        self._previous = set()
-        self._wanted = {role.name: role.minimum for role in self.roles.values()}
-        self._drains_failed = 0
+        self._admission.started()
         self._enter("running", now)
         self.events.append(("generation", {"number": self.number, "members": [name_of(key) for key in members]}))
 
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):
             return None
-        if self.missing(now):
+        if missing := self.missing(now):
             if now - self.since > self.rules.rejoin_timeout:
-                self._fail(f"waited {self.rules.rejoin_timeout:g} s for {', '.join(self.missing(now))}", FAILED, now)
+                self._fail(f"waited {self.rules.rejoin_timeout:g} s for {', '.join(missing)}", FAILED, now)
             return None
-        chosen = self._chosen(now)
-        return Effect("begin", self.number + 1, tuple(chosen))
+        return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
 
     def missing(self, now: float) -> list[str]:
         """What a start still waits for, in words."""
-        waiting = []
-        waited = now - self.since
-        for role in self.roles.values():
-            have = sum(key[0] == role.name for key in self._chosen(now))
-            want = max(role.minimum, self._wanted[role.name])
-            if role.elastic and waited >= self.rules.join_grace:
-                want = role.minimum
-            if have < want:
-                waiting.append(f"{role.name} ({have} of {want} in)")
-        waiting += [
-            f"the old worker of {name_of(key)} to stop"
-            for key, member in self.members.items()
-            if member.report.state in ALIVE
-        ]
-        if waited < self.rules.lease:
-            waiting += [f"{name_of(key)}, in the last generation" for key in sorted(self._previous - set(self.members))]
-        return waiting
-
-    def _chosen(self, now: float) -> list[Key]:
-        """The members of a generation that would start now, in order of rank."""
-        chosen = []
-        for role in self.roles.values():
-            here = sorted(key for key in self.members if key[0] == role.name and not self._leaving(key))
-            settled = [key for key in here if self._youth.get(key, (0, 0.0))[1] <= now]
-            chosen += settled if role.elastic and len(settled) >= role.minimum else here
-        return chosen
+        return self._admission.missing(self.members, now - self.since, now)
 
     def _run(self, now: float) -> None:
-        assert self.generation is not None
-        live = [key for key in self.generation.members if self._live(key)]
-        for key in live:
-            if not self._leaving(key):
-                continue
-            if self._fixed(key) or self._count(key[0]) <= self.roles[key[0]].minimum:
-                self._drain(f"{name_of(key)} is leaving", now)
-                return
-            self._gone(key, "left", f"{name_of(key)} left", now)
+        generation = self.generation
+        leaving = [key for key in generation.members if self._live(key) and self._leaving(key)]
+        for key in leaving:
+            if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
+                self._gone(key, "left", f"{name_of(key)} left", now)
         for role in self.roles.values():
-            if self._count(role.name) < role.minimum:
+            if self.state == "running" and self._count(role.name) < role.minimum:
                 self._stop("lost", f"fewer than {role.minimum} {role.name} left", now)
-                return
-        newcomers = [
-            key
-            for key, member in self.members.items()
-            if not self._live(key) and member.report.state not in ALIVE and not self._leaving(key)
-            if self._youth.get(key, (0, 0.0))[1] <= now
-        ]
-        if newcomers and now - self.generation.started >= self.rules.rejoin_interval:
-            self._drain("taking in " + ", ".join(map(name_of, sorted(newcomers))), now)
+        if self.state != "running" or now < generation.drain_after:
+            return
+        leaving = list(filter(self._live, leaving))
+        if leaving:
+            self._drain(f"{name_of(leaving[0])} is leaving", now)
+        elif now - generation.started >= self.rules.rejoin_interval:
+            others = {key: member for key, member in self.members.items() if not self._live(key)}
+            if newcomers := self._admission.newcomers(others, now):
+                self._drain("taking in " + ", ".join(map(name_of, newcomers)), now)
 
     def _check_drain(self, now: float) -> None:
-        assert self.generation is not None
         if now - self.since <= self.rules.drain_timeout:
             return
-        if any(self._leaving(key) for key in self.generation.members if self._fixed(key)):
+        if any(self._leaving(key) for key in self.generation.members if not self._elastic(key)):
             self._stop("left", f"{self.reason}; the drain took too long", now)
         else:
             self._train_on(now)
@@ -258,36 +221,43 @@ class Gang:
 
     def _train_on(self, now: float) -> None:
         """Give the drain up; the next try comes after another interval."""
-        assert self.generation is not None
-        self.generation.started = now
+        self.generation.drain_after = now + self.rules.rejoin_interval
         self._enter("running", now)
         self.events.append(("drain given up", {"reason": self.reason}))
 
     def _stop(self, cause: str, reason: str, now: float) -> None:
         self.reason = reason
-        self._broken_at = now
+        self._progress.broke(now)
         self._enter("stopping", now)
+        for member in self.members.values():
+            member.told = self.epoch  # what it said before of having no worker may be older than its worker
         self.events.append(("stopped", {"cause": cause, "reason": reason}))
 
     def _fail(self, reason: str, code: int, now: float) -> None:
         self.reason, self.code = reason, code
-        self._enter("failed", now)
+        self._end("failed", now)
         self.events.append(("failed", {"reason": reason}))
+
+    def _end(self, state: str, now: float) -> None:
+        """The job is over. Whoever is away for a moment is to hear so too."""
+        away = [] if self.state == "gathering" else self.generation.members
+        self._unheard = {
+            key for key in (*self.members, *away) if not self._leaving(key) and self.generation.lost.get(key) != "left"
+        }
+        self._enter(state, now)
 
     def _gone(self, key: Key, cause: str, reason: str, now: float) -> None:
         """A member's worker is no more, or given up: the generation ends, or goes on without an elastic one."""
         if not self._live(key) or self._finishing:
             return
-        assert self.generation is not None
-        if self._fixed(key):
+        if self._elastic(key) and cause != "left":
+            self._admission.died(key, now - self.generation.started, now)
+        if not self._elastic(key) or not self.generation.connected:
             self._stop(cause, reason, now)
             return
-        self.generation.lost.add(key)
-        if cause != "left":
-            deaths = self._youth.get(key, (0, 0.0))[0] + 1 if now - self.generation.started < self.rules.young else 0
-            wait = min(self.rules.rejoin_interval * 2 ** min(deaths - 1, 10), MAX_BACKOFF) if deaths > 1 else 0.0
-            self._youth[key] = (deaths, now + wait)
+        self.generation.lost[key] = cause
         self.epoch += 1
+        self.members[key].told = self.epoch
         self.events.append(("lost", {"cause": cause, "reason": reason}))
 
     # ---- orders out
@@ -295,27 +265,19 @@ class Gang:
     def order(self, key: Key) -> Order:
         """What the member `key` is to do now."""
         ordinal, epoch = key[1], self.epoch
-        if self.state in ("finished", "failed"):
+        if self.state in OVER:
             return Order(self.state, ordinal, epoch, reason=self.reason, code=self.code)
         if self._live(key):
-            assert self.generation is not None
-            lost = tuple(sorted(self.generation.lost))
-            drain = self.state == "draining" and key == self.master
-            members = tuple(self.generation.members)
-            return Order("run", ordinal, epoch, self.generation.number, members, lost, drain, self.reason)
-        part = self.state in ("running", "draining", "stopping") and self._member_of_generation(key)
-        if self._leaving(key) and (not part or self._stopped(key)):
+            generation, drain = self.generation, self.state == "draining" and key == self.master
+            members, lost = tuple(generation.members), tuple(sorted(generation.lost))
+            return Order("run", ordinal, epoch, generation.number, members, lost, drain, self.reason)
+        if self._leaving(key) and self.members[key].idle:
             return Order("leave", ordinal, epoch, reason="left")
         return Order("stop", ordinal, epoch, reason=self.reason)
 
     def settled(self, now: float) -> bool:
         """The job is over and every member has heard so, or had the time to."""
-        if self.state not in ("finished", "failed"):
-            return False
-        heard = sum(member.report.heard for key, member in self.members.items() if key != self.master)
-        others = len(self.members) - (self.master in self.members)
-        all_heard = heard == others and (self._expected is None or heard >= self._expected - 1)
-        return all_heard or now - self.since > self.rules.finish_grace
+        return self.state in OVER and (self._unheard <= {self.master} or now - self.since > self.rules.finish_grace)
 
     def counts(self, role: str) -> tuple[int, int]:
         """(members of the running generation, members with a good lease) of a role."""
@@ -325,32 +287,13 @@ class Gang:
 
     def _live(self, key: Key) -> bool:
         """Whether `key`, in its present incarnation, is part of a generation that runs."""
-        generation = self.generation
-        if generation is None or self.state not in ("running", "draining"):
-            return False
-        if key not in generation.members or key in generation.lost:
-            return False
-        member = self.members.get(key)
-        return member is None or member.report.incarnation == generation.members[key]
+        return self.state in ("running", "draining") and self.generation.has(key, self.members.get(key))
 
-    def _member_of_generation(self, key: Key) -> bool:
-        return self.generation is not None and key in self.generation.members
-
-    def _stopped(self, key: Key) -> bool:
-        """Whether `key` surely has no worker of the generation: it said so after it had read this epoch's order."""
-        member = self.members.get(key)
-        if member is None:
-            return True  # silent for a lease: it has ended its own worker
-        return member.report.state not in ALIVE and member.report.epoch >= self.epoch
-
-    def _fixed(self, key: Key) -> bool:
-        return not self.roles[key[0]].elastic
+    def _elastic(self, key: Key) -> bool:
+        return self.roles[key[0]].elastic
 
     def _leaving(self, key: Key) -> bool:
-        member = self.members.get(key)
-        return member is not None and member.report.leaving
+        return key in self.members and self.members[key].leaving
 
     def _count(self, role: str) -> int:
-        if self.generation is None:
-            return 0
         return sum(key[0] == role and self._live(key) for key in self.generation.members)

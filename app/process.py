@@ -8,11 +8,14 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from app.config import UsageError
 
 if TYPE_CHECKING:
     from app.world import Task
@@ -24,7 +27,11 @@ _context = multiprocessing.get_context("forkserver")
 def prepare(preload: tuple[str, ...]) -> None:
     """Start the process that workers are forked from; it imports torch meanwhile, and never touches CUDA or RPC."""
     _context.set_forkserver_preload(["app.worker", *preload])
-    multiprocessing.forkserver.ensure_running()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as error:
+        # its socket lies in the temporary directory, and a socket's path has at most 107 characters
+        raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
 
 
 def _run(task: Task, connection: Any) -> None:

@@ -1,19 +1,46 @@
-"""Who may be which member: places for the ranks that report, and refusals."""
+"""Who is which member: places for the ranks that report, and refusals; the members of a generation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from app.protocol import Key, RejectedError, Report, Role, name_of
+from app.protocol import ALIVE, Key, RejectedError, Report, Role, name_of
 
 
 @dataclass
 class Member:
-    """A member's newest report, and when it was heard."""
+    """A member's newest report, and when it was heard. `told` is the epoch of the order to have no worker."""
 
     report: Report
     heard_at: float
+    told: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether it surely has no worker: it says so, and had carried out that order when it said so."""
+        return self.report.state not in ALIVE and self.report.epoch >= self.told
+
+    @property
+    def leaving(self) -> bool:
+        return self.report.leaving
+
+
+@dataclass
+class Generation:
+    """The newest generation. `connected` says that its workers have met: only then can it go on without one."""
+
+    number: int
+    members: dict[Key, str]  # in order of rank, with the incarnation that is meant
+    started: float
+    connected: bool = False
+    lost: dict[Key, str] = field(default_factory=dict)  # elastic ranks that it goes on without, and why
+    drains_failed: int = 0
+    drain_after: float = 0.0
+
+    def has(self, key: Key, member: Member | None) -> bool:
+        """Whether `member`, in its present incarnation, belongs to it."""
+        return member is not None and key not in self.lost and self.members.get(key) == member.report.incarnation
 
 
 class Roster:
@@ -21,6 +48,7 @@ class Roster:
 
     def __init__(self, roles: Mapping[str, Role], master: Key, incarnation: str) -> None:
         self._roles, self._master, self._incarnation = roles, master, incarnation
+        self._holders: dict[Key, Report] = {}  # who was last in each place, silent ones too
         self._retired: dict[str, None] = {}
 
     def place(self, report: Report, members: Mapping[Key, Member]) -> Key:
@@ -39,13 +67,23 @@ class Roster:
             raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {ordinal}")
         if (role.name, ordinal) == self._master and report.incarnation != self._incarnation:
             raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
-        return role.name, ordinal
+        key = role.name, ordinal
+        holder = self._holders.get(key)
+        # one that was assigned its place from another node may come back and be given another
+        if (
+            holder
+            and holder.incarnation != report.incarnation
+            and (same_node(holder, report) or holder.ordinal is not None)
+        ):
+            self._retire(holder.incarnation)
+        self._holders[key] = report
+        return key
 
     def _assign(self, role: Role, report: Report, members: Mapping[Key, Member]) -> int:
         taken = {key[1]: member.report for key, member in members.items() if key[0] == role.name}
         for ordinal, holder in taken.items():
-            same_node = report.node and holder.node == report.node and holder.ordinal is None
-            if holder.incarnation == report.incarnation or same_node:
+            mine = holder.incarnation == report.incarnation
+            if mine or (holder.ordinal is None and same_node(holder, report)):
                 return ordinal
         free = (ordinal for ordinal in range(role.maximum) if ordinal not in taken)
         found = next(free, None)
@@ -53,8 +91,12 @@ class Roster:
             raise RejectedError("full", f"all {role.maximum} places for {role.name} are taken")
         return found
 
-    def retire(self, incarnation: str) -> None:
+    def _retire(self, incarnation: str) -> None:
         """`incarnation` was replaced; late reports of it are refused."""
         self._retired[incarnation] = None
         if len(self._retired) > 10_000:
             del self._retired[next(iter(self._retired))]
+
+
+def same_node(one: Report, other: Report) -> bool:
+    return bool(one.node) and one.node == other.node

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ COORDINATOR_LOCK = ".coordinator.lock"
 WRITER_LOCK = ".writer.lock"
 GENERATION = "generation.json"
 DONE = "DONE"
+NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,26 @@ class Persisted:
 
 
 def read_generation(directory: Path) -> Persisted:
-    """What `write_generation` wrote last. Raises UsageError where the file cannot be understood."""
+    """What `write_generation` wrote last, and no number below one in the checkpoints' names: numbers never repeat.
+
+    Raises UsageError where the file cannot be understood.
+    """
     path = directory / GENERATION
     try:
+        names = (NAME.fullmatch(found.name) for found in directory.iterdir())
+        greatest = max((int(match.group(1)) for match in names if match), default=0)
+        if not path.exists():
+            return Persisted(greatest)
         read = json.loads(path.read_text())
-        return Persisted(int(read["number"]), str(read["job"]), tuple((str(r), int(o)) for r, o in read["members"]))
+        if type(read["number"]) is not int or read["number"] < 0:
+            raise ValueError
+        members = tuple((str(role), int(ordinal)) for role, ordinal in read["members"])
+        return Persisted(max(read["number"], greatest), str(read["job"]), members)
     except FileNotFoundError:
         return Persisted()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UsageError(
             f'{path}: is damaged; write {{"number": N, "job": ..., "members": []}} to it, '
             "with N at least the greatest first number in the checkpoints' names"

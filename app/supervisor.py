@@ -158,7 +158,8 @@ class Supervisor:
             "ordinal": self.identity.ordinal,
             "incarnation": self.incarnation,
             "beat": self._beat,
-            "node": config.host_name(),
+            # a rank that is started again keeps both; two ranks on one machine differ in the port
+            "node": f"{config.host_name()}:{self.settings.metrics_port}",
             "epoch": self._acted,
             "leaving": self.leaving,
             "heard": self._heard,

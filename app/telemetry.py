@@ -8,7 +8,6 @@ reads them when it is scraped, beside its own.
 from __future__ import annotations
 
 import logging
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ import prometheus_client
 import structlog
 from prometheus_client import CollectorRegistry, values
 from prometheus_client.core import Metric as Samples
-from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from app import config
@@ -168,9 +166,8 @@ class WorkerFiles:
         good = []
         for path in sorted(self.directory.glob("*.db")):
             try:
-                for _ in MmapedDict.read_all_values_from_file(str(path)):
-                    pass
-            except (RuntimeError, UnicodeDecodeError, struct.error, OSError):
+                MultiProcessCollector.merge([str(path)])
+            except Exception:  # of many kinds, by where the file is torn
                 path.unlink(missing_ok=True)
                 self._dropped()
             else:

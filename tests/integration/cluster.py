@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -138,6 +140,8 @@ class Cluster:
     def __init__(self, directory: Path, **settings: str) -> None:
         self.directory = directory
         self.checkpoints = directory / "checkpoints"
+        # short, for the sockets that lie in it
+        self.temporary = tempfile.mkdtemp(prefix="rolecall-test-")
         master, control = free_ports(2)
         self.settings = {
             **QUICK,
@@ -147,7 +151,7 @@ class Cluster:
             "MASTER_PORT": str(master),
             "CONTROL_PORT": str(control),
             "CHECKPOINT_DIR": str(self.checkpoints),
-            "TMPDIR": str(directory),
+            "TMPDIR": self.temporary,
             **settings,
         }
         self.ranks: dict[str, Rank] = {}
@@ -198,6 +202,7 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)
                 rank.process.wait(DEADLINE)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def alive(pid: int) -> bool:

@@ -104,7 +104,9 @@ A, B, C, D = ("observer_0", 0), ("observer_0", 1), ("observer_1", 0), ("observer
 
 def test_all_that_are_under_way_go_in_one_forward(make: Made, policy: Policy) -> None:
     batcher = make([A, B, C])
-    answers = [batcher.submit(source, message(5 * number), False) for number, source in enumerate([A, B, C])]
+    answers = [batcher.submit(source, message(5 * number), False) for number, source in enumerate([A, B])]
+    assert not policy.begun.acquire(timeout=0.1)  # time enough to leave without the third, if it would
+    answers.append(batcher.submit(C, message(10), False))
     assert [actions(answer) for answer in answers] == [[0, 10], [50, 60], [100, 110]]
     assert policy.sizes == [6]
 

@@ -1,0 +1,1055 @@
+"""A gang on a simulated clock: its coordinator, supervisors, workers, containers and network, and what befalls them.
+
+Everything is drawn from one seed, so a schedule that breaks a promise can be run again:
+
+    python -m tests.unit.gang_simulation SEED
+
+prints what happened in it. `app.gang` is the code under test; the supervisor, the worker and the network are models of
+app/supervisor.py, app/process.py, a job, and TCP. The promises (`Violation` says which one was broken):
+
+- Generation numbers only grow, over any number of coordinators.
+- When a generation begins, no worker of an older one runs, save one that is frozen (SIGSTOP) or was until `AWAKE`
+  seconds ago, and one whose supervisor was killed at most `ORPHAN` seconds ago. None is started later either. The
+  coordinator itself believes in none. (One more excuse: where two containers have one ordinal, the first one's worker
+  ends within its supervisor's fence when rank 0 is restarted and hears of the second one first.)
+- A place in a generation is taken by one worker.
+- DONE is written when worker 0 of the generation has reported success, and nothing begins after it.
+- A generation ends only where a fixed rank is in trouble, an elastic role falls below its minimum, or it is drained; an
+  elastic rank's loss ends it only while the workers are still connecting to each other.
+- A member is given up for its silence only after a whole lease in which the coordinator was awake.
+- The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, or by a wait of
+  `rejoin_timeout`; where all workers raise, it does fail.
+- No finished step is lost by a drain.
+- Once nothing happens any more, the job trains, or is over and everybody has heard so, within `SETTLE` seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from app.config import FAILED, USAGE
+from app.gang import Gang
+from app.protocol import ALIVE, Effect, Key, Order, RejectedError, Report, Role, Rules, name_of
+
+LEASE = 6.0
+FENCE = 0.8  # of a lease without an answer, and a supervisor ends its worker
+WATCH = LEASE / 24  # how often a supervisor looks
+TICK = 0.25
+STOP = 0.1  # a worker is gone so soon after a SIGKILL
+AWAKE = WATCH + STOP
+ORPHAN = 0.3
+STEP = 0.4
+CONNECT_TIMEOUT = 12.0
+CALL_TIMEOUT = 5.0
+NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own
+SETTLE = 60.0
+RULES = Rules(
+    lease=LEASE, join_grace=5.0, rejoin_interval=4.0, rejoin_timeout=100.0, drain_timeout=8.0, max_failures=3,
+    finish_grace=10.0, young=8.0,
+)  # fmt: skip
+JOBS = (
+    (Role("agent", 1, 1, 1, False), Role("observer", 2, 1, 4, True)),
+    (Role("agent", 1, 1, 1, False), Role("observer", 3, 2, 5, True)),
+    (Role("agent", 1, 1, 1, False), Role("trainer", 1, 1, 1, False), Role("observer", 2, 1, 3, True)),
+    (Role("ps", 1, 1, 1, False), Role("trainer", 2, 2, 2, False)),
+    (Role("master", 1, 1, 1, False), Role("ps", 1, 1, 1, False), Role("trainer", 2, 2, 2, False)),
+)
+
+
+class Violation(AssertionError):  # noqa: N818 - it is no error of the program's
+    """A promise was broken; the message says which, when, and by what seed."""
+
+
+@dataclass
+class Result:
+    """How a schedule went."""
+
+    seed: int
+    state: str
+    generations: int
+    settled_after: float
+    events: dict[str, int]
+
+
+class Process:
+    """Something that runs, can be frozen, and dies. What is due to it while it is frozen happens when it goes on."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.frozen = self.dead = False
+        self.thawed_at = self.died_at = float("-inf")
+        self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        if not self.frozen:
+            return
+        self.frozen, self.thawed_at = False, self.simulation.now
+        self.simulation.random.shuffle(self.held)  # timers and sockets are ready at once, in no particular order
+        for function, arguments in self.held:
+            self.simulation.at(self.simulation.random.uniform(0, 0.02), self, function, *arguments)
+        self.held.clear()
+
+
+@dataclass(eq=False)
+class Post:
+    """A member's request to the coordinator."""
+
+    sender: Supervisor
+    report: Report
+    known: Order | None
+    asked: float
+    answered: bool = False
+
+
+@dataclass(eq=False)
+class Rank:
+    """A container: the place of one rank on one node; restarted when it fails, with a new supervisor."""
+
+    role: Role
+    ordinal: int | None
+    node: str
+    first: bool = False
+    supervisor: Supervisor | None = None
+    wanted: bool = True
+    frozen_until: float = 0.0
+    cut_to: float = 0.0  # no request of it arrives until then
+    cut_from: float = 0.0  # no answer to it does
+    hurt_until: float = 0.0  # something befell it until then, in truth
+    dies_young: float = 0.0
+    twins: bool = False  # another container has the same ordinal
+    worker: Worker | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.name} on {self.node}"
+
+
+# ---- the worker
+
+
+class Worker(Process):
+    """A worker process: forks, connects to the others of its generation, trains. Rank 0's makes the steps."""
+
+    def __init__(self, simulation: Simulation, supervisor: Supervisor, key: Key, order: Order) -> None:
+        super().__init__(simulation)
+        self.supervisor, self.rank, self.key = supervisor, supervisor.rank, key
+        self.generation, self.members, self.lead = order.generation, order.members, simulation.lead
+        self.lost = set(order.lost)
+        self.state, self.outcome, self.error, self.step = "starting", "", "", 0
+        self.drains_failed, self.gave_up = 0, [key for key in self.members if False]
+        self.drain = self.exists = self.here = False
+        self.why = ""
+        self.stalled_at: float | None = None
+        simulation.at(simulation.random.choice((0.05, 0.1, 1.5)), None, self.forked)
+
+    @property
+    def alive(self) -> bool:
+        return self.state != "ended"
+
+    def forked(self) -> None:
+        if self.why or self.supervisor.dead:  # the fork server goes with the supervisor
+            self.end(self.why or "killed")
+            return
+        self.exists = True
+        if self.rank.frozen_until > self.simulation.now:
+            self.freeze()
+        self.simulation.check_started(self)
+        self.simulation.at(self.simulation.random.uniform(0.05, 0.5), self, self.arrive)
+        self.simulation.at(CONNECT_TIMEOUT, self, self.too_late)
+        if self.rank.dies_young > self.simulation.now:
+            self.simulation.at(self.simulation.random.uniform(0.1, 3), self, self.end, "killed")
+        if doomed := self.simulation.doomed:
+            self.simulation.at(doomed[1], self, self.doom, doomed[0])
+
+    def doom(self, role: str) -> None:
+        if self.key[0] == role:
+            self.end("failed", f"ValueError in generation {self.generation}")
+
+    def arrive(self) -> None:
+        self.here = True
+        self.simulation.meet(self.generation)
+
+    def too_late(self) -> None:
+        if self.state == "starting":
+            self.end("lost")
+
+    def connected(self) -> None:
+        if self.state != "starting":
+            return
+        self.state = "running"
+        self.supervisor.tell_later()
+        if self.key == self.simulation.master:
+            self.base = self.simulation.load(self)
+            self.simulation.at(STEP, self, self.work)
+
+    def work(self) -> None:
+        """A step of worker 0, if all those who belong to it answer."""
+        if not self.alive:
+            return
+        simulation = self.simulation
+        silent = []
+        for key in self.members:
+            if key in self.lost or key == self.key:
+                continue
+            peer = simulation.workers.get((self.generation, key))
+            if peer is None or not peer.alive:
+                if not simulation.elastic(key):
+                    self.end("lost")
+                    return
+                self.give_up(key)
+            elif peer.frozen or simulation.cut(peer.rank):
+                silent.append(key)
+        if silent:
+            self.stalled_at = simulation.now if self.stalled_at is None else self.stalled_at
+            if simulation.now - self.stalled_at > CALL_TIMEOUT:
+                self.stalled_at = None
+                for key in silent:
+                    if not simulation.elastic(key):
+                        self.end("lost")
+                        return
+                    self.give_up(key)
+            simulation.at(STEP, self, self.work)
+            return
+        self.stalled_at = None
+        if self.drain:
+            self.drain = False
+            if simulation.save(self, max(self.step, self.base)):
+                simulation.drained_step = max(self.step, self.base)
+                self.step = max(self.step, self.base)
+                self.end("drained")
+                return
+            self.drains_failed += 1
+            self.supervisor.tell_later()
+        if any(key not in self.lost for key in self.members if simulation.elastic(key)) or not any(
+            map(simulation.elastic, self.members)
+        ):
+            first = self.step == 0
+            self.step = max(self.step, self.base) + 1
+            if self.step % 8 == 0:
+                simulation.save(self, self.step)
+            if self.step >= simulation.goal:
+                simulation.save(self, self.step)
+                self.end("finished")
+                return
+            if first:
+                self.supervisor.tell_later()
+        simulation.at(STEP, self, self.work)
+
+    def give_up(self, key: Key) -> None:
+        self.lost.add(key)
+        self.gave_up.append(key)
+        self.supervisor.tell_later()
+
+    def kill(self, why: str) -> None:
+        """By its supervisor."""
+        self.why = self.why or why
+        if self.exists and self.alive:
+            self.simulation.at(self.simulation.random.uniform(0.01, STOP), None, self.end, why)
+
+    def orphan(self) -> None:
+        self.simulation.at(self.simulation.random.uniform(0.01, ORPHAN), self, self.end, "killed")
+
+    def end(self, outcome: str, error: str = "") -> None:
+        if not self.alive:
+            return
+        simulation = self.simulation
+        self.state, self.outcome, self.error = "ended", outcome, error
+        self.exists, self.dead = False, True
+        simulation.say(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
+        if outcome in ("failed", "refused"):
+            simulation.raised.append(f"{name_of(self.key)}: {error}")
+        if self.key == simulation.master:
+            for key in self.members:
+                peer = simulation.workers.get((self.generation, key))
+                if peer and peer is not self and simulation.random.random() < 0.7:
+                    simulation.at(simulation.random.uniform(0, 1), peer, peer.end, "lost")
+        if not self.supervisor.dead:
+            simulation.at(0, self.supervisor, self.supervisor.worker_ended, self)
+
+
+# ---- the supervisor
+
+
+class Supervisor(Process):
+    """A model of app/supervisor.py: one request at a time, cancelled when there is news; one order at a time."""
+
+    def __init__(self, simulation: Simulation, rank: Rank) -> None:
+        super().__init__(simulation)
+        self.rank = rank
+        simulation.incarnations += 1
+        self.incarnation = f"{simulation.incarnations:04x}"
+        self.worker: Worker | None = None
+        self.order: Order | None = None
+        self.post: Post | None = None
+        self.leaving = self.heard = self.busy = self.news = self.joined = False
+        self.code: int | None = None
+        self.beat = self.acted = 0
+        self.contact = simulation.now
+        self.knocks = 0
+        self.pending: Order | None = None
+        simulation.at(simulation.random.uniform(0.3, 2.5), self, self.join)
+
+    def join(self) -> None:
+        self.joined = True
+        self.joined_at = self.contact = self.simulation.now
+        if self.rank.first:
+            self.simulation.lead = Lead(self.simulation, self)
+        self.tell()
+
+    # -- requests
+
+    def tell_later(self) -> None:
+        if self.joined and not self.news:
+            self.news = True
+            self.simulation.at(0, self, self.tell)
+
+    def tell(self) -> None:
+        self.news = False
+        self.beat += 1
+        worker, told = self.worker, {}
+        if worker:
+            told = {
+                "generation": worker.generation, "state": worker.state, "outcome": worker.outcome,
+                "error": worker.error, "step": worker.step, "drains_failed": worker.drains_failed,
+                "gave_up": tuple(worker.gave_up), "summary": {"step": worker.step} if worker.outcome else {},
+            }  # fmt: skip
+        report = Report(
+            self.rank.role.name, self.rank.ordinal, self.incarnation, self.beat, self.rank.node, self.acted,
+            leaving=self.leaving, heard=self.heard, **told,
+        )  # fmt: skip
+        self.post = Post(self, report, self.order, self.simulation.now)
+        self.simulation.at(LEASE / 2, self, self.failed, self.post)
+        self.simulation.send(self.post)
+
+    def answered(self, post: Post, answer: Order | str) -> None:
+        if post is not self.post:
+            return
+        if answer == "full":
+            self.failed(post)
+            return
+        if isinstance(answer, str):
+            self.simulation.refused(self.rank, answer)
+            self.exit(USAGE)
+            return
+        self.contact, self.knocks = post.asked, 0
+        if post.report.heard:
+            self.finish(answer.code)
+        if answer != self.order:
+            self.order = answer
+            self.simulation.at(0, self, self.obey)
+        self.tell()
+
+    def failed(self, post: Post) -> None:
+        if post is not self.post:
+            return
+        self.post = None
+        silence = self.simulation.now - self.contact
+        if (self.leaving or self.heard) and silence > LEASE * FENCE:
+            self.exit(self.order.code if self.heard and self.order else 0)
+        elif silence > RULES.rejoin_timeout:
+            self.exit(USAGE)
+        else:
+            self.knocks += 1
+            self.simulation.at(0.2, self, self.knock, self.knocks)
+
+    def knock(self, knocks: int) -> None:
+        if self.post is None and knocks == self.knocks:
+            self.tell()
+
+    # -- orders
+
+    def obey(self) -> None:
+        if self.busy or self.order is None or self.order is self.pending:
+            return
+        order = self.pending = self.order
+        worker = self.worker
+        if worker and worker.alive and (order.kind != "run" or worker.generation != order.generation):
+            self.busy = True
+            worker.kill("stopped")
+            self.pending = None  # it goes on when the worker has ended
+            return
+        if order.kind == "run":
+            if worker is None or worker.generation != order.generation:
+                self.start_worker(order)
+            elif worker.alive:
+                worker.lost |= set(order.lost)
+                worker.drain = worker.drain or order.drain
+        self.acted = order.epoch
+        self.tell_later()
+        if order.kind == "leave":
+            self.exit(0)
+        elif order.kind in ("finished", "failed"):
+            self.heard = True
+
+    def start_worker(self, order: Order) -> None:
+        key = (self.rank.role.name, order.ordinal)
+        self.worker = self.rank.worker = Worker(self.simulation, self, key, order)
+        self.simulation.all_workers.append(self.worker)
+        self.arm()
+
+    def worker_ended(self, worker: Worker) -> None:
+        if worker is not self.worker:
+            return
+        self.tell_later()
+        if self.busy:
+            self.busy = False
+            self.obey()
+
+    # -- the watch
+
+    def arm(self) -> None:
+        due = self.contact + self.simulation.fence * LEASE - self.simulation.now
+        self.simulation.at(max(due, 0.0) + self.simulation.random.uniform(0, WATCH), self, self.watch, self.worker)
+
+    def watch(self, worker: Worker) -> None:
+        if worker is not self.worker or not worker.alive:
+            return
+        silence = self.simulation.now - self.contact
+        if silence <= self.simulation.fence * LEASE:
+            self.arm()
+        elif self.simulation.now - self.thawed_at < 0.02:
+            self.simulation.at(self.simulation.random.uniform(0, WATCH - 0.02), self, self.watch, worker)
+        else:
+            self.simulation.say(f"{self.rank.name} fences its worker")
+            worker.kill("stopped")
+
+    def check_silent(self, worker: Worker) -> None:
+        if worker is self.worker and worker.frozen:
+            worker.kill("silent")
+
+    # -- the end
+
+    def leave(self) -> None:
+        if self.order is None or self.code is not None:
+            self.exit(self.code or 0)
+            return
+        self.leaving = True
+        self.tell_later()
+        self.simulation.at(RULES.drain_timeout + LEASE / 2, self, self.exit, FAILED)
+
+    def finish(self, code: int) -> None:
+        """The job is over, and the coordinator knows that this rank knows."""
+        if self.code is None:
+            self.code = code
+        if not self.rank.first:
+            self.exit(code)
+
+    def exit(self, code: int) -> None:
+        if not self.dead:
+            self.code = code
+            if self.worker and self.worker.alive:
+                self.worker.kill("stopped")
+            self.die()
+            self.simulation.exited(self.rank, code)
+
+    def die(self) -> None:
+        self.dead, self.died_at = True, self.simulation.now
+        self.post = None
+        if self.worker and self.worker.alive and not self.worker.why:
+            self.worker.orphan()
+
+
+# ---- the coordinator
+
+
+class Lead:
+    """A model of app/coordinator.py around the gang under test; it lives and dies with rank 0's supervisor."""
+
+    def __init__(self, simulation: Simulation, owner: Supervisor) -> None:
+        self.simulation, self.owner = simulation, owner
+        disk = simulation.disk
+        self.gang = simulation.make_gang(
+            simulation.roles, RULES, owner.incarnation, simulation.now, disk.number, disk.members, disk.done
+        )
+        self.pending: list[tuple[Post, Key]] = []
+        self.epoch = self.gang.epoch
+        self.awake_since = self.ticked = simulation.now
+        self.heard: dict[Key, float] = {}
+        self.beats: dict[str, int] = {}
+        self.gathering_since = simulation.now
+        simulation.say(f"coordinator {owner.incarnation} starts after generation {disk.number}")
+        self.tick()
+
+    def tick(self) -> None:
+        self.pump()
+        if self.owner.code is not None and self.gang.settled(self.simulation.now):
+            self.simulation.check_told()
+            for post, key in list(self.pending):  # the HTTP server closes when it has answered
+                self.answer(post, key)
+            self.owner.exit(self.owner.code)
+            return
+        self.simulation.at(TICK, self.owner, self.tick)
+
+    def pump(self) -> None:
+        gang, simulation, now = self.gang, self.simulation, self.simulation.now
+        if now - self.ticked > NAP:
+            self.awake_since = now
+        self.ticked = now
+        before = list(gang.members)
+        while (effect := gang.tick(now)) is not None:
+            if not simulation.make(effect):
+                return
+            gang.confirm(effect, now)
+        for key in before:
+            if key not in gang.members:
+                simulation.check_silent(key, max(self.heard.get(key, now), self.awake_since))
+        for kind, details in gang.events:
+            simulation.happened(kind, details)
+        gang.events.clear()
+        if gang.epoch != self.epoch:
+            self.epoch = gang.epoch
+            for post, key in list(self.pending):
+                if gang.order(key) != post.known:
+                    self.answer(post, key)
+
+    def receive(self, post: Post) -> None:
+        now = self.simulation.now
+        if post.sender.dead and post.report.incarnation not in self.beats:
+            return  # only in a connection that was open before can something still arrive from the dead
+        try:
+            key = self.gang.beat(post.report, now)
+        except RejectedError as error:
+            self.simulation.reply(post, error.reason)
+            return
+        if post.report.beat > self.beats.get(post.report.incarnation, 0):
+            self.beats[post.report.incarnation] = post.report.beat
+            self.heard[key] = now
+        self.pump()
+        if self.owner.dead:
+            return
+        self.pending.append((post, key))
+        if self.gang.order(key) != post.known:
+            self.answer(post, key)
+        else:
+            self.simulation.at(LEASE / 6, self.owner, self.answer, post, key)
+
+    def answer(self, post: Post, key: Key) -> None:
+        if (post, key) in self.pending:
+            self.pending.remove((post, key))
+            self.simulation.reply(post, self.gang.order(key))
+
+
+# ---- all of it
+
+
+@dataclass
+class Disk:
+    """What outlives every process."""
+
+    number: int = 0
+    members: tuple[Key, ...] = ()
+    done: dict[str, Any] | None = None
+    step: int = 0
+    unwritable_until: float = 0.0
+
+
+class Simulation:
+    """One schedule. `run` plays it; raises Violation."""
+
+    def __init__(
+        self, seed: int, make_gang: Callable[..., Gang] = Gang, fence: float = FENCE, trace: bool = False
+    ) -> None:
+        self.seed, self.make_gang, self.fence, self.trace = seed, make_gang, fence, trace
+        self.now = 0.0
+        self.lines: list[str] = []
+        self.random = Random(f"{seed} run")
+        self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self.incarnations = 0
+        self.disk = Disk()
+        self.lead: Lead | None = None
+        self.workers: dict[tuple[int, Key], Worker] = {}
+        self.all_workers: list[Worker] = []
+        self.raised: list[str] = []
+        self.drained_step = 0
+        self.generations = 0
+        self.events: dict[str, int] = {}
+        self.storm = (0.0, 0.0, 0.0, 0.0)  # until, loss, duplicates, delay
+        self.calm_at: float | None = None
+        self.over: str = ""
+        self.trap = False
+        self.superseded = 0
+        self.refusals: list[tuple[str, str]] = []
+        self.twins = 0
+        self._plan(Random(f"{seed} plan"))
+
+    # -- the schedule
+
+    def _plan(self, random: Random) -> None:
+        self.roles = random.choice(JOBS)
+        self.master: Key = (self.roles[0].name, 0)
+        self.goal = random.choice((40, 100, 10_000, 10_000))
+        self.doomed: tuple[str, float] | None = None
+        if random.random() < 0.05:
+            self.doomed = random.choice(self.roles).name, random.uniform(0.1, 1.5)
+        assigned = random.random() < 0.5
+        self.ranks: list[Rank] = []
+        for role in self.roles:
+            for ordinal in range(role.count):
+                own = None if assigned and role.elastic else ordinal
+                self.ranks.append(Rank(role, own, f"node{len(self.ranks)}", first=not self.ranks))
+        for rank in self.ranks:
+            self.at(random.uniform(0, 2), None, self.start, rank)
+        length = random.uniform(5, 35)
+        kinds = (
+            self._kill_worker, self._raise, self._kill_rank, self._kill_rank, self._kill_supervisor, self._freeze,
+            self._freeze, self._freeze_worker, self._leave, self._cut, self._cut, self._storm, self._add, self._twin,
+            self._unwritable, self._freeze_all, self._kill_all, self._trap, self._flaky, self._freeze_first,
+            self._kill_first,
+        )  # fmt: skip
+        favourites = random.sample(kinds, random.randint(1, 5))
+        for _ in range(random.randint(1, 8)):
+            self.at(random.uniform(1, length), None, random.choice(favourites), Random(random.random()))
+        self.at(length, None, self._calm)
+
+    def _any(self, random: Random) -> Rank:
+        return random.choice([rank for rank in self.ranks if rank.wanted])
+
+    def _kill_worker(self, random: Random) -> None:
+        self._worker_dies(self._any(random), "killed")
+
+    def _raise(self, random: Random) -> None:
+        self._worker_dies(self._any(random), "failed")
+
+    def _worker_dies(self, rank: Rank, outcome: str) -> None:
+        self._hurt(rank, 0, f"worker {outcome}")
+        if rank.worker and rank.worker.exists and (outcome == "killed" or not rank.worker.frozen):
+            rank.worker.end(outcome, "" if outcome == "killed" else f"KeyError at {self.now:.3f}")
+
+    def _kill_rank(self, random: Random, rank: Rank | None = None) -> None:
+        rank = rank or self._any(random)
+        if rank.worker and rank.worker.exists:
+            rank.worker.end("killed")
+        self._kill_supervisor(random, rank)
+
+    def _kill_supervisor(self, random: Random, rank: Rank | None = None) -> None:
+        rank = rank or self._any(random)
+        away = random.choice((0.1, 1.0, random.uniform(0, 12)))
+        self._hurt(rank, away + 3, f"killed for {away:.1f} s")
+        if rank.supervisor and not rank.supervisor.dead:
+            rank.supervisor.die()
+            self.at(away, None, self.start, rank)
+
+    def _kill_first(self, random: Random) -> None:
+        self._kill_rank(random, self.ranks[0])
+
+    def _kill_all(self, random: Random) -> None:
+        for rank in self.ranks:
+            if rank.wanted and random.random() < 0.9:
+                self._kill_rank(random, rank)
+
+    def _freeze(self, random: Random, rank: Rank | None = None, seconds: float = 0.0) -> None:
+        rank = rank or self._any(random)
+        seconds = seconds or random.choice((random.uniform(0.5, 5), random.uniform(4, 9), random.uniform(5, 20)))
+        self._hurt(rank, seconds, f"frozen for {seconds:.1f} s")
+        rank.frozen_until = max(rank.frozen_until, self.now + seconds)
+        for process in (rank.supervisor, rank.worker):
+            if process and not process.dead:
+                process.freeze()
+        self.at(seconds, None, self._thaw, rank)
+
+    def _thaw(self, rank: Rank) -> None:
+        if self.now < rank.frozen_until:
+            return
+        if rank.supervisor:
+            rank.supervisor.thaw()
+        for worker in self.all_workers:
+            if worker.rank is rank and worker.frozen:
+                worker.thaw()
+                self._watch_old(worker)
+                self.meet(worker.generation)
+
+    def _freeze_first(self, random: Random) -> None:
+        self._freeze(random, self.ranks[0])
+
+    def _freeze_all(self, random: Random) -> None:
+        seconds = random.uniform(1, 20)
+        for rank in self.ranks:
+            self._freeze(random, rank, seconds + random.uniform(0, 0.2))
+
+    def _freeze_worker(self, random: Random) -> None:
+        rank, seconds = self._any(random), random.uniform(1, 15)
+        worker = rank.worker
+        if worker and worker.exists and rank.frozen_until <= self.now:
+            self._hurt(rank, max(seconds, LEASE), f"worker frozen for {seconds:.1f} s")
+            worker.freeze()
+            self.at(LEASE + WATCH, worker.supervisor, worker.supervisor.check_silent, worker)
+            self.at(seconds, None, self._thaw, rank)
+
+    def _leave(self, random: Random) -> None:
+        rank = self._any(random)
+        stays = sum(other.wanted for other in self.ranks if other.role is rank.role) > rank.role.minimum
+        back = None if stays and random.random() < 0.5 else random.uniform(0, 10)
+        self._hurt(rank, RULES.drain_timeout + LEASE + (back or 0) + 3, f"SIGTERM, back after {back}")
+        if rank.supervisor and not rank.supervisor.dead:
+            if back is None:
+                rank.wanted = False
+            self.at(0, rank.supervisor, rank.supervisor.leave)
+
+    def _cut(self, random: Random) -> None:
+        rank, seconds = self._any(random), random.choice((random.uniform(0.5, 6), random.uniform(4, 15)))
+        if rank.first:
+            return
+        way = random.choice(("both", "both", "to", "from"))
+        self._hurt(rank, seconds + LEASE, f"cut off ({way}) for {seconds:.1f} s")
+        if way != "from":
+            rank.cut_to = max(rank.cut_to, self.now + seconds)
+        if way != "to":
+            rank.cut_from = max(rank.cut_from, self.now + seconds)
+        self.at(seconds + 0.01, None, self._meet_all)
+
+    def _meet_all(self) -> None:
+        self.meet(self.disk.number)
+
+    def _storm(self, random: Random) -> None:
+        seconds = random.uniform(2, 15)
+        self.storm = (self.now + seconds, random.choice((0.1, 0.3)), random.choice((0, 0.2)), random.uniform(0.1, 4))
+        for rank in self.ranks:
+            self._hurt(rank, seconds + LEASE, f"storm for {seconds:.1f} s")
+
+    def _add(self, random: Random) -> None:
+        for role in self.roles:
+            here = [rank for rank in self.ranks if rank.role is role and rank.wanted]
+            if role.elastic and len(here) < role.maximum:
+                free = [n for n in range(role.maximum) if n not in [rank.ordinal for rank in here]]
+                own = None if here and here[0].ordinal is None else free[0]
+                self.ranks.append(Rank(role, own, f"node{len(self.ranks)}"))
+                self._hurt(self.ranks[-1], 3, "added")
+                self.start(self.ranks[-1])
+
+    def _twin(self, random: Random) -> None:
+        rank = self._any(random)
+        if rank.first or rank.ordinal is None:
+            return
+        self.twins += 1
+        self.ranks.append(Rank(rank.role, rank.ordinal, f"node{len(self.ranks)}"))
+        for each in (rank, self.ranks[-1]):
+            each.twins = True
+            self._hurt(each, 15, "has a twin")
+        self.start(self.ranks[-1])
+
+    def _unwritable(self, random: Random) -> None:
+        self.disk.unwritable_until = self.now + random.uniform(1, 15)
+        self.say("checkpoints cannot be written")
+
+    def _trap(self, random: Random) -> None:
+        self.trap = True
+        self.say("rank 0 will die between an effect and its confirmation")
+
+    def _flaky(self, random: Random) -> None:
+        rank = self._any(random)
+        if rank.role.elastic:
+            rank.dies_young = self.now + random.uniform(5, 30)
+            self._hurt(rank, rank.dies_young + 3 - self.now, "dies young")
+
+    def _calm(self) -> None:
+        """From here on everybody is well."""
+        self.say("---- calm")
+        self.calm_at = self.now
+        self.storm = (0.0, 0.0, 0.0, 0.0)
+        self.trap = False
+        self.disk.unwritable_until = 0.0
+        for rank in self.ranks:
+            rank.cut_to = rank.cut_from = rank.frozen_until = rank.dies_young = 0.0
+            self._thaw(rank)
+            if rank.wanted and (rank.supervisor is None or rank.supervisor.dead) and not self.over:
+                self.at(self.random.uniform(0, 2), None, self.start, rank)
+        self._meet_all()
+        self.at(SETTLE, None, self._too_late)
+
+    def _too_late(self) -> None:
+        gang = self.lead.gang if self.lead else None
+        state = f"{gang.state}, waiting for {gang.missing(self.now)}" if gang else "no coordinator"
+        self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")
+
+    def _hurt(self, rank: Rank, seconds: float, what: str) -> None:
+        self.say(f"** {rank.name}: {what}")
+        rank.hurt_until = max(rank.hurt_until, self.now + seconds)
+
+    # -- time
+
+    def at(self, delay: float, process: Process | None, function: Callable[..., None], *arguments: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + delay, self._count, process, function, arguments))
+
+    def run(self) -> Result:
+        ended = None
+        while self._heap:
+            self.now, _, process, function, arguments = heapq.heappop(self._heap)
+            if process is not None:
+                if process.dead:
+                    continue
+                if process.frozen:
+                    process.held.append((function, arguments))
+                    continue
+            function(*arguments)
+            if self.calm_at is not None and (ended := self._settled()):
+                break
+        if ended is None:
+            self.fail("nothing is left to happen")
+        assert self.calm_at is not None
+        return Result(self.seed, ended, self.generations, self.now - self.calm_at, self.events)
+
+    def _settled(self) -> str | None:
+        if self.over:
+            here = [rank.supervisor for rank in self.ranks if rank.supervisor and not rank.supervisor.dead]
+            return None if any(supervisor.heard for supervisor in here) else self.over
+        lead = self.lead
+        if lead is None or lead.owner.dead or lead.gang.state != "running":
+            return None
+        worker = self.workers.get((lead.gang.generation.number, self.master))
+        trains = worker is not None and worker.state == "running" and worker.step > worker.base
+        return "training" if trains and not self.doomed and self.now > self.calm_at + 1 else None
+
+    def fail(self, promise: str) -> None:
+        lines = "\n".join(self.lines) if self.trace else ""
+        raise Violation(f"seed {self.seed}, at {self.now:.3f}: {promise}\n{lines}")
+
+    def say(self, line: str) -> None:
+        if self.trace:
+            self.lines.append(f"{self.now:8.3f}  {line}")
+
+    # -- the containers
+
+    def start(self, rank: Rank) -> None:
+        if rank.wanted and not self.over and (rank.supervisor is None or rank.supervisor.dead):
+            rank.frozen_until = 0.0
+            rank.supervisor = Supervisor(self, rank)
+            self.say(f"{rank.name} starts as {rank.supervisor.incarnation}")
+
+    def exited(self, rank: Rank, code: int) -> None:
+        self.say(f"{rank.name} exits with {code}")
+        lead = self.lead
+        if rank.first and lead and lead.gang.state in ("finished", "failed") and lead.gang.code == code:
+            self.over = lead.gang.state
+            return
+        if lead and lead.gang.state in ("finished", "failed") and code == lead.gang.code:
+            return
+        if rank.wanted:
+            self._hurt(rank, 15, "will be started again")
+            self.at(self.random.uniform(0.5, 3), None, self.start, rank)
+
+    def refused(self, rank: Rank, reason: str) -> None:
+        self.say(f"{rank.name} is refused: {reason}")
+        if reason != "superseded" or self.twins == 0:
+            self.fail(f"{rank.name} is refused: {reason}")
+        self.twins -= 1
+        rank.wanted = False
+
+    # -- the network
+
+    def cut(self, rank: Rank) -> bool:
+        return rank.cut_to > self.now or rank.cut_from > self.now
+
+    def _delay(self, rank: Rank) -> float:
+        if rank.first:
+            return 0.001
+        until, _, _, delay = self.storm
+        if until > self.now:
+            return self.random.uniform(0.001, delay)
+        return self.random.uniform(0.001, 0.03)
+
+    def _lost(self, rank: Rank) -> bool:
+        return not rank.first and self.storm[0] > self.now and self.random.random() < self.storm[1]
+
+    def send(self, post: Post) -> None:
+        rank, lead = post.sender.rank, self.lead
+        delay = self._delay(rank)
+        if rank.cut_to > self.now:
+            if self.random.random() < 0.7:
+                return
+            delay += rank.cut_to - self.now  # the kernel sends it again after the cut
+        elif self._lost(rank):
+            return
+        if lead is None or lead.owner.dead:
+            self.at(delay, post.sender, post.sender.failed, post)
+            return
+        self.at(delay, lead.owner, lead.receive, post)
+        self.at(delay, None, self._unanswered, post, lead)
+        if not rank.first and self.storm[0] > self.now and self.random.random() < self.storm[2]:
+            self.at(delay + self.random.uniform(0, 10), lead.owner, lead.receive, post)
+
+    def _unanswered(self, post: Post, lead: Lead) -> None:
+        if lead.owner.dead and self.random.random() < 0.9:  # the connection is refused or reset
+            self.at(0.001, post.sender, post.sender.failed, post)
+
+    def reply(self, post: Post, answer: Order | str) -> None:
+        rank = post.sender.rank
+        delay = self._delay(rank)
+        if rank.cut_from > self.now:
+            if self.random.random() < 0.7:
+                return
+            delay += rank.cut_from - self.now
+        elif self._lost(rank):
+            return
+        self.at(delay, post.sender, post.sender.answered, post, answer)
+
+    # -- what the workers share
+
+    def elastic(self, key: Key) -> bool:
+        return next(role.elastic for role in self.roles if role.name == key[0])
+
+    def meet(self, generation: int) -> None:
+        """Connect the workers of `generation` with each other, once all are there."""
+        found = [worker for (number, _), worker in self.workers.items() if number == generation]
+        if found and len(found) == len(found[0].members) and all(map(self._there, found)):
+            for worker in found:
+                self.at(self.random.uniform(0.05, 0.2), worker, worker.connected)
+
+    def _there(self, worker: Worker) -> bool:
+        return worker.here and worker.state == "starting" and not worker.frozen and not self.cut(worker.rank)
+
+    def load(self, worker: Worker) -> int:
+        if self.disk.step < self.drained_step:
+            self.fail(f"step {self.drained_step} was drained, and training goes on after {self.disk.step}")
+        self.say(f"generation {worker.generation} trains after step {self.disk.step}")
+        return self.disk.step
+
+    def save(self, worker: Worker, step: int) -> bool:
+        if self.disk.number > worker.generation or self.disk.unwritable_until > self.now:
+            return False
+        self.disk.step = step
+        return True
+
+    # -- the promises
+
+    def make(self, effect: Effect) -> bool:
+        """Put `effect` on the disk, if the coordinator lives to see it."""
+        if effect.kind == "done":
+            self._check_done(effect)
+            self.disk.done = effect.summary
+        else:
+            self._check_begin(effect)
+            self.disk.number, self.disk.members = effect.generation, effect.members
+            self.generations += 1
+        if self.trap:
+            self.trap = False
+            self._kill_rank(self.random, self.ranks[0])
+            return False
+        return True
+
+    def _check_begin(self, effect: Effect) -> None:
+        self.say(f"generation {effect.generation}: {', '.join(map(name_of, effect.members))}")
+        if effect.generation <= self.disk.number:
+            self.fail(f"generation {effect.generation} begins after generation {self.disk.number}")
+        if self.disk.done is not None:
+            self.fail(f"generation {effect.generation} begins after DONE")
+        assert self.lead is not None
+        for key, member in self.lead.gang.members.items():
+            if member.report.state in ALIVE:
+                self.fail(f"generation {effect.generation} begins with {name_of(key)}'s old worker believed alive")
+        self.all_workers = [worker for worker in self.all_workers if worker.alive]
+        self.at(0, None, self._watch_all)
+
+    def _watch_all(self) -> None:
+        for worker in self.all_workers:
+            self._watch_old(worker)
+
+    def _watch_old(self, worker: Worker) -> None:
+        """An old worker that runs has an excuse, for a time."""
+        if not worker.exists or worker.frozen or worker.generation >= self.disk.number:
+            return
+        supervisor = worker.supervisor
+        excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
+        if worker.rank.twins and worker.lead is not self.lead:
+            excused = max(excused, supervisor.contact + FENCE * LEASE + AWAKE)
+        if supervisor.dead:
+            excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
+        elif supervisor.frozen:
+            return
+        if excused + 0.001 < self.now:
+            self.fail(
+                f"the worker of {name_of(worker.key)} of generation {worker.generation} runs beside generation "
+                f"{self.disk.number}"
+            )
+        self.at(excused + 0.002 - self.now, None, self._watch_old, worker)
+
+    def check_started(self, worker: Worker) -> None:
+        self.say(f"{worker.rank.name} starts worker {name_of(worker.key)} of generation {worker.generation}")
+        there = self.workers.get((worker.generation, worker.key))
+        if there:
+            self.fail(f"two workers are {name_of(worker.key)} of generation {worker.generation}")
+        self.workers[worker.generation, worker.key] = worker
+        self._watch_old(worker)
+
+    def _check_done(self, effect: Effect) -> None:
+        first = self.workers.get((self.disk.number, self.master))
+        if first is None or first.outcome != "finished":
+            self.fail("DONE is written, and worker 0 has not finished")
+
+    def check_silent(self, key: Key, since: float) -> None:
+        self.say(f"{name_of(key)} is given up for its silence")
+        if self.now - since < LEASE:
+            self.fail(f"{name_of(key)} is given up after {self.now - since:.2f} s, a lease is {LEASE:g} s")
+
+    def happened(self, kind: str, details: dict[str, Any]) -> None:
+        self.say(f"gang: {kind} {details}")
+        label = f"{kind} {details['cause']}" if "cause" in details else kind
+        self.events[label] = self.events.get(label, 0) + 1
+        assert self.lead is not None
+        lead = self.lead
+        if kind in ("generation", "failed"):
+            lead.gathering_since, waited = self.now, self.now - lead.gathering_since
+        if kind == "stopped" and details["cause"] != "drained":
+            self._check_stopped(lead.gang)
+        elif kind == "failed":
+            self._check_failed(details["reason"], waited)
+
+    def _check_stopped(self, gang: Gang) -> None:
+        first = self.workers.get((gang.generation.number, self.master))
+        if first is None or first.step == 0:
+            return
+        well = dict.fromkeys((role.name for role in self.roles), 0)
+        for key in gang.generation.members:
+            worker = self.workers.get((gang.generation.number, key))
+            ended = worker is None or not worker.alive
+            if ended or worker.rank.hurt_until >= gang.generation.started:
+                if not self.elastic(key):
+                    return
+            elif key not in gang.generation.lost:
+                well[key[0]] += 1
+        if all(well[role.name] >= role.minimum for role in self.roles if role.elastic):
+            self.fail("a generation is ended that could go on")
+
+    def _check_failed(self, reason: str, waited: float) -> None:
+        if reason.startswith("waited"):
+            if waited < RULES.rejoin_timeout:
+                self.fail(f"failed after {waited:.1f} s: {reason}")
+        elif reason not in self.raised:
+            self.fail(f"failed by what never happened: {reason}")
+        elif len(self.raised) < RULES.max_failures:
+            self.fail(f"failed after {len(self.raised)} failures: {reason}")
+
+    def check_told(self) -> None:
+        """Rank 0 leaves: whoever was well has heard how the job ended."""
+        for rank in self.ranks:
+            supervisor = rank.supervisor
+            if supervisor is None or supervisor.dead or supervisor.heard or not supervisor.joined:
+                continue
+            if max(rank.hurt_until, supervisor.joined_at) < self.now - 3:
+                self.fail(f"{rank.name} has not heard how the job ended")
+
+
+def run(seed: int, make_gang: Callable[..., Gang] = Gang, fence: float = FENCE) -> Result:
+    """Play the schedule of `seed`. Raises Violation, with the whole story."""
+    try:
+        return Simulation(seed, make_gang, fence).run()
+    except Violation:
+        Simulation(seed, make_gang, fence, trace=True).run()
+        raise  # it did not happen again: the simulation is not a function of its seed
+
+
+if __name__ == "__main__":
+    simulation = Simulation(int(sys.argv[1]), trace=True)
+    try:
+        print(simulation.run())
+    finally:
+        print("\n".join(simulation.lines))

@@ -114,17 +114,6 @@ def _read_token(file: Path) -> str:
     return token
 
 
-class _Which(BaseSettings):
-    model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True)
-
-    job: str = ""
-
-
-def job_name() -> str:
-    """JOB alone; which settings there are besides, and so what is wrong with them, depends on it."""
-    return _Which().job
-
-
 S = TypeVar("S", bound=Settings)
 
 
@@ -201,6 +190,11 @@ def misspelt(cls: type[Settings], environ: Mapping[str, str] | None = None) -> l
         if close and close[0] != name.upper():
             found.append((name, close[0]))
     return found
+
+
+def job_name() -> str:
+    """JOB, which says what settings there are to load."""
+    return os.environ.get("JOB", "")
 
 
 def host_name() -> str:

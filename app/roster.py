@@ -69,12 +69,7 @@ class Roster:
             raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
         key = role.name, ordinal
         holder = self._holders.get(key)
-        # one that was assigned its place from another node may come back and be given another
-        if (
-            holder
-            and holder.incarnation != report.incarnation
-            and (same_node(holder, report) or holder.ordinal is not None)
-        ):
+        if holder and _supersedes(report, holder):
             self._retire(holder.incarnation)
         self._holders[key] = report
         return key
@@ -100,3 +95,10 @@ class Roster:
 
 def same_node(one: Report, other: Report) -> bool:
     return bool(one.node) and one.node == other.node
+
+
+def _supersedes(report: Report, holder: Report) -> bool:
+    """Whether the former holder of a place must not come back. One that was assigned it may: it is given another."""
+    if holder.incarnation == report.incarnation:
+        return False
+    return holder.ordinal is not None or same_node(holder, report)

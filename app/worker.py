@@ -100,7 +100,7 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
     job, settings = jobs.get(task.job), task.settings
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
-    torch.set_num_threads(1)  # see World.all_threads
+    torch.set_num_threads(1)  # see World.threads
     declared = [*telemetry.WORKER, *jobs.metrics(job)]
     world = World(
         settings=settings,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -110,16 +109,10 @@ class World:
         """Wait until a drain is ordered; False after `timeout` seconds."""
         return self._drain.wait(timeout)
 
-    @contextlib.contextmanager
-    def all_threads(self) -> Iterator[None]:
-        """Compute with THREADS threads in here. Outside a rank has one: small operations only lose by more."""
-        import torch
-
-        torch.set_num_threads(self.settings.threads or len(os.sched_getaffinity(0)))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(1)
+    @property
+    def threads(self) -> int:
+        """Threads for a large computation. Single operations have one here: splitting them stalls on a busy machine."""
+        return self.settings.threads or len(os.sched_getaffinity(0))
 
     @property
     def device(self) -> torch.device:

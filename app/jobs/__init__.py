@@ -75,7 +75,7 @@ def get(name: str) -> Job:
 
 def load(name: str = "", **overrides: Any) -> tuple[Job, Settings]:
     """The job that the environment (or `name`) names, and its settings."""
-    name = name or config.load(Settings).job
+    name = name or config.job_name()
     job = get(name)
     return job, config.load(job.settings, job=name, **overrides)
 

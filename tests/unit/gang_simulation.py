@@ -44,10 +44,10 @@ STOP = 0.1  # a worker is gone so soon after a SIGKILL
 AWAKE = WATCH + STOP
 ORPHAN = 0.3
 STEP = 0.4
-CONNECT_TIMEOUT = 12.0
+CONNECT_TIMEOUT = 30.0
 CALL_TIMEOUT = 5.0
 NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own
-SETTLE = 60.0
+SETTLE = 30.0
 RULES = Rules(
     lease=LEASE, join_grace=5.0, rejoin_interval=4.0, rejoin_timeout=100.0, drain_timeout=8.0, max_failures=3,
     finish_grace=10.0, young=8.0,
@@ -122,10 +122,15 @@ class Rank:
     frozen_until: float = 0.0
     cut_to: float = 0.0  # no request of it arrives until then
     cut_from: float = 0.0  # no answer to it does
+    slow: tuple[float, float] = (0.0, 0.0)  # until, the longest delay each way
     hurt_until: float = 0.0  # something befell it until then, in truth
     dies_young: float = 0.0
     twins: bool = False  # another container has the same ordinal
     worker: Worker | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.supervisor is not None and not self.supervisor.dead
 
     @property
     def name(self) -> str:
@@ -602,12 +607,18 @@ class Simulation:
         kinds = (
             self._kill_worker, self._raise, self._kill_rank, self._kill_rank, self._kill_supervisor, self._freeze,
             self._freeze, self._freeze_worker, self._leave, self._cut, self._cut, self._storm, self._add, self._twin,
+            self._slow, self._slow,
             self._unwritable, self._freeze_all, self._kill_all, self._trap, self._flaky, self._freeze_first,
             self._kill_first,
         )  # fmt: skip
         favourites = random.sample(kinds, random.randint(1, 5))
-        for _ in range(random.randint(1, 8)):
-            self.at(random.uniform(1, length), None, random.choice(favourites), Random(random.random()))
+        moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
+        burst = random.choice((0, 0, 1, 3))  # others follow each event within so many seconds
+        for moment in moments:
+            self.at(moment, None, random.choice(favourites), Random(random.random()))
+            for _ in range(burst):
+                later = min(moment + random.expovariate(1.0), length)
+                self.at(later, None, random.choice(favourites), Random(random.random()))
         self.at(length, None, self._calm)
 
     def _any(self, random: Random) -> Rank:
@@ -634,7 +645,7 @@ class Simulation:
         rank = rank or self._any(random)
         away = random.choice((0.1, 1.0, random.uniform(0, 12)))
         self._hurt(rank, away + 3, f"killed for {away:.1f} s")
-        if rank.supervisor and not rank.supervisor.dead:
+        if rank.supervisor and rank.is_up:
             rank.supervisor.die()
             self.at(away, None, self.start, rank)
 
@@ -686,10 +697,11 @@ class Simulation:
 
     def _leave(self, random: Random) -> None:
         rank = self._any(random)
-        stays = sum(other.wanted for other in self.ranks if other.role is rank.role) > rank.role.minimum
-        back = None if stays and random.random() < 0.5 else random.uniform(0, 10)
+        others = sum(other.wanted for other in self.ranks if other.role is rank.role and other is not rank)
+        stay = others >= rank.role.minimum and not self.twins
+        back = None if stay and random.random() < 0.5 else random.uniform(0, 10)
         self._hurt(rank, RULES.drain_timeout + LEASE + (back or 0) + 3, f"SIGTERM, back after {back}")
-        if rank.supervisor and not rank.supervisor.dead:
+        if rank.supervisor and rank.is_up:
             if back is None:
                 rank.wanted = False
             self.at(0, rank.supervisor, rank.supervisor.leave)
@@ -709,6 +721,11 @@ class Simulation:
     def _meet_all(self) -> None:
         self.meet(self.disk.number)
 
+    def _slow(self, random: Random) -> None:
+        rank, seconds = self._any(random), random.uniform(2, 20)
+        self._hurt(rank, seconds + LEASE, f"slow line for {seconds:.1f} s")
+        rank.slow = self.now + seconds, random.uniform(0.3, 4)
+
     def _storm(self, random: Random) -> None:
         seconds = random.uniform(2, 15)
         self.storm = (self.now + seconds, random.choice((0.1, 0.3)), random.choice((0, 0.2)), random.uniform(0.1, 4))
@@ -719,7 +736,10 @@ class Simulation:
         for role in self.roles:
             here = [rank for rank in self.ranks if rank.role is role and rank.wanted]
             if role.elastic and len(here) < role.maximum:
-                free = [n for n in range(role.maximum) if n not in [rank.ordinal for rank in here]]
+                taken = [rank.ordinal for rank in self.ranks if rank.wanted or rank.is_up]
+                free = [n for n in range(role.maximum) if n not in taken]
+                if not free:
+                    return
                 own = None if here and here[0].ordinal is None else free[0]
                 self.ranks.append(Rank(role, own, f"node{len(self.ranks)}"))
                 self._hurt(self.ranks[-1], 3, "added")
@@ -727,7 +747,7 @@ class Simulation:
 
     def _twin(self, random: Random) -> None:
         rank = self._any(random)
-        if rank.first or rank.ordinal is None:
+        if rank.first or rank.ordinal is None or not all(other.wanted for other in self.ranks):
             return
         self.twins += 1
         self.ranks.append(Rank(rank.role, rank.ordinal, f"node{len(self.ranks)}"))
@@ -759,8 +779,9 @@ class Simulation:
         self.disk.unwritable_until = 0.0
         for rank in self.ranks:
             rank.cut_to = rank.cut_from = rank.frozen_until = rank.dies_young = 0.0
+            rank.slow = 0.0, 0.0
             self._thaw(rank)
-            if rank.wanted and (rank.supervisor is None or rank.supervisor.dead) and not self.over:
+            if rank.wanted and not rank.is_up and not self.over:
                 self.at(self.random.uniform(0, 2), None, self.start, rank)
         self._meet_all()
         self.at(SETTLE, None, self._too_late)
@@ -800,7 +821,7 @@ class Simulation:
 
     def _settled(self) -> str | None:
         if self.over:
-            here = [rank.supervisor for rank in self.ranks if rank.supervisor and not rank.supervisor.dead]
+            here = [rank.supervisor for rank in self.ranks if rank.supervisor and rank.is_up]
             return None if any(supervisor.heard for supervisor in here) else self.over
         lead = self.lead
         if lead is None or lead.owner.dead or lead.gang.state != "running":
@@ -820,7 +841,7 @@ class Simulation:
     # -- the containers
 
     def start(self, rank: Rank) -> None:
-        if rank.wanted and not self.over and (rank.supervisor is None or rank.supervisor.dead):
+        if rank.wanted and not self.over and not rank.is_up:
             rank.frozen_until = 0.0
             rank.supervisor = Supervisor(self, rank)
             self.say(f"{rank.name} starts as {rank.supervisor.incarnation}")
@@ -852,9 +873,10 @@ class Simulation:
     def _delay(self, rank: Rank) -> float:
         if rank.first:
             return 0.001
-        until, _, _, delay = self.storm
-        if until > self.now:
-            return self.random.uniform(0.001, delay)
+        if rank.slow[0] > self.now:
+            return self.random.uniform(0.001, rank.slow[1])
+        if self.storm[0] > self.now:
+            return 0.001 + self.storm[3] * self.random.random() ** 4
         return self.random.uniform(0.001, 0.03)
 
     def _lost(self, rank: Rank) -> bool:

@@ -29,7 +29,7 @@ from app.config import UsageError
 from app.rundir import Persisted
 
 ROOT = Path(checkpoint.__file__).parents[1]
-FAILSAFE = 60.0
+FAILSAFE = 120.0
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -263,9 +263,12 @@ def test_any_changed_byte_is_found_or_harmless(file: File, data: st.DataObject, 
         assert found is None
 
 
-def test_any_flipped_bit_of_the_first_line_is_found_or_harmless(file: File) -> None:
-    for position, bit in itertools.product(range(file.head), range(8)):
-        assert_found_or_harmless(file.flip(position, 1 << bit))
+def test_any_change_of_the_first_line_is_found_or_harmless(file: File) -> None:
+    """Every bit, and every character that means something in JSON: a length may become negative, a number longer."""
+    for position in range(file.head):
+        changes = {1 << bit for bit in range(8)} | {file.whole[position] ^ byte for byte in b'-+.eE0159 \n",:[]{}'}
+        for bits in changes - {0}:
+            assert_found_or_harmless(file.flip(position, bits))
 
 
 @given(st.data())

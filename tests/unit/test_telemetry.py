@@ -22,7 +22,7 @@ from app import jobs, telemetry
 from app.telemetry import Metric, WorkerFiles
 
 ROOT = Path(telemetry.__file__).parents[1]
-FAILSAFE = 60.0
+FAILSAFE = 120.0
 # a worker's files, and one thing that is in each
 KINDS = {
     "counter_worker.db": "steps_total",

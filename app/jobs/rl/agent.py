@@ -56,7 +56,7 @@ class Agent:
         made.close()
         assert isinstance(observation, Box)
         assert isinstance(action, Discrete)
-        self.learner = Learner(model.build(settings, observation, action), settings, world.device)
+        self.learner = Learner(model.build(settings, observation, action), settings, world.device, world.threads)
         self.actor = model.Actor(self.learner.model, world.device)
         self.iteration = self.samples = 0
         self.running = self.last = self.seconds = 0.0
@@ -199,7 +199,7 @@ class Agent:
     def _update(self, trajectories: list[Trajectory]) -> None:
         for trajectory in trajectories:
             self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
-        with telemetry.Timer() as timer, self.world.all_threads():
+        with telemetry.Timer() as timer:
             stats = self.learner.update(trajectories)
         if not all(np.isfinite(value) for value in stats.values()):
             raise FloatingPointError(f"the update is not finite ({stats}); lower LR or check the rewards of ENV_ID")
@@ -238,7 +238,6 @@ class Agent:
             "running": self.running,
             "last": self.last,
             "seconds": self.seconds,
-            "rng": torch.get_rng_state(),
             "settings": {"env_id": s.env_id, "policy": s.policy, "hidden_size": s.hidden_size, "dropout": s.dropout},
         }
 

@@ -7,6 +7,7 @@ and the clipped ratio of Schulman et al. 2017 because an iteration makes several
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +52,20 @@ class Samples:
 
 
 class Learner:
-    """Holds the model and its optimizer; `update` takes one iteration's trajectories."""
+    """Holds the model and its optimizer; `update` takes one iteration's trajectories.
 
-    def __init__(self, model: ActorCritic, settings: RlSettings, device: torch.device) -> None:
+    Chunks are computed in `threads` threads side by side. Unlike torch's own threads, which meet after every operation,
+    they meet once a step, and lose little where the machine is busy with something else.
+    """
+
+    def __init__(self, model: ActorCritic, settings: RlSettings, device: torch.device, threads: int = 1) -> None:
         self.model = model.to(device)
         self.settings = settings
         self.device = device
         self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
         self.version = 0
+        self._threads = threads
+        self._map = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
@@ -78,9 +85,7 @@ class Learner:
         sums = torch.zeros(3, device=self.device)
         parts = torch.randperm(count, generator=self._shuffle).to(self.device).chunk(self.settings.minibatches)
         for part in parts:
-            self.optimizer.zero_grad()
-            for chunk in part.split(CHUNK):
-                sums += self._backward(samples, chunk, len(chunk) / len(part)) / len(parts)
+            sums += self._gradient(samples, part) / len(parts)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
             self.optimizer.step()
         self.version += 1
@@ -96,7 +101,7 @@ class Learner:
             steps, count = trajectory.actions.shape
             rows = tensor(trajectory.observations, self.device).flatten(0, 1)
             actions = torch.from_numpy(trajectory.actions.astype(np.int64)).flatten().to(self.device)
-            made = [self.model(chunk) for chunk in rows.split(CHUNK)]
+            made = list(self._map(self._forward, rows.split(CHUNK)))
             values = torch.cat([value for _, value in made]) * self._scale + self._mean
             logits = torch.cat([logits for logits, _ in made])[: steps * count]
             returns = discounted_returns(trajectory, values.view(steps + 1, count).cpu().numpy(), self.settings.gamma)
@@ -107,8 +112,17 @@ class Learner:
             )
         return Samples(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
-    def _backward(self, samples: Samples, rows: Tensor, weight: float) -> Tensor:
-        """Add `weight` of the loss's gradient over `rows` of the samples; its parts, weighted: [3]."""
+    def _gradient(self, samples: Samples, part: Tensor) -> Tensor:
+        """Set the parameters' gradients of the loss over `part` of the samples; its parts: [3]."""
+        chunks = part.split(min(CHUNK, -(-len(part) // self._threads)))
+        found = list(self._map(lambda rows: self._loss(samples, rows, len(rows) / len(part)), chunks))
+        for parameter, *gradients in zip(self.model.parameters(), *(gradients for gradients, _ in found), strict=True):
+            some = [gradient for gradient in gradients if gradient is not None]
+            parameter.grad = torch.stack(some).sum(0) if some else None
+        return torch.stack([parts for _, parts in found]).sum(0)
+
+    def _loss(self, samples: Samples, rows: Tensor, weight: float) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        """`weight` of the loss over `rows` of the samples: its gradients, and its parts [3]."""
         s = self.settings
         actions, advantages = samples.actions[rows], samples.values[rows]
         logits, values = self.model(samples.observations[rows])
@@ -116,11 +130,17 @@ class Learner:
         clipped = ratio.clamp(1 - s.clip_ratio, 1 + s.clip_ratio)
         policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
         baseline_loss = nn.functional.smooth_l1_loss(values, samples.returns[rows])
-        ((policy_loss + s.value_coef * baseline_loss) * weight).backward()
+        loss = (policy_loss + s.value_coef * baseline_loss) * weight
+        gradients = torch.autograd.grad(loss, list(self.model.parameters()), allow_unused=True)
         with torch.no_grad():
             logs = torch.log_softmax(logits, -1)
             entropy = -(logs.exp() * logs).sum(-1).mean()
-            return torch.stack((policy_loss, baseline_loss, entropy)) * weight
+            return gradients, torch.stack((policy_loss, baseline_loss, entropy)) * weight
+
+    @torch.no_grad()
+    def _forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        logits, values = self.model(rows)
+        return logits, values
 
     @property
     def _scale(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,14 @@ from app.jobs.rl import RlSettings, model
 from app.jobs.rl.envs import Arrays, Envs, Recorder, pack
 from app.world import World
 
-_world: World | None = None
+START_SECONDS = 30.0
+_world: Future[World] = Future()
 _failure: queue.Queue[BaseException] = queue.Queue()
 
 
 def run(world: World) -> None:
     """Serve the agent until the process is ended; raise what a rollout raised."""
-    global _world
-    _world = world
+    _world.set_result(world)
     raise _failure.get()  # bounded by the supervisor, which ends this process
 
 
@@ -45,8 +46,8 @@ class Observer:
     """
 
     def __init__(self, agent: rpc.RRef[Any]) -> None:
-        assert _world is not None
-        self.world = _world
+        # RPC serves from before `run` is called: the agent may be a moment early
+        self.world = _world.result(START_SECONDS)
         settings = self.world.settings
         assert isinstance(settings, RlSettings)
         self.settings = settings

@@ -271,7 +271,8 @@ class Gang:
             generation, drain = self.generation, self.state == "draining" and key == self.master
             members, lost = tuple(generation.members), tuple(sorted(generation.lost))
             return Order("run", ordinal, epoch, generation.number, members, lost, drain, self.reason)
-        if self._leaving(key) and self.members[key].idle:
+        # rank 0 leaves last: the others hear from it that they may
+        if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
             return Order("leave", ordinal, epoch, reason="left")
         return Order("stop", ordinal, epoch, reason=self.reason)
 

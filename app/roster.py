@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from app.protocol import ALIVE, Key, RejectedError, Report, Role, name_of
 
+REMEMBERED = 10_000
+
 
 @dataclass
 class Member:
@@ -48,7 +50,7 @@ class Roster:
 
     def __init__(self, roles: Mapping[str, Role], master: Key, incarnation: str) -> None:
         self._roles, self._master, self._incarnation = roles, master, incarnation
-        self._holders: dict[Key, Report] = {}  # who was last in each place, silent ones too
+        self._newest: dict[object, str] = {}  # the incarnation of each rank, silent ones too
         self._retired: dict[str, None] = {}
 
     def place(self, report: Report, members: Mapping[Key, Member]) -> Key:
@@ -68,10 +70,7 @@ class Roster:
         if (role.name, ordinal) == self._master and report.incarnation != self._incarnation:
             raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
         key = role.name, ordinal
-        holder = self._holders.get(key)
-        if holder and _supersedes(report, holder):
-            self._retire(holder.incarnation)
-        self._holders[key] = report
+        self._retire_older(key, report)
         return key
 
     def _assign(self, role: Role, report: Report, members: Mapping[Key, Member]) -> int:
@@ -86,19 +85,17 @@ class Roster:
             raise RejectedError("full", f"all {role.maximum} places for {role.name} are taken")
         return found
 
-    def _retire(self, incarnation: str) -> None:
-        """`incarnation` was replaced; late reports of it are refused."""
-        self._retired[incarnation] = None
-        if len(self._retired) > 10_000:
+    def _retire_older(self, key: Key, report: Report) -> None:
+        """Late reports of an incarnation that was replaced are refused. What makes a rank the same is an ordinal of
+        its own, or its node; who lost an assigned place to another node's rank is given another if it comes back."""
+        rank: object = key if report.ordinal is not None else (key[0], report.node or report.incarnation)
+        before = self._newest.get(rank)
+        if before and before != report.incarnation:
+            self._retired[before] = None
+        self._newest[rank] = report.incarnation
+        if len(self._retired) > REMEMBERED:
             del self._retired[next(iter(self._retired))]
 
 
 def same_node(one: Report, other: Report) -> bool:
     return bool(one.node) and one.node == other.node
-
-
-def _supersedes(report: Report, holder: Report) -> bool:
-    """Whether the former holder of a place must not come back. One that was assigned it may: it is given another."""
-    if holder.incarnation == report.incarnation:
-        return False
-    return holder.ordinal is not None or same_node(holder, report)

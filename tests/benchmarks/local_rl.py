@@ -53,16 +53,15 @@ def _stepping(num_envs: int, seconds: float) -> float:
 
 
 def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
+    torch.set_num_threads(1)
     settings = config.load(RlSettings)
     made = [Envs(settings.env_id, num_envs, settings.seed + number) for number in range(groups)]
-    learner = Learner(build(settings, *made[0].spaces), settings, CPU)
+    learner = Learner(build(settings, *made[0].spaces), settings, CPU, len(os.sched_getaffinity(0)))
     actor = Actor(learner.model, CPU)
     started, samples = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
-        torch.set_num_threads(1)
         learner.model.eval()
         trajectories = [_rollout(group, actor, learner.version, steps) for group in made]
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
         samples += int(learner.update(trajectories)["samples"])
     return samples / passed
 

@@ -613,11 +613,11 @@ class Simulation:
         )  # fmt: skip
         favourites = random.sample(kinds, random.randint(1, 5))
         moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
-        burst = random.choice((0, 0, 1, 3))  # others follow each event within so many seconds
+        burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
         for moment in moments:
             self.at(moment, None, random.choice(favourites), Random(random.random()))
-            for _ in range(burst):
-                later = min(moment + random.expovariate(1.0), length)
+            for _ in range(burst):  # and others follow at once
+                later = min(moment + random.expovariate(1 / within), length)
                 self.at(later, None, random.choice(favourites), Random(random.random()))
         self.at(length, None, self._calm)
 
@@ -753,7 +753,7 @@ class Simulation:
         self.ranks.append(Rank(rank.role, rank.ordinal, f"node{len(self.ranks)}"))
         for each in (rank, self.ranks[-1]):
             each.twins = True
-            self._hurt(each, 15, "has a twin")
+            self._hurt(each, 100, "has a twin")
         self.start(self.ranks[-1])
 
     def _unwritable(self, random: Random) -> None:
@@ -852,7 +852,7 @@ class Simulation:
         if rank.first and lead and lead.gang.state in ("finished", "failed") and lead.gang.code == code:
             self.over = lead.gang.state
             return
-        if lead and lead.gang.state in ("finished", "failed") and code == lead.gang.code:
+        if code == 0 and lead and lead.gang.state == "finished":
             return
         if rank.wanted:
             self._hurt(rank, 15, "will be started again")

@@ -62,7 +62,8 @@ def build(settings: RlSettings, observation: Box, action: Discrete) -> ActorCrit
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         size = int(np.prod(observation.shape))
-        baseline = mlp(size, settings.hidden_size, 1)
+        # half as wide: two iterations in 70 more on CartPole, for a quarter less work in each update
+        baseline = mlp(size, max(1, settings.hidden_size // 2), 1)
         if not settings.policy:
             return ActorCritic(mlp(size, settings.hidden_size, int(action.n), settings.dropout), baseline)
         try:

@@ -36,7 +36,7 @@ format: $(READY) ## let ruff mend and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-rl: $(READY) ## speed and time to solve against the tutorial's way (about 12 minutes; BENCH_JSON=FILE for JSON)
+bench-rl: $(READY) ## speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE for JSON)
 	$(BIN)/python -m tests.benchmarks.bench_rl
 
 docs: $(READY) ## write the tables of settings and metrics in docs/ anew

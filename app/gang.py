@@ -182,20 +182,18 @@ class Gang:
         return self._admission.missing(self.members, now - self.since, now)
 
     def _run(self, now: float) -> None:
-        generation = self.generation
-        leaving = [key for key in generation.members if self._live(key) and self._leaving(key)]
+        leaving = [key for key in self.generation.members if self._live(key) and self._leaving(key)]
         for key in leaving:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
                 self._gone(key, "left", f"{name_of(key)} left", now)
         for role in self.roles.values():
             if self.state == "running" and self._count(role.name) < role.minimum:
                 self._stop("lost", f"fewer than {role.minimum} {role.name} left", now)
-        if self.state != "running" or now < generation.drain_after:
+        if self.state != "running" or now < self.generation.drain_after:
             return
-        leaving = list(filter(self._live, leaving))
-        if leaving:
+        if leaving := list(filter(self._live, leaving)):
             self._drain(f"{name_of(leaving[0])} is leaving", now)
-        elif now - generation.started >= self.rules.rejoin_interval:
+        elif now - self.generation.started >= self.rules.rejoin_interval:
             others = {key: member for key, member in self.members.items() if not self._live(key)}
             if newcomers := self._admission.newcomers(others, now):
                 self._drain("taking in " + ", ".join(map(name_of, newcomers)), now)

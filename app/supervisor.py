@@ -47,7 +47,7 @@ class Supervisor:
         self._acted = 0  # epoch of the last order that was carried out
         self._heard = False
         self._contact = time.monotonic()
-        self._knocking = False
+        self._knocks = 0  # requests in a row that were not answered
         self._changed = asyncio.Event()
         self._ordered = asyncio.Event()
         self._done = asyncio.Event()
@@ -132,7 +132,7 @@ class Supervisor:
                     continue
                 error = post.exception()
                 if error is None:
-                    self._contact, self._knocking = asked, False
+                    self._contact, self._knocks = asked, 0
                     if report.heard:
                         self._finish(self.order.code if self.order else FAILED)
                         return
@@ -143,7 +143,11 @@ class Supervisor:
                     await self._unreachable(error)
 
     async def _post(self, link: Link, report: Report) -> None:
-        order = await link.post(report, self.order)
+        asked = time.monotonic()
+        # after a request without an answer, the next one is not to be held back
+        order = await link.post(report, None if self._knocks else self.order)
+        if time.monotonic() - asked > self.settings.lease_seconds * FENCE:
+            raise TimeoutError("the answer came too late")  # this rank may have been given up since
         if self.identity.ordinal != order.ordinal and (self.order is None or self.order.ordinal != order.ordinal):
             self.log.info("ordinal assigned", assigned=order.ordinal)
             self._info(order.ordinal)
@@ -170,8 +174,8 @@ class Supervisor:
         s = self.settings
         self.metrics.gang_unreachable.inc()
         silence = time.monotonic() - self._contact
-        if not self._knocking:
-            self._knocking = True
+        self._knocks += 1
+        if self._knocks == 1:
             self._said = time.monotonic()
             self.log.info("rank 0 cannot be reached, trying on", address=f"{s.master_addr}:{s.control_port}",
                           problem=_plain(error), deadline_s=s.rejoin_timeout)  # fmt: skip
@@ -180,7 +184,9 @@ class Supervisor:
             self.log.info("still trying to reach rank 0", seconds=round(silence), problem=_plain(error))
         if self.leaving and silence > s.lease_seconds / 3:
             self._finish(0)  # rank 0 is gone: there is nobody to drain with
-        if silence > s.rejoin_timeout:
+        if self._heard and self.order and silence > s.lease_seconds * FENCE:
+            self._finish(self.order.code)  # rank 0 did not wait for the last answer to arrive
+        if silence > s.rejoin_timeout and self._knocks > 1:
             self._refused(
                 f"MASTER_ADDR={s.master_addr} CONTROL_PORT={s.control_port}: rank 0 could not be reached for "
                 f"{s.rejoin_timeout:g} s ({_plain(error)})"

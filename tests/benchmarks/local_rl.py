@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ def learning(num_envs: int, groups: int, steps: int, seconds: float = 15.0) -> f
     return _apart(_learning, num_envs, groups, steps, seconds)
 
 
-def _apart(function, *args) -> float:
+def _apart(function: Callable[..., float], *args: Any) -> float:
     # a fresh process: the progress display's thread and the threads of torch stay out of it
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return float(pool.submit(function, *args).result(timeout=120))

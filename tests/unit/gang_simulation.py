@@ -612,6 +612,14 @@ class Simulation:
             self._kill_first,
         )  # fmt: skip
         favourites = random.sample(kinds, random.randint(1, 5))
+        if random.random() < 0.3:  # what is hard on each other
+            favourites = random.choice((
+                [self._kill_first, self._slow, self._kill_worker],
+                [self._twin, self._slow, self._cut],
+                [self._kill_first, self._leave, self._add],
+                [self._freeze_first, self._storm, self._freeze],
+                [self._trap, self._kill_worker, self._kill_all],
+            ))  # fmt: skip
         moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
         burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
         for moment in moments:

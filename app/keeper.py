@@ -63,7 +63,7 @@ class Keeper:
             await self.end()
             members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(order.members))
             me = next(peer for peer in members if (peer.role, peer.ordinal) == (self.role, order.ordinal))
-            self.files.good()  # a torn file would stop the worker as well as the scrape
+            self.files.clean()
             self.metrics.worker_starts.inc()
             task = Task(self.settings.job, self.settings, me, members, order.generation, lost)
             self.worker = WorkerProcess(task, self._worker_changed)

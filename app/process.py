@@ -72,8 +72,12 @@ class WorkerProcess:
             await asyncio.to_thread(self._process.start)
             self._pid = self._process.pid or 0
             self._pidfd = os.pidfd_open(self._pid)
+        except ProcessLookupError:
+            self._read()  # it has ended already, and may have told how
+            await self._end()
+            return
         except (OSError, EOFError) as error:
-            await self._end(None if isinstance(error, ProcessLookupError) else f"cannot fork: {error}")
+            await self._end(f"cannot fork: {error}")
             return
         finally:
             theirs.close()

@@ -156,26 +156,32 @@ def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]
 
 
 class WorkerFiles:
-    """The collector of a worker's metric files: a torn one is deleted and counted, it must not break the scrape."""
+    """The collector of a worker's metric files. A scrape leaves out what cannot be read: a file that is torn must not
+    break it, and one that a worker is just making must not be deleted under its hands. `clean` is for the time between
+    two workers: it deletes and counts torn files.
+    """
 
     def __init__(self, directory: Path, dropped: Callable[[], None]) -> None:
         self.directory = directory
         self._dropped = dropped
 
-    def good(self) -> list[str]:
-        good = []
-        for path in sorted(self.directory.glob("*.db")):
-            try:
-                MultiProcessCollector.merge([str(path)])
-            except Exception:  # of many kinds, by where the file is torn
+    def clean(self) -> None:
+        """Delete and count what cannot be read. Only while there is no worker, whom a torn file would stop."""
+        for path in self.directory.glob("*.db"):
+            if not _readable(path):
                 path.unlink(missing_ok=True)
                 self._dropped()
-            else:
-                good.append(str(path))
-        return good
 
     def collect(self) -> Iterator[Samples]:
-        yield from MultiProcessCollector.merge(self.good())
+        yield from MultiProcessCollector.merge([str(path) for path in self.directory.glob("*.db") if _readable(path)])
+
+
+def _readable(path: Path) -> bool:
+    try:
+        MultiProcessCollector.merge([str(path)])
+    except Exception:  # of many kinds, by where the file is torn
+        return False
+    return True
 
 
 def setup_logging(format: str, level: str, stream: Any = None, **bound: Any) -> None:

@@ -155,6 +155,7 @@ class Cluster:
             **settings,
         }
         self.ranks: dict[str, Rank] = {}
+        self._everyone: list[Rank] = []
 
     def add(self, role: str, ordinal: int, **settings: str) -> Rank:
         """A rank, not yet started."""
@@ -163,6 +164,7 @@ class Cluster:
         rank = Rank(
             role, ordinal, {**known, **self.settings, **own, **settings}, self.directory / f"{role}-{ordinal}.log"
         )
+        self._everyone.append(rank)
         self.ranks[rank.name] = rank
         return rank
 
@@ -194,10 +196,10 @@ class Cluster:
             until(lambda: self.iterations() >= start, "the iterations made again")
 
     def logs(self) -> str:
-        return "\n".join(f"===== {rank.name}\n{rank.text()}" for rank in self.ranks.values())
+        return "\n".join(f"===== {rank.name}\n{rank.text()}" for rank in self._everyone)
 
     def close(self) -> None:
-        for rank in self.ranks.values():
+        for rank in self._everyone:
             if rank.process:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)

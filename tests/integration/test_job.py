@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from app import jobs, telemetry
+from app.local import free_ports
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, until
 
 MakeCluster = Callable[..., Cluster]
@@ -190,14 +191,13 @@ def test_wrong_token_is_refused_and_the_gang_trains_on(cluster: MakeCluster) -> 
 def test_second_rank_0_is_refused(cluster: MakeCluster) -> None:
     job = cluster().start()
     job.trains()
-    port = str(int(job.settings["CONTROL_PORT"]))
-    same_directory = job.add("agent", 0, CONTROL_PORT=str(int(port) + 1), LEASE_SECONDS="1")
-    job.ranks["second"] = job.ranks.pop("agent-0")
-    job.ranks["agent-0"], job.ranks["second"] = job.ranks["second"], same_directory
-    same_directory.log = job.directory / "second.log"
-    same_directory.start()
-    assert same_directory.wait() == 2
-    assert "in use by another running job" in same_directory.text()
+    first = job.agent
+    second = job.add("agent", 0, CONTROL_PORT=str(free_ports(1)[0]), LEASE_SECONDS="1")
+    second.log = job.directory / "second-agent.log"
+    assert second.start().wait() == 2
+    assert "in use by another running job" in second.text()
+    job.ranks[first.name] = first
+    job.trains()
 
 
 def test_checkpoints_of_another_model_are_refused_and_kept(cluster: MakeCluster) -> None:

@@ -67,6 +67,10 @@ class Coordinator:
             persisted.members,
             rundir.read_done(directory),
         )
+        if self.gang.state == "finished":
+            self.log.info(
+                "this job has finished already; another CHECKPOINT_DIR starts a new one", directory=str(directory)
+            )
         if persisted.number == 0:  # also finds out, before anyone trains, whether the directory can be written
             self._write_generation(0, (), must=True)
         app = web.Application(client_max_size=MAX_BODY)

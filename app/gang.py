@@ -226,8 +226,9 @@ class Gang:
     def _stop(self, cause: str, reason: str, now: float) -> None:
         self.reason = reason
         self._progress.broke(now)
+        working = [member for key, member in self.members.items() if self._live(key)]
         self._enter("stopping", now)
-        for member in self.members.values():
+        for member in working:
             member.told = self.epoch  # what it said before of having no worker may be older than its worker
         self.events.append(("stopped", {"cause": cause, "reason": reason}))
 

@@ -252,11 +252,16 @@ def tables(found: Measured) -> list[Table]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 where every bar is met, else 1."""
+    """Returns 0 where every bar is met, 1 where one is not, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_rl", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each rate; the median counts")
     parser.add_argument("--quick", action="store_true", help="1 round and 2 seeds instead of 10")
     arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
+    target = os.environ.get("BENCH_JSON")
+    if target and not Path(target).parent.is_dir():
+        parser.error(f"BENCH_JSON={target}: no such directory")
     # whatever is under way is ended on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rolecall_rl.clean_environment()
@@ -267,12 +272,14 @@ def main(argv: list[str] | None = None) -> int:
     except (RuntimeError, TimeoutError) as error:
         console.print(f"bench-rl: {error}", markup=False, highlight=False)
         return 1
+    except KeyboardInterrupt:
+        return 130
     for table in tables(found):
         console.print(table)
     if any(busy > BUSY for busy in found.busy_percent):
         console.print("The machine was busy with something else before some measurements: run it again for numbers "
                       "to rely on.")  # fmt: skip
-    if target := os.environ.get("BENCH_JSON"):
+    if target:
         Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
     return 0 if all(met for *_, met in found.bars()) else 1
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,8 +33,11 @@ def learning(num_envs: int, groups: int, steps: int, seconds: float = 15.0) -> f
 
 
 def _apart(function: Callable[..., float], *args: Any) -> float:
-    # a fresh process: the progress display's thread and the threads of torch stay out of it
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    # a fresh process: the progress display's thread stays out of it, and no single operation is split over threads
+    with (
+        patch.dict(os.environ, OMP_NUM_THREADS="1"),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+    ):
         return float(pool.submit(function, *args).result(timeout=120))
 
 

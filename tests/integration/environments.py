@@ -15,8 +15,8 @@ class Guess(gymnasium.Env[Any, Any]):
     observation_space = Box(-1.0, 1.0, (2,), np.float32)
     action_space = Discrete(2)
 
-    def __init__(self, length: int = 4, fail_at: int = 0) -> None:
-        self.length, self.fail_at = length, fail_at
+    def __init__(self, length: int = 4, fail_at: int = 0, offset: float = 0.0) -> None:
+        self.length, self.fail_at, self.offset = length, fail_at, offset
         self.steps = self.total = 0
 
     def _show(self) -> Any:
@@ -33,11 +33,12 @@ class Guess(gymnasium.Env[Any, Any]):
         self.total += 1
         if self.fail_at and self.total >= self.fail_at:
             raise RuntimeError("the environment is broken on purpose")
-        reward = float(action == self.right)
+        reward = float(action == self.right) + self.offset
         return self._show(), reward, self.steps >= self.length, False, {}
 
 
 gymnasium.register("Quick-v0", Guess, reward_threshold=3.6)
 gymnasium.register("Endless-v0", Guess, reward_threshold=1000.0)
 gymnasium.register("NoThreshold-v0", Guess)
+gymnasium.register("Negative-v0", Guess, reward_threshold=-0.8, kwargs={"offset": -1.0})
 gymnasium.register("Broken-v0", Guess, reward_threshold=1000.0, kwargs={"fail_at": 30})

@@ -64,6 +64,16 @@ def test_without_a_threshold_it_ends_at_max_iterations_and_says_so(tmp_path: Pat
     assert json.loads((tmp_path / "DONE").read_text())["solved"] is False
 
 
+def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(tmp_path: Path) -> None:
+    process = local(tmp_path, ENV_ID="tests.integration.environments:Negative-v0", MAX_ITERATIONS="2")
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, out + err
+    done = json.loads((tmp_path / "DONE").read_text())
+    assert done["iterations"] == 2
+    assert done["solved"] is False
+    assert done["running_return"] < -0.8
+
+
 def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     both = [local(tmp_path / name) for name in ("one", "two")]
     try:

@@ -977,3 +977,34 @@ def test_the_schedules_find(mutation: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_schedules_find_a_supervisor_that_does_not_fence_its_worker() -> None:
     assert re.search(OLD_WORKERS, first_violation(1000, fence=float("inf")))
+
+
+def test_a_rank_that_left_is_not_waited_for_when_the_generation_stops() -> None:
+    roles = (Role("agent", 1, 1, 1, False), Role("observer", 2, 1, 4, True))
+    gang = Gang(roles, Rules(), "lead", 0.0)
+    beats = {("agent", 0): 0, ("observer", 0): 0, ("observer", 1): 0}
+
+    def say(key: Key, **told: Any) -> Order:
+        beats[key] += 1
+        name = "lead" if key == ("agent", 0) else f"{key[0]}-{key[1]}"
+        told = {"epoch": gang.order(key).epoch if key in gang.members else 0, **told}
+        gang.beat(Report(key[0], key[1], name, beats[key], **told), 1.0)
+        while (effect := gang.tick(1.0)) is not None:
+            gang.confirm(effect, 1.0)
+        return gang.order(key)
+
+    for _ in range(3):
+        for key in beats:
+            say(key)
+    assert gang.state == "running"
+    running = {"generation": gang.generation.number, "state": "running"}
+    for key in beats:
+        say(key, **running)
+    assert say(("observer", 1), **running, leaving=True).kind == "stop"
+    ended = {"generation": gang.generation.number, "state": "ended", "outcome": "stopped"}
+    assert say(("observer", 1), **ended, leaving=True).kind == "leave"  # and it is gone
+    say(("agent", 0), **running, leaving=True)
+    assert gang.state == "draining"
+    assert say(("agent", 0), **{**ended, "outcome": "drained"}, leaving=True).kind == "stop"
+    say(("observer", 0), **ended)
+    assert say(("agent", 0), **{**ended, "outcome": "drained"}, leaving=True).kind == "leave"

@@ -84,6 +84,7 @@ def run(
             code = process.wait(30)
         finally:
             timer.cancel()
+            timer.join()  # where it has gone off, it is ending the run
             _end(process)
         try:
             done = json.loads(Path(directory, "DONE").read_text())

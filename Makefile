@@ -5,9 +5,15 @@ VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# containers: the build of torch (cpu, cuda), and pip's address of an index that has it where the default one has not
+TORCH ?= cpu
+TORCH_INDEX ?=
+IMAGE ?= rolecall
+COMPOSE := docker compose --profile '*'
+export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl test lint format bench-rl docs clean
+.PHONY: help setup run-rl test test-e2e lint format wheels image up-rl logs ps-status metrics stop down bench-rl docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +33,9 @@ run-rl: $(READY) ## train the reinforcement learning job here: one agent, two ob
 test: $(READY) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+test-e2e: $(READY) image ## the job in containers: needs Docker with compose, and no image registry but for the base
+	$(BIN)/python -m pytest tests/e2e
+
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +44,35 @@ lint: $(READY) ## ruff and mypy
 format: $(READY) ## let ruff mend and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheels: ## download the image's Python packages to docker/wheels/ (TORCH=cpu|cuda, TORCH_INDEX=...)
+	@test -x build/pip/bin/python || $(PYTHON) -m venv build/pip
+	build/pip/bin/python docker/dependencies.py download --wheels docker/wheels --torch "$(TORCH)" --index "$(TORCH_INDEX)"
+
+image: ## build the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, which it fills where that is empty
+	@ls docker/wheels/*.whl >/dev/null 2>&1 || $(MAKE) wheels
+	DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$(IMAGE):$(TORCH)" \
+	  --build-arg TORCH --build-arg TORCH_INDEX \
+	  --build-arg VERSION="$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" \
+	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" .
+
+up-rl: image ## train the reinforcement learning job in containers until it is solved (OBSERVERS=2)
+	@docker/up.sh rl agent
+
+logs: ## follow the containers' logs
+	@$(COMPOSE) logs --follow
+
+ps-status: ## show the containers and what their ranks do
+	@docker/ranks.sh status
+
+metrics: ## print every running rank's metrics
+	@docker/ranks.sh metrics
+
+stop: ## let the containers write a checkpoint and end; up-rl goes on from there
+	@$(COMPOSE) stop
+
+down: ## delete the containers, their networks AND their checkpoints
+	@$(COMPOSE) down --volumes --remove-orphans
 
 bench-rl: $(READY) ## speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE for JSON)
 	$(BIN)/python -m tests.benchmarks.bench_rl

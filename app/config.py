@@ -53,10 +53,17 @@ class Settings(BaseSettings):
     master_port: Port = Field(29500, description="rank 0's port for the RPC rendezvous")
     control_port: Port = Field(29400, description="rank 0's port for the gang: membership and orders")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, /healthz and /readyz")
-    bind_addr: str = Field("0.0.0.0", min_length=1, description="address that CONTROL_PORT and METRICS_PORT listen on")
+    bind_addr: str = Field(
+        "0.0.0.0", min_length=1, description="name or address that rank 0's MASTER_PORT and CONTROL_PORT listen on"
+    )
+    metrics_bind_addr: str = Field("", description="name or address that METRICS_PORT listens on; empty: BIND_ADDR")
     job_token: SecretStr | None = Field(None, description="secret that every rank of the job shares; never logged")
     job_token_file: Path | None = Field(None, description="file that holds JOB_TOKEN")
     checkpoint_dir: Path = Field(Path("checkpoints"), description="rank 0's directory for checkpoints and DONE")
+    resume: bool = Field(
+        True,
+        description="train on from the newest checkpoint; 0: move an earlier run's checkpoints aside and start anew",
+    )
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="newest checkpoints kept")
     on_finish: Literal["exit", "linger"] = Field(

@@ -34,8 +34,11 @@ def order_json(order: Order) -> str:
 class Coordinator:
     """Serves the gang of one job. `start` takes the run's directory and the port, `tick_forever` keeps it going."""
 
-    def __init__(self, job: str, settings: Settings, roles: tuple[protocol.Role, ...], incarnation: str) -> None:
+    def __init__(
+        self, job: str, settings: Settings, roles: tuple[protocol.Role, ...], incarnation: str, node: str
+    ) -> None:
         self.job = job
+        self.node = node
         self.settings = settings
         self.log = telemetry.log()
         self.metrics: Any = None
@@ -56,6 +59,11 @@ class Coordinator:
         if persisted.job not in ("", self.job):
             raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job}")
         s = self.settings
+        # this very rank, in the middle of its run, was killed and started again: that is no new start
+        if not s.resume and persisted.node != self.node:
+            aside = rundir.set_aside(directory, persisted.number, s.lease_seconds)
+            if aside:
+                self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
         self.gang = Gang(
             self._roles,
             protocol.Rules(
@@ -69,10 +77,11 @@ class Coordinator:
         )
         if self.gang.state == "finished":
             self.log.info(
-                "this job has finished already; another CHECKPOINT_DIR starts a new one", directory=str(directory)
+                "this job has finished already; RESUME=0 or another CHECKPOINT_DIR starts anew",
+                directory=str(directory),
             )
-        if persisted.number == 0:  # also finds out, before anyone trains, whether the directory can be written
-            self._write_generation(0, (), must=True)
+        # a new run also finds out, before anyone trains, whether the directory can be written
+        self._write_generation(persisted.number, persisted.members, must=persisted.number == 0 or not s.resume)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._beat)
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=2 * s.lease_seconds)
@@ -89,9 +98,13 @@ class Coordinator:
         while not self.gang.settled(time.monotonic()):
             await asyncio.wait([asyncio.create_task(self._wake.wait())], timeout=TICK)
 
-    async def stop(self) -> None:
+    async def stop(self, ended: bool) -> None:
+        """`ended` says that the run ended in order; what is started next here is another."""
         if self._runner:
             await self._runner.cleanup()
+            if ended:
+                self.node = ""
+                self._write_generation(self._persisted.number, self._persisted.members)
         if self._lock:
             self._lock.release()
 
@@ -133,13 +146,14 @@ class Coordinator:
 
     def _write_generation(self, number: int, members: tuple[protocol.Key, ...], must: bool = False) -> None:
         directory = self.settings.checkpoint_dir
+        self._persisted = rundir.Persisted(number, self.job, members, self.node)
         try:
-            rundir.write_generation(directory, rundir.Persisted(number, self.job, members))
+            rundir.write_generation(directory, self._persisted)
         except OSError as error:
             if must:
                 raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
             # the number cannot repeat while this process lives, and nothing else can be written there either
-            self.log.error("generation number cannot be written; training goes on", problem=error.strerror)
+            self.log.error("the generation's number cannot be written", problem=error.strerror)
 
     def _tell(self, kind: str, details: dict[str, Any]) -> None:
         match kind:

@@ -42,7 +42,7 @@ async def serve(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.bind_addr, settings.metrics_port).start()
+        await web.TCPSite(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port).start()
     except OSError as error:
         raise UsageError(
             f"METRICS_PORT={settings.metrics_port}: cannot listen on it ({error.strerror}); choose another"

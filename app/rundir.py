@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,11 +26,15 @@ NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation 
 
 @dataclass(frozen=True)
 class Persisted:
-    """The newest generation's number and members; number 0 where there was none."""
+    """The newest generation's number and members; number 0 where there was none.
+
+    `node` is the rank 0 in the middle of the run; empty where the run ended in order, finished or drained.
+    """
 
     number: int = 0
     job: str = ""
     members: tuple[Key, ...] = ()
+    node: str = ""
 
 
 def read_generation(directory: Path) -> Persisted:
@@ -48,7 +52,7 @@ def read_generation(directory: Path) -> Persisted:
         if type(read["number"]) is not int or read["number"] < 0:
             raise ValueError
         members = tuple((str(role), int(ordinal)) for role, ordinal in read["members"])
-        return Persisted(max(read["number"], greatest), str(read["job"]), members)
+        return Persisted(max(read["number"], greatest), str(read["job"]), members, str(read.get("node", "")))
     except FileNotFoundError:
         return Persisted()
     except OSError as error:
@@ -61,8 +65,7 @@ def read_generation(directory: Path) -> Persisted:
 
 
 def write_generation(directory: Path, persisted: Persisted) -> None:
-    content = {"number": persisted.number, "job": persisted.job, "members": persisted.members}
-    write_atomically(directory / GENERATION, json.dumps(content).encode())
+    write_atomically(directory / GENERATION, json.dumps(asdict(persisted)).encode())
 
 
 def read_done(directory: Path) -> dict[str, Any] | None:
@@ -83,6 +86,30 @@ def read_done(directory: Path) -> dict[str, Any] | None:
 
 def write_done(directory: Path, summary: dict[str, Any]) -> None:
     write_atomically(directory / DONE, json.dumps(summary, indent=1).encode() + b"\n")
+
+
+def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
+    """Move an earlier run's checkpoints and DONE to a directory of their own, and return that; None if there are none.
+
+    `number` is the earlier run's newest generation. Interrupted, it goes on where it stopped when it is called again.
+    Raises UsageError where a worker still writes, or files cannot be moved.
+    """
+    writer = lock(directory, WRITER_LOCK, timeout)
+    aside = directory / f"earlier-{number:06d}"
+    try:
+        found = [path for path in directory.iterdir() if path.name == DONE or NAME.fullmatch(path.name)]
+        if not found:
+            return None
+        aside.mkdir(exist_ok=True)
+        for path in found:
+            path.replace(aside / path.name)
+        _sync_directory(aside)
+        _sync_directory(directory)
+    except OSError as error:
+        raise UsageError(f"RESUME=0: files of CHECKPOINT_DIR={directory} cannot be moved ({error.strerror})") from error
+    finally:
+        writer.release()
+    return aside
 
 
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Supervisor:
         self.roles = jobs.roles(job, settings)
         self.first = identity.role == job.roles[0].name
         self.incarnation = secrets.token_hex(8)
+        # a rank that is started again keeps both; two ranks on one machine differ in the port
+        self.node = f"{config.host_name()}:{settings.metrics_port}"
         self.log = telemetry.log()
         self.order: Order | None = None
         self.leaving = False
@@ -66,7 +69,7 @@ class Supervisor:
             self._handle_signals()
             self.keeper.prepare(directory)
             if self.first:
-                lead = Coordinator(self.settings.job, self.settings, self.roles, self.incarnation)
+                lead = Coordinator(self.settings.job, self.settings, self.roles, self.incarnation, self.node)
                 await lead.start(self.metrics)
             await self.keeper.check()
             loops = [self._beat_loop(), self._obey_loop(), self._watch_loop(), *([lead.tick_forever()] if lead else [])]
@@ -85,7 +88,7 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.keeper.end()
             if lead:
-                await lead.stop()
+                await lead.stop(ended=self.code == 0)
             if runner:
                 await runner.cleanup()
             shutil.rmtree(directory, ignore_errors=True)
@@ -104,7 +107,8 @@ class Supervisor:
         self.keeper = Keeper(self.job, self.settings, self.identity.role, self.metrics, files, self._changed.set)
 
     def _info(self, ordinal: int | None) -> None:
-        self.metrics.rank_info.clear()
+        with warnings.catch_warnings(action="ignore"):  # of workers' files, which it is not kept in
+            self.metrics.rank_info.clear()
         shown = "" if ordinal is None else str(ordinal)
         self.metrics.rank_info.labels(self.settings.job, self.identity.role, shown, __version__).set(1)
 
@@ -162,8 +166,7 @@ class Supervisor:
             "ordinal": self.identity.ordinal,
             "incarnation": self.incarnation,
             "beat": self._beat,
-            # a rank that is started again keeps both; two ranks on one machine differ in the port
-            "node": f"{config.host_name()}:{self.settings.metrics_port}",
+            "node": self.node,
             "epoch": self._acted,
             "leaving": self.leaving,
             "heard": self._heard,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.checkpoint import Checkpoints
@@ -13,6 +16,17 @@ from app.config import Settings, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its affinity, and no more than a container's limit allows (cgroup v2 or v1)."""
+    found = len(os.sched_getaffinity(0))
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # not this version, or no limit ("max")
+            quota, period = (int(word) for file in files for word in (cgroup / file).read_text().split())
+            if quota > 0:
+                found = min(found, max(1, math.ceil(quota / period)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ class World:
     @property
     def threads(self) -> int:
         """Threads for a large computation. Single operations have one here: splitting them stalls on a busy machine."""
-        return self.settings.threads or len(os.sched_getaffinity(0))
+        return self.settings.threads or cores()
 
     @property
     def device(self) -> torch.device:

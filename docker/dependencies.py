@@ -1,0 +1,82 @@
+"""The image's Python packages: `download` them to a folder on the host, `install` them while the image is built.
+
+Both take what pyproject.toml asks for in the versions of constraints.txt. Torch comes in two builds: for TORCH=cpu the
+pinned version, for TORCH=cuda the newest that is allowed, with the CUDA libraries that it asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+PYTHON = "3.11"  # Debian bookworm's, which the image has
+GLIBC = (36, 35, 34, 31, 28, 27, 24, 17, 12, 5)  # minor versions that its 2.36 can run wheels for
+OLD = ("manylinux2014", "manylinux2010", "manylinux1", "linux")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("download", "install"))
+    parser.add_argument("--wheels", type=Path, required=True, help="folder of wheels; an empty one: the network")
+    parser.add_argument("--torch", required=True, help="cpu or cuda")
+    parser.add_argument("--index", default="", help="a package index with that build of torch, beside the default one")
+    parser.add_argument("--into", default="", help="python to install for")
+    arguments = parser.parse_args()
+    if arguments.torch not in ("cpu", "cuda"):
+        return refuse(f"TORCH={arguments.torch!r}: no such build (cpu, cuda)")
+    with tempfile.TemporaryDirectory() as directory:
+        wanted = requirements(arguments.torch, Path(directory))
+        extra = ["--extra-index-url", arguments.index] if arguments.index else []
+        if arguments.action == "download":
+            return pip("download", *wanted, *extra, *target(platform.machine()), "--dest", str(arguments.wheels))
+        if any(arguments.wheels.glob("*.whl")):
+            extra = ["--no-index", "--find-links", str(arguments.wheels)]
+        code = pip("--python", arguments.into, "install", *wanted, *extra)
+    return code or check(arguments.torch, arguments.into)
+
+
+def requirements(torch: str, directory: Path) -> list[str]:
+    """pip's arguments that say what is wanted."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    constraints = Path("constraints.txt").read_text().splitlines(keepends=True)
+    if torch == "cuda":
+        constraints = [line for line in constraints if not line.startswith("torch==")]
+    (directory / "constraints.txt").write_text("".join(constraints))
+    return ["--constraint", str(directory / "constraints.txt"), *project["dependencies"]]
+
+
+def target(machine: str) -> list[str]:
+    """pip's arguments for wheels of the image's Python on `machine`, whatever this program itself runs on."""
+    names = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC] + [f"{name}_{machine}" for name in OLD]
+    platforms = [part for name in names for part in ("--platform", name)]
+    return ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", *platforms]
+
+
+def check(torch: str, python: str) -> int:
+    """Refuse to go on where torch is of the other build."""
+    code = "import torch; print('cuda' if torch.version.cuda else 'cpu', torch.__version__)"
+    build, version = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    if build != torch:
+        return refuse(
+            f"TORCH={torch}: the build of torch found is {version}, for {build}; set TORCH_INDEX to pip's address of an "
+            f"index with builds for {torch} (pytorch.org's installation page names them), or have its wheel in docker/wheels/"
+        )
+    return 0
+
+
+def pip(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=False).returncode
+
+
+def refuse(message: str) -> int:
+    print(f"rolecall: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Ask every running rank of this project: docker/ranks.sh metrics | status
+set -euo pipefail
+
+ranks() { docker compose --profile '*' ps --format '{{.ID}} {{.Name}}' | sort -k2; }
+ask() { docker exec "$1" python -m app.probe /metrics; }
+
+case ${1:-} in
+  metrics)
+    ranks | while read -r id name; do
+      echo "# ======== $name"
+      ask "$id" </dev/null || true # it says itself what is wrong
+    done
+    ;;
+  status)
+    docker compose --profile '*' ps --all --format 'table {{.Name}}\t{{.Service}}\t{{.Status}}'
+    echo
+    printf '%-28s %-10s %-8s %-9s %-11s %s\n' CONTAINER ROLE ORDINAL WORKER GENERATION STEP
+    ranks | while read -r id name; do
+      ask "$id" </dev/null | awk -v name="$name" '
+        /^rolecall_rank_info/ { split($0, part, "\""); for (i = 1; i in part; i++) {
+          if (part[i] ~ /role=$/) role = part[i + 1]; if (part[i] ~ /ordinal=$/) ordinal = part[i + 1] } }
+        /^rolecall_worker_state.* 1\.0$/ { split($0, part, "\""); state = part[2] }
+        /^rolecall_generation / { generation = int($2) }
+        /^rolecall_step / { step = int($2) }
+        END { printf "%-28s %-10s %-8s %-9s %-11s %s\n", name, role, ordinal, state, generation, step }' || true
+    done
+    ;;
+  *)
+    echo "usage: docker/ranks.sh metrics|status" >&2
+    exit 2
+    ;;
+esac

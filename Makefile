@@ -10,6 +10,9 @@ TORCH ?= cpu
 TORCH_INDEX ?=
 IMAGE ?= rolecall
 COMPOSE := docker compose --profile '*'
+ifeq ($(TORCH),cuda)
+export COMPOSE_FILE ?= compose.yaml:docker/compose.cuda.yaml
+endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help

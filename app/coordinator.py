@@ -61,9 +61,7 @@ class Coordinator:
         s = self.settings
         # this very rank, in the middle of its run, was killed and started again: that is no new start
         if not s.resume and persisted.node != self.node:
-            aside = rundir.set_aside(directory, persisted.number, s.lease_seconds)
-            if aside:
-                self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
+            persisted = self._start_anew(persisted)
         self.gang = Gang(
             self._roles,
             protocol.Rules(
@@ -92,6 +90,18 @@ class Coordinator:
             raise UsageError(
                 f"CONTROL_PORT={s.control_port}: cannot listen on it ({error.strerror}); choose another"
             ) from error
+
+    def _start_anew(self, earlier: rundir.Persisted) -> rundir.Persisted:
+        """Move an earlier run's files aside; the next shares nothing with it but the numbers, which never repeat."""
+        directory = self.settings.checkpoint_dir
+        try:
+            rundir.write_generation(directory, earlier)  # the checkpoints' names, which tell the number too, are to go
+        except OSError as error:
+            raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
+        aside = rundir.set_aside(directory, earlier.number, self.settings.lease_seconds)
+        if aside:
+            self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
+        return rundir.Persisted(earlier.number, self.job)
 
     async def settled(self) -> None:
         """Return when the job is over and every member has heard so, or had the time to."""

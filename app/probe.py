@@ -30,10 +30,11 @@ def main(arguments: list[str]) -> int:
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
-        sys.stdout.write(answer.read().decode())
+        sys.stdout.write(answer.read().decode(errors="replace"))
         return 0 if answer.status == 200 else 1
     except (OSError, http.client.HTTPException) as error:
-        print(f"METRICS_PORT={settings.metrics_port}: no answer ({error})", file=sys.stderr)
+        problem = str(error).strip() or type(error).__name__
+        print(f"METRICS_PORT={settings.metrics_port}: no answer ({problem})", file=sys.stderr)
         return 1
     finally:
         connection.close()

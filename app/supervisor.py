@@ -88,7 +88,7 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.keeper.end()
             if lead:
-                await lead.stop(ended=self.code == 0)
+                await lead.stop(ended=self.code == 0 and self.order is not None)
             if runner:
                 await runner.cleanup()
             shutil.rmtree(directory, ignore_errors=True)

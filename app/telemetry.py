@@ -124,14 +124,20 @@ WORKER = (
 def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:
     """Make the metrics and hand them out as attributes: `rpc_calls_total` as `.rpc_calls`."""
     registry = registry or CollectorRegistry()
+    prometheus_client.disable_created_metrics()  # a second series for each counter, of no use here
     return SimpleNamespace(**{metric.attribute: metric.make(registry) for metric in declared})
 
 
 def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
     """A worker's metrics: those of its role, kept in files named by slot, so that a new worker goes on counting."""
-    roles = {role, "rank 0"} if first else {role}
     values.ValueClass = values.MultiProcessValue(lambda: "worker")
-    return build(metric for metric in declared if not metric.roles or roles & set(metric.roles))
+    return build(of_role(declared, role, first))
+
+
+def of_role(declared: Iterable[Metric], role: str, first: bool) -> list[Metric]:
+    """Those of `declared` that a rank with `role` has; `first` says that it is rank 0."""
+    roles = {role, "rank 0"} if first else {role}
+    return [metric for metric in declared if not metric.roles or roles & set(metric.roles)]
 
 
 def use_directory(directory: Path) -> None:

@@ -22,10 +22,10 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may use: its affinity, and no more than a container's limit allows (cgroup v2 or v1)."""
     found = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError):  # not this version, or no limit ("max")
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # not this version, or no limit ("max")
             quota, period = (int(word) for file in files for word in (cgroup / file).read_text().split())
             if quota > 0:
-                found = min(found, max(1, math.ceil(quota / period)))
+                found = min(found, math.ceil(quota / period))
     return found
 
 

@@ -36,8 +36,10 @@ def main() -> int:
             return pip("download", *wanted, *extra, *target(platform.machine()), "--dest", str(arguments.wheels))
         if any(arguments.wheels.glob("*.whl")):
             extra = ["--no-index", "--find-links", str(arguments.wheels)]
-        code = pip("--python", arguments.into, "install", *wanted, *extra)
-    return code or check(arguments.torch, arguments.into)
+        if pip("--python", arguments.into, "install", *wanted, *extra):
+            where = "docker/wheels/ (`make wheels` fills it)" if "--no-index" in extra else "the network"
+            return refuse(f"packages could not be installed from {where}")
+    return check(arguments.torch, arguments.into)
 
 
 def requirements(torch: str, directory: Path) -> list[str]:
@@ -52,6 +54,7 @@ def requirements(torch: str, directory: Path) -> list[str]:
 
 def target(machine: str) -> list[str]:
     """pip's arguments for wheels of the image's Python on `machine`, whatever this program itself runs on."""
+    machine = {"arm64": "aarch64", "AMD64": "x86_64"}.get(machine, machine)  # as macOS and Windows call them
     names = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC] + [f"{name}_{machine}" for name in OLD]
     platforms = [part for name in names for part in ("--platform", name)]
     return ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", *platforms]
@@ -63,14 +66,15 @@ def check(torch: str, python: str) -> int:
     build, version = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     if build != torch:
         return refuse(
-            f"TORCH={torch}: the build of torch found is {version}, for {build}; set TORCH_INDEX to pip's address of an "
-            f"index with builds for {torch} (pytorch.org's installation page names them), or have its wheel in docker/wheels/"
+            f"TORCH={torch}: the build of torch found is {version}, for {build}; `make wheels TORCH={torch}` fills "
+            f"docker/wheels/, with TORCH_INDEX=ADDRESS where pip's default index has no such build of torch"
         )
     return 0
 
 
 def pip(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=False).returncode
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, check=False).returncode
 
 
 def refuse(message: str) -> int:

@@ -18,7 +18,10 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.
 VARIABLES = {name.upper() for job in jobs.JOBS for name in jobs.get(job).settings.model_fields}
 METRICS = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
 # environment variables and constants in the pages that are not settings of a rank
-OTHERS = {"BENCH_JSON", "PIP_ARGS"}
+FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
+OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {
+    name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())
+}
 
 
 @pytest.mark.parametrize("command", FILES)
@@ -82,6 +85,7 @@ def test_only_config_reads_the_environment() -> None:
 def test_imports_run_one_way() -> None:
     order = [
         "config",
+        "probe",
         "protocol",
         "telemetry",
         "rundir",

@@ -1,0 +1,46 @@
+"""Compose projects for tests: gone afterwards, and with every container's log where a test failed."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.containers import IMAGE, ROOT, Project
+
+Projects = Callable[..., Project]
+_open: list[Project] = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.when == "call" and report.failed:
+        for project in _open:
+            report.sections.append(("every container's log", project.logs()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def image() -> None:
+    """The image of this very code."""
+    found = subprocess.run(["docker", "image", "inspect", IMAGE], cwd=ROOT, capture_output=True, check=False)
+    assert found.returncode == 0, f"there is no image {IMAGE}: run `make test-e2e`, which builds it"
+
+
+@pytest.fixture(scope="module")
+def projects() -> Iterator[Projects]:
+    """A factory of projects, which last as long as the module's tests."""
+    made: list[Project] = []
+
+    def make(profile: str, first: str, **settings: str) -> Project:
+        made.append(Project(profile, first, **settings))
+        _open.append(made[-1])
+        return made[-1]
+
+    yield make
+    for project in made:
+        _open.remove(project)
+        project.close()

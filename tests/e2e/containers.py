@@ -1,0 +1,174 @@
+"""A job in containers, for tests: a compose project of its own, hurt from the host, and gone afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.cluster import until
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "rolecall:cpu"
+DEADLINE = 120.0  # of every command; a fail-safe, no measurement
+_numbers = itertools.count()
+
+# what runs in a container to see what can be reached from there: prints the open ports of each address as JSON
+SCAN = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+addresses, ports = json.loads(sys.argv[1]), json.loads(sys.argv[2]) or range(1, 65536)
+def is_open(target):
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(target) == 0
+with ThreadPoolExecutor(64) as pool:
+    targets = [(address, port) for address in addresses for port in ports]
+    found = [target for target, answer in zip(targets, pool.map(is_open, targets, chunksize=64)) if answer]
+print(json.dumps({address: [port for at, port in found if at == address] for address in addresses}))
+"""
+
+
+def docker(*arguments: str, check: bool = True, timeout: float = DEADLINE) -> str:
+    """Run a docker command; returns what it printed."""
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0 or not check, f"docker {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def inspect(container: str) -> Any:
+    return json.loads(docker("inspect", container))[0]
+
+
+def run_python(network: str, code: str, *arguments: str) -> str:
+    """Run Python code in a container that is on `network` alone, with every privilege taken away."""
+    return docker(
+        "run", "--rm", "--network", network, "--cap-drop", "ALL", "--ulimit", "nofile=8192:8192",
+        "--entrypoint", "python", IMAGE, "-c", code, *arguments,
+    )  # fmt: skip
+
+
+def open_ports(network: str, addresses: list[str], ports: tuple[int, ...] = ()) -> dict[str, list[int]]:
+    """The TCP ports of `addresses`, of `ports` or of all, that a container on `network` can connect to."""
+    found = run_python(network, SCAN, json.dumps(addresses), json.dumps(ports))
+    return dict(json.loads(found))
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container of a job."""
+
+    name: str
+
+    @property
+    def state(self) -> Any:
+        return inspect(self.name)["State"]
+
+    @property
+    def restarts(self) -> int:
+        return int(inspect(self.name)["RestartCount"])
+
+    def address(self, network: str) -> str:
+        return str(inspect(self.name)["NetworkSettings"]["Networks"][network]["IPAddress"])
+
+    def execute(self, *command: str) -> str:
+        return docker("exec", self.name, *command)
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Empty while the container is down."""
+        text = docker("exec", self.name, "python", "-m", "app.probe", "/metrics", check=False)
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text + "\n")
+            for sample in family.samples
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics().get(("rolecall_" + name, tuple(sorted(labels.items()))), 0.0)
+
+    def crash(self) -> None:
+        """SIGKILL to its first process, from the host: the engine sees a crash and starts it again."""
+        os.kill(self.state["Pid"], signal.SIGKILL)
+
+    def logs(self) -> str:
+        return subprocess.run(
+            ["docker", "logs", self.name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=DEADLINE, check=False,
+        ).stdout  # fmt: skip
+
+
+class Project:
+    """A compose project: `up`, `make` and `compose` take settings as environment variables."""
+
+    def __init__(self, profile: str, first: str, **settings: str) -> None:
+        self.name = f"rolecall-test-{os.getpid()}-{next(_numbers)}"
+        self.profile, self.first, self.settings = profile, first, settings
+
+    def run(self, *command: str, timeout: float = DEADLINE, **settings: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "COMPOSE_PROJECT_NAME": self.name, **self.settings, **settings}
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    def make(self, target: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        return self.run("make", "--no-print-directory", target, **settings)
+
+    def compose(self, *arguments: str, **settings: str) -> str:
+        done = self.run("docker", "compose", "--profile", self.profile, *arguments, **settings)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def up(self, *arguments: str, **settings: str) -> None:
+        self.compose("up", "--detach", "--no-build", *arguments, **settings)
+
+    def containers(self, service: str = "", everyone: bool = False) -> list[Container]:
+        """The running containers of `service`, or of all of them; `everyone` adds those that have ended."""
+        filters = [f"label=com.docker.compose.project={self.name}"]
+        filters += [f"label=com.docker.compose.service={service}"] if service else []
+        spelled = [part for value in filters for part in ("--filter", value)]
+        names = docker("ps", *(["--all"] if everyone else []), *spelled, "--format", "{{.Names}}")
+        return [Container(name) for name in sorted(names.split())]
+
+    @property
+    def rank0(self) -> Container:
+        return Container(f"{self.name}-{self.first}-1")
+
+    def network(self, name: str) -> str:
+        return f"{self.name}_{name}"
+
+    def left(self) -> list[str]:
+        """Containers, networks and volumes that there are of this project."""
+        label = f"label=com.docker.compose.project={self.name}"
+        found = docker("ps", "--all", "--quiet", "--filter", label).split()
+        for kind in ("network", "volume"):
+            found += docker(kind, "ls", "--quiet", "--filter", label).split()
+        return found
+
+    def step(self) -> float:
+        return self.rank0.metric("step")
+
+    def members(self, role: str) -> float:
+        return self.rank0.metric("gang_members", role=role)
+
+    def trains(self, more: int = 3) -> None:
+        """Wait until `more` further steps are done, of whatever generation."""
+        start = until(self.step, "a first step", DEADLINE)
+        until(lambda: self.step() >= start + more, f"step {start + more:g}", DEADLINE)
+
+    def logs(self) -> str:
+        return "\n".join(
+            "\n".join([f"===== {one.name}", *one.logs().splitlines()[-150:]]) for one in self.containers(everyone=True)
+        )
+
+    def close(self) -> None:
+        self.run("docker", "compose", "--profile", self.profile, "down", "--volumes", "--remove-orphans",
+                 "--timeout", "0")  # fmt: skip
+        assert not self.left()

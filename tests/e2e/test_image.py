@@ -1,0 +1,69 @@
+"""The image: what is in it, and what it does with wrong settings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.e2e.containers import DEADLINE, IMAGE, docker
+
+LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
+
+
+def start(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    variables = [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
+    return subprocess.run(
+        ["docker", "run", "--rm", *LOCKED, *variables, IMAGE, *arguments],
+        capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+
+
+def test_it_is_small_and_says_what_it_is() -> None:
+    image = json.loads(docker("image", "inspect", IMAGE))[0]
+    assert image["Size"] < 1.2e9
+    labels = image["Config"]["Labels"]
+    assert labels["org.opencontainers.image.title"] == "rolecall"
+    assert labels["org.opencontainers.image.version"]
+    assert image["Config"]["User"] == "10001:10001"
+    assert image["Config"]["Entrypoint"] == ["/usr/bin/tini", "--", "python", "-m", "app"]
+
+
+def test_it_holds_no_compiler_no_pip_and_no_cache() -> None:
+    script = (
+        "for tool in gcc cc g++ ld make pip pip3 curl wget; do command -v $tool; done;"
+        "find /root/.cache /var/lib/apt/lists /var/cache/apt /usr/include/c++ /wheels -type f 2>/dev/null;"
+        "python -c 'import pip' 2>/dev/null && echo pip; grep 10001 /etc/passwd"
+    )
+    found = docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", script, check=False)
+    assert found == "rolecall:x:10001:10001::/tmp:/usr/sbin/nologin"
+
+
+def test_its_commands_run() -> None:
+    jobs = start("jobs")
+    assert jobs.returncode == 0, jobs.stderr
+    assert "observer x OBSERVERS" in jobs.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "rolecall: JOB='': is missing (rl)"),
+        ({"JOB": "rl", "ROLE": "judge"}, "rolecall: ROLE='judge': no such role (agent, observer)"),
+        (
+            {"JOB": "rl", "ROLE": "agent", "GAMMA": "2", "NUM_ENVS": "no"},
+            "rolecall: wrong settings: NUM_ENVS='no': ",
+        ),
+        ({"JOB": "rl", "ROLE": "observer", "ENV_ID": "Nope-v0"}, "rolecall: ENV_ID=Nope-v0: cannot be made "),
+        (
+            {"JOB": "rl", "ROLE": "agent"},
+            "rolecall: CHECKPOINT_DIR=/checkpoints: cannot be written (Read-only file system)",
+        ),
+    ],
+)
+def test_wrong_settings_are_one_line_and_code_2(settings: dict[str, str], line: str) -> None:
+    done = start(**settings)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,222 @@
+"""`rl` in containers: solved, scaled, watched, killed, stopped and resumed, and closed to everybody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from app import jobs, telemetry
+from tests.e2e.conftest import Projects
+from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, open_ports, run_python
+from tests.integration.cluster import until
+
+JOB = jobs.get("rl")
+ENDLESS = {
+    "LR": "1e-9",
+    "NUM_ENVS": "8",
+    "ROLLOUT_STEPS": "16",
+    "MAX_ITERATIONS": "1000000",
+    "REJOIN_INTERVAL": "0.5",
+    "CHECKPOINT_INTERVAL": "1",
+    "LOG_INTERVAL": "1000",
+}
+
+
+def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> None:
+    project = projects("rl", "agent")
+    done = project.make("up-rl")
+    assert done.returncode == 0, done.stdout
+    assert "Solved! Running reward is now" in done.stdout
+    assert len(project.containers("observer", everyone=True)) == 2
+    assert not project.containers()  # all have ended
+    assert all(one.state["ExitCode"] == 0 for one in project.containers(everyone=True))
+
+    again = project.make("up-rl")
+    assert again.returncode == 0, again.stdout
+    assert "this job has finished already" in again.stdout
+    assert "Solved!" not in again.stdout
+
+    anew = project.make("up-rl", RESUME="0", INFERENCE="observer")
+    assert anew.returncode == 0, anew.stdout
+    assert re.search(r"an earlier run's checkpoints were moved .*to=/checkpoints/earlier-000001", anew.stdout)
+    assert "Solved! Running reward is now" in anew.stdout
+
+    assert project.make("down").returncode == 0
+    assert not project.left()
+
+
+def test_wrong_settings_end_make_up_rl_with_their_line_and_code_2(projects: Projects) -> None:
+    project = projects("rl", "agent", RESTARTS="1")
+    done = project.make("up-rl", ENV_ID="Nope-v0")
+    assert done.returncode == 2, done.stdout
+    assert "rolecall: ENV_ID=Nope-v0: cannot be made" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not project.containers()
+
+
+def test_wrong_settings_are_no_endless_restart(projects: Projects) -> None:
+    project = projects("rl", "agent", RESTARTS="1")
+    project.up(GAMMA="2")
+    for one in until(lambda: project.containers(everyone=True), "containers"):
+        until(lambda one=one: one.state["Status"] == "exited" and one.restarts == 1, f"the end of {one.name}")
+        assert one.state["ExitCode"] == 2
+        assert one.logs().splitlines() == ["rolecall: wrong settings: GAMMA='2': " + LINE] * 2
+
+
+LINE = "input should be less than or equal to 1 (float, 0 to 1)"
+
+
+@pytest.fixture(scope="module")
+def training(projects: Projects) -> Project:
+    """A job that trains for as long as the tests below need; each leaves it training with two observers."""
+    project = projects("rl", "agent", **ENDLESS)
+    project.up()
+    project.trains()
+    return project
+
+
+def started_at(container: Container) -> str:
+    return str(container.state["StartedAt"])
+
+
+def test_every_rank_is_locked_down(training: Project) -> None:
+    code = """
+import json, os, socket
+status = dict(line.split(':', 1) for line in open('/proc/self/status'))
+def written(path):
+    try:
+        open(path, 'w').close()
+    except OSError as error:
+        return error.errno
+    return 0
+print(json.dumps({
+    'uid': os.getuid(), 'caps': [int(status[name], 16) for name in ('CapInh', 'CapPrm', 'CapEff', 'CapBnd', 'CapAmb')],
+    'no_new_privileges': int(status['NoNewPrivs']), 'seccomp': int(status['Seccomp']),
+    'init': open('/proc/1/comm').read().strip(), 'child': open('/proc/1/task/1/children').read().split(),
+    'root': written('/x'), 'code': written('/srv/rolecall/app/x'), 'tmp': written('/tmp/x'),
+}))
+"""
+    for one in training.containers():
+        found = json.loads(one.execute("python", "-c", code))
+        assert found["uid"] == 10001
+        assert found["caps"] == [0] * 5
+        assert found["no_new_privileges"] == 1
+        assert found["seccomp"] == 2
+        assert found["init"] == "tini"
+        assert len(found["child"]) == 1
+        assert (found["root"], found["code"], found["tmp"]) == (30, 30, 0)  # EROFS
+        assert until(lambda one=one: one.state["Health"]["Status"] == "healthy", f"health of {one.name}")
+
+
+def test_nobody_outside_reaches_a_port(training: Project) -> None:
+    ranks = training.containers()
+    addresses = [one.address(training.network(name)) for one in ranks for name in ("rpc", "metrics")]
+    # the ports that are open: what a rank sees of itself
+    inside = open_ports(training.network("rpc"), [training.rank0.address(training.network("rpc"))])
+    (ports,) = inside.values()
+    assert {8000, 29400, 29500} < set(ports)
+    assert len(ports) > 3, "RPC listens as well"
+    assert not any(open_ports("bridge", addresses, tuple(ports)).values())
+
+
+def test_no_rank_reaches_the_outside(training: Project, outside: str) -> None:
+    (reached,) = open_ports("bridge", [outside], (8080,)).values()
+    assert reached == [8080], "the test's own listener is up"
+    for one in training.containers():
+        (reached,) = json.loads(one.execute("python", "-c", SCAN, json.dumps([outside]), "[8080]")).values()
+        assert reached == []
+
+
+@pytest.fixture
+def outside() -> Iterator[str]:
+    """The address of a listener on port 8080 on the engine's default network, which has a way to the internet."""
+    name = f"rolecall-test-listener-{os.getpid()}"
+    docker("run", "--detach", "--rm", "--name", name, "--entrypoint", "python", IMAGE, "-m", "http.server", "8080")
+    try:
+        until(
+            lambda: json.loads(docker("exec", name, "python", "-c", SCAN, '["127.0.0.1"]', "[8080]"))["127.0.0.1"],
+            "a listener",
+        )
+        yield Container(name).address("bridge")
+    finally:
+        docker("rm", "--force", name)
+
+
+def test_on_metrics_there_are_metrics_and_nothing_else(training: Project) -> None:
+    network = training.network("metrics")
+    ranks = training.containers()
+    found = open_ports(network, [one.address(network) for one in ranks])
+    assert found == {one.address(network): [8000] for one in ranks}
+    rpc = open_ports(network, [one.address(training.network("rpc")) for one in ranks], (8000, 29400, 29500))
+    assert not any(rpc.values())
+
+
+def test_metrics_of_each_role(training: Project) -> None:
+    fetch = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+    printed = training.make("metrics").stdout
+    assert printed.count("rolecall_rank_info{") == 3
+    for role in JOB.roles:
+        rank, first = training.containers(role.name)[0], role is JOB.roles[0]
+        text = run_python(training.network("metrics"), fetch, f"http://{rank.name}:8000/metrics")
+        declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if first else ())
+        declared += tuple(telemetry.of_role(telemetry.WORKER + jobs.metrics(JOB), role.name, first))
+        # an event that has not happened yet has no sample
+        names = {metric.full_name for metric in declared if not re.search("drop|lost|fail|checkpoint", metric.name)}
+        assert names - served(text) <= {"rolecall_recovery_seconds"}
+        assert served(text) <= {metric.full_name for metric in declared}
+        assert f"# ======== {rank.name}\n" in printed
+
+
+def served(text: str) -> set[str]:
+    """The metrics in an exposition; a counter's family is named without its `_total` by the workers' collector."""
+    families = re.findall(r"^# TYPE (\S+) (\S+)", text, re.MULTILINE)
+    return {name if kind != "counter" or name.endswith("_total") else name + "_total" for name, kind in families}
+
+
+def test_status_shows_the_ranks(training: Project) -> None:
+    lines = training.make("ps-status").stdout.splitlines()
+    rows = [line.split() for line in lines if " running " in line]
+    assert sorted((row[1], row[2]) for row in rows) == [("agent", "0"), ("observer", "0"), ("observer", "1")]
+
+
+def test_scaled_up_and_down_while_it_trains(training: Project) -> None:
+    for observers in (4, 1, 2):
+        before = training.step()
+        training.up("--scale", f"observer={observers}")
+        assert len(training.containers("observer")) == observers
+        until(lambda n=observers: training.members("observer") == n, f"{observers} observers in the gang")
+        assert training.step() >= before  # no finished step is lost
+        training.trains()
+    assert training.rank0.restarts == 0
+
+
+@pytest.mark.parametrize("service", ["observer", "agent"])
+def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
+    victim = training.containers(service)[0]
+    restarts, started = victim.restarts, started_at(victim)
+    written = newest_checkpoint(training)
+    victim.crash()
+    until(lambda: victim.restarts == restarts + 1 and started_at(victim) != started, f"{victim.name} started again")
+    until(lambda: training.members("observer") == 2 and training.step() > 0, "the gang whole again")
+    assert training.step() >= written
+    training.trains()
+
+
+def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
+    assert training.make("stop").returncode == 0
+    everyone = training.containers(everyone=True)
+    assert [one.state["ExitCode"] for one in everyone] == [0] * len(everyone)
+    written = newest_checkpoint(training)
+    training.up()
+    until(lambda: training.step() > written, "further steps")
+    starts = re.findall(r"\btraining .*?\biteration=(\d+)", training.rank0.logs())
+    assert int(starts[-1]) == written
+
+
+def newest_checkpoint(project: Project) -> int:
+    """The step of the newest checkpoint, by the agent's log."""
+    return int(re.findall(r"checkpoint-\d+-(\d+)\.pt", project.rank0.logs())[-1])

@@ -83,10 +83,13 @@ class Container:
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """Empty while the container is down."""
-        text = docker("exec", self.name, "python", "-m", "app.probe", "/metrics", check=False)
+        asked = subprocess.run(
+            ["docker", "exec", self.name, "python", "-m", "app.probe", "/metrics"],
+            capture_output=True, text=True, timeout=DEADLINE, check=False,
+        )  # fmt: skip
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(text + "\n")
+            for family in text_string_to_metric_families(asked.stdout if asked.returncode == 0 else "")
             for sample in family.samples
         }
 

@@ -173,7 +173,7 @@ def test_the_table_has_every_variable() -> None:
         assert set(named.split()) <= set(names)
         assert {name.lower() for name in names} == set(settings.model_fields)
         for name, kind, _, _, meaning in rows:
-            assert re.fullmatch(r"str|int|float|path|secret|[a-z]+(\|[a-z]+)+", kind), name
+            assert re.fullmatch(r"str|int|float|bool|path|secret|[a-z]+(\|[a-z]+)+", kind), name
             assert len(meaning) > 10, name
 
 

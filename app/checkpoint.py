@@ -75,6 +75,8 @@ class Checkpoints:
             try:
                 return read(path, self.job)
             except CheckpointError as error:
+                if not path.exists():
+                    return self.newest()  # one who writes replaced it by a newer one meanwhile
                 problems.append(str(error))
                 self._bad.add(path)
                 self._complain(str(error))

@@ -82,7 +82,7 @@ class Coordinator:
         self._write_generation(persisted.number, persisted.members, must=persisted.number == 0 or not s.resume)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._beat)
-        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=2 * s.lease_seconds)
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=s.lease_seconds)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, s.bind_addr, s.control_port).start()

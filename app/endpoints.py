@@ -39,7 +39,7 @@ async def serve(
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/healthz", says(unhealthy)), web.get("/readyz", says(unready))]  # type: ignore[arg-type]
     )
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # scrapers ask more often
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port).start()

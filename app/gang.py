@@ -17,7 +17,7 @@ from typing import Any
 
 from app.admission import Admission, Progress
 from app.config import FAILED, USAGE
-from app.protocol import ERRORS, Effect, Key, Order, Report, Role, Rules, name_of
+from app.protocol import ERRORS, HOLD, Effect, Key, Order, Report, Role, Rules, name_of
 from app.roster import Generation, Member, Roster, same_node
 
 ACTIVE = ("running", "draining", "stopping")
@@ -27,8 +27,7 @@ OVER = ("finished", "failed")
 class Gang:
     """The coordinator's mind. `incarnation` is rank 0's own: nobody else can be rank 0.
 
-    `last` and `previous` are the last generation's number and members, as persisted; `done` is DONE's summary where the
-    job has finished already.
+    `last`, `previous`: the last generation's number and members, as persisted; `done`: DONE's summary, if there is one.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Gang:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
                 self._gone(key, "left", f"{name_of(key)} left", now)
         for role in self.roles.values():
-            if self.state == "running" and self._count(role.name) < role.minimum:
+            if self.state == "running" and now >= self.generation.hold_until and self._count(role.name) < role.minimum:
                 self._stop("lost", f"fewer than {role.minimum} {role.name} left", now)
         if self.state != "running" or now < self.generation.drain_after:
             return
@@ -249,12 +248,14 @@ class Gang:
         """A member's worker is no more, or given up: the generation ends, or goes on without an elastic one."""
         if not self._live(key) or self._finishing:
             return
-        if self._elastic(key) and cause != "left":
+        if self._elastic(key) and cause not in ("left", "lost"):
             self._admission.died(key, now - self.generation.started, now)
         if not self._elastic(key) or not self.generation.connected:
             self._stop(cause, reason, now)
             return
         self.generation.lost[key] = cause
+        if cause == "lost":  # of a peer: who that was will be heard in a moment
+            self.generation.hold_until = now + HOLD
         self.epoch += 1
         self.members[key].told = self.epoch
         self.events.append(("lost", {"cause": cause, "reason": reason}))

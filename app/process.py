@@ -97,7 +97,8 @@ class WorkerProcess:
         """End it now. `why` is the outcome to report, unless it had told of its end itself."""
         self._why = self._why or why
         if self._pidfd >= 0:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended; its exit is on the way
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def silent(self, lease: float) -> bool:
         return self.alive and self._pidfd >= 0 and time.monotonic() - self.heard_at > lease

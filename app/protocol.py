@@ -9,6 +9,7 @@ Key = tuple[str, int]
 ALIVE = ("starting", "running")
 ERRORS = ("failed", "crashed")  # outcomes that count as failures; one killed from outside does not
 MAX_BACKOFF = 300.0
+HOLD = 0.3  # seconds from one rank's loss of a peer until that peer's own end is known
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Generation:
     lost: dict[Key, str] = field(default_factory=dict)  # elastic ranks that it goes on without, and why
     drains_failed: int = 0
     drain_after: float = 0.0
+    hold_until: float = 0.0
 
     def has(self, key: Key, member: Member | None) -> bool:
         """Whether `member`, in its present incarnation, belongs to it."""

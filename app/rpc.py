@@ -6,6 +6,7 @@ The only file that initialises RPC. A process connects once: workers are fresh p
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import time
 import warnings
@@ -25,11 +26,18 @@ from app.telemetry import Timer
 from app.world import World
 
 SCHEME = "rolecall"
+# what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
+GONE = re.compile(r"originated at tensorpipe|RPCErr:1:")
 _metrics: Any = None
 
 
 class PeerLostError(RuntimeError):
     """A peer that this rank cannot do without is gone or silent; the gang regroups, it is no failure of this rank."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` says that a peer is gone or silent, here or at a peer that was called."""
+    return isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and bool(GONE.search(str(error))))
 
 
 def connect(world: World) -> None:
@@ -56,7 +64,7 @@ def connect(world: World) -> None:
         try:
             rpc.init_rpc(world.me.name, rank=world.me.rank, world_size=len(world.members), rpc_backend_options=options)
         except (RuntimeError, dist.DistError) as error:
-            raise PeerLostError(f"no RPC with all of generation {world.generation}: {_first_line(error)}") from error
+            raise PeerLostError(f"no RPC with all of generation {world.generation}: {first_line(error)}") from error
     rpc._set_rpc_timeout(settings.rpc_timeout)  # type: ignore[attr-defined]
     _metrics.rpc_connect_seconds.set(timer.seconds)
 
@@ -154,5 +162,5 @@ def payload_bytes(value: Any) -> int:
             return int(getattr(value, "nbytes", 0))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -88,10 +88,11 @@ def main(task: Task, connection: Connection) -> None:
             result = ("result", "finished", "", 0, {})
     except UsageError as error:
         result = ("result", "refused", str(error), 0, {})
-    except rpc.PeerLostError as error:
-        result = ("result", "lost", str(error), 0, {})
-    except Exception:
-        result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
+    except Exception as error:
+        if rpc.is_lost(error):
+            result = ("result", "lost", rpc.first_line(error), 0, {})
+        else:
+            result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
     line.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,32 @@ class Rank:
         worker.send_signal(number)
         return int(worker.pid)
 
+    def processes(self, part: str = "rank") -> list[psutil.Process]:
+        """The processes of a part of the rank: `worker`, `supervisor`, or the whole `rank`."""
+        if part == "worker":
+            return [until(self.worker, f"a worker of {self.name}")]
+        supervisor = psutil.Process(self.pid)
+        return [supervisor] if part == "supervisor" else [supervisor, *supervisor.children(recursive=True)]
+
+    @contextlib.contextmanager
+    def frozen(self, part: str) -> Iterator[list[psutil.Process]]:
+        """SIGSTOP to a part of the rank, and SIGCONT afterwards to what is left of it."""
+        stopped = self.processes(part)
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield stopped
+        finally:
+            for process in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
+    def kill_supervisor(self) -> None:
+        """SIGKILL to the supervisor alone."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(DEADLINE)
+
     def kill(self) -> None:
         """SIGKILL to the supervisor, the fork server and the worker at once."""
         if self.process and self.process.poll() is None:
@@ -139,7 +165,7 @@ class Cluster:
 
     def __init__(self, directory: Path, **settings: str) -> None:
         self.directory = directory
-        self.checkpoints = directory / "checkpoints"
+        self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
         # short, for the sockets that lie in it
         self.temporary = tempfile.mkdtemp(prefix="rolecall-test-")
         master, control = free_ports(2)

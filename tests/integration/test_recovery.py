@@ -66,8 +66,7 @@ def test_supervisor_alone_killed(cluster: MakeCluster) -> None:
     job = cluster(CHECKPOINT_INTERVAL="0.2").start()
     job.trains()
     orphan = until(job.agent.worker, "a worker").pid
-    job.agent.process.send_signal(signal.SIGKILL)  # type: ignore[union-attr]
-    job.agent.wait()
+    job.agent.kill_supervisor()
     until(lambda: not alive(orphan), "the orphan to end by itself")
     job.agent.start()
     job.trains()

@@ -16,7 +16,7 @@ from app import rpc as rolecall_rpc
 from app import telemetry
 from app.checkpoint import CheckpointError
 from app.jobs.rl import RlSettings, envs, model
-from app.jobs.rl.batching import Batcher
+from app.jobs.rl.batching import Answer, Batcher
 from app.jobs.rl.envs import Trajectory
 from app.jobs.rl.learner import Learner
 from app.jobs.rl.observer import Observer, Rollout, group_sizes, rollout
@@ -34,7 +34,7 @@ def run(world: World) -> Outcome:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def act(observer: str, group: int, message: bytes, last: bool) -> torch.futures.Future[bytes]:
+def act(observer: str, group: int, message: bytes, last: bool) -> torch.futures.Future[Answer]:
     """Called by an observer at each step of a group of its environments; answered with the group's actions."""
     assert _agent is not None
     return _agent.batcher.submit((observer, group), message, last)
@@ -182,10 +182,15 @@ class Agent:
             if answer is None or name in self.world.lost:
                 self.log.warning("observer lost", observer=name)
                 continue
+            problem = "it failed"
             try:
-                rollouts[name] = answer.value()
-            except Exception as error:  # the remote end's, of any type: without this observer, then
-                self.log.warning("observer given up", observer=name, problem=str(error).strip().splitlines()[-1:])
+                found = answer.value()
+            except RuntimeError as error:  # the call's own: the observer is gone or silent
+                found, problem = None, rolecall_rpc.first_line(error)
+            if found is not None:
+                rollouts[name] = found
+            else:
+                self.log.warning("observer given up", observer=name, problem=problem)
                 self.world.give_up(name)
         return {name: found for name, found in rollouts.items() if name not in self.world.lost}
 

@@ -13,7 +13,9 @@ import numpy as np
 from torch.futures import Future
 
 from app.jobs.rl.envs import Array, Recorder, Trajectory, unpack
+from app.rpc import PeerLostError
 
+Answer = bytes | Exception  # actions, or what the caller is to raise
 Source = tuple[str, int]  # an observer's name and the number of one of its groups
 
 
@@ -22,7 +24,7 @@ class Call:
     source: Source
     recorder: Recorder
     observations: Array
-    answer: Future[bytes]
+    answer: Future[Answer]
     waiting_since: float
 
 
@@ -56,7 +58,7 @@ class Batcher:
     def begin(self, sources: list[Source], version: int) -> None:
         """Record a new rollout of these groups; what is left of the one before is dropped."""
         with self._condition:
-            self._fail(list(self._calls), "the rollout is over")
+            self._fail(list(self._calls), PeerLostError("the rollout is over"))
             self._calls.clear()
             self._recorders = {source: Recorder(version) for source in sources}
             self._finished = {}
@@ -67,22 +69,25 @@ class Batcher:
             for source in [source for source in self._recorders if source[0] == name]:
                 del self._recorders[source]
                 self._finished.pop(source, None)
-            self._fail([call for call in self._calls if call.source[0] == name], f"{name} was given up")
+            self._fail([call for call in self._calls if call.source[0] == name], PeerLostError(f"{name} was given up"))
             self._calls = deque(call for call in self._calls if call.source[0] != name)
             self._condition.notify()
 
-    def submit(self, source: Source, message: bytes, last: bool) -> Future[bytes]:
-        """A group's observations, with the rewards and ends that led to them; the answer is its actions (int64).
+    def submit(self, source: Source, message: bytes, last: bool) -> Future[Answer]:
+        """A group's observations, with the rewards and ends that led to them; the answer is its actions (int64), or
+        what the caller is to raise: PeerLostError where the group is not part of the rollout, or the policy's error.
 
         The `last` call of a rollout completes its trajectory and is answered at once, with nothing.
-        Raises RuntimeError for a group that is not part of the rollout, ValueError for a message of another shape.
+        Raises ValueError for a message of another shape.
         """
         observations, rewards, ends = unpack(message, self._shape, self._dtype)
-        answer: Future[bytes] = Future()
+        answer: Future[Answer] = Future()
         with self._condition:
             recorder = self._recorders.get(source)
             if recorder is None or source in self._finished:
-                raise RuntimeError(f"group {source[1]} of {source[0]} is not part of this rollout: it was given up")
+                problem = f"group {source[1]} of {source[0]} is not part of this rollout: it was given up"
+                answer.set_result(PeerLostError(problem))
+                return answer
             recorder.see(observations, rewards, ends)
             if last:
                 self._finished[source] = recorder.trajectory()
@@ -100,7 +105,7 @@ class Batcher:
     def close(self) -> None:
         with self._condition:
             self._closed = True
-            self._fail(list(self._calls), "the agent has ended")
+            self._fail(list(self._calls), PeerLostError("the agent has ended"))
             self._calls.clear()
             self._condition.notify()
         self._thread.join(10)
@@ -114,9 +119,7 @@ class Batcher:
             try:
                 self._answer(batch)
             except Exception as error:  # the callers hear of it, and end with it
-                for call in batch:
-                    if not call.answer.done():
-                        call.answer.set_exception(error)  # type: ignore[arg-type]
+                self._fail([call for call in batch if not call.answer.done()], error)
 
     def _next_batch(self) -> list[Call] | None:
         """Wait for a batch; None once closed. The condition is held."""
@@ -155,12 +158,12 @@ class Batcher:
                     call.recorder.choose(own)
                     answers.append((call.answer, own.tobytes()))
                 else:  # `begin` or `drop` came while the policy computed
-                    self._fail([call], "the rollout is over")
+                    self._fail([call], PeerLostError("the rollout is over"))
         for answer, own_bytes in answers:
             if not answer.done():
                 answer.set_result(own_bytes)
 
     @staticmethod
-    def _fail(calls: list[Call], why: str) -> None:
+    def _fail(calls: list[Call], error: Exception) -> None:
         for call in calls:
-            call.answer.set_exception(RuntimeError(why))  # type: ignore[arg-type]
+            call.answer.set_result(error)  # RPC would pass an exception that was set on as a value all the same

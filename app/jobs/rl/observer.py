@@ -6,7 +6,7 @@ import queue
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -82,13 +82,21 @@ class Observer:
         while not last:
             last = self._over(steps)
             for number, group in enumerate(self.groups):
-                group.step(np.frombuffer(waiting[number].wait(), np.int64))
+                group.step(np.frombuffer(self._answer(waiting[number]), np.int64))
                 self._count(group)
                 waiting[number] = self._ask(number, last)
             steps += 1
         for answer in waiting:
-            answer.wait()
+            self._answer(answer)
         return steps
+
+    @staticmethod
+    def _answer(call: torch.futures.Future[Any]) -> bytes:
+        """The actions that the agent answered; raises what it answered instead."""
+        answer = call.wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return cast(bytes, answer)
 
     def _ask(self, number: int, last: bool) -> torch.futures.Future[Any]:
         from app.jobs.rl.agent import act
@@ -136,12 +144,12 @@ def group_sizes(settings: RlSettings) -> list[int]:
     return [count] if count == 1 or settings.inference == "observer" else [count - count // 2, count // 2]
 
 
-def rollout(observer: rpc.RRef[Observer], policy: dict[str, torch.Tensor] | None, version: int) -> Rollout:
-    """Called by the agent, with its RRef, where the observer lives."""
+def rollout(observer: rpc.RRef[Observer], policy: dict[str, torch.Tensor] | None, version: int) -> Rollout | None:
+    """Called by the agent, with its RRef, where the observer lives. None where that is of no more use: its supervisor
+    tells the gang why."""
     try:
         found: Rollout = observer.local_value().rollout(policy, version)
         return found
-    except Exception as error:
-        # this worker is of no more use; its supervisor tells the gang why
+    except Exception as error:  # `run` raises it
         _failure.put(error)
-        raise
+        return None

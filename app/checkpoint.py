@@ -94,7 +94,11 @@ class Checkpoints:
         """
         import torch
 
-        if self._fence is not None and (owner := self._fence()) > self.generation:
+        try:
+            owner = self._fence() if self._fence else 0
+        except UsageError as error:
+            raise CheckpointError(f"{error}: nothing written") from error
+        if owner > self.generation:
             raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
         buffer = io.BytesIO()
         torch.save(state, buffer)

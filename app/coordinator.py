@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from app import protocol, rundir, telemetry
+from app import endpoints, protocol, rundir, telemetry
 from app.config import Settings, UsageError
 from app.gang import Gang
 from app.protocol import Effect, Order, RejectedError, Report
@@ -24,6 +24,7 @@ from app.protocol import Effect, Order, RejectedError, Report
 PATH = "/v1/beat"
 MAX_BODY = 64 * 1024
 TICK = 0.1
+SAY = 10.0  # seconds between two lines that say the same
 _report = TypeAdapter(Report)
 
 
@@ -46,7 +47,8 @@ class Coordinator:
         self._incarnation = incarnation
         self._wake = asyncio.Event()
         self._epoch = 0
-        self._said = 0.0
+        self._said = self._complained = float("-inf")
+        self._persisted = rundir.Persisted()
         self._runner: web.AppRunner | None = None
         self._lock: rundir.Lock | None = None
 
@@ -84,12 +86,7 @@ class Coordinator:
         app.router.add_post(PATH, self._beat)
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=s.lease_seconds)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, s.bind_addr, s.control_port).start()
-        except OSError as error:
-            raise UsageError(
-                f"CONTROL_PORT={s.control_port}: cannot listen on it ({error.strerror}); choose another"
-            ) from error
+        await endpoints.listen(self._runner, s.bind_addr, s.control_port, "CONTROL_PORT")
 
     def _start_anew(self, earlier: rundir.Persisted) -> rundir.Persisted:
         """Move an earlier run's files aside; the next shares nothing with it but the numbers, which never repeat."""
@@ -127,7 +124,8 @@ class Coordinator:
     def _pump(self) -> None:
         gang, now = self.gang, time.monotonic()
         while (effect := gang.tick(now)) is not None:
-            self._make(effect)
+            if not self._make(effect):
+                break  # the next tick tries again
             gang.confirm(effect, now)
         for kind, details in gang.events:
             self._tell(kind, details)
@@ -137,7 +135,7 @@ class Coordinator:
             members, registered = gang.counts(role.name)
             self.metrics.gang_members.labels(role.name).set(members)
             self.metrics.gang_registered.labels(role.name).set(registered)
-        if gang.state == "gathering" and now - max(self._said, gang.since) > 10:
+        if gang.state == "gathering" and now - max(self._said, gang.since) > SAY:
             self._said = now
             self.log.info("waiting", missing=", ".join(gang.missing(now)), deadline_s=self.settings.rejoin_timeout)
         if gang.epoch != self._epoch:
@@ -145,25 +143,31 @@ class Coordinator:
             self._wake.set()
             self._wake = asyncio.Event()
 
-    def _make(self, effect: Effect) -> None:
+    def _make(self, effect: Effect) -> bool:
+        """Whether the gang may go on: a number that is not on disk could be used twice."""
         if effect.kind == "begin":
-            self._write_generation(effect.generation, effect.members)
-            return
+            return self._write_generation(effect.generation, effect.members)
         try:
             rundir.write_done(self.settings.checkpoint_dir, effect.summary)
         except OSError as error:
             self.log.error("DONE cannot be written; a restart would train on", problem=error.strerror)
+        return True
 
-    def _write_generation(self, number: int, members: tuple[protocol.Key, ...], must: bool = False) -> None:
+    def _write_generation(self, number: int, members: tuple[protocol.Key, ...], must: bool = False) -> bool:
         directory = self.settings.checkpoint_dir
-        self._persisted = rundir.Persisted(number, self.job, members, self.node)
+        persisted = rundir.Persisted(number, self.job, members, self.node)
         try:
-            rundir.write_generation(directory, self._persisted)
+            rundir.write_generation(directory, persisted)
         except OSError as error:
             if must:
                 raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
-            # the number cannot repeat while this process lives, and nothing else can be written there either
-            self.log.error("the generation's number cannot be written", problem=error.strerror)
+            if time.monotonic() - self._complained > SAY:
+                self._complained = time.monotonic()
+                self.log.error("no generation can start: its number cannot be written to CHECKPOINT_DIR",
+                               directory=str(directory), problem=error.strerror)  # fmt: skip
+            return False
+        self._persisted = persisted
+        return True
 
     def _tell(self, kind: str, details: dict[str, Any]) -> None:
         match kind:

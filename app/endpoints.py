@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from aiohttp import web
@@ -41,10 +42,15 @@ async def serve(
     )
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # scrapers ask more often
     await runner.setup()
-    try:
-        await web.TCPSite(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port).start()
-    except OSError as error:
-        raise UsageError(
-            f"METRICS_PORT={settings.metrics_port}: cannot listen on it ({error.strerror}); choose another"
-        ) from error
+    await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
     return runner
+
+
+async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:
+    """Let `runner` serve on `host`. Raises UsageError where the port, which `variable` names, cannot be had."""
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        # asyncio's own text is long; a name's resolution has an errno of another kind
+        problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise UsageError(f"{variable}={port}: cannot listen on it at {host} ({problem}); choose another") from error

@@ -26,7 +26,6 @@ OVER = ("finished", "failed")
 
 class Gang:
     """The coordinator's mind. `incarnation` is rank 0's own: nobody else can be rank 0.
-
     `last`, `previous`: the last generation's number and members, as persisted; `done`: DONE's summary, if there is one.
     """
 
@@ -170,11 +169,12 @@ class Gang:
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):
             return None
-        if missing := self.missing(now):
-            if now - self.since > self.rules.rejoin_timeout:
-                self._fail(f"waited {self.rules.rejoin_timeout:g} s for {', '.join(missing)}", FAILED, now)
-            return None
-        return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
+        missing, late = self.missing(now), now - self.since > self.rules.rejoin_timeout
+        if late:
+            what = ", ".join(missing) or "the disk to take its number"
+            self._fail(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, now)
+        begin = Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
+        return None if late or missing else begin
 
     def missing(self, now: float) -> list[str]:
         """What a start still waits for, in words."""

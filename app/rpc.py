@@ -103,8 +103,9 @@ def _listen(settings: Settings) -> socket.socket:
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                where = f"{settings.bind_addr} ({error.strerror})"
                 raise UsageError(
-                    f"MASTER_PORT={settings.master_port}: cannot listen on it ({error.strerror}); choose another"
+                    f"MASTER_PORT={settings.master_port}: cannot listen on it at {where}; choose another"
                 ) from error
             time.sleep(0.1)  # a port has no event for becoming free
 

@@ -65,7 +65,17 @@ def read_generation(directory: Path) -> Persisted:
 
 
 def write_generation(directory: Path, persisted: Persisted) -> None:
-    write_atomically(directory / GENERATION, json.dumps(asdict(persisted)).encode())
+    path, content = directory / GENERATION, json.dumps(asdict(persisted)).encode()
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with path.open("r+b") as file:  # a full disk: but these blocks are there already
+            file.write(content)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_done(directory: Path) -> dict[str, Any] | None:
@@ -137,6 +147,10 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+class TakenError(UsageError):
+    """Another process holds the lock."""
+
+
 class Lock:
     """An exclusive lock on a directory, held until the process ends or `release`."""
 
@@ -163,7 +177,7 @@ def lock(directory: Path, name: str, timeout: float) -> Lock:
                 file.close()
                 raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be locked ({error.strerror})") from error
     file.close()
-    raise UsageError(f"CHECKPOINT_DIR={directory}: is in use by another running job; give each its own directory")
+    raise TakenError(f"CHECKPOINT_DIR={directory}: is in use by another running job; give each its own directory")
 
 
 def _attempts(timeout: float) -> Iterator[None]:

@@ -130,7 +130,10 @@ def _checkpoints(task: Task) -> Checkpoints:
     directory: Path = settings.checkpoint_dir
     global _lock
     # the worker before this one may take a moment to be gone; the lock lives as long as this process
-    _lock = rundir.lock(directory, rundir.WRITER_LOCK, settings.lease_seconds)
+    try:
+        _lock = rundir.lock(directory, rundir.WRITER_LOCK, settings.lease_seconds)
+    except rundir.TakenError as error:  # frozen, perhaps: the next generation tries again
+        raise rpc.PeerLostError(f"the worker before this one has not ended: {error}") from error
     log = telemetry.log()
     return Checkpoints(
         directory,

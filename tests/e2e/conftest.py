@@ -11,6 +11,15 @@ import pytest
 from tests.e2e.containers import IMAGE, ROOT, Project
 
 Projects = Callable[..., Project]
+ENDLESS = {  # learns too slowly to be solved
+    "LR": "1e-9",
+    "NUM_ENVS": "8",
+    "ROLLOUT_STEPS": "16",
+    "MAX_ITERATIONS": "1000000",
+    "REJOIN_INTERVAL": "0.5",
+    "CHECKPOINT_INTERVAL": "1",
+    "LOG_INTERVAL": "1000",
+}
 _open: list[Project] = []
 
 
@@ -44,3 +53,9 @@ def projects() -> Iterator[Projects]:
     for project in made:
         _open.remove(project)
         project.close()
+
+
+@pytest.fixture(scope="session")
+def endless() -> dict[str, str]:
+    """Settings of `rl` with which it trains for as long as a test needs."""
+    return ENDLESS

@@ -15,15 +15,6 @@ from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, open_p
 from tests.integration.cluster import until
 
 JOB = jobs.get("rl")
-ENDLESS = {
-    "LR": "1e-9",
-    "NUM_ENVS": "8",
-    "ROLLOUT_STEPS": "16",
-    "MAX_ITERATIONS": "1000000",
-    "REJOIN_INTERVAL": "0.5",
-    "CHECKPOINT_INTERVAL": "1",
-    "LOG_INTERVAL": "1000",
-}
 
 
 def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> None:
@@ -71,9 +62,9 @@ LINE = "input should be less than or equal to 1 (float, 0 to 1)"
 
 
 @pytest.fixture(scope="module")
-def training(projects: Projects) -> Project:
+def training(projects: Projects, endless: dict[str, str]) -> Project:
     """A job that trains for as long as the tests below need; each leaves it training with two observers."""
-    project = projects("rl", "agent", **ENDLESS)
+    project = projects("rl", "agent", **endless)
     project.up()
     project.trains()
     return project

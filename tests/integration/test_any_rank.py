@@ -56,8 +56,8 @@ def test_a_frozen_worker_that_was_given_up_writes_nothing(cluster: MakeCluster) 
         written = rundir.read_generation(job.checkpoints).number
         job.agent.kill_supervisor()
         job.agent.start()
-        # the old worker holds the writer's lock until it is gone: so the new one says what it waits for
-        until(lambda: job.agent.metric("gang_state", state="gathering") == 1, "the new coordinator to gather")
+        # the old worker holds the writer's lock until it is gone: so no new one can write beside it
+        until(lambda: "the worker before this one has not ended" in job.agent.text(), "a new worker to be kept out")
         assert alive(old.pid)
     until(lambda: not alive(old.pid), "the thawed worker to end by itself")
     is_whole(job)
@@ -276,6 +276,10 @@ def test_a_volume_that_fills_up_does_not_stop_training(cluster: MakeCluster, vol
     until(lambda: job.agent.metric("checkpoint_failures_total") > 0, "a checkpoint to fail")
     assert "no checkpoint written; training goes on" in job.agent.text()
     job.trains()
+    generation = job.agent.metric("generation")
+    job.agent.kill_worker()  # a number for the next generation finds a place all the same
+    until(lambda: job.agent.metric("generation") > generation, "the next generation")
+    is_whole(job)
     good = checkpoint.newest_first(volume / "run")[0]
     checkpoint.read(good, "rl")
     written = appears(job.agent, "checkpoint file=")

@@ -1,39 +1,61 @@
-"""A gang on a simulated clock: its coordinator, supervisors, workers, containers and network, and what befalls them.
-
-Everything is drawn from one seed, so a schedule that breaks a promise can be run again:
+"""A gang on a simulated clock: its coordinator, supervisors, workers, containers, disk and network, and what befalls
+them. Everything is drawn from one seed, so a schedule that breaks a promise can be run again:
 
     python -m tests.unit.gang_simulation SEED
 
-prints what happened in it. `app.gang` is the code under test; the supervisor, the worker and the network are models of
-app/supervisor.py, app/process.py, a job, and TCP. The promises (`Violation` says which one was broken):
+prints what happened in it; without SEED, and with --schedules and --seed, many are played (`make simulate`).
 
-- Generation numbers only grow, over any number of coordinators.
-- When a generation begins, no worker of an older one runs, save one that is frozen (SIGSTOP) or was until `AWAKE`
-  seconds ago, and one whose supervisor was killed at most `ORPHAN` seconds ago. None is started later either. The
-  coordinator itself believes in none. (One more excuse: where two containers have one ordinal, the first one's worker
-  ends within its supervisor's fence when rank 0 is restarted and hears of the second one first.)
+`app.gang` is the code under test; the rest are models: of the supervisor, the coordinator around the gang, the worker
+and what it writes, the locks, the rendezvous store, and TCP. What befalls them: kills of workers, supervisors and
+containers, several at the same instant and in every phase (`PHASES`); SIGSTOP of a worker, of a supervisor alone, of
+both; a frozen worker whose supervisor is killed; cuts in one or both directions, that heal or do not; delay, loss,
+duplicates, reordering; a disk that refuses; SIGTERM; newcomers; two containers of one ordinal; a second rank 0 on the
+same directory while the first is frozen, cut off or well.
+
+The promises (`Violation` says which one was broken):
+
+- Generation numbers only grow, over any number of coordinators, whatever the disk refused. One generation runs at a
+  time: when one begins, no other coordinator that lives or is frozen runs one, and the one that begins it believes in
+  no worker.
+- In truth, when a generation begins, no worker of an older one runs, save one that is frozen (SIGSTOP) or was until
+  `AWAKE` seconds ago; one whose supervisor is frozen or was until `AWAKE` seconds ago; and one whose supervisor was
+  killed at most `ORPHAN` seconds ago (after it goes on itself, where it was frozen). None is started later either. (One
+  more excuse: where two containers have one ordinal, the first one's worker ends within its supervisor's fence when
+  rank 0 is restarted and hears of the second one first.)
+- What is so excused does no harm: it sets about no checkpoint once a newer generation has begun, none of its arrives
+  after a newer generation's worker 0 has read them, and it meets no worker of another generation at the store.
 - A place in a generation is taken by one worker.
-- DONE is written when worker 0 of the generation has reported success, and nothing begins after it.
+- DONE is written once, when worker 0 of the generation has reported success; nothing begins after it, the gang stays
+  finished or failed, and a new coordinator finds it finished. (Where the disk refuses DONE, that is logged, and rank 0
+  started again trains on: such a schedule ends as "forgotten".)
 - A generation ends only where a fixed rank is in trouble, an elastic role falls below its minimum, or it is drained; an
   elastic rank's loss ends it only while the workers are still connecting to each other.
 - A member is given up for its silence only after a whole lease in which the coordinator was awake.
 - The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, or by a wait of
   `rejoin_timeout`; where all workers raise, it does fail.
 - No finished step is lost by a drain.
-- Once nothing happens any more, the job trains, or is over and everybody has heard so, within `SETTLE` seconds.
+- Once nothing happens any more, the job trains, or is over and everybody has heard so, within `SETTLE` seconds; also
+  where an elastic rank that it can do without stays cut off.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import sys
+import textwrap
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
 from app.config import FAILED, USAGE
-from app.gang import Gang
+from app.gang import ACTIVE, OVER, Gang
 from app.protocol import ALIVE, Effect, Key, Order, RejectedError, Report, Role, Rules, name_of
 
 LEASE = 6.0
@@ -61,19 +83,40 @@ JOBS = (
 )
 
 
+PHASES = ("gathering", "running", "draining", "stopping", "finishing", "over", "writing")
+
+
 class Violation(AssertionError):  # noqa: N818 - it is no error of the program's
     """A promise was broken; the message says which, when, and by what seed."""
 
 
+@dataclass(frozen=True)
+class Safeguards:
+    """What keeps the promises around `gang`, each to be left out to see that it is needed."""
+
+    fence: float = FENCE  # of a lease without an answer, and a supervisor ends its worker
+    number_first: bool = True  # no generation starts before the disk has taken its number
+    coordinator_lock: bool = True  # one coordinator a directory
+    writer_lock: bool = True  # one process that writes checkpoints; the next one waits for its end
+    write_fence: bool = True  # a writer looks at the newest generation's number first
+    prefix: bool = True  # the rendezvous store's keys carry the generation's number
+    orphans_end: bool = True  # a worker ends when its supervisor's pipe closes
+    locked_out: str = "lost"  # how a worker ends that waited a lease for the writer's lock
+
+
+SAFE = Safeguards()
+
+
 @dataclass
 class Result:
-    """How a schedule went."""
+    """How a schedule went: what the gang told of, and what befell it."""
 
     seed: int
     state: str
     generations: int
     settled_after: float
     events: dict[str, int]
+    befell: dict[str, int]
 
 
 class Process:
@@ -82,14 +125,15 @@ class Process:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.frozen = self.dead = False
+        self.frozen_until = 0.0
         self.thawed_at = self.died_at = float("-inf")
         self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
-    def freeze(self) -> None:
-        self.frozen = True
+    def freeze(self, until: float) -> None:
+        self.frozen, self.frozen_until = True, max(self.frozen_until, until)
 
     def thaw(self) -> None:
-        if not self.frozen:
+        if not self.frozen or self.simulation.now < self.frozen_until:
             return
         self.frozen, self.thawed_at = False, self.simulation.now
         self.simulation.random.shuffle(self.held)  # timers and sockets are ready at once, in no particular order
@@ -120,8 +164,10 @@ class Rank:
     supervisor: Supervisor | None = None
     wanted: bool = True
     frozen_until: float = 0.0
-    cut_to: float = 0.0  # no request of it arrives until then
-    cut_from: float = 0.0  # no answer to it does
+    cut_to: float = 0.0  # no request of it arrives until then; of rank 0: none arrives at it
+    cut_from: float = 0.0  # no answer to it does; of rank 0: none from it
+    cut_for_good: bool = False  # that does not heal
+    proxied: bool = False  # what is cut one way may still connect the other way; TCP itself needs both
     slow: tuple[float, float] = (0.0, 0.0)  # until, the longest delay each way
     hurt_until: float = 0.0  # something befell it until then, in truth
     dies_young: float = 0.0
@@ -165,14 +211,34 @@ class Worker(Process):
             return
         self.exists = True
         if self.rank.frozen_until > self.simulation.now:
-            self.freeze()
+            self.freeze(self.rank.frozen_until)
         self.simulation.check_started(self)
-        self.simulation.at(self.simulation.random.uniform(0.05, 0.5), self, self.arrive)
-        self.simulation.at(CONNECT_TIMEOUT, self, self.too_late)
+        if self.key == self.simulation.master:
+            self.simulation.at(0, self, self.take_lock, self.simulation.now + LEASE)
+        else:
+            self.prepared()
         if self.rank.dies_young > self.simulation.now:
             self.simulation.at(self.simulation.random.uniform(0.1, 3), self, self.end, "killed")
         if doomed := self.simulation.doomed:
             self.simulation.at(doomed[1], self, self.doom, doomed[0])
+
+    def take_lock(self, end: float) -> None:
+        """Be the one that writes; an earlier writer may take a moment to be gone, or be frozen."""
+        if not self.alive:
+            return
+        disk = self.simulation.disk
+        if self.simulation.safeguards.writer_lock and disk.writer and disk.writer.exists:
+            if self.simulation.now > end:
+                self.end(self.simulation.safeguards.locked_out, "the directory is in use")
+            else:
+                self.simulation.at(0.1, self, self.take_lock, end)
+            return
+        disk.writer = self
+        self.prepared()
+
+    def prepared(self) -> None:
+        self.simulation.at(self.simulation.random.uniform(0.05, 0.5), self, self.arrive)
+        self.simulation.at(CONNECT_TIMEOUT, self, self.too_late)
 
     def doom(self, role: str) -> None:
         if self.key[0] == role:
@@ -210,7 +276,7 @@ class Worker(Process):
                     self.end("lost")
                     return
                 self.give_up(key)
-            elif peer.frozen or simulation.cut(peer.rank):
+            elif peer.frozen or simulation.cut(peer.rank) or simulation.cut(self.rank):
                 silent.append(key)
         if silent:
             self.stalled_at = simulation.now if self.stalled_at is None else self.stalled_at
@@ -226,27 +292,58 @@ class Worker(Process):
         self.stalled_at = None
         if self.drain:
             self.drain = False
-            if simulation.save(self, max(self.step, self.base)):
-                simulation.drained_step = max(self.step, self.base)
-                self.step = max(self.step, self.base)
-                self.end("drained")
-                return
-            self.drains_failed += 1
-            self.supervisor.tell_later()
-        if any(key not in self.lost for key in self.members if simulation.elastic(key)) or not any(
+            self.write(self.drained)
+        elif any(key not in self.lost for key in self.members if simulation.elastic(key)) or not any(
             map(simulation.elastic, self.members)
         ):
             first = self.step == 0
             self.step = max(self.step, self.base) + 1
-            if self.step % 8 == 0:
-                simulation.save(self, self.step)
-            if self.step >= simulation.goal:
-                simulation.save(self, self.step)
-                self.end("finished")
-                return
             if first:
                 self.supervisor.tell_later()
-        simulation.at(STEP, self, self.work)
+            if self.step >= simulation.goal:
+                self.write(self.finished)
+            elif self.step % 4 == 0:
+                self.write(self.saved)
+            else:
+                simulation.at(STEP, self, self.work)
+        else:
+            simulation.at(STEP, self, self.work)
+
+    def write(self, then: Callable[[bool], None]) -> None:
+        """A checkpoint, which takes a while; anything may come between its parts."""
+        self.simulation.at(self.simulation.random.uniform(0.01, 0.1), self, self.write_fenced, then)
+        self.simulation.enter("writing")
+
+    def write_fenced(self, then: Callable[[bool], None]) -> None:
+        """Look whether this generation is the newest, then write."""
+        if not self.alive:
+            return
+        simulation = self.simulation
+        step = max(self.step, self.base)
+        if simulation.safeguards.write_fence and simulation.disk.greatest > self.generation:
+            then(False)
+            return
+        newest = simulation.newest  # in truth
+        simulation.at(simulation.random.uniform(0.01, 0.1), self, self.written, step, newest, then)
+
+    def written(self, step: int, newest: int, then: Callable[[bool], None]) -> None:
+        if self.alive:
+            then(self.simulation.save(self, step, newest))
+
+    def saved(self, done: bool) -> None:
+        self.simulation.at(STEP, self, self.work)
+
+    def drained(self, done: bool) -> None:
+        if done:
+            self.step = self.simulation.drained_step = max(self.step, self.base)
+            self.end("drained")
+        else:
+            self.drains_failed += 1
+            self.supervisor.tell_later()
+            self.simulation.at(STEP, self, self.work)
+
+    def finished(self, done: bool) -> None:
+        self.end("finished")
 
     def give_up(self, key: Key) -> None:
         self.lost.add(key)
@@ -260,7 +357,12 @@ class Worker(Process):
             self.simulation.at(self.simulation.random.uniform(0.01, STOP), None, self.end, why)
 
     def orphan(self) -> None:
-        self.simulation.at(self.simulation.random.uniform(0.01, ORPHAN), self, self.end, "killed")
+        """Its supervisor is gone; it notices when it runs, and its other threads may finish something meanwhile."""
+        if self.simulation.safeguards.orphans_end:
+            self.simulation.at(0, self, self.notice_orphaned)
+
+    def notice_orphaned(self) -> None:
+        self.simulation.at(self.simulation.random.uniform(0.005, ORPHAN - 0.03), self, self.end, "killed")
 
     def end(self, outcome: str, error: str = "") -> None:
         if not self.alive:
@@ -271,6 +373,8 @@ class Worker(Process):
         simulation.say(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
         if outcome in ("failed", "refused"):
             simulation.raised.append(f"{name_of(self.key)}: {error}")
+        if outcome == "finished":
+            simulation.enter("finishing")
         if self.key == simulation.master:
             for key in self.members:
                 peer = simulation.workers.get((self.generation, key))
@@ -295,6 +399,8 @@ class Supervisor(Process):
         self.order: Order | None = None
         self.post: Post | None = None
         self.leaving = self.heard = self.busy = self.news = self.joined = False
+        self.connected = False  # a connection to rank 0 is open
+        self.born = simulation.now
         self.code: int | None = None
         self.beat = self.acted = 0
         self.contact = simulation.now
@@ -303,11 +409,29 @@ class Supervisor(Process):
         simulation.at(simulation.random.uniform(0.3, 2.5), self, self.join)
 
     def join(self) -> None:
+        if self.rank.first and not self._coordinate():
+            return
         self.joined = True
         self.joined_at = self.contact = self.simulation.now
-        if self.rank.first:
-            self.simulation.lead = Lead(self.simulation, self)
         self.tell()
+
+    def _coordinate(self) -> bool:
+        """Become the coordinator, if nobody is: a process that is frozen keeps its lock, a dead one does not."""
+        simulation, disk = self.simulation, self.simulation.disk
+        held = disk.coordinator is not None and not disk.coordinator.dead
+        if held and simulation.safeguards.coordinator_lock:
+            if simulation.now - self.born > LEASE:
+                simulation.count("second coordinator kept out")
+                self.exit(USAGE)
+            else:
+                simulation.at(0.2, self, self.join)
+            return False
+        if disk.number == 0 and disk.refuses("number"):
+            self.exit(USAGE)
+            return False
+        disk.coordinator = self
+        simulation.lead = Lead(simulation, self)
+        return True
 
     # -- requests
 
@@ -337,7 +461,8 @@ class Supervisor(Process):
     def answered(self, post: Post, answer: Order | str) -> None:
         if post is not self.post:
             return
-        if answer == "full":
+        self.connected = True
+        if answer == "full" or self.simulation.now - post.asked > LEASE * FENCE:  # too late: it may have been given up
             self.failed(post)
             return
         if isinstance(answer, str):
@@ -355,7 +480,7 @@ class Supervisor(Process):
     def failed(self, post: Post) -> None:
         if post is not self.post:
             return
-        self.post = None
+        self.post, self.connected = None, False
         silence = self.simulation.now - self.contact
         if (self.leaving or self.heard) and silence > LEASE * FENCE:
             self.exit(self.order.code if self.heard and self.order else 0)
@@ -411,14 +536,14 @@ class Supervisor(Process):
     # -- the watch
 
     def arm(self) -> None:
-        due = self.contact + self.simulation.fence * LEASE - self.simulation.now
+        due = self.contact + self.simulation.safeguards.fence * LEASE - self.simulation.now
         self.simulation.at(max(due, 0.0) + self.simulation.random.uniform(0, WATCH), self, self.watch, self.worker)
 
     def watch(self, worker: Worker) -> None:
         if worker is not self.worker or not worker.alive:
             return
         silence = self.simulation.now - self.contact
-        if silence <= self.simulation.fence * LEASE:
+        if silence <= self.simulation.safeguards.fence * LEASE:
             self.arm()
         elif self.simulation.now - self.thawed_at < 0.02:
             self.simulation.at(self.simulation.random.uniform(0, WATCH - 0.02), self, self.watch, worker)
@@ -472,15 +597,19 @@ class Lead:
         self.simulation, self.owner = simulation, owner
         disk = simulation.disk
         self.gang = simulation.make_gang(
-            simulation.roles, RULES, owner.incarnation, simulation.now, disk.number, disk.members, disk.done
+            simulation.roles, RULES, owner.incarnation, simulation.now, disk.greatest, disk.members, disk.done
         )
+        simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
+        self.phase = ""
         self.pending: list[tuple[Post, Key]] = []
         self.epoch = self.gang.epoch
         self.awake_since = self.ticked = simulation.now
         self.heard: dict[Key, float] = {}
         self.beats: dict[str, int] = {}
         self.gathering_since = simulation.now
-        simulation.say(f"coordinator {owner.incarnation} starts after generation {disk.number}")
+        simulation.say(f"coordinator {owner.incarnation} starts after generation {disk.greatest}")
+        if disk.done is not None and self.gang.state != "finished":
+            simulation.fail("the job had finished, and a new coordinator does not say so")
         self.tick()
 
     def tick(self) -> None:
@@ -500,9 +629,14 @@ class Lead:
         self.ticked = now
         before = list(gang.members)
         while (effect := gang.tick(now)) is not None:
-            if not simulation.make(effect):
+            made = simulation.make(effect, self)
+            if self.owner.dead:
                 return
+            if not made:
+                break
             gang.confirm(effect, now)
+            self._enter()  # a phase that the next tick ends at once is one too
+        self._enter()
         for key in before:
             if key not in gang.members:
                 simulation.check_silent(key, max(self.heard.get(key, now), self.awake_since))
@@ -514,6 +648,14 @@ class Lead:
             for post, key in list(self.pending):
                 if gang.order(key) != post.known:
                     self.answer(post, key)
+
+    def _enter(self) -> None:
+        """Tell of the phase that the gang is in, if it is another."""
+        if self.gang.state != self.phase:
+            if self.phase in OVER:
+                self.simulation.fail(f"the job was {self.phase}, and is {self.gang.state}")
+            self.phase = self.gang.state
+            self.simulation.enter("over" if self.phase in OVER else self.phase)
 
     def receive(self, post: Post) -> None:
         now = self.simulation.now
@@ -552,17 +694,31 @@ class Disk:
     number: int = 0
     members: tuple[Key, ...] = ()
     done: dict[str, Any] | None = None
-    step: int = 0
-    unwritable_until: float = 0.0
+    newest: tuple[int, int] = (0, 0)  # generation and step of the newest checkpoint
+    coordinator: Supervisor | None = None  # who locked it last
+    writer: Worker | None = None
+    refused: tuple[str, ...] = ()  # of "number", "done" and "checkpoint"
+
+    @property
+    def greatest(self) -> int:
+        """The newest generation's number; the checkpoints' names carry it too."""
+        return max(self.number, self.newest[0])
+
+    def refuses(self, what: str) -> bool:
+        return what in self.refused
 
 
 class Simulation:
     """One schedule. `run` plays it; raises Violation."""
 
     def __init__(
-        self, seed: int, make_gang: Callable[..., Gang] = Gang, fence: float = FENCE, trace: bool = False
+        self,
+        seed: int,
+        make_gang: Callable[..., Gang] = Gang,
+        safeguards: Safeguards = SAFE,
+        trace: bool = False,
     ) -> None:
-        self.seed, self.make_gang, self.fence, self.trace = seed, make_gang, fence, trace
+        self.seed, self.make_gang, self.safeguards, self.trace = seed, make_gang, safeguards, trace
         self.now = 0.0
         self.lines: list[str] = []
         self.random = Random(f"{seed} run")
@@ -576,7 +732,15 @@ class Simulation:
         self.raised: list[str] = []
         self.drained_step = 0
         self.generations = 0
+        self.newest = 0  # generation that began, whether or not the disk knows
+        self.refused_number = 0
+        self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
+        self.leads: list[Lead] = []
         self.events: dict[str, int] = {}
+        self.befell: dict[str, int] = {}
+        self.ambushes: list[tuple[str, Random]] = []
+        self.replaced: tuple[Rank, Rank] | None = None
+        self.done_refused = self.forgotten = False
         self.storm = (0.0, 0.0, 0.0, 0.0)  # until, loss, duplicates, delay
         self.calm_at: float | None = None
         self.over: str = ""
@@ -601,6 +765,7 @@ class Simulation:
             for ordinal in range(role.count):
                 own = None if assigned and role.elastic else ordinal
                 self.ranks.append(Rank(role, own, f"node{len(self.ranks)}", first=not self.ranks))
+        self.first = self.ranks[0]  # where MASTER_ADDR leads to
         for rank in self.ranks:
             self.at(random.uniform(0, 2), None, self.start, rank)
         length = random.uniform(5, 35)
@@ -609,7 +774,8 @@ class Simulation:
             self._freeze, self._freeze_worker, self._leave, self._cut, self._cut, self._storm, self._add, self._twin,
             self._slow, self._slow,
             self._unwritable, self._freeze_all, self._kill_all, self._trap, self._flaky, self._freeze_first,
-            self._kill_first,
+            self._kill_first, self._freeze_supervisor, self._freeze_supervisor, self._replace_first, self._cut_first,
+            self._ambush, self._ambush, self._orphan_first,
         )  # fmt: skip
         favourites = random.sample(kinds, random.randint(1, 5))
         if random.random() < 0.3:  # what is hard on each other
@@ -619,18 +785,35 @@ class Simulation:
                 [self._kill_first, self._leave, self._add],
                 [self._freeze_first, self._storm, self._freeze],
                 [self._trap, self._kill_worker, self._kill_all],
+                [self._freeze_supervisor, self._freeze_supervisor, self._kill_supervisor, self._kill_first],
+                [self._unwritable, self._kill_all, self._kill_worker, self._cut],
+                [self._replace_first, self._freeze_first, self._ambush],
+                [self._ambush],
+                [self._orphan_first, self._kill_worker],
             ))  # fmt: skip
         moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
         burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
         for moment in moments:
-            self.at(moment, None, random.choice(favourites), Random(random.random()))
+            self.at(moment, None, self._befall, random.choice(favourites), Random(random.random()))
             for _ in range(burst):  # and others follow at once
                 later = min(moment + random.expovariate(1 / within), length)
-                self.at(later, None, random.choice(favourites), Random(random.random()))
+                self.at(later, None, self._befall, random.choice(favourites), Random(random.random()))
         self.at(length, None, self._calm)
+
+    def _befall(self, what: Callable[[Random], None], random: Random) -> None:
+        self.count(what.__name__.strip("_").replace("_", " "))
+        what(random)
+
+    def count(self, what: str) -> None:
+        self.befell[what] = self.befell.get(what, 0) + 1
 
     def _any(self, random: Random) -> Rank:
         return random.choice([rank for rank in self.ranks if rank.wanted])
+
+    def _others(self, rank: Rank) -> int:
+        """How many of its role there are in the end without it."""
+        others = (other for other in self.ranks if other.role is rank.role and other is not rank)
+        return sum(other.wanted and not other.cut_for_good for other in others)
 
     def _kill_worker(self, random: Random) -> None:
         self._worker_dies(self._any(random), "killed")
@@ -658,7 +841,7 @@ class Simulation:
             self.at(away, None, self.start, rank)
 
     def _kill_first(self, random: Random) -> None:
-        self._kill_rank(random, self.ranks[0])
+        self._kill_rank(random, self.first)
 
     def _kill_all(self, random: Random) -> None:
         for rank in self.ranks:
@@ -672,22 +855,116 @@ class Simulation:
         rank.frozen_until = max(rank.frozen_until, self.now + seconds)
         for process in (rank.supervisor, rank.worker):
             if process and not process.dead:
-                process.freeze()
+                process.freeze(self.now + seconds)
         self.at(seconds, None, self._thaw, rank)
 
     def _thaw(self, rank: Rank) -> None:
-        if self.now < rank.frozen_until:
-            return
+        """Let all go on whose time has come."""
         if rank.supervisor:
             rank.supervisor.thaw()
         for worker in self.all_workers:
-            if worker.rank is rank and worker.frozen:
+            if worker.rank is rank:
+                frozen = worker.frozen
                 worker.thaw()
-                self._watch_old(worker)
-                self.meet(worker.generation)
+                self._watch_old(worker)  # its supervisor may have been the one that was frozen
+                if frozen and not worker.frozen:
+                    self.meet(worker.generation)
 
     def _freeze_first(self, random: Random) -> None:
-        self._freeze(random, self.ranks[0])
+        self._freeze(random, self.first)
+
+    def _freeze_supervisor(self, random: Random, rank: Rank | None = None) -> None:
+        """Its worker lives on, and hears and tells nothing."""
+        rank = rank or self._any(random)
+        seconds = random.choice((random.uniform(1, 9), random.uniform(5, 20)))
+        supervisor = rank.supervisor
+        if supervisor and not supervisor.dead:
+            self._hurt(rank, seconds + 1, f"supervisor frozen for {seconds:.1f} s")
+            supervisor.freeze(self.now + seconds)
+            self.at(seconds, None, self._thaw, rank)
+
+    def _replace_first(self, random: Random) -> None:
+        """Another container for rank 0, on the same directory, while the first one is alive: frozen, cut off or well.
+        One of the two is taken away in the end."""
+        if self.replaced or not self.first.wanted:
+            return
+        old, new = self.first, Rank(self.first.role, 0, f"node{len(self.ranks)}", first=True)
+        what = random.choice((self._freeze, self._freeze_supervisor, self._cut_first, None))
+        if what == self._cut_first:
+            what(random)
+        elif what:
+            what(random, old)
+        self.ranks.append(new)
+        self.replaced = old, new
+        for rank in self.ranks:
+            self._hurt(rank, 15, "rank 0 is replaced")
+        self.at(random.uniform(0, 3), None, self.start, new)
+        if random.random() < 0.5:
+            self.at(random.uniform(0, 5), None, self._move_address, new)
+        self.at(random.uniform(2, 20), None, self._replaced, random.random() < 0.6)
+
+    def _move_address(self, rank: Rank) -> None:
+        if self.replaced and rank in self.replaced:
+            self.first = rank
+
+    def _replaced(self, by_new: bool) -> None:
+        """MASTER_ADDR leads to the one container that stays."""
+        if not self.replaced:
+            return
+        goes, stays = self.replaced if by_new else self.replaced[::-1]
+        self.replaced, self.first = None, stays
+        goes.wanted = False
+        for rank in self.ranks:
+            self._hurt(rank, 15, f"{goes.name} is taken away")
+        if goes.worker and goes.worker.exists:
+            goes.worker.end("killed")
+        if goes.supervisor and goes.is_up:
+            goes.supervisor.die()
+
+    def _ambush(self, random: Random) -> None:
+        """Several at the same instant, soon after the gang has come to a phase."""
+        phase = random.choice(PHASES)
+        self.ambushes.append((phase, Random(random.random())))
+        self.say(f"an ambush waits for {phase}")
+        if phase in ("finishing", "over"):
+            self.goal = min(self.goal, self.disk.newest[1] + random.randint(5, 20))
+        elif phase != "writing":
+            provoke = self._leave if phase == "draining" else self._kill_worker
+            self.at(random.uniform(0, 5), None, provoke, Random(random.random()))
+
+    def enter(self, phase: str) -> None:
+        """Something came to `phase`."""
+        for ambush in [each for each in self.ambushes if each[0] == phase]:
+            self.ambushes.remove(ambush)
+            random = ambush[1]
+            within = 0.15 if phase == "writing" else random.choice((0.0, 0.1, 0.5, 2.0))
+            self.at(random.uniform(0, within), None, self._strike, phase, random)
+
+    def _strike(self, phase: str, random: Random) -> None:
+        if self.calm_at is not None:
+            return
+        self.count(f"ambush while {phase}")
+        here = [rank for rank in self.ranks if rank.wanted]
+        victims = random.sample(here, random.choice((1, min(2, len(here)), len(here))))
+        if self.first in here and self.first not in victims and random.random() < 0.5:
+            victims.append(self.first)
+        if phase == "writing" and random.random() < 0.7:
+            self._orphan_frozen(random, self.first)
+            return
+        for rank in victims:
+            random.choice((self._kill_rank, self._kill_rank, self._kill_supervisor, self._kill_the_worker,
+                           self._freeze, self._freeze_supervisor, self._orphan_frozen))(random, rank)  # fmt: skip
+
+    def _kill_the_worker(self, random: Random, rank: Rank) -> None:
+        self._worker_dies(rank, "killed")
+
+    def _orphan_frozen(self, random: Random, rank: Rank) -> None:
+        """The worker is frozen, and then its supervisor is killed: the orphan ends only when it goes on."""
+        self._freeze(random, rank, random.choice((random.uniform(2, 9), random.uniform(8, 25))))
+        self.at(random.uniform(0, 1), None, self._kill_supervisor, random, rank)
+
+    def _orphan_first(self, random: Random) -> None:
+        self._orphan_frozen(random, self.first)
 
     def _freeze_all(self, random: Random) -> None:
         seconds = random.uniform(1, 20)
@@ -699,14 +976,13 @@ class Simulation:
         worker = rank.worker
         if worker and worker.exists and rank.frozen_until <= self.now:
             self._hurt(rank, max(seconds, LEASE), f"worker frozen for {seconds:.1f} s")
-            worker.freeze()
+            worker.freeze(self.now + seconds)
             self.at(LEASE + WATCH, worker.supervisor, worker.supervisor.check_silent, worker)
             self.at(seconds, None, self._thaw, rank)
 
     def _leave(self, random: Random) -> None:
         rank = self._any(random)
-        others = sum(other.wanted for other in self.ranks if other.role is rank.role and other is not rank)
-        stay = others >= rank.role.minimum and not self.twins
+        stay = self._others(rank) >= rank.role.minimum and not self.twins and not rank.first
         back = None if stay and random.random() < 0.5 else random.uniform(0, 10)
         self._hurt(rank, RULES.drain_timeout + LEASE + (back or 0) + 3, f"SIGTERM, back after {back}")
         if rank.supervisor and rank.is_up:
@@ -716,18 +992,33 @@ class Simulation:
 
     def _cut(self, random: Random) -> None:
         rank, seconds = self._any(random), random.choice((random.uniform(0.5, 6), random.uniform(4, 15)))
-        if rank.first:
+        if rank.first or rank.cut_for_good:
             return
         way = random.choice(("both", "both", "to", "from"))
+        rank.proxied = random.random() < 0.5
+        if rank.role.elastic and random.random() < 0.25 and not self.twins and self._others(rank) >= rank.role.minimum:
+            rank.cut_for_good, rank.proxied, seconds = True, False, float("inf")
+            self.count(f"cut for good ({way})")
+        self._cut_off(rank, way, seconds)
+
+    def _cut_first(self, random: Random) -> None:
+        seconds = random.choice((random.uniform(0.5, 6), random.uniform(4, 15)))
+        for rank in self.ranks:
+            self._hurt(rank, seconds + LEASE, "rank 0 is cut off")
+        self.first.proxied = random.random() < 0.5
+        self._cut_off(self.first, random.choice(("both", "to", "from")), seconds)
+
+    def _cut_off(self, rank: Rank, way: str, seconds: float) -> None:
         self._hurt(rank, seconds + LEASE, f"cut off ({way}) for {seconds:.1f} s")
         if way != "from":
             rank.cut_to = max(rank.cut_to, self.now + seconds)
         if way != "to":
             rank.cut_from = max(rank.cut_from, self.now + seconds)
-        self.at(seconds + 0.01, None, self._meet_all)
+        if seconds < float("inf"):
+            self.at(seconds + 0.01, None, self._meet_all)
 
     def _meet_all(self) -> None:
-        self.meet(self.disk.number)
+        self.meet(self.newest)
 
     def _slow(self, random: Random) -> None:
         rank, seconds = self._any(random), random.uniform(2, 20)
@@ -755,7 +1046,9 @@ class Simulation:
 
     def _twin(self, random: Random) -> None:
         rank = self._any(random)
-        if rank.first or rank.ordinal is None or not all(other.wanted for other in self.ranks):
+        if rank.first or rank.ordinal is None or self.replaced or not all(other.wanted for other in self.ranks):
+            return
+        if any(other.cut_for_good for other in self.ranks):
             return
         self.twins += 1
         self.ranks.append(Rank(rank.role, rank.ordinal, f"node{len(self.ranks)}"))
@@ -765,8 +1058,13 @@ class Simulation:
         self.start(self.ranks[-1])
 
     def _unwritable(self, random: Random) -> None:
-        self.disk.unwritable_until = self.now + random.uniform(1, 15)
-        self.say("checkpoints cannot be written")
+        everything = ("number", "checkpoint", "done")
+        self.disk.refused = random.choice((everything, everything, ("number",), ("checkpoint",)))
+        self.say(f"the disk refuses {self.disk.refused}")
+        self.at(random.uniform(1, 15), None, self._writable)
+
+    def _writable(self) -> None:
+        self.disk.refused = ()
 
     def _trap(self, random: Random) -> None:
         self.trap = True
@@ -784,10 +1082,18 @@ class Simulation:
         self.calm_at = self.now
         self.storm = (0.0, 0.0, 0.0, 0.0)
         self.trap = False
-        self.disk.unwritable_until = 0.0
+        self.ambushes.clear()
+        self._writable()
+        self._replaced(by_new=True)
         for rank in self.ranks:
-            rank.cut_to = rank.cut_from = rank.frozen_until = rank.dies_young = 0.0
+            if not rank.cut_for_good:
+                rank.cut_to = rank.cut_from = 0.0
+            rank.frozen_until = rank.dies_young = 0.0
             rank.slow = 0.0, 0.0
+        for process in (*self.all_workers, *(rank.supervisor for rank in self.ranks)):
+            if process:
+                process.frozen_until = 0.0
+        for rank in self.ranks:
             self._thaw(rank)
             if rank.wanted and not rank.is_up and not self.over:
                 self.at(self.random.uniform(0, 2), None, self.start, rank)
@@ -820,12 +1126,14 @@ class Simulation:
                     process.held.append((function, arguments))
                     continue
             function(*arguments)
+            if self.forgotten:
+                return Result(self.seed, "forgotten", self.generations, 0.0, self.events, self.befell)
             if self.calm_at is not None and (ended := self._settled()):
                 break
         if ended is None:
             self.fail("nothing is left to happen")
         assert self.calm_at is not None
-        return Result(self.seed, ended, self.generations, self.now - self.calm_at, self.events)
+        return Result(self.seed, ended, self.generations, self.now - self.calm_at, self.events, self.befell)
 
     def _settled(self) -> str | None:
         if self.over:
@@ -851,13 +1159,15 @@ class Simulation:
     def start(self, rank: Rank) -> None:
         if rank.wanted and not self.over and not rank.is_up:
             rank.frozen_until = 0.0
+            if rank.first and self.done_refused and self.disk.done is None:
+                self.forgotten = True  # it was logged as an error that a restart would train on
             rank.supervisor = Supervisor(self, rank)
             self.say(f"{rank.name} starts as {rank.supervisor.incarnation}")
 
     def exited(self, rank: Rank, code: int) -> None:
         self.say(f"{rank.name} exits with {code}")
         lead = self.lead
-        if rank.first and lead and lead.gang.state in ("finished", "failed") and lead.gang.code == code:
+        if rank.first and lead and lead.owner.rank is rank and lead.gang.state in OVER and lead.gang.code == code:
             self.over = lead.gang.state
             return
         if code == 0 and lead and lead.gang.state == "finished":
@@ -893,12 +1203,19 @@ class Simulation:
     def send(self, post: Post) -> None:
         rank, lead = post.sender.rank, self.lead
         delay = self._delay(rank)
-        if rank.cut_to > self.now:
-            if self.random.random() < 0.7:
+        if not rank.first:
+            if not post.sender.connected and self._unconnectable(rank):
                 return
-            delay += rank.cut_to - self.now  # the kernel sends it again after the cut
-        elif self._lost(rank):
-            return
+            if (until := max(rank.cut_to, self.first.cut_to)) > self.now:
+                if self.random.random() < 0.7 or until == float("inf"):
+                    return
+                delay += until - self.now  # the kernel sends it again after the cut
+            elif self._lost(rank):
+                return
+            if lead and lead.owner.rank is not self.first:
+                lead = None  # MASTER_ADDR leads to a container whose coordinator waits for the lock
+        elif lead and lead.owner is not post.sender:
+            lead = None
         if lead is None or lead.owner.dead:
             self.at(delay, post.sender, post.sender.failed, post)
             return
@@ -907,6 +1224,10 @@ class Simulation:
         if not rank.first and self.storm[0] > self.now and self.random.random() < self.storm[2]:
             self.at(delay + self.random.uniform(0, 10), lead.owner, lead.receive, post)
 
+    def _unconnectable(self, rank: Rank) -> bool:
+        """A new connection needs both ways."""
+        return any(each.cut_from > self.now and not each.proxied for each in (rank, self.first))
+
     def _unanswered(self, post: Post, lead: Lead) -> None:
         if lead.owner.dead and self.random.random() < 0.9:  # the connection is refused or reset
             self.at(0.001, post.sender, post.sender.failed, post)
@@ -914,10 +1235,11 @@ class Simulation:
     def reply(self, post: Post, answer: Order | str) -> None:
         rank = post.sender.rank
         delay = self._delay(rank)
-        if rank.cut_from > self.now:
-            if self.random.random() < 0.7:
+        until = 0.0 if rank.first else max(rank.cut_from, self.first.cut_from)
+        if until > self.now:
+            if self.random.random() < 0.7 or until == float("inf"):
                 return
-            delay += rank.cut_from - self.now
+            delay += until - self.now
         elif self._lost(rank):
             return
         self.at(delay, post.sender, post.sender.answered, post, answer)
@@ -928,52 +1250,83 @@ class Simulation:
         return next(role.elastic for role in self.roles if role.name == key[0])
 
     def meet(self, generation: int) -> None:
-        """Connect the workers of `generation` with each other, once all are there."""
-        found = [worker for (number, _), worker in self.workers.items() if number == generation]
-        if found and len(found) == len(found[0].members) and all(map(self._there, found)):
-            for worker in found:
-                self.at(self.random.uniform(0.05, 0.2), worker, worker.connected)
+        """Connect the workers of `generation` with each other, once all are at the store of its worker 0."""
+        host = self.workers.get((generation, self.master))
+        if host is None or not self._there(host):
+            return
+        prefix = self.safeguards.prefix
+        found: dict[Key, Worker] = {}
+        for worker in self.all_workers:  # the eldest first
+            if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in host.members:
+                found.setdefault(worker.key, worker)
+        if len(found) < len(host.members):
+            return
+        for worker in found.values():
+            if worker.generation != generation:
+                self.fail(f"workers of generations {worker.generation} and {generation} meet")
+            self.at(self.random.uniform(0.05, 0.2), worker, worker.connected)
 
     def _there(self, worker: Worker) -> bool:
         return worker.here and worker.state == "starting" and not worker.frozen and not self.cut(worker.rank)
 
     def load(self, worker: Worker) -> int:
-        if self.disk.step < self.drained_step:
-            self.fail(f"step {self.drained_step} was drained, and training goes on after {self.disk.step}")
-        self.say(f"generation {worker.generation} trains after step {self.disk.step}")
-        return self.disk.step
+        step = self.disk.newest[1]
+        if step < self.drained_step:
+            self.fail(f"step {self.drained_step} was drained, and training goes on after {step}")
+        self.loaded = max(self.loaded, worker.generation)
+        self.say(f"generation {worker.generation} trains after step {step}")
+        return step
 
-    def save(self, worker: Worker, step: int) -> bool:
-        if self.disk.number > worker.generation or self.disk.unwritable_until > self.now:
+    def save(self, worker: Worker, step: int, newest: int) -> bool:
+        """Put a checkpoint on the disk; `newest` generation had begun when its writer set about it."""
+        if self.disk.refuses("checkpoint"):
             return False
-        self.disk.step = step
+        if worker.generation < newest:
+            self.fail(f"worker 0 of generation {worker.generation} writes, and generation {newest} had begun")
+        if worker.generation < self.loaded:
+            self.fail(f"worker 0 of generation {worker.generation} writes after generation {self.loaded} has read")
+        self.disk.newest = max(self.disk.newest, (worker.generation, step))
         return True
 
     # -- the promises
 
-    def make(self, effect: Effect) -> bool:
+    def make(self, effect: Effect, lead: Lead) -> bool:
         """Put `effect` on the disk, if the coordinator lives to see it."""
         if effect.kind == "done":
-            self._check_done(effect)
-            self.disk.done = effect.summary
+            self._check_done(lead)
+            if self.disk.refuses("done"):
+                self.done_refused = True
+                self.count("DONE refused by the disk")
+            else:
+                self.disk.done = effect.summary
         else:
-            self._check_begin(effect)
-            self.disk.number, self.disk.members = effect.generation, effect.members
+            if self.disk.refuses("number"):
+                if self.refused_number < effect.generation:
+                    self.refused_number = effect.generation
+                    self.count("number refused by the disk")
+                if self.safeguards.number_first:
+                    return False  # the next tick tries again
+            else:
+                self.disk.number, self.disk.members = effect.generation, effect.members
+            self._check_begin(effect, lead)
+            self.newest = effect.generation
             self.generations += 1
         if self.trap:
             self.trap = False
-            self._kill_rank(self.random, self.ranks[0])
+            self._kill_rank(self.random, lead.owner.rank)
             return False
         return True
 
-    def _check_begin(self, effect: Effect) -> None:
+    def _check_begin(self, effect: Effect, lead: Lead) -> None:
         self.say(f"generation {effect.generation}: {', '.join(map(name_of, effect.members))}")
-        if effect.generation <= self.disk.number:
-            self.fail(f"generation {effect.generation} begins after generation {self.disk.number}")
+        if effect.generation <= self.newest:
+            self.fail(f"generation {effect.generation} begins after generation {self.newest}")
         if self.disk.done is not None:
             self.fail(f"generation {effect.generation} begins after DONE")
-        assert self.lead is not None
-        for key, member in self.lead.gang.members.items():
+        for other in self.leads:
+            if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
+                self.fail(f"generation {effect.generation} begins, and another coordinator runs one")
+        for key, member in lead.gang.members.items():
             if member.report.state in ALIVE:
                 self.fail(f"generation {effect.generation} begins with {name_of(key)}'s old worker believed alive")
         self.all_workers = [worker for worker in self.all_workers if worker.alive]
@@ -985,7 +1338,7 @@ class Simulation:
 
     def _watch_old(self, worker: Worker) -> None:
         """An old worker that runs has an excuse, for a time."""
-        if not worker.exists or worker.frozen or worker.generation >= self.disk.number:
+        if not worker.exists or worker.frozen or worker.generation >= self.newest:
             return
         supervisor = worker.supervisor
         excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
@@ -998,7 +1351,7 @@ class Simulation:
         if excused + 0.001 < self.now:
             self.fail(
                 f"the worker of {name_of(worker.key)} of generation {worker.generation} runs beside generation "
-                f"{self.disk.number}"
+                f"{self.newest}"
             )
         self.at(excused + 0.002 - self.now, None, self._watch_old, worker)
 
@@ -1010,8 +1363,10 @@ class Simulation:
         self.workers[worker.generation, worker.key] = worker
         self._watch_old(worker)
 
-    def _check_done(self, effect: Effect) -> None:
-        first = self.workers.get((self.disk.number, self.master))
+    def _check_done(self, lead: Lead) -> None:
+        if self.disk.done is not None:
+            self.fail("DONE is written twice")
+        first = self.workers.get((lead.gang.generation.number, self.master))
         if first is None or first.outcome != "finished":
             self.fail("DONE is written, and worker 0 has not finished")
 
@@ -1068,18 +1423,101 @@ class Simulation:
                 self.fail(f"{rank.name} has not heard how the job ended")
 
 
-def run(seed: int, make_gang: Callable[..., Gang] = Gang, fence: float = FENCE) -> Result:
+def run(seed: int, make_gang: Callable[..., Gang] = Gang, safeguards: Safeguards = SAFE) -> Result:
     """Play the schedule of `seed`. Raises Violation, with the whole story."""
     try:
-        return Simulation(seed, make_gang, fence).run()
+        return Simulation(seed, make_gang, safeguards).run()
     except Violation:
-        Simulation(seed, make_gang, fence, trace=True).run()
+        Simulation(seed, make_gang, safeguards, trace=True).run()
         raise  # it did not happen again: the simulation is not a function of its seed
 
 
-if __name__ == "__main__":
-    simulation = Simulation(int(sys.argv[1]), trace=True)
+def play(seeds: range, progress: Callable[[int], None], safeguards: Safeguards) -> tuple[list[Result], str]:
+    """The schedules' results, up to the first that breaks a promise, and which one that was."""
+    results = []
+    for seed in seeds:
+        try:
+            results.append(Simulation(seed, safeguards=safeguards).run())
+        except Violation as violation:
+            return results, str(violation).strip()
+        progress(len(results))
+    return results, ""
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """What was played, in lines."""
+
+    def spelled(counts: Counter[str]) -> str:
+        return ", ".join(f"{what} {count:,}" for what, count in sorted(counts.items()))
+
+    befell, events = Counter[str](), Counter[str]()
+    for result in results:
+        befell.update(result.befell)
+        events.update(result.events)
+    slowest = max(results, key=lambda result: result.settled_after, default=None)
+    rows = {
+        "schedules": f"{len(results):,} in {seconds:.0f} s",
+        "ended": spelled(Counter(result.state for result in results)),
+        "generations": f"{sum(result.generations for result in results):,} started",
+        "what befell": spelled(befell),
+        "the gang told": spelled(events),
+        "slowest": f"{slowest.settled_after:.1f} s after all was well (seed {slowest.seed})" if slowest else "-",
+    }
+    wrapped = (textwrap.fill(text, 100, subsequent_indent=" " * 15) for text in rows.values())
+    return "\n".join(f"{name:15}{text}" for name, text in zip(rows, wrapped, strict=True))
+
+
+def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE) -> int:
+    """Play `schedules` of them from `seed` on; the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    seeds = range(seed, seed + schedules)
+    if console.is_terminal:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
+            task = bar.add_task("schedules", total=schedules)
+            results, broken = play(seeds, lambda done: bar.update(task, completed=done), safeguards)
+    else:
+        every = max(1, schedules // 10)
+
+        def tell(done: int) -> None:
+            if done % every == 0:
+                console.print(f"{done} of {schedules} schedules, {time.monotonic() - started:.0f} s")
+
+        results, broken = play(seeds, tell, safeguards)
+    console.print(summary(results, time.monotonic() - started), markup=False)
+    if broken:
+        console.print(
+            f"\nA promise was broken. {broken}\nReplay it: "
+            f"{sys.executable} -m tests.unit.gang_simulation {seeds[len(results)]}", markup=False,
+        )  # fmt: skip
+        return 1
+    console.print("Every promise was kept.")
+    return 0
+
+
+def replay(seed: int, safeguards: Safeguards = SAFE) -> int:
+    """Print the story of one schedule; the exit code."""
+    simulation = Simulation(seed, safeguards=safeguards, trace=True)
+    broken = ""
     try:
-        print(simulation.run())
-    finally:
-        print("\n".join(simulation.lines))
+        result = simulation.run()
+    except Violation as violation:
+        broken = str(violation).partition("\n")[0]
+    print("\n".join(simulation.lines))
+    print(broken or result)
+    return 1 if broken else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.unit.gang_simulation", description=(__doc__ or "")[:118])
+    parser.add_argument("replay", nargs="?", type=int, metavar="SEED", help="print the story of this one schedule")
+    parser.add_argument("--schedules", type=int, default=10_000, help="how many to play (default 10000)")
+    parser.add_argument("--seed", type=int, default=1, help="the first one's seed (default 1)")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        return replay(arguments.replay)
+    return explore(max(arguments.schedules, 0), arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

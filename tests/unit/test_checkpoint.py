@@ -660,6 +660,29 @@ def test_a_write_of_the_generation_is_whole_or_was_not(
         assert faults.struck or found == new
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=os.strerror)
+def test_a_full_disk_still_takes_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    rundir.write_generation(tmp_path, Persisted(1, "rl", tuple(("observer", n) for n in range(9))))
+    before = (tmp_path / rundir.GENERATION).stat()
+
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(rundir, "write_atomically", full)
+    rundir.write_generation(tmp_path, Persisted(2, "rl", (("agent", 0),)))
+    assert rundir.read_generation(tmp_path) == Persisted(2, "rl", (("agent", 0),))
+    assert (tmp_path / rundir.GENERATION).stat().st_ino == before.st_ino
+
+
+def test_a_number_that_cannot_be_read_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    def unreadable() -> int:
+        raise UsageError("generation.json: cannot be read (Input/output error)")
+
+    kept = Checkpoints(tmp_path, "rl", 4, fence=unreadable)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*nothing written"):
+        kept.write(1, {})
+
+
 # ---- DONE
 
 

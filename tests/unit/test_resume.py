@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
@@ -423,3 +425,22 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, name: str) -> None:
     run(steps())
     assert files(tmp_path) == set(before) - {GENERATION}
     held.release()
+
+
+def test_a_number_that_cannot_be_written_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path, resume=True) as lead:
+            with monkeypatch.context() as patched:
+
+                def broken(*_: object) -> None:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+                patched.setattr(rundir, "write_generation", broken)
+                with pytest.raises(AssertionError):
+                    await train(lead)
+                assert lead.gang.state == "gathering"
+            lead._pump()
+            assert lead.gang.state == "running"
+            assert rundir.read_generation(tmp_path).number == 1
+
+    run(steps())

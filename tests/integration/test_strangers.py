@@ -1,0 +1,134 @@
+"""Whoever knocks on the gang's port: refused with a line and a counter; the gang does not notice. And addresses and
+ports that are not what they should be."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from app.coordinator import MAX_BODY, PATH
+from app.local import free_ports
+from tests.integration.cluster import Cluster, until
+
+MakeCluster = Callable[..., Cluster]
+REPORT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "beat": 1}
+
+
+def post(job: Cluster, body: str, path: str = PATH, token: str = "") -> tuple[int, str]:
+    """Status and text of a request to the gang's port."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(job.settings["CONTROL_PORT"]), timeout=30)
+    try:
+        connection.request("POST", path, body, {"Authorization": f"Bearer {token}"} if token else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def report(**changes: object) -> str:
+    return json.dumps({"report": {**REPORT, **changes}, "known": ""})
+
+
+def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster) -> None:
+    job = cluster(REJOIN_INTERVAL="3600").start()
+    job.trains()
+    generation = job.agent.metric("generation")
+
+    assert post(job, "x" * (MAX_BODY + 1))[0] == 413
+    for garbage in ("", "{", "[]", "null", '{"report": {}}', report(beat="many"), report(beat=None), "\0" * 100):
+        assert post(job, garbage)[0] == 400, garbage
+    assert post(job, report(), path="/v1/else")[0] == 404
+    status, text = post(job, report(ordinal=64))
+    assert status == 409
+    assert "observer has ordinals 0 to 63, not 64" in text
+    status, text = post(job, report(ordinal=-1))
+    assert status == 409
+    status, text = post(job, report(role="judge", ordinal=0))
+    assert status == 409
+    assert "no role 'judge'" in text
+    status, text = post(job, report(role="agent", ordinal=0))
+    assert status == 409
+    assert "agent 0 is running already" in text
+
+    assert job.agent.metric("gang_refused_total", reason="body") == 9
+    assert job.agent.metric("gang_refused_total", reason="ordinal") == 2
+    assert job.agent.metric("gang_refused_total", reason="role") == 1
+    assert job.agent.metric("gang_refused_total", reason="master") == 1
+    assert job.agent.text().count("refused ") == 13
+    job.trains()
+    assert job.agent.metric("generation") == generation
+    assert job.members() == 2
+    assert "Traceback" not in job.agent.text()
+
+
+def test_half_requests_and_a_thousand_idle_connections(cluster: MakeCluster) -> None:
+    job = cluster().start()
+    job.trains()
+    port = int(job.settings["CONTROL_PORT"])
+    with ExitStack() as stack:
+        said = [
+            b"POST /v1/beat HTTP/1.1\r\nHost: x\r\nContent-Le",
+            b"POST /v1/beat HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+            b"\x16\x03\x01 this is no HTTP\r\n\r\n",
+        ]
+        idle = []
+        for words in [*[b""] * 1000, *said]:
+            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)))
+            idle[-1].sendall(words)
+        generation = job.agent.metric("generation")
+        job.observer(1).kill_worker()  # the gang does all that it does
+        until(lambda: job.agent.metric("generation") > generation, "the next generation")
+        until(lambda: job.members() == 2, "both observers")
+        job.trains()
+        for connection in idle:
+            connection.settimeout(60)
+            while connection.recv(4096):
+                pass  # what it is answered; then it is hung up on
+    assert job.agent.metric("gang_refused_total", reason="body") == 1
+    assert "Traceback" not in job.agent.text()
+    job.trains()
+
+
+def test_of_a_thousand_strangers_none_costs_the_metrics(cluster: MakeCluster) -> None:
+    job = cluster(OBSERVERS="1").start(1)
+    job.trains()
+    with ExitStack() as stack:
+        for _ in range(1000):
+            address = ("127.0.0.1", int(job.agent.environment["METRICS_PORT"]))
+            stack.enter_context(socket.create_connection(address, 30))
+        assert job.agent.get("/healthz") == (200, "ok\n")
+        job.trains()
+
+
+@pytest.mark.parametrize(
+    ("variable", "role"), [("METRICS_PORT", "observer"), ("CONTROL_PORT", "agent"), ("MASTER_PORT", "agent")]
+)
+def test_a_port_that_is_taken(cluster: MakeCluster, variable: str, role: str) -> None:
+    (port,) = free_ports(1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        job = cluster(OBSERVERS="1", CONNECT_TIMEOUT="3")
+        agent = job.add("agent", 0, **({variable: str(port)} if role == "agent" else {})).start()
+        observer = job.add("observer", 0, **({variable: str(port)} if role == "observer" else {})).start()
+        rank = agent if role == "agent" else observer
+        assert rank.wait() == 2
+        line = f"{variable}={port}: cannot listen on it at 127.0.0.1 (Address already in use); choose another"
+        assert line in rank.text()
+        assert "Traceback" not in rank.text()
+
+
+def test_a_name_that_does_not_resolve_is_waited_for_and_said(cluster: MakeCluster) -> None:
+    job = cluster(MASTER_ADDR="nobody.invalid", REJOIN_TIMEOUT="3")
+    rank = job.add("observer", 0).start()
+    assert rank.wait() == 2
+    lines = rank.text().splitlines()
+    assert "rank 0 cannot be reached, trying on" in lines[0]
+    assert "address=nobody.invalid:" in lines[0]
+    assert "MASTER_ADDR=nobody.invalid" in lines[-1]
+    assert len(lines) == 2

@@ -9,6 +9,10 @@ READY := $(VENV)/.ready
 TORCH ?= cpu
 TORCH_INDEX ?=
 IMAGE ?= rolecall
+# chaos: the job, how many events, and the seed of their sequence
+JOB ?= rl
+KILLS ?= 50
+SEED ?= 1
 COMPOSE := docker compose --profile '*'
 ifeq ($(TORCH),cuda)
 export COMPOSE_FILE ?= compose.yaml:docker/compose.cuda.yaml
@@ -16,7 +20,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl test test-e2e lint format wheels image up-rl logs ps-status metrics stop down bench-rl docs clean
+.PHONY: help setup run-rl test test-e2e simulate leaks lint format wheels image up-rl logs ps-status metrics stop down bench-rl chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +42,12 @@ test: $(READY) ## every test that needs neither Docker nor a network
 
 test-e2e: $(READY) image ## the job in containers: needs Docker with compose, and no image registry but for the base
 	$(BIN)/python -m pytest tests/e2e
+
+simulate: $(READY) ## 10,000 random schedules of crashes, pauses, joins and cuts against the gang's logic (SCHEDULES=, SEED=)
+	$(BIN)/python -m tests.unit.gang_simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1)
+
+leaks: $(READY) ## 200 generations in one job: threads, descriptors and memory before and after (GENERATIONS=200)
+	GENERATIONS="$(or $(GENERATIONS),200)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -79,6 +89,9 @@ down: ## delete the containers, their networks AND their checkpoints
 
 bench-rl: $(READY) ## speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE for JSON)
 	$(BIN)/python -m tests.benchmarks.bench_rl
+
+chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and check what becomes of it (JOB=rl KILLS=50 SEED=1)
+	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
 docs: $(READY) ## write the tables of settings and metrics in docs/ anew
 	$(BIN)/python -m tests.contracts.tables

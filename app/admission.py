@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app.protocol import MAX_BACKOFF, Key, Role, Rules, name_of
@@ -53,16 +53,19 @@ class Admission:
         self._fenced_at = float("-inf")
         self._deaths: dict[Key, int] = {}
         self._until: dict[Key, float] = {}
+        self._since: dict[Key, float] = {}  # when each was taken in; generations that end for others' sake do not count
 
-    def started(self) -> None:
-        """A generation began."""
+    def started(self, members: Iterable[Key], now: float) -> None:
+        """A generation of `members` began."""
+        self._since = {key: self._since.get(key, now) for key in members}
         self._wanted = {name: role.minimum for name, role in self._roles.items()}
         self._previous = ()
 
-    def died(self, key: Key, age: float, now: float) -> None:
-        """An elastic rank's worker died `age` seconds after its generation began. A rank that dies young again and
-        again waits, twice as long every time."""
-        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if age < self._rules.young else 0
+    def died(self, key: Key, now: float) -> None:
+        """An elastic rank's worker died. One that does so soon after it was taken in, again and again, waits, twice as
+        long every time."""
+        young = now - self._since.pop(key, now) < self._rules.young
+        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if young else 0
         doublings = min(deaths - 1, 10)
         self._until[key] = now + min(self._rules.rejoin_interval * 2**doublings, MAX_BACKOFF) if deaths > 1 else now
 

@@ -162,7 +162,7 @@ class Gang:
         members = {key: self.members[key].report.incarnation for key in effect.members if key in self.members}
         self.number = effect.generation
         self.generation = Generation(effect.generation, members, now)
-        self._admission.started()
+        self._admission.started(members, now)
         self._enter("running", now)
         self.events.append(("generation", {"number": self.number, "members": [name_of(key) for key in members]}))
 
@@ -249,7 +249,7 @@ class Gang:
         if not self._live(key) or self._finishing:
             return
         if self._elastic(key) and cause not in ("left", "lost"):
-            self._admission.died(key, now - self.generation.started, now)
+            self._admission.died(key, now)
         if not self._elastic(key) or not self.generation.connected:
             self._stop(cause, reason, now)
             return

@@ -17,6 +17,7 @@ from app.telemetry import WorkerFiles
 from app.world import Peer, Task
 
 QUIET = ("killed", "silent", "lost")  # nothing that this rank did wrong
+CHECKS = 3  # tries of the settings' check
 AS_ORDERED = ("finished", "drained", "stopped")
 
 
@@ -41,15 +42,19 @@ class Keeper:
 
     async def check(self) -> None:
         """Let a worker look at the settings, so that what can never work is refused before this rank joins."""
-        check = WorkerProcess(Task(self.settings.job, self.settings, Peer(self.role, 0, 0)), lambda: None)
-        self.worker = check
-        await check.start()
         limit = self.settings.connect_timeout
-        try:
-            await asyncio.wait_for(check.ended.wait(), limit)
-        except TimeoutError:
-            raise UsageError(f"the check of the settings took over CONNECT_TIMEOUT={limit:g} s") from None
-        self.worker = None
+        for _ in range(CHECKS):
+            self.worker = check = WorkerProcess(
+                Task(self.settings.job, self.settings, Peer(self.role, 0, 0)), lambda: None
+            )
+            await check.start()
+            try:
+                await asyncio.wait_for(check.ended.wait(), limit)
+            except TimeoutError:
+                raise UsageError(f"the check of the settings took over CONNECT_TIMEOUT={limit:g} s") from None
+            self.worker = None
+            if check.outcome not in QUIET:
+                break  # killed by somebody, it has found nothing out
         if check.outcome == "refused":
             raise UsageError(check.error)
         if check.outcome != "finished":

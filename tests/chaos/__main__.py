@@ -1,0 +1,97 @@
+"""`make chaos`: a job whose ranks are killed, stopped, cut off and drained at random, and must come to its result.
+
+The same seed gives the same events. Exit code 0: the result is right and every check passes; 1: not; 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tests.chaos import jobs, report
+from tests.chaos.network import Network, NetworkError
+from tests.chaos.plan import plan
+from tests.chaos.ranks import tail
+from tests.chaos.soak import Soak
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    # an end of this tool by SIGTERM is to leave nothing behind either
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    network, soak = Network(), None
+    try:
+        namespaces = _start(network, console)
+        with Progress(
+            SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("events"),
+            console=console, transient=True, disable=not console.is_terminal,
+        ) as progress:  # fmt: skip
+            task = progress.add_task("", total=arguments.kills)
+
+            def say(line: str) -> None:
+                # the time as in the ranks' logs
+                stamp = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-4]
+                progress.console.print(f"{stamp} {line}", markup=False, highlight=False, soft_wrap=True)
+
+            soak = Soak(arguments.job, arguments.seed, network if namespaces else None, say)
+            events = plan(arguments.seed, arguments.kills, arguments.gap, soak.shape, cuts=namespaces)
+            soak.run(events, lambda done: progress.update(task, completed=done))
+        return _conclude(soak, arguments, console)
+    except KeyboardInterrupt:
+        console.print("stopped" + (f"; logs and checkpoints: {soak.directory}" if soak else ""), highlight=False)
+        return 130
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # what stands is taken down, however impatient somebody is
+        if soak:
+            soak.close()
+        network.close()
+
+
+def _start(network: Network, console: Console) -> bool:
+    try:
+        network.start()
+    except NetworkError as error:
+        console.print(f"no network namespaces ({error}): loopback, no cuts", markup=False, highlight=False)
+        return False
+    return True
+
+
+def _conclude(soak: Soak, arguments: argparse.Namespace, console: Console) -> int:
+    checks = report.checks(soak)
+    report.show(soak, checks, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.as_json(soak, checks, {**vars(arguments), "json": None}), indent=1))
+    if not soak.result.failure and all(check.met is not False for check in checks):
+        shutil.rmtree(soak.directory, ignore_errors=True)
+        return 0
+    if soak.result.failure:
+        console.print(f"FAILED: {soak.result.failure}", markup=False, highlight=False)
+    for rank in soak.keeper.ranks.values():
+        console.print(f"===== {rank.log}\n{tail(rank.log)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"logs and checkpoints: {soak.directory}", markup=False, highlight=False)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--job", choices=jobs.SOAKS, default="rl")
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="events (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
+    parser.add_argument("--gap", type=float, default=2.0, metavar="S",
+                        help="mean seconds from a recovery to the next event (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

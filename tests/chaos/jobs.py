@@ -1,0 +1,86 @@
+"""What the tool must know of each job: its ranks, what it is trained with, and when its result is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from app import jobs
+from tests.chaos.plan import Shape
+from tests.integration.cluster import ROOT
+
+EVALUATION_DEADLINE = 120.0
+
+
+@dataclass(frozen=True)
+class Soak:
+    """A job under the soak. `counts` are its ranks by role, rank 0's first; of the elastic role there are `least` to
+    `most`. It must not finish with the settings `hurting`, and must with `finishing`.
+
+    `judge` is given the checkpoints' directory and rank 0's log of the finish; it says what came out, and whether that
+    is right.
+    """
+
+    counts: Mapping[str, int]
+    hurting: Mapping[str, str]
+    finishing: Mapping[str, str]
+    judge: Callable[[Path, str], tuple[str, bool]]
+    least: int = 0
+    most: int = 0
+
+
+def shape(name: str) -> Shape:
+    soak = SOAKS[name]
+    elastic = next((role.name for role in jobs.get(name).roles if role.elastic), "")
+    ranks = tuple(f"{role}-{n}" for role, count in soak.counts.items() for n in range(count))
+    return Shape(ranks, elastic, soak.least, soak.most)
+
+
+def environment(name: str, settings: Mapping[str, str], seed: int) -> dict[str, str]:
+    """A rank's environment: `settings`, and defaults for the rest, whatever is set where the tool was started."""
+    job = jobs.get(name)
+    known = {field.upper() for field in job.settings.model_fields}
+    counts = {role.count: str(SOAKS[name].counts[role.name]) for role in job.roles if role.count}
+    inherited = {key: value for key, value in os.environ.items() if key not in known}
+    return {**inherited, **counts, "JOB": name, "SEED": str(seed % 2**31), **settings}
+
+
+def evaluate(name: str, checkpoints: Path) -> dict[str, float]:
+    """What `python -m app eval` says of the newest checkpoint. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", "app", "eval", name, "--checkpoint", str(checkpoints), "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(name, {}, 1), capture_output=True, text=True, timeout=EVALUATION_DEADLINE
+    )
+    if done.returncode:
+        raise RuntimeError(f"eval ended with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _judge_rl(checkpoints: Path, log: str) -> tuple[str, bool]:
+    solved = "Solved!" in log
+    mean = evaluate("rl", checkpoints)["mean_return"]
+    return f"{'solved' if solved else 'NOT solved'}, mean return {mean:.1f}", solved and mean >= 475
+
+
+SOAKS = {
+    "rl": Soak(
+        counts={"agent": 1, "observer": 3},
+        hurting={
+            "ENV_ID": "tests.chaos.environments:EndlessCartPole-v0",
+            "MAX_ITERATIONS": "100000000",
+            "CHECKPOINT_INTERVAL": "1",
+            "REJOIN_INTERVAL": "1",
+        },
+        # observers that act themselves finish sooner: rollouts of 500 steps, under a policy that is good already
+        finishing={"ENV_ID": "CartPole-v1", "MAX_ITERATIONS": "100000000", "INFERENCE": "observer"},
+        judge=_judge_rl,
+        least=2,
+        most=4,
+    ),
+}

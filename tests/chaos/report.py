@@ -1,0 +1,155 @@
+"""The table, the totals and the checks at the end of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos import series
+from tests.chaos.measure import Measured
+from tests.chaos.plan import KINDS, SILENT
+from tests.chaos.series import Summary, summary
+from tests.chaos.soak import Soak
+
+WORKER_BAR = 1.5  # seconds from the kill of rank 0's worker to the next step
+RESTART_BAR = 4.0  # from the start of a rank that training waits for to the next step
+PAUSE_BAR = 1.0  # of the others, where an elastic rank was killed
+NOTICE_BAR = 10.0
+YOUNG_BAR = 0.8
+TARGETS = ("rank 0", "fixed", "elastic", "several")
+
+
+@dataclass(frozen=True)
+class Check:
+    """`met` is None where the run had nothing to check it with."""
+
+    what: str
+    measured: str
+    bar: str
+    met: bool | None
+
+
+def checks(soak: Soak) -> list[Check]:
+    result, young = soak.result, soak.result.young
+    clean = [m for m in result.measured if not m.disturbed and not m.note]
+    worker = summary(m.next_step for m in clean if m.kind == "kill worker" and m.target == "rank 0")
+    restart = summary(
+        m.after_start for m in clean if m.kind in ("kill supervisor", "kill rank") and m.target in ("rank 0", "fixed")
+    )
+    pause = summary(m.pause for m in clean if m.kind.startswith("kill") and m.target == "elastic")
+    silent = [math.inf if m.noticed is None else m.noticed for m in result.measured if m.must_notice]
+    stuck = [m.event for m in result.measured if m.next_step is None]
+    drained = sum(m.lost for m in clean if m.kind in ("drain", "join", "leave"))
+    strange = [f"{ended.rank} with {ended.code}" for ended in soak.keeper.exits if not ended.expected]
+    codes = {*result.drain_codes.values(), *result.finish_codes.values()}
+    return [
+        _median("rank 0's worker killed: kill to next step", worker, WORKER_BAR),
+        _median("supervisor or rank killed: restart to next step", restart, RESTART_BAR),
+        _median("elastic rank killed: longest pause of the others", pause, PAUSE_BAR),
+        Check("silent peers noticed, worst", _seconds(max(silent, default=math.nan)), f"<= {NOTICE_BAR:g} s",
+              max(silent) <= NOTICE_BAR if silent else None),
+        Check("steps beside an elastic rank that keeps dying young", f"{young.share:.2f}" if young else "-",
+              f">= {YOUNG_BAR:g} of those undisturbed", young.share >= YOUNG_BAR if young else None),
+        Check("events without a next step", ", ".join(stuck) or "none", "none", not stuck),
+        Check("steps lost by drains, joins and leaves", str(drained), "0", drained == 0),
+        Check("ranks that ended otherwise than was done to them", ", ".join(strange) or "none", "none", not strange),
+        Check("exit codes of the drain and the finish", ", ".join(map(str, sorted(codes))) or "none", "0",
+              codes == {0} and bool(result.finish_codes)),
+        Check("result", result.judged or "none", "right", result.right),
+        Check("processes left", ", ".join(result.leftovers) or "none", "none", not result.leftovers),
+    ]  # fmt: skip
+
+
+def _median(what: str, found: Summary, bar: float) -> Check:
+    met = found.median <= bar if found.count else None
+    return Check(what, f"{_seconds(found.median)} (of {found.count})", f"median <= {bar:g} s", met)
+
+
+def show(soak: Soak, found: list[Check], console: Console) -> None:
+    console.print(_events(soak.result.measured))
+    for name, value in totals(soak).items():
+        console.print(f"{name}: {value}", markup=False, highlight=False)
+    table = Table("check", "measured", "bar", "", title="Checks", title_justify="left")
+    for check in found:
+        verdict = "[yellow]not met with" if check.met is None else "[green]PASS" if check.met else "[red]MISS"
+        table.add_row(check.what, check.measured, check.bar, verdict)
+    console.print(table)
+
+
+def _events(measured: list[Measured]) -> Table:
+    table = Table(title="From an event to the next step, in seconds", title_justify="left")
+    for column in ("kind", "whom", "events", "generations ended", "recoveries", "median", "p95", "worst",
+                   "after restart", "longest pause", "noticed", "steps lost"):  # fmt: skip
+        table.add_column(column, justify="left" if column in ("kind", "whom") else "right")
+    for kind in KINDS:
+        for target in TARGETS:
+            rows = [m for m in measured if (m.kind, m.target) == (kind, target)]
+            if rows:
+                table.add_row(kind, target, *_row(kind, rows))
+    return table
+
+
+def _row(kind: str, rows: list[Measured]) -> Iterable[str]:
+    steps = summary(m.next_step for m in rows)
+    yield str(len(rows))
+    yield str(sum(m.ended for m in rows))
+    yield str(steps.count)
+    yield from map(_number, (steps.median, steps.p95, steps.worst))
+    yield _number(summary(m.after_start for m in rows).median)
+    yield _number(summary(m.regroup for m in rows).worst)
+    yield _number(summary(m.noticed for m in rows).worst) if kind in SILENT else ""
+    yield str(sum(m.lost for m in rows))
+
+
+def totals(soak: Soak) -> dict[str, Any]:
+    steps = soak.steps()
+    counters = soak.counters()
+    usual = summary(b.time - a.time for a, b in pairwise(steps) if a.generation == b.generation)
+
+    def by_cause(name: str) -> str:
+        causes = {
+            labels.partition('"')[2].rstrip('"'): int(n) for (found, labels), n in counters.items() if found == name
+        }
+        return ", ".join(f"{cause} {n}" for cause, n in sorted(causes.items(), key=lambda item: -item[1])) or "none"
+
+    return {
+        "minutes": round(soak.result.seconds / 60, 1),
+        "load average": round(os.getloadavg()[2], 1),
+        "steps made": len(steps),
+        "seconds between two steps": f"median {usual.median:.2f}, p95 {usual.p95:.2f}",
+        "steps lost": series.lost(steps),
+        "generations": max((step.generation for step in steps), default=0),
+        "generations ended and elastic ranks lost, by cause": by_cause("gang_restarts_total"),
+        "workers ended, by cause": by_cause("worker_restarts_total"),
+        "rank starts": sum(len(rank.starts) for rank in soak.keeper.ranks.values()),
+    }
+
+
+def as_json(soak: Soak, found: list[Check], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Everything; JSON has no NaN, so what was not measured is null."""
+    return {
+        "arguments": arguments,
+        "checks": [asdict(check) for check in found],
+        "totals": totals(soak),
+        "failure": soak.result.failure,
+        "young": asdict(soak.result.young) if soak.result.young else None,
+        "events": [asdict(m) for m in soak.result.measured],
+        "exits": [asdict(ended) for ended in soak.keeper.exits],
+        "notices": soak.recording().notices,
+        "steps": soak.steps(),
+    }
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
+def _seconds(value: float) -> str:
+    return "-" if math.isnan(value) else "never" if math.isinf(value) else f"{value:.2f} s"

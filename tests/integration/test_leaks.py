@@ -1,0 +1,62 @@
+"""Generation after generation in one job: threads, file descriptors, memory and metric files stay as they are.
+
+GENERATIONS=200 (`make leaks`) runs so many instead of a few, and prints what was measured before and after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.cluster import Cluster, Rank, until
+
+GENERATIONS = int(os.environ.get("GENERATIONS", "12"))
+WARM = 3  # generations after which everything has been used once
+GROWTH = 8 * 2**20  # bytes; an interpreter's heap breathes
+
+
+def measured(rank: Rank, temporary: Path) -> dict[str, int]:
+    """What a rank holds: its supervisor and its fork server, and the metric files of all ranks."""
+    supervisor = psutil.Process(rank.pid)
+    (server,) = [child for child in supervisor.children() if child.children()]
+    found = {"metric files": len(list(temporary.glob("rolecall-*/*.db")))}
+    for name, process in (("supervisor", supervisor), ("fork server", server)):
+        found[f"{name} file descriptors"] = process.num_fds()
+        found[f"{name} threads"] = process.num_threads()
+        found[f"{name} memory"] = process.memory_info().rss
+        found[f"{name} children"] = len(process.children())
+    return found
+
+
+@pytest.mark.timeout(60 + 20 * GENERATIONS)
+def test_generation_after_generation_nothing_grows(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(NUM_ENVS="2", ROLLOUT_STEPS="4", CHECKPOINT_INTERVAL="0.2", REJOIN_INTERVAL="0.1").start()
+    job.trains()
+    before: dict[str, dict[str, int]] = {}
+    for number in range(WARM + GENERATIONS):
+        if number == WARM:
+            before = everyone(job)
+        generation = job.agent.metric("generation")
+        job.agent.kill_worker()
+        until(lambda g=generation: job.agent.metric("generation") > g, "the next generation")
+        until(lambda: job.members() == 2, "both observers")
+        job.trains(1)
+    after = everyone(job)
+    for name, values in after.items():
+        for what, value in values.items():
+            was = before[name][what]
+            print(f"{name:12} {what:28} {was:12,} before, {value:12,} after {GENERATIONS} generations")
+            if what.endswith("memory"):
+                assert value < was + GROWTH, (name, what)
+            else:
+                assert value <= was + 1, (name, what)  # a connection may be open at the moment
+
+
+def everyone(job: Cluster) -> dict[str, dict[str, int]]:
+    for rank in job.ranks.values():
+        until(lambda rank=rank: rank.worker(), f"a worker of {rank.name}")
+    return {name: measured(rank, Path(job.temporary)) for name, rank in job.ranks.items()}

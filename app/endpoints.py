@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 
 from aiohttp import web
@@ -10,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from app.config import Settings, UsageError
+
+DESCRIPTORS = 65536
 
 
 async def serve(
@@ -42,8 +45,17 @@ async def serve(
     )
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # scrapers ask more often
     await runner.setup()
+    _allow_descriptors()
     await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
     return runner
+
+
+def _allow_descriptors() -> None:
+    """A thousand idle strangers on this process's ports must not keep ranks from connecting."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import secrets
 import shutil
 import signal
@@ -294,7 +293,4 @@ def _plain(error: BaseException) -> str:
 
 def run(job: Job, settings: Settings, identity: Identity, tied: bool = False) -> int:
     """Be one rank until the job is over. Raises UsageError for bad input."""
-    # a thousand idle strangers on its ports must not keep ranks from connecting
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return asyncio.run(Supervisor(job, settings, identity, tied).run())

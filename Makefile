@@ -44,7 +44,7 @@ test-e2e: $(READY) image ## the job in containers: needs Docker with compose, an
 	$(BIN)/python -m pytest tests/e2e
 
 simulate: $(READY) ## 10,000 random schedules of crashes, pauses, joins and cuts against the gang's logic (SCHEDULES=, SEED=)
-	$(BIN)/python -m tests.unit.gang_simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1)
 
 leaks: $(READY) ## 200 generations in one job: threads, descriptors and memory before and after (GENERATIONS=200)
 	GENERATIONS="$(or $(GENERATIONS),200)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s

@@ -19,7 +19,11 @@ import app
 from app.config import FAILED, USAGE
 from app.gang import Gang
 from app.protocol import Effect, Key, Order, RejectedError, Report, Role, Rules
-from tests.unit import gang_simulation as simulation
+from tests.simulation.ambushes import PHASES
+from tests.simulation.explore import explore, replay, run
+from tests.simulation.rules import SAFE
+from tests.simulation.simulation import Simulation
+from tests.simulation.story import Violation
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "300"))
 LIMIT = 3000  # of schedules in which a broken rule is to show
@@ -941,8 +945,8 @@ def test_done_at_the_start_is_told_for_as_long_as_the_grace() -> None:
 
 @pytest.mark.timeout(120 + SCHEDULES / 10)
 def test_schedules() -> None:
-    """Every promise of tests/unit/gang_simulation.py holds in every schedule; a failure prints its seed and story."""
-    results = [simulation.run(seed) for seed in range(SCHEDULES_FROM, SCHEDULES_FROM + SCHEDULES)]
+    """Every promise of tests/simulation/promises.py holds in every schedule; a failure prints its seed and story."""
+    results = [run(seed) for seed in range(SCHEDULES_FROM, SCHEDULES_FROM + SCHEDULES)]
     states = {state: sum(result.state == state for result in results) for state in ("training", "finished", "failed")}
     slowest = max(results, key=lambda result: result.settled_after)
     print(f"{SCHEDULES} schedules: {states}, {sum(result.generations for result in results)} generations; the slowest "
@@ -952,13 +956,13 @@ def test_schedules() -> None:
         events = {event for result in results for event in result.events}
         assert {"recovered", "draining", "stopped silent", "stopped drained", "lost left"} <= events
         befell = {what for result in results for what in result.befell}
-        assert {f"ambush while {phase}" for phase in simulation.PHASES} <= befell
+        assert {f"ambush while {phase}" for phase in PHASES} <= befell
         assert {"freeze supervisor", "second coordinator kept out", "number refused by the disk"} <= befell
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= befell
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:
-    assert simulation.Simulation(7).run() == simulation.Simulation(7).run()
+    assert Simulation(7).run() == Simulation(7).run()
 
 
 OLD_WORKERS = r"old worker believed alive|runs beside generation"
@@ -1040,8 +1044,8 @@ def mutant(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> type[Gan
 def first_violation(limit: int, **arguments: Any) -> str:
     for seed in range(limit):
         try:
-            simulation.Simulation(seed, **arguments).run()
-        except simulation.Violation as violation:
+            Simulation(seed, **arguments).run()
+        except Violation as violation:
             return str(violation)
     return f"none in {limit} schedules"
 
@@ -1078,25 +1082,25 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("safeguard", LEFT_OUT)
 def test_the_schedules_find_what_is_left_out(safeguard: str) -> None:
     changes, promise = LEFT_OUT[safeguard]
-    found = first_violation(LIMIT, safeguards=replace(simulation.SAFE, **changes))
+    found = first_violation(LIMIT, safeguards=replace(SAFE, **changes))
     print(found.strip())
     assert re.search(promise, found)
 
 
 def test_a_broken_promise_is_told_with_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    unsafe = replace(simulation.SAFE, number_first=False)
-    assert simulation.explore(100, 0, unsafe) == 1
+    unsafe = replace(SAFE, number_first=False)
+    assert explore(100, 0, unsafe) == 1
     printed = capsys.readouterr().out
-    seed = int(re.findall(r"gang_simulation (\d+)$", printed, re.MULTILINE)[0])
+    seed = int(re.findall(r"tests\.simulation (\d+)$", printed, re.MULTILINE)[0])
     assert f"seed {seed}, at " in printed
-    assert simulation.replay(seed, unsafe) == 1
+    assert replay(seed, unsafe) == 1
     story, broken = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert "coordinator" in story
     assert broken.startswith(f"seed {seed}, at ")
 
 
 def test_an_exploration_that_finds_nothing_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulation.explore(20, 1) == 0
+    assert explore(20, 1) == 0
     printed = capsys.readouterr().out
     for line in ("20 of 20 schedules", "what befell", "the gang told", "generations", "Every promise was kept."):
         assert line in printed

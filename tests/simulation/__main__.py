@@ -1,0 +1,25 @@
+"""`make simulate`: random schedules against the gang's logic, or the story of one. Exit code 1: a promise is broken."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import tests.simulation
+from tests.simulation.explore import explore, replay
+
+
+def main() -> int:
+    about = (tests.simulation.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=about)
+    parser.add_argument("replay", nargs="?", type=int, metavar="SEED", help="print the story of this one schedule")
+    parser.add_argument("--schedules", type=int, default=10_000, help="how many to play (default 10000)")
+    parser.add_argument("--seed", type=int, default=1, help="the first one's seed (default 1)")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        return replay(arguments.replay)
+    return explore(max(arguments.schedules, 0), arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Simulated time: what is due when, and the processes to which it happens."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+
+class Clock:
+    """The time, the dice, and what is due."""
+
+    def __init__(self, random: Random) -> None:
+        self.now = 0.0
+        self.random = random
+        self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def at(self, delay: float, process: Process | None, function: Callable[..., None], *arguments: Any) -> None:
+        """Call `function` after `delay`, if `process` lives and when it is not frozen."""
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + delay, self._count, process, function, arguments))
+
+    def advance(self) -> bool:
+        """Let the next thing happen; False where nothing is left to."""
+        while self._heap:
+            self.now, _, process, function, arguments = heapq.heappop(self._heap)
+            if process is not None:
+                if process.dead:
+                    continue
+                if process.frozen:
+                    process.held.append((function, arguments))
+                    continue
+            function(*arguments)
+            return True
+        return False
+
+
+class Process:
+    """Something that runs, can be frozen, and dies. What is due to it while it is frozen happens when it goes on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.frozen = self.dead = False
+        self.frozen_until = 0.0
+        self.thawed_at = self.died_at = float("-inf")
+        self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def freeze(self, until: float) -> None:
+        self.frozen, self.frozen_until = True, max(self.frozen_until, until)
+
+    def thaw(self) -> None:
+        if not self.frozen or self.clock.now < self.frozen_until:
+            return
+        self.frozen, self.thawed_at = False, self.clock.now
+        self.clock.random.shuffle(self.held)  # timers and sockets are ready at once, in no particular order
+        for function, arguments in self.held:
+            self.clock.at(self.clock.random.uniform(0, 0.02), self, function, *arguments)
+        self.held.clear()

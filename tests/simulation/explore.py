@@ -1,0 +1,102 @@
+"""Playing schedules: one, many with progress and a summary, or one again with its whole story."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from app.gang import Gang
+from tests.simulation.rules import SAFE, Safeguards
+from tests.simulation.simulation import Simulation
+from tests.simulation.story import Result, Violation
+
+
+def run(seed: int, make_gang: Callable[..., Gang] = Gang, safeguards: Safeguards = SAFE) -> Result:
+    """Play the schedule of `seed`. Raises Violation, with the whole story."""
+    try:
+        return Simulation(seed, make_gang, safeguards).run()
+    except Violation:
+        Simulation(seed, make_gang, safeguards, trace=True).run()
+        raise  # it did not happen again: the simulation is not a function of its seed
+
+
+def play(seeds: range, progress: Callable[[int], None], safeguards: Safeguards) -> tuple[list[Result], str]:
+    """The schedules' results, up to the first that breaks a promise, and which one that was."""
+    results = []
+    for seed in seeds:
+        try:
+            results.append(Simulation(seed, safeguards=safeguards).run())
+        except Violation as violation:
+            return results, str(violation).strip()
+        progress(len(results))
+    return results, ""
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """What was played, in lines."""
+
+    def spelled(counts: Counter[str]) -> str:
+        return ", ".join(f"{what} {count:,}" for what, count in sorted(counts.items()))
+
+    befell, events = Counter[str](), Counter[str]()
+    for result in results:
+        befell.update(result.befell)
+        events.update(result.events)
+    slowest = max(results, key=lambda result: result.settled_after, default=None)
+    rows = {
+        "schedules": f"{len(results):,} in {seconds:.0f} s",
+        "ended": spelled(Counter(result.state for result in results)),
+        "generations": f"{sum(result.generations for result in results):,} started",
+        "what befell": spelled(befell),
+        "the gang told": spelled(events),
+        "slowest": f"{slowest.settled_after:.1f} s after all was well (seed {slowest.seed})" if slowest else "-",
+    }
+    wrapped = (textwrap.fill(text, 100, subsequent_indent=" " * 15) for text in rows.values())
+    return "\n".join(f"{name:15}{text}" for name, text in zip(rows, wrapped, strict=True))
+
+
+def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE) -> int:
+    """Play `schedules` of them from `seed` on; the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    seeds = range(seed, seed + schedules)
+    if console.is_terminal:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
+            task = bar.add_task("schedules", total=schedules)
+            results, broken = play(seeds, lambda done: bar.update(task, completed=done), safeguards)
+    else:
+        every = max(1, schedules // 10)
+
+        def tell(done: int) -> None:
+            if done % every == 0:
+                console.print(f"{done} of {schedules} schedules, {time.monotonic() - started:.0f} s")
+
+        results, broken = play(seeds, tell, safeguards)
+    console.print(summary(results, time.monotonic() - started), markup=False)
+    if broken:
+        console.print(
+            f"\nA promise was broken. {broken}\nReplay it: "
+            f"{sys.executable} -m tests.simulation {seeds[len(results)]}", markup=False,
+        )  # fmt: skip
+        return 1
+    console.print("Every promise was kept.")
+    return 0
+
+
+def replay(seed: int, safeguards: Safeguards = SAFE) -> int:
+    """Print the story of one schedule; the exit code."""
+    simulation = Simulation(seed, safeguards=safeguards, trace=True)
+    broken = ""
+    try:
+        result = simulation.run()
+    except Violation as violation:
+        broken = str(violation).partition("\n")[0]
+    print("\n".join(simulation.story.lines))
+    print(broken or result)
+    return 1 if broken else 0

@@ -1,0 +1,69 @@
+"""What befalls the lines and the disk: cuts that heal or do not, delay, storms, a disk that refuses."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.simulation.rank import Rank
+from tests.simulation.rules import LEASE
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+
+def cut(simulation: Simulation, random: Random) -> None:
+    rank, seconds = simulation.any_rank(random), random.choice((random.uniform(0.5, 6), random.uniform(4, 15)))
+    if rank.first or rank.cut_for_good:
+        return
+    way = random.choice(("both", "both", "to", "from"))
+    rank.proxied = random.random() < 0.5
+    spare = rank.role.elastic and random.random() < 0.25
+    if spare and not simulation.twins and simulation.others(rank) >= rank.role.minimum:
+        rank.cut_for_good, rank.proxied, seconds = True, False, float("inf")
+        simulation.story.count(f"cut for good ({way})")
+    _cut_off(simulation, rank, way, seconds)
+
+
+def cut_first(simulation: Simulation, random: Random) -> None:
+    seconds = random.choice((random.uniform(0.5, 6), random.uniform(4, 15)))
+    for rank in simulation.ranks:
+        simulation.hurt(rank, seconds + LEASE, "rank 0 is cut off")
+    simulation.first.proxied = random.random() < 0.5
+    _cut_off(simulation, simulation.first, random.choice(("both", "to", "from")), seconds)
+
+
+def _cut_off(simulation: Simulation, rank: Rank, way: str, seconds: float) -> None:
+    clock = simulation.clock
+    simulation.hurt(rank, seconds + LEASE, f"cut off ({way}) for {seconds:.1f} s")
+    if way != "from":
+        rank.cut_to = max(rank.cut_to, clock.now + seconds)
+    if way != "to":
+        rank.cut_from = max(rank.cut_from, clock.now + seconds)
+    if seconds < float("inf"):
+        clock.at(seconds + 0.01, None, simulation.store.meet_newest)
+
+
+def slow(simulation: Simulation, random: Random) -> None:
+    rank, seconds = simulation.any_rank(random), random.uniform(2, 20)
+    simulation.hurt(rank, seconds + LEASE, f"slow line for {seconds:.1f} s")
+    rank.slow = simulation.clock.now + seconds, random.uniform(0.3, 4)
+
+
+def storm(simulation: Simulation, random: Random) -> None:
+    seconds = random.uniform(2, 15)
+    until = simulation.clock.now + seconds
+    simulation.network.storm = until, random.choice((0.1, 0.3)), random.choice((0, 0.2)), random.uniform(0.1, 4)
+    for rank in simulation.ranks:
+        simulation.hurt(rank, seconds + LEASE, f"storm for {seconds:.1f} s")
+
+
+def unwritable(simulation: Simulation, random: Random) -> None:
+    everything = ("number", "checkpoint", "done")
+    simulation.disk.refused = random.choice((everything, everything, ("number",), ("checkpoint",)))
+    simulation.story.say(f"the disk refuses {simulation.disk.refused}")
+    simulation.clock.at(random.uniform(1, 15), None, writable, simulation)
+
+
+def writable(simulation: Simulation) -> None:
+    simulation.disk.refused = ()

@@ -1,0 +1,81 @@
+"""What befalls the processes: they are killed, they raise, they get a SIGTERM."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.simulation.rank import Rank
+from tests.simulation.rules import LEASE, RULES
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+
+def kill_worker(simulation: Simulation, random: Random) -> None:
+    _worker_dies(simulation, simulation.any_rank(random), "killed")
+
+
+def kill_the_worker(simulation: Simulation, random: Random, rank: Rank) -> None:
+    _worker_dies(simulation, rank, "killed")
+
+
+def raise_(simulation: Simulation, random: Random) -> None:
+    _worker_dies(simulation, simulation.any_rank(random), "failed")
+
+
+def _worker_dies(simulation: Simulation, rank: Rank, outcome: str) -> None:
+    simulation.hurt(rank, 0, f"worker {outcome}")
+    if rank.worker and rank.worker.exists and (outcome == "killed" or not rank.worker.frozen):
+        rank.worker.end(outcome, "" if outcome == "killed" else f"KeyError at {simulation.clock.now:.3f}")
+
+
+def kill_rank(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
+    rank = rank or simulation.any_rank(random)
+    if rank.worker and rank.worker.exists:
+        rank.worker.end("killed")
+    kill_supervisor(simulation, random, rank)
+
+
+def kill_supervisor(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
+    rank = rank or simulation.any_rank(random)
+    away = random.choice((0.1, 1.0, random.uniform(0, 12)))
+    simulation.hurt(rank, away + 3, f"killed for {away:.1f} s")
+    if rank.supervisor and rank.is_up:
+        rank.supervisor.die()
+        simulation.clock.at(away, None, simulation.start, rank)
+
+
+def kill_first(simulation: Simulation, random: Random) -> None:
+    kill_rank(simulation, random, simulation.first)
+
+
+def kill_all(simulation: Simulation, random: Random) -> None:
+    for rank in simulation.ranks:
+        if rank.wanted and random.random() < 0.9:
+            kill_rank(simulation, random, rank)
+
+
+def trap(simulation: Simulation, random: Random) -> None:
+    simulation.trap = True
+    simulation.story.say("rank 0 will die between an effect and its confirmation")
+
+
+def flaky(simulation: Simulation, random: Random) -> None:
+    """A rank whose workers die young, for a while."""
+    rank = simulation.any_rank(random)
+    if rank.role.elastic:
+        rank.dies_young = simulation.clock.now + random.uniform(5, 30)
+        simulation.hurt(rank, rank.dies_young + 3 - simulation.clock.now, "dies young")
+
+
+def leave(simulation: Simulation, random: Random) -> None:
+    """SIGTERM; the rank may come back."""
+    rank = simulation.any_rank(random)
+    stay = simulation.others(rank) >= rank.role.minimum and not simulation.twins and not rank.first
+    back = None if stay and random.random() < 0.5 else random.uniform(0, 10)
+    simulation.hurt(rank, RULES.drain_timeout + LEASE + (back or 0) + 3, f"SIGTERM, back after {back}")
+    if rank.supervisor and rank.is_up:
+        if back is None:
+            rank.wanted = False
+        simulation.clock.at(0, rank.supervisor, rank.supervisor.leave)

@@ -1,0 +1,214 @@
+"""What must hold in every schedule, checked against the truth (`Violation` says which promise was broken).
+
+- Generation numbers only grow, over any number of coordinators, whatever the disk refused. One generation runs at a
+  time: when one begins, no other coordinator that lives or is frozen runs one, and the one that begins it believes in
+  no worker.
+- In truth, when a generation begins, no worker of an older one runs, save one that is frozen (SIGSTOP) or was until
+  `AWAKE` seconds ago; one whose supervisor is frozen or was until `AWAKE` seconds ago; and one whose supervisor was
+  killed at most `ORPHAN` seconds ago (after it goes on itself, where it was frozen). None is started later either. (One
+  more excuse: where two containers have one ordinal, the first one's worker ends within its supervisor's fence when
+  rank 0 is restarted and hears of the second one first.)
+- What is so excused does no harm: it sets about no checkpoint once a newer generation has begun, none of its arrives
+  after a newer generation's worker 0 has read them, and it meets no worker of another generation at the store.
+- A place in a generation is taken by one worker.
+- DONE is written once, when worker 0 of the generation has reported success; nothing begins after it, the gang stays
+  finished or failed, and a new coordinator finds it finished. (Where the disk refuses DONE, that is logged, and rank 0
+  started again trains on: such a schedule ends as "forgotten".)
+- A generation ends only where a fixed rank is in trouble, an elastic role falls below its minimum, or it is drained; an
+  elastic rank's loss ends it only while the workers are still connecting to each other.
+- A member is given up for its silence only after a whole lease in which the coordinator was awake.
+- The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, or by a wait of
+  `rejoin_timeout`; where all workers raise, it does fail.
+- No finished step is lost by a drain.
+- Once nothing happens any more, the job trains, or is over and everybody has heard so, within `SETTLE` seconds; also
+  where an elastic rank that it can do without stays cut off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from app.gang import ACTIVE, OVER, Gang
+from app.protocol import ALIVE, Effect, Key, name_of
+from tests.simulation.rank import Rank
+from tests.simulation.rules import AWAKE, FENCE, LEASE, ORPHAN, RULES, SETTLE
+
+if TYPE_CHECKING:
+    from tests.simulation.coordinator import Lead
+    from tests.simulation.simulation import Simulation
+    from tests.simulation.worker import Worker
+
+
+class Promises:
+    """Is told what happens, remembers what is true whether or not the gang knows, and fails the schedule."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.clock = simulation, simulation.clock
+        self.say, self.fail = simulation.story.say, simulation.story.fail
+        self.newest = 0  # generation that began, whether or not the disk knows
+        self.generations = 0
+        self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
+        self.drained_step = 0
+        self.raised: list[str] = []
+
+    # -- generations
+
+    def takes_over(self, lead: Lead) -> None:
+        """A new coordinator."""
+        disk = self.simulation.disk
+        self.say(f"coordinator {lead.owner.incarnation} starts after generation {disk.greatest}")
+        if disk.done is not None and lead.gang.state != "finished":
+            self.fail("the job had finished, and a new coordinator does not say so")
+
+    def begins(self, effect: Effect, lead: Lead) -> None:
+        simulation = self.simulation
+        self.say(f"generation {effect.generation}: {', '.join(map(name_of, effect.members))}")
+        if effect.generation <= self.newest:
+            self.fail(f"generation {effect.generation} begins after generation {self.newest}")
+        if simulation.disk.done is not None:
+            self.fail(f"generation {effect.generation} begins after DONE")
+        for other in simulation.leads:
+            if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
+                self.fail(f"generation {effect.generation} begins, and another coordinator runs one")
+        for key, member in lead.gang.members.items():
+            if member.report.state in ALIVE:
+                self.fail(f"generation {effect.generation} begins with {name_of(key)}'s old worker believed alive")
+        self.newest = effect.generation
+        self.generations += 1
+        simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
+        self.clock.at(0, None, self._watch_all)
+
+    def started(self, worker: Worker) -> None:
+        workers = self.simulation.workers
+        self.say(f"{worker.rank.name} starts worker {name_of(worker.key)} of generation {worker.generation}")
+        if (worker.generation, worker.key) in workers:
+            self.fail(f"two workers are {name_of(worker.key)} of generation {worker.generation}")
+        workers[worker.generation, worker.key] = worker
+        self.watch_old(worker)
+
+    def _watch_all(self) -> None:
+        for worker in self.simulation.all_workers:
+            self.watch_old(worker)
+
+    def watch_old(self, worker: Worker) -> None:
+        """An old worker that runs has an excuse, for a time."""
+        if not worker.exists or worker.frozen or worker.generation >= self.newest:
+            return
+        supervisor = worker.supervisor
+        excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
+        if worker.rank.twins and worker.lead is not self.simulation.lead:
+            excused = max(excused, supervisor.contact + FENCE * LEASE + AWAKE)
+        if supervisor.dead:
+            excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
+        elif supervisor.frozen:
+            return
+        if excused + 0.001 < self.clock.now:
+            self.fail(
+                f"the worker of {name_of(worker.key)} of generation {worker.generation} runs beside generation "
+                f"{self.newest}"
+            )
+        self.clock.at(excused + 0.002 - self.clock.now, None, self.watch_old, worker)
+
+    # -- what workers share
+
+    def meets(self, worker: Worker, generation: int) -> None:
+        """A worker finds the others at the store of `generation`."""
+        if worker.generation != generation:
+            self.fail(f"workers of generations {worker.generation} and {generation} meet")
+
+    def trains_after(self, worker: Worker, step: int) -> None:
+        """Worker 0 has read the checkpoint of `step`."""
+        if step < self.drained_step:
+            self.fail(f"step {self.drained_step} was drained, and training goes on after {step}")
+        self.loaded = max(self.loaded, worker.generation)
+        self.say(f"generation {worker.generation} trains after step {step}")
+
+    def writes(self, worker: Worker, newest: int) -> None:
+        """Its checkpoint is on the disk; `newest` generation had begun when it set about it."""
+        if worker.generation < newest:
+            self.fail(f"worker 0 of generation {worker.generation} writes, and generation {newest} had begun")
+        if worker.generation < self.loaded:
+            self.fail(f"worker 0 of generation {worker.generation} writes after generation {self.loaded} has read")
+
+    # -- who is in
+
+    def given_up(self, key: Key, since: float) -> None:
+        """A member is no longer one; it was silent `since` then, and the coordinator awake."""
+        self.say(f"{name_of(key)} is given up for its silence")
+        if self.clock.now - since < LEASE:
+            self.fail(f"{name_of(key)} is given up after {self.clock.now - since:.2f} s, a lease is {LEASE:g} s")
+
+    def refused(self, rank: Rank, reason: str) -> None:
+        self.say(f"{rank.name} is refused: {reason}")
+        if reason != "superseded" or self.simulation.twins == 0:
+            self.fail(f"{rank.name} is refused: {reason}")
+
+    # -- what the gang tells of
+
+    def happened(self, kind: str, details: dict[str, Any]) -> None:
+        self.say(f"gang: {kind} {details}")
+        self.simulation.story.told(f"{kind} {details['cause']}" if "cause" in details else kind)
+        lead = self.simulation.lead
+        assert lead is not None
+        if kind in ("generation", "failed"):
+            lead.gathering_since, waited = self.clock.now, self.clock.now - lead.gathering_since
+        if kind == "stopped" and details["cause"] != "drained":
+            self._stopped(lead.gang)
+        elif kind == "failed":
+            self._failed(details["reason"], waited)
+
+    def _stopped(self, gang: Gang) -> None:
+        simulation = self.simulation
+        first = simulation.workers.get((gang.generation.number, simulation.master))
+        if first is None or first.step == 0:
+            return
+        well = dict.fromkeys((role.name for role in simulation.roles), 0)
+        for key in gang.generation.members:
+            worker = simulation.workers.get((gang.generation.number, key))
+            ended = worker is None or not worker.alive
+            if ended or worker.rank.hurt_until >= gang.generation.started:
+                if not simulation.elastic(key):
+                    return
+            elif key not in gang.generation.lost:
+                well[key[0]] += 1
+        if all(well[role.name] >= role.minimum for role in simulation.roles if role.elastic):
+            self.fail("a generation is ended that could go on")
+
+    def _failed(self, reason: str, waited: float) -> None:
+        if reason.startswith("waited"):
+            if waited < RULES.rejoin_timeout:
+                self.fail(f"failed after {waited:.1f} s: {reason}")
+        elif reason not in self.raised:
+            self.fail(f"failed by what never happened: {reason}")
+        elif len(self.raised) < RULES.max_failures:
+            self.fail(f"failed after {len(self.raised)} failures: {reason}")
+
+    # -- the end
+
+    def done(self, lead: Lead) -> None:
+        """DONE is about to be written."""
+        if self.simulation.disk.done is not None:
+            self.fail("DONE is written twice")
+        first = self.simulation.workers.get((lead.gang.generation.number, self.simulation.master))
+        if first is None or first.outcome != "finished":
+            self.fail("DONE is written, and worker 0 has not finished")
+
+    def stays_over(self, before: str, state: str) -> None:
+        """The gang's state was `before` and is another now."""
+        if before in OVER:
+            self.fail(f"the job was {before}, and is {state}")
+
+    def all_have_heard(self) -> None:
+        """Rank 0 leaves: whoever was well has heard how the job ended."""
+        for rank in self.simulation.ranks:
+            supervisor = rank.supervisor
+            if supervisor is None or supervisor.dead or supervisor.heard or not supervisor.joined:
+                continue
+            if max(rank.hurt_until, supervisor.joined_at) < self.clock.now - 3:
+                self.fail(f"{rank.name} has not heard how the job ended")
+
+    def not_settled(self) -> None:
+        """Everybody has been well for `SETTLE` seconds, and the schedule has not come to its end."""
+        gang = self.simulation.lead.gang if self.simulation.lead else None
+        state = f"{gang.state}, waiting for {gang.missing(self.clock.now)}" if gang else "no coordinator"
+        self.fail(f"not training {SETTLE:g} s after everybody was well: {state}")

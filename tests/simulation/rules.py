@@ -1,0 +1,48 @@
+"""The simulation's constants: times, the gang's rules, the jobs, and the safeguards that can be left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.protocol import Role, Rules
+
+LEASE = 6.0
+FENCE = 0.8  # of a lease without an answer, and a supervisor ends its worker
+WATCH = LEASE / 24  # how often a supervisor looks
+TICK = 0.25
+STOP = 0.1  # a worker is gone so soon after a SIGKILL
+AWAKE = WATCH + STOP
+ORPHAN = 0.3
+STEP = 0.4
+CONNECT_TIMEOUT = 30.0
+CALL_TIMEOUT = 5.0
+NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own
+SETTLE = 30.0
+RULES = Rules(
+    lease=LEASE, join_grace=5.0, rejoin_interval=4.0, rejoin_timeout=100.0, drain_timeout=8.0, max_failures=3,
+    finish_grace=10.0, young=8.0,
+)  # fmt: skip
+JOBS = (
+    (Role("agent", 1, 1, 1, False), Role("observer", 2, 1, 4, True)),
+    (Role("agent", 1, 1, 1, False), Role("observer", 3, 2, 5, True)),
+    (Role("agent", 1, 1, 1, False), Role("trainer", 1, 1, 1, False), Role("observer", 2, 1, 3, True)),
+    (Role("ps", 1, 1, 1, False), Role("trainer", 2, 2, 2, False)),
+    (Role("master", 1, 1, 1, False), Role("ps", 1, 1, 1, False), Role("trainer", 2, 2, 2, False)),
+)
+
+
+@dataclass(frozen=True)
+class Safeguards:
+    """What keeps the promises around `gang`, each to be left out to see that it is needed."""
+
+    fence: float = FENCE  # of a lease without an answer, and a supervisor ends its worker
+    number_first: bool = True  # no generation starts before the disk has taken its number
+    coordinator_lock: bool = True  # one coordinator a directory
+    writer_lock: bool = True  # one process that writes checkpoints; the next one waits for its end
+    write_fence: bool = True  # a writer looks at the newest generation's number first
+    prefix: bool = True  # the rendezvous store's keys carry the generation's number
+    orphans_end: bool = True  # a worker ends when its supervisor's pipe closes
+    locked_out: str = "lost"  # how a worker ends that waited a lease for the writer's lock
+
+
+SAFE = Safeguards()

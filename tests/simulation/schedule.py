@@ -1,0 +1,105 @@
+"""What befalls the gang and when, drawn from the seed; in the end everybody is well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.simulation.ambushes import ambush
+from tests.simulation.faults import cut, cut_first, slow, storm, unwritable, writable
+from tests.simulation.kills import (
+    flaky,
+    kill_all,
+    kill_first,
+    kill_rank,
+    kill_supervisor,
+    kill_worker,
+    leave,
+    raise_,
+    trap,
+)
+from tests.simulation.network import QUIET
+from tests.simulation.newcomers import add, replace_first, take_away, twin
+from tests.simulation.pauses import (
+    freeze,
+    freeze_all,
+    freeze_first,
+    freeze_supervisor,
+    freeze_worker,
+    orphan_first,
+    thaw,
+)
+from tests.simulation.rules import SETTLE
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+Harm = Callable[["Simulation", Random], None]  # its name is what is counted
+KINDS: tuple[Harm, ...] = (
+    kill_worker, raise_, kill_rank, kill_rank, kill_supervisor, freeze, freeze, freeze_worker, leave, cut, cut, storm,
+    add, twin, slow, slow, unwritable, freeze_all, kill_all, trap, flaky, freeze_first, kill_first, freeze_supervisor,
+    freeze_supervisor, replace_first, cut_first, ambush, ambush, orphan_first,
+)  # fmt: skip
+HARD_ON_EACH_OTHER: tuple[list[Harm], ...] = (
+    [kill_first, slow, kill_worker],
+    [twin, slow, cut],
+    [kill_first, leave, add],
+    [freeze_first, storm, freeze],
+    [trap, kill_worker, kill_all],
+    [freeze_supervisor, freeze_supervisor, kill_supervisor, kill_first],
+    [unwritable, kill_all, kill_worker, cut],
+    [replace_first, freeze_first, ambush],
+    [ambush],
+    [orphan_first, kill_worker],
+)
+
+
+class Schedule:
+    """A few kinds of harm, at a few moments, singly or in bursts; then calm."""
+
+    def __init__(self, simulation: Simulation, random: Random) -> None:
+        self.simulation = simulation
+        self.calm_at: float | None = None
+        clock = simulation.clock
+        length = random.uniform(5, 35)
+        favourites = random.sample(KINDS, random.randint(1, 5))
+        if random.random() < 0.3:
+            favourites = random.choice(HARD_ON_EACH_OTHER)
+        moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
+        burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
+        for moment in moments:
+            clock.at(moment, None, self._befall, random.choice(favourites), Random(random.random()))
+            for _ in range(burst):  # and others follow at once
+                later = min(moment + random.expovariate(1 / within), length)
+                clock.at(later, None, self._befall, random.choice(favourites), Random(random.random()))
+        clock.at(length, None, self._calm)
+
+    def _befall(self, harm: Harm, random: Random) -> None:
+        self.simulation.story.count(harm.__name__.strip("_").replace("_", " "))
+        harm(self.simulation, random)
+
+    def _calm(self) -> None:
+        """From here on everybody is well."""
+        simulation, clock = self.simulation, self.simulation.clock
+        simulation.story.say("---- calm")
+        self.calm_at = clock.now
+        simulation.network.storm = QUIET
+        simulation.trap = False
+        simulation.ambushes.call_off()
+        writable(simulation)
+        take_away(simulation, the_old=True)
+        for rank in simulation.ranks:
+            if not rank.cut_for_good:
+                rank.cut_to = rank.cut_from = 0.0
+            rank.frozen_until = rank.dies_young = 0.0
+            rank.slow = 0.0, 0.0
+        for process in (*simulation.all_workers, *(rank.supervisor for rank in simulation.ranks)):
+            if process:
+                process.frozen_until = 0.0
+        for rank in simulation.ranks:
+            thaw(simulation, rank)
+            if rank.wanted and not rank.is_up and not simulation.over:
+                clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
+        simulation.store.meet_newest()
+        clock.at(SETTLE, None, simulation.promises.not_settled)

@@ -1,0 +1,67 @@
+"""What the processes share: the job's directory, and the store where a generation's workers find each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from app.protocol import Key
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+    from tests.simulation.supervisor import Supervisor
+    from tests.simulation.worker import Worker
+
+
+@dataclass
+class Disk:
+    """What outlives every process."""
+
+    number: int = 0
+    members: tuple[Key, ...] = ()
+    done: dict[str, Any] | None = None
+    newest: tuple[int, int] = (0, 0)  # generation and step of the newest checkpoint
+    coordinator: Supervisor | None = None  # who locked it last
+    writer: Worker | None = None
+    refused: tuple[str, ...] = ()  # of "number", "done" and "checkpoint"
+    refused_number: int = 0  # the greatest that it did not take
+    done_refused: bool = False
+
+    @property
+    def greatest(self) -> int:
+        """The newest generation's number; the checkpoints' names carry it too."""
+        return max(self.number, self.newest[0])
+
+    def refuses(self, what: str) -> bool:
+        return what in self.refused
+
+
+class Store:
+    """The rendezvous store that the worker 0 of each generation keeps."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    def meet(self, generation: int) -> None:
+        """Connect the workers of `generation` with each other, once all are at the store of its worker 0."""
+        simulation, clock = self.simulation, self.simulation.clock
+        host = simulation.workers.get((generation, simulation.master))
+        if host is None or not self._there(host):
+            return
+        prefix = simulation.safeguards.prefix
+        found: dict[Key, Worker] = {}
+        for worker in simulation.all_workers:  # the eldest first
+            if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in host.members:
+                found.setdefault(worker.key, worker)
+        if len(found) < len(host.members):
+            return
+        for worker in found.values():
+            simulation.promises.meets(worker, generation)
+            clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected)
+
+    def meet_newest(self) -> None:
+        self.meet(self.simulation.promises.newest)
+
+    def _there(self, worker: Worker) -> bool:
+        cut = self.simulation.network.cut(worker.rank)
+        return worker.here and worker.state == "starting" and not worker.frozen and not cut

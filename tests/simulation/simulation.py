@@ -1,0 +1,145 @@
+"""One schedule: a job and its containers, the parts that act on them, and the run until the gang has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from app.gang import OVER, Gang
+from app.protocol import Key
+from tests.simulation.ambushes import Ambushes
+from tests.simulation.clock import Clock
+from tests.simulation.coordinator import Lead
+from tests.simulation.network import Network
+from tests.simulation.promises import Promises
+from tests.simulation.rank import Rank
+from tests.simulation.rules import JOBS, SAFE, Safeguards
+from tests.simulation.schedule import Schedule
+from tests.simulation.shared import Disk, Store
+from tests.simulation.story import Result, Story
+from tests.simulation.supervisor import Supervisor
+from tests.simulation.worker import Worker
+
+
+class Simulation:
+    """One schedule. `run` plays it; raises Violation."""
+
+    def __init__(
+        self,
+        seed: int,
+        make_gang: Callable[..., Gang] = Gang,
+        safeguards: Safeguards = SAFE,
+        trace: bool = False,
+    ) -> None:
+        self.seed, self.make_gang, self.safeguards = seed, make_gang, safeguards
+        self.clock = Clock(Random(f"{seed} run"))
+        self.story = Story(seed, self.clock, trace)
+        self.disk = Disk()
+        self.store = Store(self)
+        self.network = Network(self)
+        self.promises = Promises(self)
+        self.ambushes = Ambushes(self)
+        self.incarnations = 0
+        self.lead: Lead | None = None
+        self.leads: list[Lead] = []
+        self.workers: dict[tuple[int, Key], Worker] = {}
+        self.all_workers: list[Worker] = []
+        self.replaced: tuple[Rank, Rank] | None = None
+        self.twins = 0
+        self.trap = False
+        self.over = ""
+        self.forgotten = False
+        plan = Random(f"{seed} plan")
+        self._draw_job(plan)
+        self.schedule = Schedule(self, plan)
+
+    def _draw_job(self, random: Random) -> None:
+        self.roles = random.choice(JOBS)
+        self.master: Key = (self.roles[0].name, 0)
+        self.goal = random.choice((40, 100, 10_000, 10_000))
+        self.doomed: tuple[str, float] | None = None
+        if random.random() < 0.05:
+            self.doomed = random.choice(self.roles).name, random.uniform(0.1, 1.5)
+        assigned = random.random() < 0.5
+        self.ranks: list[Rank] = []
+        for role in self.roles:
+            for ordinal in range(role.count):
+                own = None if assigned and role.elastic else ordinal
+                self.ranks.append(Rank(role, own, f"node{len(self.ranks)}", first=not self.ranks))
+        self.first = self.ranks[0]  # where MASTER_ADDR leads to
+        for rank in self.ranks:
+            self.clock.at(random.uniform(0, 2), None, self.start, rank)
+
+    # -- the run
+
+    def run(self) -> Result:
+        ended = None
+        while ended is None and self.clock.advance():
+            if self.forgotten:
+                return self._result("forgotten", 0.0)
+            if self.schedule.calm_at is not None:
+                ended = self._settled(self.schedule.calm_at)
+        if ended is None:
+            self.story.fail("nothing is left to happen")
+        assert self.schedule.calm_at is not None
+        return self._result(ended, self.clock.now - self.schedule.calm_at)
+
+    def _result(self, state: str, settled_after: float) -> Result:
+        generations, story = self.promises.generations, self.story
+        return Result(self.seed, state, generations, settled_after, story.events, story.befell)
+
+    def _settled(self, calm_at: float) -> str | None:
+        """How it ended, if it did: the job trains, or is over and everybody has heard so."""
+        if self.over:
+            here = [rank.supervisor for rank in self.ranks if rank.supervisor and rank.is_up]
+            return None if any(supervisor.heard for supervisor in here) else self.over
+        lead = self.lead
+        if lead is None or lead.owner.dead or lead.gang.state != "running":
+            return None
+        worker = self.workers.get((lead.gang.generation.number, self.master))
+        trains = worker is not None and worker.state == "running" and worker.step > worker.base
+        return "training" if trains and not self.doomed and self.clock.now > calm_at + 1 else None
+
+    # -- the containers
+
+    def start(self, rank: Rank) -> None:
+        if rank.wanted and not self.over and not rank.is_up:
+            rank.frozen_until = 0.0
+            if rank.first and self.disk.done_refused and self.disk.done is None:
+                self.forgotten = True  # it was logged as an error that a restart would train on
+            rank.supervisor = Supervisor(self, rank)
+            self.story.say(f"{rank.name} starts as {rank.supervisor.incarnation}")
+
+    def exited(self, rank: Rank, code: int) -> None:
+        self.story.say(f"{rank.name} exits with {code}")
+        lead = self.lead
+        if rank.first and lead and lead.owner.rank is rank and lead.gang.state in OVER and lead.gang.code == code:
+            self.over = lead.gang.state
+            return
+        if code == 0 and lead and lead.gang.state == "finished":
+            return
+        if rank.wanted:
+            self.hurt(rank, 15, "will be started again")
+            self.clock.at(self.clock.random.uniform(0.5, 3), None, self.start, rank)
+
+    def refused(self, rank: Rank, reason: str) -> None:
+        """One of two containers of one ordinal is not let in, and goes."""
+        self.promises.refused(rank, reason)
+        self.twins -= 1
+        rank.wanted = False
+
+    def hurt(self, rank: Rank, seconds: float, what: str) -> None:
+        """Something befalls `rank` that excuses it for so long."""
+        self.story.say(f"** {rank.name}: {what}")
+        rank.hurt_until = max(rank.hurt_until, self.clock.now + seconds)
+
+    def any_rank(self, random: Random) -> Rank:
+        return random.choice([rank for rank in self.ranks if rank.wanted])
+
+    def others(self, rank: Rank) -> int:
+        """How many of its role there are in the end without it."""
+        others = (other for other in self.ranks if other.role is rank.role and other is not rank)
+        return sum(other.wanted and not other.cut_for_good for other in others)
+
+    def elastic(self, key: Key) -> bool:
+        return next(role.elastic for role in self.roles if role.name == key[0])

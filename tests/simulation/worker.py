@@ -1,0 +1,231 @@
+"""A model of the worker process (app/worker.py): it connects to its peers, makes steps and writes checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from app.protocol import Key, Order, name_of
+from tests.simulation.clock import Process
+from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, LEASE, ORPHAN, STEP, STOP
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+    from tests.simulation.supervisor import Supervisor
+
+
+class Worker(Process):
+    """A worker process: forks, connects to the others of its generation, trains. Rank 0's makes the steps."""
+
+    def __init__(self, simulation: Simulation, supervisor: Supervisor, key: Key, order: Order) -> None:
+        super().__init__(simulation.clock)
+        self.simulation = simulation
+        self.supervisor, self.rank, self.key = supervisor, supervisor.rank, key
+        self.generation, self.members, self.lead = order.generation, order.members, simulation.lead
+        self.lost = set(order.lost)
+        self.state, self.outcome, self.error, self.step, self.base = "starting", "", "", 0, 0
+        self.drains_failed = 0
+        self.gave_up: list[Key] = []
+        self.drain = self.exists = self.here = False
+        self.why = ""
+        self.stalled_at: float | None = None
+        self.clock.at(self.clock.random.choice((0.05, 0.1, 1.5)), None, self.forked)
+
+    @property
+    def alive(self) -> bool:
+        return self.state != "ended"
+
+    # -- it starts
+
+    def forked(self) -> None:
+        if self.why or self.supervisor.dead:  # the fork server goes with the supervisor
+            self.end(self.why or "killed")
+            return
+        self.exists = True
+        if self.rank.frozen_until > self.clock.now:
+            self.freeze(self.rank.frozen_until)
+        self.simulation.promises.started(self)
+        if self.key == self.simulation.master:
+            self.clock.at(0, self, self.take_lock, self.clock.now + LEASE)
+        else:
+            self.prepared()
+        if self.rank.dies_young > self.clock.now:
+            self.clock.at(self.clock.random.uniform(0.1, 3), self, self.end, "killed")
+        if doomed := self.simulation.doomed:
+            self.clock.at(doomed[1], self, self.doom, doomed[0])
+
+    def take_lock(self, end: float) -> None:
+        """Be the one that writes; an earlier writer may take a moment to be gone, or be frozen."""
+        if not self.alive:
+            return
+        disk, safeguards = self.simulation.disk, self.simulation.safeguards
+        if safeguards.writer_lock and disk.writer and disk.writer.exists:
+            if self.clock.now > end:
+                self.end(safeguards.locked_out, "the directory is in use")
+            else:
+                self.clock.at(0.1, self, self.take_lock, end)
+            return
+        disk.writer = self
+        self.prepared()
+
+    def prepared(self) -> None:
+        self.clock.at(self.clock.random.uniform(0.05, 0.5), self, self.arrive)
+        self.clock.at(CONNECT_TIMEOUT, self, self.too_late)
+
+    def doom(self, role: str) -> None:
+        if self.key[0] == role:
+            self.end("failed", f"ValueError in generation {self.generation}")
+
+    def arrive(self) -> None:
+        self.here = True
+        self.simulation.store.meet(self.generation)
+
+    def too_late(self) -> None:
+        if self.state == "starting":
+            self.end("lost")
+
+    def connected(self) -> None:
+        if self.state != "starting":
+            return
+        self.state = "running"
+        self.supervisor.tell_later()
+        if self.key == self.simulation.master:
+            self.base = self.simulation.disk.newest[1]
+            self.simulation.promises.trains_after(self, self.base)
+            self.clock.at(STEP, self, self.work)
+
+    # -- it trains
+
+    def work(self) -> None:
+        """A step of worker 0, if all those who belong to it answer."""
+        if not self.alive:
+            return
+        simulation, clock = self.simulation, self.clock
+        silent = []
+        for key in self.members:
+            if key in self.lost or key == self.key:
+                continue
+            peer = simulation.workers.get((self.generation, key))
+            if peer is None or not peer.alive:
+                if not simulation.elastic(key):
+                    self.end("lost")
+                    return
+                self.give_up(key)
+            elif peer.frozen or simulation.network.cut(peer.rank) or simulation.network.cut(self.rank):
+                silent.append(key)
+        if silent:
+            self.stalled_at = clock.now if self.stalled_at is None else self.stalled_at
+            if clock.now - self.stalled_at > CALL_TIMEOUT:
+                self.stalled_at = None
+                for key in silent:
+                    if not simulation.elastic(key):
+                        self.end("lost")
+                        return
+                    self.give_up(key)
+            clock.at(STEP, self, self.work)
+            return
+        self.stalled_at = None
+        if self.drain:
+            self.drain = False
+            self.write(self.drained)
+        elif any(key not in self.lost for key in self.members if simulation.elastic(key)) or not any(
+            map(simulation.elastic, self.members)
+        ):
+            first = self.step == 0
+            self.step = max(self.step, self.base) + 1
+            if first:
+                self.supervisor.tell_later()
+            if self.step >= simulation.goal:
+                self.write(self.finished)
+            elif self.step % 4 == 0:
+                self.write(self.saved)
+            else:
+                clock.at(STEP, self, self.work)
+        else:
+            clock.at(STEP, self, self.work)
+
+    def give_up(self, key: Key) -> None:
+        self.lost.add(key)
+        self.gave_up.append(key)
+        self.supervisor.tell_later()
+
+    # -- it writes
+
+    def write(self, then: Callable[[bool], None]) -> None:
+        """A checkpoint, which takes a while; anything may come between its parts."""
+        self.clock.at(self.clock.random.uniform(0.01, 0.1), self, self.write_fenced, then)
+        self.simulation.ambushes.enter("writing")
+
+    def write_fenced(self, then: Callable[[bool], None]) -> None:
+        """Look whether this generation is the newest, then write."""
+        if not self.alive:
+            return
+        simulation = self.simulation
+        step = max(self.step, self.base)
+        if simulation.safeguards.write_fence and simulation.disk.greatest > self.generation:
+            then(False)
+            return
+        newest = simulation.promises.newest  # in truth
+        self.clock.at(self.clock.random.uniform(0.01, 0.1), self, self.written, step, newest, then)
+
+    def written(self, step: int, newest: int, then: Callable[[bool], None]) -> None:
+        """The checkpoint is on the disk, if that takes it; `newest` had begun when the worker set about it."""
+        if not self.alive:
+            return
+        disk = self.simulation.disk
+        if disk.refuses("checkpoint"):
+            then(False)
+            return
+        self.simulation.promises.writes(self, newest)
+        disk.newest = max(disk.newest, (self.generation, step))
+        then(True)
+
+    def saved(self, done: bool) -> None:
+        self.clock.at(STEP, self, self.work)
+
+    def drained(self, done: bool) -> None:
+        if done:
+            self.step = self.simulation.promises.drained_step = max(self.step, self.base)
+            self.end("drained")
+        else:
+            self.drains_failed += 1
+            self.supervisor.tell_later()
+            self.clock.at(STEP, self, self.work)
+
+    def finished(self, done: bool) -> None:
+        self.end("finished")
+
+    # -- it ends
+
+    def kill(self, why: str) -> None:
+        """By its supervisor."""
+        self.why = self.why or why
+        if self.exists and self.alive:
+            self.clock.at(self.clock.random.uniform(0.01, STOP), None, self.end, why)
+
+    def orphan(self) -> None:
+        """Its supervisor is gone; it notices when it runs, and its other threads may finish something meanwhile."""
+        if self.simulation.safeguards.orphans_end:
+            self.clock.at(0, self, self.notice_orphaned)
+
+    def notice_orphaned(self) -> None:
+        self.clock.at(self.clock.random.uniform(0.005, ORPHAN - 0.03), self, self.end, "killed")
+
+    def end(self, outcome: str, error: str = "") -> None:
+        if not self.alive:
+            return
+        simulation, clock = self.simulation, self.clock
+        self.state, self.outcome, self.error = "ended", outcome, error
+        self.exists, self.dead = False, True
+        simulation.story.say(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
+        if outcome in ("failed", "refused"):
+            simulation.promises.raised.append(f"{name_of(self.key)}: {error}")
+        if outcome == "finished":
+            simulation.ambushes.enter("finishing")
+        if self.key == simulation.master:
+            for key in self.members:
+                peer = simulation.workers.get((self.generation, key))
+                if peer and peer is not self and clock.random.random() < 0.7:
+                    clock.at(clock.random.uniform(0, 1), peer, peer.end, "lost")
+        if not self.supervisor.dead:
+            clock.at(0, self.supervisor, self.supervisor.worker_ended, self)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.cluster import ROOT, Rank
+from tests.integration.cluster import Rank
 
 PAUSE = 0.5  # seconds from a rank's end to its next start
 PERIOD = 0.02
@@ -36,7 +36,6 @@ class ChaosRank(Rank):
     """A rank of the cluster's harness that may live in a network namespace, at an address of its own."""
 
     address: str = "127.0.0.1"
-    prefix: list[str] = field(default_factory=list)
     wanted: bool = True
     starts: list[float] = field(default_factory=list)
     allowed: set[int] = field(default_factory=set)  # exit codes that our last doings explain
@@ -44,16 +43,7 @@ class ChaosRank(Rank):
 
     def start(self) -> ChaosRank:
         self.allowed, self.due = set(), None
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "app"],
-                env=self.environment,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        super().start()
         self.starts.append(time.monotonic())
         return self
 

@@ -33,7 +33,7 @@ def test_it_is_small_and_says_what_it_is() -> None:
 def test_it_holds_no_compiler_no_pip_and_no_cache() -> None:
     script = (
         "for tool in gcc cc g++ ld make pip pip3 curl wget; do command -v $tool; done;"
-        "find /root/.cache /var/lib/apt/lists /var/cache/apt /usr/include/c++ /wheels -type f 2>/dev/null;"
+        "find ~root/.cache /var/lib/apt/lists /var/cache/apt /usr/include/c++ /wheels -type f 2>/dev/null;"
         "python -c 'import pip' 2>/dev/null && echo pip; grep 10001 /etc/passwd"
     )
     found = docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", script, check=False)

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Rank:
     environment: dict[str, str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
+    prefix: list[str] = field(default_factory=list)  # of the command
 
     @property
     def name(self) -> str:
@@ -69,7 +70,7 @@ class Rank:
     def start(self) -> Rank:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "app"],
+                [*self.prefix, sys.executable, "-m", "app"],
                 env=self.environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

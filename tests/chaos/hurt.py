@@ -132,6 +132,8 @@ def _silence(event: Event, field: Field) -> Iterator[tuple[float, str]]:
 
 
 def _ask_to_leave(keeper: Keeper, name: str, for_good: bool) -> float:
+    # the event before may have killed it a moment ago
+    wait(lambda: keeper.ranks[name].running, f"{name} to be started again", START_WAIT)
     before = len(keeper.exits)
     at = keeper.leave(name) if for_good else keeper.signal_supervisor(name, signal.SIGTERM)
     wait(lambda: any(ended.rank == name for ended in keeper.exits[before:]), f"{name} to leave on SIGTERM", LEAVE_WAIT)

@@ -23,4 +23,4 @@ if [ "$code" = 0 ]; then
 else
   "${compose[@]}" stop
 fi
-exit "$code"
+exit "${code:-1}" # none: somebody deleted the container meanwhile

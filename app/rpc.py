@@ -85,6 +85,7 @@ def _rendezvous(world: World) -> Iterator[tuple[Store, int, int]]:
             master_listen_fd=listener.detach(),
         )
     else:
+        _await_listener(settings)
         store = TCPStore(
             settings.master_addr, settings.master_port, size, is_master=False, timeout=timeout, wait_for_workers=False
         )
@@ -92,7 +93,8 @@ def _rendezvous(world: World) -> Iterator[tuple[Store, int, int]]:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    end = time.monotonic() + settings.connect_timeout
+    # sooner than the others give rank 0 up: its own line names the setting
+    end = time.monotonic() + settings.connect_timeout / 2
     while True:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -108,6 +110,20 @@ def _listen(settings: Settings) -> socket.socket:
                     f"MASTER_PORT={settings.master_port}: cannot listen on it at {where}; choose another"
                 ) from error
             time.sleep(0.1)  # a port has no event for becoming free
+
+
+def _await_listener(settings: Settings) -> None:
+    """Wait until rank 0's worker listens: refused, the store's own client waits a second before it tries again."""
+    end = time.monotonic() + settings.connect_timeout
+    while True:
+        try:
+            socket.create_connection((settings.master_addr, settings.master_port), settings.connect_timeout).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                where = f"{settings.master_addr}:{settings.master_port}"
+                raise PeerLostError(f"rank 0's worker cannot be reached at {where}: {error}") from error
+            time.sleep(0.02)  # another machine's port has no event for becoming open
 
 
 def interface(address: str) -> str:

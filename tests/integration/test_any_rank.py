@@ -59,11 +59,13 @@ def test_a_frozen_worker_that_was_given_up_writes_nothing(cluster: MakeCluster) 
         # the old worker holds the writer's lock until it is gone: so no new one can write beside it
         until(lambda: "the worker before this one has not ended" in job.agent.text(), "a new worker to be kept out")
         assert alive(old.pid)
+        kept = set(job.checkpoints.glob(f"checkpoint-{written:06d}-*"))
     until(lambda: not alive(old.pid), "the thawed worker to end by itself")
+    assert set(job.checkpoints.glob(f"checkpoint-{written:06d}-*")) <= kept
     is_whole(job)
-    late = [path for path in job.checkpoints.glob("checkpoint-*") if path.name < f"checkpoint-{written:06d}~"]
-    newest = checkpoint.newest_first(job.checkpoints)[0]
-    assert newest not in late
+    later = f"checkpoint-{written + 1:06d}"
+    until(lambda: checkpoint.newest_first(job.checkpoints)[0].name > later, "the next worker's checkpoint")
+    assert set(job.checkpoints.glob(f"checkpoint-{written:06d}-*")) <= kept
 
 
 def test_all_ranks_killed_in_the_same_instant(cluster: MakeCluster) -> None:

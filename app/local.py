@@ -119,7 +119,7 @@ class Local:
         targets = [
             Target(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics") for rank in self.ranks
         ]
-        self.watch = Watch(f"rolecall {job}", targets, *jobs.get(job).watch)
+        self.watch = Watch(f"rolecall {job}", targets, jobs.get(job).watch)
 
     def _plan(self, counts: dict[str, str]) -> list[Rank]:
         logs = self.directory / "logs"

@@ -80,7 +80,7 @@ class Roster:
             mine = holder.incarnation == report.incarnation
             if mine or (holder.ordinal is None and same_node(holder, report)):
                 return ordinal
-        free = (ordinal for ordinal in range(role.maximum) if ordinal not in taken)
+        free = (n for n in range(role.maximum) if n not in taken and (role.name, n) != self._master)
         found = next(free, None)
         if found is None:
             raise RejectedError("full", f"all {role.maximum} places for {role.name} are taken")

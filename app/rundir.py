@@ -161,13 +161,14 @@ class Lock:
         self._file.close()
 
 
-def lock(directory: Path, name: str, timeout: float) -> Lock:
-    """Make `directory` and lock its file `name`. Raises UsageError where it stays taken, or cannot be written."""
+def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT_DIR") -> Lock:
+    """Make `directory`, which `variable` names, and lock its file `name`. Raises UsageError where it stays taken, or
+    cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / name).open("ab")
     except OSError as error:
-        raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be written ({error.strerror})") from error
+        raise UsageError(f"{variable}={directory}: cannot be written ({error.strerror})") from error
     for _ in _attempts(timeout):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,9 +176,9 @@ def lock(directory: Path, name: str, timeout: float) -> Lock:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 file.close()
-                raise UsageError(f"CHECKPOINT_DIR={directory}: cannot be locked ({error.strerror})") from error
+                raise UsageError(f"{variable}={directory}: cannot be locked ({error.strerror})") from error
     file.close()
-    raise TakenError(f"CHECKPOINT_DIR={directory}: is in use by another running job; give each its own directory")
+    raise TakenError(f"{variable}={directory}: is in use by another running job; give each its own directory")
 
 
 def _attempts(timeout: float) -> Iterator[None]:

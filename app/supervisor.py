@@ -38,7 +38,7 @@ class Supervisor:
         self.job, self.settings, self.identity, self.tied = job, settings, identity, tied
         self._parent = os.getppid()
         self.roles = jobs.roles(job, settings)
-        self.first = identity.role == job.roles[0].name
+        self.first = identity == Identity(job.roles[0].name, 0)
         self.incarnation = secrets.token_hex(8)
         # a rank that is started again keeps both; two ranks on one machine differ in the port
         self.node = f"{config.host_name()}:{settings.metrics_port}"

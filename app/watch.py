@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from app.jobs import Watched
 from app.telemetry import PREFIX
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -46,11 +47,10 @@ class Target:
 
 
 class Watch:
-    """Scrapes `targets` and draws them. `curve` is the metric drawn over time, `rates` those shown per second."""
+    """Scrapes `targets`, rank 0 first, and draws what is `watched` of them."""
 
-    def __init__(self, title: str, targets: list[Target], curve: str, bar: str, rate: str) -> None:
-        self.title, self.targets = title, targets
-        self.curve, self.bar, self.rate = curve, bar, rate
+    def __init__(self, title: str, targets: list[Target], watched: Watched) -> None:
+        self.title, self.targets, self.watched = title, targets, watched
         self.points: list[float] = []
         self.lines: deque[str] = deque(maxlen=8)
         self._rates: deque[tuple[float, float]] = deque(maxlen=8)
@@ -59,11 +59,13 @@ class Watch:
     async def poll(self, session: aiohttp.ClientSession) -> None:
         """Scrape every target once."""
         await asyncio.gather(*(self._scrape(session, target) for target in self.targets))
-        total = sum(target.total(self.rate) for target in self.targets)
+        total = sum(target.total(self.watched.rate) for target in self.targets)
         if self._rates and total < self._rates[-1][1]:
             self._rates.clear()  # a rank was started again, and counts from 0
         self._rates.append((time.monotonic(), total))
-        point = next((value for target in self.targets if (value := target.value(self.curve)) is not None), None)
+        point = next(
+            (value for target in self.targets if (value := target.value(self.watched.curve)) is not None), None
+        )
         if point is not None and (not self.points or point != self.points[-1]):
             self.points.append(point)
 
@@ -103,16 +105,22 @@ class Watch:
                 f"{(target.value('worker_resident_bytes') or 0) / 2**20:.0f} MiB",
             )
         first = self.targets[0]
+        seconds = first.value(self.watched.left)
+        left = "" if seconds is None or seconds != seconds else f"  {seconds:.0f} s left"
         head = Text.assemble(
             (f"{self.title}  ", "bold"),
             f"gang {first.state('gang_state')}  step {_number(first.value('step'))}  "
-            f"{self.per_second():,.0f} steps/s  {time.monotonic() - self._started:.0f} s",
+            f"{self.per_second():,.0f} {self.watched.rate_label}/s  {time.monotonic() - self._started:.0f} s{left}",
         )
-        bar = first.value(self.bar)
+        bar = first.value(self.watched.goal)
         curve = Text(sparkline(self.points, max(10, width - 30), top=bar), style="cyan")
-        now = f"{self.points[-1]:.1f}" if self.points else "-"
+        now = f"{self.points[-1]:.4g}" if self.points else "-"
         goal = f" of {bar:g}" if bar is not None and bar == bar else ""
-        body: list[RenderableType] = [head, table, Text.assemble("return ", (now + goal, "bold"), "  ", curve)]
+        body: list[RenderableType] = [
+            head,
+            table,
+            Text.assemble(self.watched.curve_label + " ", (now + goal, "bold"), "  ", curve),
+        ]
         if self.lines:
             body.append(Text("\n".join(self.lines), style="dim", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*body))

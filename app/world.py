@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoint import Checkpoints
+from app import telemetry
+from app.checkpoint import CheckpointError, Checkpoints
 from app.config import Settings, UsageError
 
 if TYPE_CHECKING:
@@ -96,10 +97,26 @@ class World:
     def drain(self) -> None:
         self._drain.set()
 
-    def drain_failed(self, why: str) -> None:
-        """The drain's checkpoint could not be written: train on."""
-        self._drain.clear()
-        self.refuse_drain(why)
+    def save(self, step: int, state: dict[str, Any], drain: bool = False) -> bool:
+        """Write rank 0's checkpoint of `step`. Where that fails, say so, and that the job trains on: `drain` says that
+        the checkpoint is a drain's, which is then given up.
+        """
+        assert self.checkpoints is not None
+        log = telemetry.log()
+        try:
+            with telemetry.Timer() as timer:
+                path = self.checkpoints.write(step, state)
+        except CheckpointError as error:
+            self.metrics.checkpoint_failures.inc()
+            log.error("no checkpoint written; training goes on", problem=str(error))
+            if drain:
+                self._drain.clear()
+                self.refuse_drain(str(error))
+            return False
+        self.metrics.checkpoint_seconds.observe(timer.seconds)
+        self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
+        log.info("checkpoint", file=path.name, seconds=round(timer.seconds, 3))
+        return True
 
     def lose(self, name: str) -> None:
         """`name` is no longer part of this generation: its calls are refused, calls to it are given up."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from app import config, protocol
 from app.config import Settings, UsageError
 from app.telemetry import Metric
 
-JOBS = ("rl",)
+JOBS = ("rl", "ps")
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,26 @@ class Role:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """The metrics of a job that the live display draws: `curve` over time, under the name `curve_label` and with its
+    `goal`; the counter `rate` per second, in `rate_label`; and `left`, the seconds that the job will still take.
+    """
+
+    curve: str
+    curve_label: str
+    rate: str
+    rate_label: str
+    goal: str = ""
+    left: str = ""
+
+
+@dataclass(frozen=True)
 class Job:
     """A topology: its settings, its roles, and where its functions are.
 
     `check` is called with the settings before a rank joins, and raises UsageError for what can never work.
     `evaluate` is called with the settings and a checkpoint's state by `python -m app eval JOB`.
-    `metrics` names the module that holds the job's metrics; `watch` are the metrics that the live display draws: a
-    curve, its goal, and a counter shown per second.
+    `metrics` names the module that holds the job's metrics; `watch` is what the live display draws of them.
     """
 
     summary: str
@@ -55,7 +70,7 @@ class Job:
     check: str
     evaluate: str
     metrics: str
-    watch: tuple[str, str, str]
+    watch: Watched
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,21 @@ def resolve(target: str) -> Callable[..., Any]:
     """The function that `module:function` names."""
     module, _, name = target.partition(":")
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
+
+
+def factory(variable: str, target: str) -> Callable[..., Any]:
+    """The user's callable that `variable` names as `package.module:name`; modules beside the working directory count
+    too. Raises UsageError where there is none."""
+    module, _, name = target.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{variable}={target}: cannot be imported ({error}); write package.module:name") from error
+    if not callable(found):
+        raise UsageError(f"{variable}={target}: is not callable")
+    return cast(Callable[..., Any], found)
 
 
 def counts() -> tuple[str, ...]:

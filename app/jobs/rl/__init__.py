@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from app.config import Seconds, Settings
-from app.jobs import Job, Role
+from app.jobs import Job, Role, Watched
 
 
 class RlSettings(Settings):
@@ -79,5 +79,5 @@ JOB = Job(
     check="app.jobs.rl.model:check",
     evaluate="app.jobs.rl.evaluate:evaluate",
     metrics="app.jobs.rl.metrics",
-    watch=("rl_return_running", "rl_return_threshold", "rl_env_steps_total"),
+    watch=Watched("rl_return_running", "return", "rl_env_steps_total", "steps", goal="rl_return_threshold"),
 )

@@ -14,7 +14,6 @@ from torch.distributed import rpc
 
 from app import rpc as rolecall_rpc
 from app import telemetry
-from app.checkpoint import CheckpointError
 from app.jobs.rl import RlSettings, envs, model
 from app.jobs.rl.batching import Answer, Batcher
 from app.jobs.rl.envs import Trajectory
@@ -249,22 +248,8 @@ class Agent:
         }
 
     def _save(self, drain: bool = False) -> bool:
-        """Write a checkpoint; where that fails, say so and train on."""
-        assert self.world.checkpoints is not None
         self._saved_at = time.monotonic()
-        try:
-            with telemetry.Timer() as timer:
-                path = self.world.checkpoints.write(self.iteration, self._state())
-        except CheckpointError as error:
-            self.metrics.checkpoint_failures.inc()
-            self.log.error("no checkpoint written; training goes on", problem=str(error))
-            if drain:
-                self.world.drain_failed(str(error))
-            return False
-        self.metrics.checkpoint_seconds.observe(timer.seconds)
-        self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
-        self.log.info("checkpoint", file=path.name, seconds=round(timer.seconds, 3))
-        return True
+        return self.world.save(self.iteration, self._state(), drain)
 
     def _restore(self) -> None:
         assert self.world.checkpoints is not None

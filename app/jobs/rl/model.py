@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +9,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
+from app import jobs
 from app.config import UsageError
 from app.jobs.rl import RlSettings, envs
 
@@ -67,7 +64,7 @@ def build(settings: RlSettings, observation: Box, action: Discrete) -> ActorCrit
         if not settings.policy:
             return ActorCritic(mlp(size, settings.hidden_size, int(action.n), settings.dropout), baseline)
         try:
-            policy = factory(settings.policy)(observation, action)
+            policy = jobs.factory("POLICY", settings.policy)(observation, action)
             if not isinstance(policy, nn.Module):
                 raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
             with torch.no_grad():
@@ -93,20 +90,6 @@ def _problem(out: Any, actions: int) -> str:
         made = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
         return f"makes beside its logits a value {made} for 2 observations, not one number each"
     return ""
-
-
-def factory(target: str) -> Callable[..., Any]:
-    """The callable that `package.module:name` names; modules beside the working directory count too."""
-    module, _, name = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"POLICY={target}: cannot be imported ({error}); write package.module:factory") from error
-    if not callable(found):
-        raise UsageError(f"POLICY={target}: is not callable")
-    return found  # type: ignore[no-any-return]
 
 
 def tensor(observations: envs.Array, device: torch.device) -> Tensor:

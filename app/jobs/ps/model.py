@@ -1,0 +1,151 @@
+"""The model: the tutorial's ConvNet or the user's, and its parameters as one flat vector cut into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from app import jobs
+from app.config import UsageError
+from app.jobs.ps import PsSettings, data
+
+SMALL = 2**18  # elements (1 MiB); parts are no smaller, but for what comes before a large parameter
+
+
+class ConvNet(nn.Module):
+    """The tutorial's network: images [n, 1, 28, 28] to log-probabilities [n, 10].
+
+    With two `devices`, the convolutions are on the first and the rest on the second.
+    """
+
+    def __init__(self, dropout: float = 0.25, devices: tuple[torch.device, ...] = ()) -> None:
+        super().__init__()
+        first, last = (devices[0], devices[-1]) if devices else (None, None)
+        self.conv1 = nn.Conv2d(1, 32, 3, device=first)
+        self.conv2 = nn.Conv2d(32, 64, 3, device=first)
+        self.dropout1 = nn.Dropout2d(dropout)
+        self.fc1 = nn.Linear(9216, 128, device=last)
+        # not Dropout2d, as the tutorial has it: there are no channels left to drop
+        self.dropout2 = nn.Dropout(2 * dropout)
+        self.fc2 = nn.Linear(128, 10, device=last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = functional.relu(self.conv1(images.to(self.conv1.weight.device)))
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+        x = torch.flatten(self.dropout1(x), 1).to(self.fc1.weight.device)
+        x = functional.relu(self.fc1(x))
+        return functional.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+
+
+def build(settings: PsSettings, devices: tuple[torch.device, ...] = ()) -> nn.Module:
+    """The model, initialised from SEED. Raises UsageError where MODEL does not give one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        if not settings.model:
+            return ConvNet(settings.dropout, devices)
+        found = jobs.factory("MODEL", settings.model)
+        try:
+            model = found()
+        except Exception as error:  # a user's code: whatever it raises is theirs to see
+            raise UsageError(f"MODEL={settings.model}: raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"MODEL={settings.model}: makes a {type(model).__name__}, not a torch module")
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    if kinds != {torch.float32}:
+        held = ", ".join(sorted(map(str, kinds))) or "none"
+        raise UsageError(f"MODEL={settings.model}: its parameters must be torch.float32 (found: {held})")
+    return model.to(devices[0]) if devices else model
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood. Of log-probabilities, which log_softmax keeps, it is the tutorial's NLL loss."""
+    return functional.cross_entropy(output, targets)
+
+
+def check(settings: PsSettings) -> None:
+    """Refuse what can never work, before anything starts. Raises UsageError."""
+    model = build(settings).eval()
+    train, _ = data.load(settings)
+    inputs, targets = train.batch(torch.arange(min(2, len(train))))
+    where = f"MODEL={settings.model or 'ConvNet'} DATASET={settings.dataset}"
+    try:
+        with torch.no_grad():
+            output = model(inputs)
+            float(loss(output, targets))
+    except Exception as error:  # a user's code, or data that does not fit
+        first = str(error).strip().splitlines()
+        raise UsageError(
+            f"{where}: the model cannot take a batch of shape {tuple(inputs.shape)} with targets of shape "
+            f"{tuple(targets.shape)} ({type(error).__name__}: {first[0] if first else ''})"
+        ) from error
+    if output.ndim != 2:
+        raise UsageError(f"{where}: the model gives outputs of shape {tuple(output.shape)}, not (n, classes)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `start` to `stop` of the flat vector, which the server with ordinal `server` holds."""
+
+    start: int
+    stop: int
+    server: int
+
+
+def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
+    """Cut the model's parameters, laid end to end, into equal shards for SERVERS servers, and these into parts.
+
+    A part is what travels at once. The gradient of a part that is ready goes out while the backward pass still works on
+    those before it, so what comes before a large parameter is a part of its own. With UPDATE_MODE=autograd nothing of
+    it travels.
+    """
+    total, servers = sum(p.numel() for p in model.parameters()), settings.servers
+    if settings.update_mode == "autograd":
+        return (Part(0, total, 0),)
+    cuts, begun, offset = set[int](), 0, 0
+    for parameter in model.parameters():
+        if parameter.numel() >= SMALL or offset - begun >= SMALL:
+            cuts.add(offset)
+            begun = offset
+        offset += parameter.numel()
+    if total - begun < SMALL:
+        cuts.discard(begun)  # the rest is too small for a part of its own
+    bounds = [total * server // servers for server in range(servers + 1)]
+    edges = sorted({0, total, *cuts, *bounds})
+    owners = {start: next(s for s in range(servers) if start < bounds[s + 1]) for start in edges[:-1]}
+    return tuple(Part(start, stop, owners[start]) for start, stop in pairwise(edges))
+
+
+def views(flat: Tensor, model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each of the model's parameters, and the view of `flat` [total] that has its elements and its shape."""
+    offset = 0
+    for parameter in model.parameters():
+        yield parameter, flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+
+
+def flatten(model: nn.Module) -> Tensor:
+    """The model's parameters end to end [total], on the CPU."""
+    return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
+
+
+def unflatten(flat: Tensor, model: nn.Module) -> None:
+    """Set the model's parameters from `flat` [total], where they are."""
+    with torch.no_grad():
+        for parameter, view in views(flat, model):
+            parameter.copy_(view)
+
+
+def buffers(model: nn.Module) -> tuple[Tensor, ...]:
+    """The model's buffers (running means and the like), on the CPU."""
+    return tuple(buffer.detach().cpu() for buffer in model.buffers())
+
+
+def load_buffers(model: nn.Module, found: tuple[Tensor, ...]) -> None:
+    """Set the model's buffers; none are left as they are."""
+    for buffer, value in zip(model.buffers(), found, strict=False):
+        buffer.copy_(value)

@@ -38,11 +38,11 @@ class PsSettings(Settings):
         "float32", description="type of gradients and parameters on the network"
     )
     batch_size: int = Field(32, ge=1, le=1_000_000, description="samples of one trainer's gradient")
-    epochs: int = Field(20, ge=1, le=1_000_000, description="passes over the training data")
+    epochs: int = Field(30, ge=1, le=1_000_000, description="passes over the training data")
     eval_interval: int = Field(1, ge=1, le=1_000_000, description="epochs between evaluations")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="the servers' optimizer")
     lr: float = Field(0.03, gt=0, le=10, description="learning rate")
-    momentum: float = Field(0.5, ge=0, lt=1, description="momentum of sgd")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     dropout: float = Field(0.25, ge=0, lt=0.5, description="the ConvNet's first dropout; the second is twice that")
     dataset: str = Field(
         "digits",

@@ -121,7 +121,9 @@ class Lead(Server):
         """Carry an update out at every server."""
         if due is None:
             return
-        plain = Update(due.number, due.weights, {key: [] for key in due.answers})  # batches are the lead's to tell
+        plain = Update(
+            due.number, due.weights, due.rate, {key: [] for key in due.answers}
+        )  # batches are the lead's to tell
         calls = [rolecall_rpc.call(name, server.update, plain) for name in self.others]
         for key in due.weights:
             self._count(self._reports.pop(key))

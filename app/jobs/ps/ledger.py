@@ -33,11 +33,13 @@ class Gradient:
 @dataclass(frozen=True)
 class Update:
     """What the servers do next, in the order of `number`: apply the mean of the gradients in `weights` (by trainer and
-    stage, adding up to 1; none: nothing changes), then send parameters to those in `answers`, with new batches.
+    stage, adding up to 1; none: nothing changes) at `rate` times the learning rate, then send parameters to those in
+    `answers`, with new batches.
     """
 
     number: int
     weights: dict[tuple[str, int], float]
+    rate: float
     answers: dict[tuple[str, int], list[Indices]]
 
 
@@ -75,6 +77,7 @@ class Ledger:
         self._number = 0
         self._trainers = {name: _Trainer() for name in trainers}
         self._gradients: list[Gradient] = []  # of the update that is still open
+        self._rate = 1.0
         self._begin(np.zeros(samples, bool))
 
     # ---- questions
@@ -119,11 +122,14 @@ class Ledger:
             return None  # it was lost meanwhile
         trainer.here = True
         trainer.waiting.append(gradient.stage)
-        if gradient.samples and not self.wait and self.version - gradient.version > self.max_staleness:
+        staleness = 0 if self.wait else self.version - gradient.version
+        if gradient.samples and staleness > self.max_staleness:
             self.refused += 1
             self._back(trainer.batches.popleft())
         elif gradient.samples:
             self._gradients.append(gradient)
+            # staleness-aware asynchronous SGD (Zhang et al. 2016): without it, momentum and staleness together diverge
+            self._rate = 1 / max(1, staleness)
         return self._close()
 
     def lose(self, name: str) -> Update | None:
@@ -152,7 +158,7 @@ class Ledger:
         if not weights and not answers:
             return None
         self._number += 1
-        return Update(self._number, weights, answers)
+        return Update(self._number, weights, self._rate, answers)
 
     def _sent(self, name: str) -> int:
         return sum(gradient.trainer == name for gradient in self._gradients)

@@ -163,7 +163,7 @@ class Server:
     def execute(self, order: Update, orders: dict[Key, Order]) -> None:
         """Apply an update, and answer."""
         with self.metrics.ps_update_seconds.time():
-            self.shard.apply(order.weights)
+            self.shard.apply(order.weights, order.rate)
         self.reply(order, orders)
 
     def reply(self, order: Update, orders: dict[Key, Order]) -> None:

@@ -37,6 +37,7 @@ class Shard:
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
         self.flat = nn.Parameter(torch.zeros(self.stop - self.start))
         self.flat.grad = torch.zeros_like(self.flat)
+        self._lr = settings.lr
         self._dtype = DTYPES[settings.wire_dtype]
         # fused: one pass over the parameters
         self._optimizer: torch.optim.Optimizer
@@ -74,8 +75,8 @@ class Shard:
         """Forget what a lost trainer sent."""
         self._held = {key: held for key, held in self._held.items() if key[0] != trainer}
 
-    def apply(self, weights: dict[Key, float]) -> None:
-        """One optimizer step with the weighted sum of the gradients `weights`."""
+    def apply(self, weights: dict[Key, float], rate: float) -> None:
+        """One optimizer step with the weighted sum of the gradients `weights`, at `rate` times LR."""
         if not weights:
             return
         assert self.flat.grad is not None
@@ -87,6 +88,7 @@ class Shard:
                     torch.mul(gradient, weight, out=self.flat.grad[extent])
                 else:
                     self.flat.grad[extent].add_(gradient, alpha=weight)
+        self._optimizer.param_groups[0]["lr"] = self._lr * rate
         self._optimizer.step()
 
     def copies(self) -> dict[int, Tensor | None]:

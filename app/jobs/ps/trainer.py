@@ -57,8 +57,9 @@ class Sent:
 class Trainer:
     """Push-pull: the model is here, its parameters' owners are the servers.
 
-    A part of the gradient leaves as soon as the backward pass has made it. With two batches in hand (async) the next
-    one is computed while the last one's gradient travels.
+    A part of the gradient leaves as soon as the backward pass has made it, and the forward pass waits for a part of the
+    parameters where it first needs it. With two batches in hand (async) the next one is computed while the last one's
+    gradient travels.
     """
 
     def __init__(self, world: World) -> None:
@@ -84,6 +85,12 @@ class Trainer:
         self._unmade: list[set[nn.Parameter]] = []  # of each part, whose gradient the backward pass has yet to make
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._made)
+        self._coming: dict[int, Future[Any]] = {}  # parts whose parameters are still under way
+        self._called: set[nn.Module] = set()
+        self._needs = _needs(self.model, self._pieces)
+        for module in self._needs:
+            module.register_forward_pre_hook(self._before)
+        self._eager = set(range(len(self.parts)))  # parts to wait for before a pass; all, until one pass was watched
 
     def train(self) -> None:
         """Compute, send, take what comes back, until there is no more to compute."""
@@ -101,6 +108,11 @@ class Trainer:
     def _compute(self, batch: Indices) -> None:
         inputs, targets = self.data.batch(torch.from_numpy(batch))
         output = self.model(inputs.to(self.device))
+        self._settle(set(self._coming))
+        if self.settings.update_mode == "sync":
+            # a layer that is never called may have its parameters used from anywhere
+            uncalled = [module for module in self._needs if module not in self._called]
+            self._eager = {0}.union(*(self._needs[module] for module in uncalled))
         mean = model.loss(output, targets.to(self.device))
         correct = int((output.argmax(1).cpu() == targets).sum())
         self._open(Report(self.version, len(batch), float(mean), correct, model.buffers(self.model)))
@@ -143,12 +155,24 @@ class Trainer:
 
     def _take(self, sent: Sent) -> None:
         """Wait for the answer to a gradient: parameters, and what to compute next."""
-        with self.metrics.ps_wait_seconds.time():
-            for index, part in enumerate(self.parts):
-                parameters, order = sent.calls[index].wait()
-                self.flat[part.start : part.stop].copy_(parameters)
-                if order is not None:
-                    self._obey(order)
+        self._coming = sent.calls
+        self._settle(self._eager)
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        """A layer is about to be called: its parameters must be there."""
+        self._called.add(module)
+        if self._coming:
+            self._settle(self._needs[module])
+
+    def _settle(self, indices: set[int]) -> None:
+        """Wait for the parameters of the parts `indices`."""
+        for index in sorted(indices & self._coming.keys()):
+            with self.metrics.ps_wait_seconds.time():
+                parameters, order = self._coming.pop(index).wait()
+            part = self.parts[index]
+            self.flat[part.start : part.stop].copy_(parameters)
+            if order is not None:
+                self._obey(order)
 
     def _obey(self, order: Order) -> None:
         self.version = order.version
@@ -164,6 +188,17 @@ class Piece:
     parameter: nn.Parameter
     here: slice
     there: slice
+
+
+def _needs(model: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[int]]:
+    """The parts that each layer needs: of modules with parameters of their own, which may use those of the
+    modules within them too, without calling these."""
+    parts: dict[nn.Parameter, set[int]] = {}
+    for index, found in enumerate(pieces):
+        for piece in found:
+            parts.setdefault(piece.parameter, set()).add(index)
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    return {module: set().union(*(parts[parameter] for parameter in module.parameters())) for module in owners}
 
 
 def _pieces(module: nn.Module, parts: tuple[Part, ...]) -> list[list[Piece]]:

@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -28,10 +29,10 @@ SETTLED = 10.0  # a rank that ran for so long counts as started well
 MAX_CRASHES = 5
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
     """TCP ports of 127.0.0.1 that nobody listens on."""
     found: list[int] = []
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+    for port in random.SystemRandom().sample(among, len(among)):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -40,7 +41,7 @@ def free_ports(count: int) -> list[int]:
         found.append(port)
         if len(found) == count:
             return found
-    raise UsageError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
+    raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
 
 
 class Rank:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,17 @@ def _judge_rl(checkpoints: Path, log: str) -> tuple[str, bool]:
     return f"{'solved' if solved else 'NOT solved'}, mean return {mean:.1f}", solved and mean >= 475
 
 
+def _judge_ps(checkpoints: Path, log: str) -> tuple[str, bool]:
+    """At most a point below what training without any disturbance comes to."""
+    found = evaluate("ps", checkpoints)["accuracy"]
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "app", "local", "ps", "--plain"]
+        settings = {**environment("ps", {}, 1), "CHECKPOINT_DIR": directory}
+        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=EVALUATION_DEADLINE, check=True)
+        undisturbed = evaluate("ps", Path(directory))["accuracy"]
+    return f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}", found >= undisturbed - 0.01
+
+
 SOAKS = {
     "rl": Soak(
         counts={"agent": 1, "observer": 3},
@@ -80,6 +92,14 @@ SOAKS = {
         # observers that act themselves finish sooner: rollouts of 500 steps, under a policy that is good already
         finishing={"ENV_ID": "CartPole-v1", "MAX_ITERATIONS": "100000000", "INFERENCE": "observer"},
         judge=_judge_rl,
+        least=2,
+        most=4,
+    ),
+    "ps": Soak(
+        counts={"ps": 1, "trainer": 3},
+        hurting={"EPOCHS": "1000000", "EVAL_INTERVAL": "100", "CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"},
+        finishing={},
+        judge=_judge_ps,
         least=2,
         most=4,
     ),

@@ -20,21 +20,42 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.local import free_ports
+from app import jobs
+from app.local import PORTS, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60.0  # of every wait; a fail-safe, no measurement
-QUICK = {
-    "LEASE_SECONDS": "3",
-    "REJOIN_INTERVAL": "0.5",
-    "JOIN_GRACE": "3",
-    "NUM_ENVS": "8",
-    "ROLLOUT_STEPS": "16",
-    "MINIBATCHES": "1",
-    "MAX_ITERATIONS": "1000000",
-    "ENV_ID": "tests.integration.environments:Endless-v0",
-    "THREADS": "1",
+QUICK = {"LEASE_SECONDS": "3", "REJOIN_INTERVAL": "0.5", "JOIN_GRACE": "3", "THREADS": "1"}
+ENDLESS = {
+    "rl": {
+        "NUM_ENVS": "8",
+        "ROLLOUT_STEPS": "16",
+        "MINIBATCHES": "1",
+        "MAX_ITERATIONS": "1000000",
+        "ENV_ID": "tests.integration.environments:Endless-v0",
+    },
+    "ps": {
+        "EPOCHS": "1000000",
+        "EVAL_INTERVAL": "1000000",
+        "BATCH_SIZE": "4",
+        "MODEL": "tests.integration.learning:Counter",
+        "DATASET": "tests.integration.learning:numbers",
+        "LR": "1",
+        "MOMENTUM": "0",
+    },
 }
+
+
+# a port is not listened on all the time that it is somebody's: so none is given twice, here or to another test process
+_ports = list(PORTS)[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) :: 8]
+
+
+def ports(count: int) -> list[int]:
+    """Ports that nobody else has been given."""
+    found = free_ports(count, _ports)
+    for port in found:
+        _ports.remove(port)
+    return found
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
@@ -162,16 +183,19 @@ class Rank:
 
 
 class Cluster:
-    """An agent and observers (or other roles) on ports of their own."""
+    """The ranks of JOB (rl) on ports of their own: rank 0, and members of the elastic role."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         self.directory = directory
+        self.job = jobs.get(settings.get("JOB", "rl"))
+        self.elastic = next(role for role in self.job.roles if role.elastic)
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
         # short, for the sockets that lie in it
         self.temporary = tempfile.mkdtemp(prefix="rolecall-test-")
-        master, control = free_ports(2)
+        master, control = ports(2)
         self.settings = {
             **QUICK,
+            **ENDLESS[settings.get("JOB", "rl")],
             "JOB": "rl",
             "MASTER_ADDR": "127.0.0.1",
             "BIND_ADDR": "127.0.0.1",
@@ -187,7 +211,7 @@ class Cluster:
     def add(self, role: str, ordinal: int, **settings: str) -> Rank:
         """A rank, not yet started."""
         known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB")}
-        own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(free_ports(1)[0])}
+        own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(ports(1)[0])}
         rank = Rank(
             role, ordinal, {**known, **self.settings, **own, **settings}, self.directory / f"{role}-{ordinal}.log"
         )
@@ -195,25 +219,37 @@ class Cluster:
         self.ranks[rank.name] = rank
         return rank
 
-    def start(self, observers: int = 2) -> Cluster:
-        self.settings.setdefault("OBSERVERS", str(observers))
-        self.add("agent", 0).start()
-        for ordinal in range(observers):
-            self.add("observer", ordinal).start()
+    def start(self, count: int = 2) -> Cluster:
+        """Start rank 0 (all of its role) and `count` members of the elastic role."""
+        self.settings.setdefault(self.elastic.count, str(count))
+        first = self.job.roles[0]
+        for ordinal in range(int(self.settings.get(first.count, 1))):
+            self.add(first.name, ordinal).start()
+        for ordinal in range(count):
+            self.add(self.elastic.name, ordinal).start()
         return self
 
     @property
+    def first(self) -> Rank:
+        """Rank 0."""
+        return self.ranks[f"{self.job.roles[0].name}-0"]
+
+    @property
     def agent(self) -> Rank:
-        return self.ranks["agent-0"]
+        return self.first
+
+    def member(self, ordinal: int) -> Rank:
+        """A member of the elastic role."""
+        return self.ranks[f"{self.elastic.name}-{ordinal}"]
 
     def observer(self, ordinal: int) -> Rank:
-        return self.ranks[f"observer-{ordinal}"]
+        return self.member(ordinal)
 
     def iterations(self) -> float:
-        return self.agent.metric("step")
+        return self.first.metric("step")
 
     def members(self) -> float:
-        return self.agent.metric("gang_members", role="observer")
+        return self.first.metric("gang_members", role=self.elastic.name)
 
     def trains(self, more: int = 3) -> None:
         """Wait until `more` further iterations are done."""

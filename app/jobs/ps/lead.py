@@ -82,6 +82,8 @@ class Lead(Server):
         except queue.Empty:
             return None
         match item:
+            case Arrival((name, _), _, _, _, _) if name in self.world.lost:
+                pass  # it comes too late
             case Arrival(key, part, gradient, report, answer):
                 if report is not None:
                     self._reports[key] = report
@@ -93,6 +95,8 @@ class Lead(Server):
                 self.shard.drop(name)
                 if self.tower:
                     self.tower.drop(name)
+                self._reports = {key: found for key, found in self._reports.items() if key[0] != name}
+                self._complete = {key: found for key, found in self._complete.items() if key[0] != name}
                 self.metrics.ps_trainers_dropped.inc()
                 return self.ledger.lose(name)
         return None
@@ -138,15 +142,14 @@ class Lead(Server):
         if due.weights:
             self._progress()
 
-    def reply(self, order: Update, orders: dict[Key, Order]) -> None:
+    def outgoing(self, part: int) -> Tensor | None:
         if self.tower is None:
-            super().reply(order, orders)
-        else:  # the parameters stay here
-            self._publish(self.tower)
-            self.shard.answer(order.answers, orders, dict.fromkeys(self.shard.parts))
+            return super().outgoing(part)
+        self._publish(self.tower)  # they stay here
+        return None
 
     def _publish(self, tower: Tower) -> None:
-        tower.publish(self.ledger.version, self.shard.flat.detach().clone())
+        tower.publish(self.ledger.version, self.shard.flat.clone())
 
     def _count(self, report: Report) -> None:
         if report.loss != report.loss:
@@ -236,7 +239,7 @@ class Lead(Server):
     def _gather(self) -> tuple[Tensor, dict[str, Tensor]]:
         """All parameters [total] and the optimizer's state, right after the last update."""
         found = wait_all([rolecall_rpc.call(name, server.fetch, self.number) for name in self.others])
-        shards = [(self.shard.flat.detach(), self.shard.optimizer_state()), *found]
+        shards = [(self.shard.flat, self.shard.optimizer_state()), *found]
         return torch.cat([flat for flat, _ in shards]), join_states([state for _, state in shards])
 
     def _save(self, drain: bool = False) -> bool:

@@ -73,17 +73,19 @@ def check(settings: PsSettings) -> None:
     """Refuse what can never work, before anything starts. Raises UsageError."""
     model = build(settings).eval()
     train, _ = data.load(settings)
-    inputs, targets = train.batch(torch.arange(min(2, len(train))))
     where = f"MODEL={settings.model or 'ConvNet'} DATASET={settings.dataset}"
+    shape: tuple[int, ...] = ()
     try:
+        inputs, targets = train.batch(torch.arange(min(2, len(train))))
+        shape = tuple(inputs.shape)
         with torch.no_grad():
             output = model(inputs)
             float(loss(output, targets))
     except Exception as error:  # a user's code, or data that does not fit
-        first = str(error).strip().splitlines()
+        first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(
-            f"{where}: the model cannot take a batch of shape {tuple(inputs.shape)} with targets of shape "
-            f"{tuple(targets.shape)} ({type(error).__name__}: {first[0] if first else ''})"
+            f"{where}: {f'the model cannot take a batch of shape {shape}' if shape else 'the data gives no batch'} "
+            f"({type(error).__name__}: {first})"
         ) from error
     if output.ndim != 2:
         raise UsageError(f"{where}: the model gives outputs of shape {tuple(output.shape)}, not (n, classes)")

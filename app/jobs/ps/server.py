@@ -16,6 +16,7 @@ from app.jobs.ps import PsSettings, model
 from app.jobs.ps.ledger import Indices, Update
 from app.jobs.ps.shard import Key, Shard
 from app.rpc import PeerLostError
+from app.telemetry import Timer
 from app.world import Outcome, World
 
 if TYPE_CHECKING:
@@ -161,21 +162,25 @@ class Server:
                 calls.remove(call)
 
     def execute(self, order: Update, orders: dict[Key, Order]) -> None:
-        """Apply an update, and answer."""
-        with self.metrics.ps_update_seconds.time():
-            self.shard.apply(order.weights, order.rate)
-        self.reply(order, orders)
+        """Apply an update and answer, one part after the other: the first is what trainers need first."""
+        seconds = 0.0
+        for part in self.shard.parts:
+            with Timer() as timer:
+                self.shard.apply(part, order.weights, order.rate)
+            seconds += timer.seconds
+            self.shard.answer(part, order.answers, self.outgoing(part), orders)
+        self.metrics.ps_update_seconds.observe(seconds)
 
-    def reply(self, order: Update, orders: dict[Key, Order]) -> None:
-        """Send the parameters as they are."""
-        self.shard.answer(order.answers, orders, self.shard.copies() if order.answers else {})
+    def outgoing(self, part: int) -> Tensor | None:
+        """What is sent of a part's new parameters."""
+        return self.shard.copy(part)
 
     def _tell(self) -> None:
         """Answer a `fetch` of what has been reached."""
         reached = [asked for asked in self._asked if asked[0] <= self.number]
         self._asked = [asked for asked in self._asked if asked[0] > self.number]
         for _, done in reached:
-            done.set_result((self.shard.flat.detach().clone(), self.shard.optimizer_state()))
+            done.set_result((self.shard.flat.clone(), self.shard.optimizer_state()))
 
 
 def wait_all(calls: list[torch.futures.Future[Any]]) -> list[Any]:

@@ -27,7 +27,8 @@ class _Held:
 
 
 class Shard:
-    """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector, and their optimizer.
+    """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector, and their optimizers, one
+    a part: a part's new parameters can leave while the next part is updated.
 
     Used from one thread.
     """
@@ -35,35 +36,30 @@ class Shard:
     def __init__(self, parts: Sequence[tuple[int, Part]], settings: PsSettings) -> None:
         self.start, self.stop = parts[0][1].start, parts[-1][1].stop
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
-        self.flat = nn.Parameter(torch.zeros(self.stop - self.start))
-        self.flat.grad = torch.zeros_like(self.flat)
+        self.flat = torch.zeros(self.stop - self.start)
         self._lr = settings.lr
         self._dtype = DTYPES[settings.wire_dtype]
-        # fused: one pass over the parameters
-        self._optimizer: torch.optim.Optimizer
-        if settings.optimizer == "adam":
-            self._optimizer = torch.optim.Adam([self.flat], settings.lr, fused=True)
-        else:
-            self._optimizer = torch.optim.SGD([self.flat], settings.lr, settings.momentum, fused=True)
+        self._parameters = {index: nn.Parameter(self.flat[extent]) for index, extent in self.parts.items()}
+        self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
         self._held: dict[Key, _Held] = {}
 
     def load(self, flat: Tensor, optimizer: dict[str, Tensor]) -> None:
         """Take the shard's elements out of the whole `flat` [total], and its share of the optimizer's state."""
-        with torch.no_grad():
-            self.flat.copy_(flat[self.start : self.stop])
+        self.flat.copy_(flat[self.start : self.stop])
         if not optimizer:
             return
-        own = {
-            name: value[self.start : self.stop].clone() if value.shape == flat.shape else value
-            for name, value in optimizer.items()
-        }
-        group = {**self._optimizer.state_dict()["param_groups"][0], "params": [0]}
-        self._optimizer.load_state_dict({"state": {0: own}, "param_groups": [group]})
+        for index, extent in self.parts.items():
+            here = slice(self.start + extent.start, self.start + extent.stop)
+            own = {name: value[here].clone() if value.ndim else value.clone() for name, value in optimizer.items()}
+            group = self._optimizers[index].state_dict()["param_groups"][0]
+            self._optimizers[index].load_state_dict({"state": {0: own}, "param_groups": [group]})
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors: momenta [elements] and the like."""
-        state: dict[str, Tensor] = self._optimizer.state_dict()["state"].get(0, {})
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        """The optimizer's tensors: momenta [elements] and the like; those of one number count updates."""
+        states = [optimizer.state_dict()["state"].get(0, {}) for optimizer in self._optimizers.values()]
+        return join_states([{k: v for k, v in state.items() if isinstance(v, Tensor)} for state in states])
 
     def put(self, key: Key, part: int, gradient: Tensor | None, answer: Future[Any]) -> bool:
         """Keep a part of a gradient. Returns whether all of this shard's are in."""
@@ -75,33 +71,39 @@ class Shard:
         """Forget what a lost trainer sent."""
         self._held = {key: held for key, held in self._held.items() if key[0] != trainer}
 
-    def apply(self, weights: dict[Key, float], rate: float) -> None:
-        """One optimizer step with the weighted sum of the gradients `weights`, at `rate` times LR."""
-        if not weights:
-            return
-        assert self.flat.grad is not None
+    def apply(self, part: int, weights: dict[Key, float], rate: float) -> None:
+        """One optimizer step of `part` with the weighted sum of the gradients `weights`, at `rate` times LR."""
+        sum_ = self._parameters[part].grad
+        assert sum_ is not None
         for number, (key, weight) in enumerate(weights.items()):
-            for index, extent in self.parts.items():
-                gradient = self._held[key].gradients[index]
-                assert gradient is not None
-                if number == 0:
-                    torch.mul(gradient, weight, out=self.flat.grad[extent])
-                else:
-                    self.flat.grad[extent].add_(gradient, alpha=weight)
-        self._optimizer.param_groups[0]["lr"] = self._lr * rate
-        self._optimizer.step()
+            gradient = self._held[key].gradients[part]
+            assert gradient is not None
+            if number == 0:
+                torch.mul(gradient, weight, out=sum_)
+            else:
+                sum_.add_(gradient, alpha=weight)
+        if weights:
+            self._optimizers[part].param_groups[0]["lr"] = self._lr * rate
+            self._optimizers[part].step()
 
-    def copies(self) -> dict[int, Tensor | None]:
-        """The parameters as they are, by part. RPC sends a tensor's whole memory, and sends it later: so each part has
-        its own, which nobody changes."""
-        return {index: self.flat.detach()[extent].to(self._dtype, copy=True) for index, extent in self.parts.items()}
+    def copy(self, part: int) -> Tensor:
+        """A part's parameters as they are. RPC sends a tensor's whole memory, and sends it later: so it is a copy."""
+        return self.flat[self.parts[part]].to(self._dtype, copy=True)
 
-    def answer(self, keys: Iterable[Key], orders: dict[Key, Any], copies: dict[int, Tensor | None]) -> None:
-        """Send `copies` to those who wait under `keys`; with the first part goes what `orders` has for them."""
-        waiting = [(key, held) for key in keys if (held := self._held.pop(key, None))]
-        for index, copy in copies.items():
-            for key, held in waiting:
-                held.answers[index].set_result((copy, orders.get(key) if index == 0 else None))
+    def answer(self, part: int, keys: Iterable[Key], copy: Tensor | None, orders: dict[Key, Any]) -> None:
+        """Send `copy` to those who wait for `part` under `keys`; with the first part goes what `orders` has."""
+        for key in keys:
+            if held := self._held.get(key):
+                held.answers.pop(part).set_result((copy, orders.get(key) if part == 0 else None))
+                if not held.answers:
+                    del self._held[key]
+
+
+def _optimizer(parameter: nn.Parameter, settings: PsSettings) -> torch.optim.Optimizer:
+    # fused: one pass over the parameters
+    if settings.optimizer == "adam":
+        return torch.optim.Adam([parameter], settings.lr, fused=True)
+    return torch.optim.SGD([parameter], settings.lr, settings.momentum, fused=True)
 
 
 def join_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -115,7 +115,7 @@ class Trainer:
             self._eager = {0}.union(*(self._needs[module] for module in uncalled))
         mean = model.loss(output, targets.to(self.device))
         correct = int((output.argmax(1).cpu() == targets).sum())
-        self._open(Report(self.version, len(batch), float(mean), correct, model.buffers(self.model)))
+        self._open(Report(self.version, len(batch), float(mean.detach()), correct, model.buffers(self.model)))
         mean.backward()
         for parameter in set().union(*self._unmade):  # what the loss does not depend on
             parameter.grad = torch.zeros_like(parameter)

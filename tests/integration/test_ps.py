@@ -1,0 +1,158 @@
+"""The parameter server as real processes: its arithmetic, its modes, and its bookkeeping whatever dies."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from app import checkpoint
+from tests.integration import learning
+from tests.integration.cluster import ROOT, Cluster, alive, until
+
+MakeCluster = Callable[..., Cluster]
+HERE = "tests.integration.learning:"
+
+
+def finished(job: Cluster) -> checkpoint.Snapshot:
+    """Wait for the end of the job; its last checkpoint."""
+    assert [rank.wait() for rank in job.ranks.values()] == [0] * len(job.ranks)
+    found = checkpoint.Checkpoints(job.checkpoints, "ps").newest()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"SERVERS": "3"}], ids=["one server", "three servers"])
+def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster, settings: dict[str, str]) -> None:
+    own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "3", "LR": "0.1"}
+    job = cluster(JOB="ps", MOMENTUM="0.9", **own, **settings).start(2)
+    found = finished(job)
+
+    torch.manual_seed(1)
+    model = learning.small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    inputs, targets = learning.blobs()[0].tensors
+    for epoch in range(3):
+        order = np.random.default_rng((1, epoch)).permutation(90)
+        for start in range(0, 90, 16):
+            batch = torch.from_numpy(order[start : start + 16])
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+            optimizer.step()
+    expected = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    torch.testing.assert_close(found.state["parameters"], expected, rtol=1e-4, atol=1e-5)
+    assert found.step == 3 * 6
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "autograd"])
+def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster: MakeCluster, mode: str) -> None:
+    own = {"MODEL": HERE + "normed", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "20", "LR": "0.1"}
+    job = cluster(JOB="ps", UPDATE_MODE=mode, **own).start(2)
+    found = finished(job)
+    accuracy = json.loads((job.checkpoints / "DONE").read_text())["accuracy"]
+    assert accuracy >= 0.75
+    assert f"Finished: test accuracy {accuracy:.2%} after 20 epochs" in job.first.text()
+    command = [sys.executable, "-m", "app", "eval", "ps", "--checkpoint", str(found.path), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["accuracy"] == pytest.approx(accuracy)
+    assert all(line.count("[error") == 0 for rank in job.ranks.values() for line in rank.text().splitlines())
+
+
+def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: MakeCluster) -> None:
+    epochs = 40
+    job = cluster(
+        JOB="ps", UPDATE_MODE="async", MAX_STALENESS="1", EPOCHS=str(epochs), CHECKPOINT_INTERVAL="0.3"
+    ).start(3)
+    job.trains()
+    picks = random.Random(4)
+    for name in ("trainer-1", "ps-0", "trainer-2", "trainer-0", "ps-0"):
+        rank = job.ranks[name]
+        if rank.process and rank.process.poll() is None:
+            rank.kill_worker()
+        job.trains(picks.randrange(5, 20))
+    found = finished(job)
+    assert found.state["parameters"].tolist() == [epochs] * learning.SAMPLES
+    assert "resumed" in job.first.text()
+
+
+def test_a_trainer_lost_does_not_stop_the_others_and_comes_back(cluster: MakeCluster) -> None:
+    job = cluster(JOB="ps", REJOIN_INTERVAL="3600").start(2)
+    job.trains()
+    generation = job.first.metric("generation")
+    job.member(1).kill_worker()
+    until(lambda: job.members() == 1, "the trainer to be missed")
+    job.trains()
+    assert job.first.metric("generation") == generation
+    assert job.first.metric("ps_trainers_dropped_total") == 1
+
+
+def test_a_frozen_trainer_is_given_up_and_comes_back(cluster: MakeCluster) -> None:
+    job = cluster(JOB="ps").start(2)
+    job.trains()
+    with job.member(0).frozen("rank"):
+        until(lambda: job.members() == 1, "the silent trainer to be given up")
+        job.trains()
+    until(lambda: job.members() == 2, "both trainers")
+    job.trains()
+
+
+def test_a_trainer_that_never_sends_its_gradient_is_given_up(cluster: MakeCluster) -> None:
+    """It beats, but its main thread hangs."""
+    job = cluster(JOB="ps", STEP_TIMEOUT="2", MODEL=HERE + "Hanging").start(2)
+    until(lambda: "trainer given up" in job.first.text(), "the hanging trainer to be given up")
+    assert "STEP_TIMEOUT=2" in job.first.text()
+
+
+def test_drained_and_resumed_loses_no_update(cluster: MakeCluster) -> None:
+    job = cluster(JOB="ps", SERVERS="2", CHECKPOINT_INTERVAL="3600").start(2)
+    job.trains()
+    for rank in reversed(job.ranks.values()):
+        rank.terminate()
+    assert [rank.wait() for rank in job.ranks.values()] == [0] * 4
+    newest = checkpoint.Checkpoints(job.checkpoints, "ps").newest()
+    assert newest is not None
+    for rank in job.ranks.values():
+        rank.start()
+    until(lambda: re.search(rf"resumed .*update={newest.step}\b", job.first.text()), "to resume there")
+    job.trains()
+
+
+@pytest.mark.parametrize("name", ["ps-0", "ps-1"])
+def test_a_server_killed_whole(cluster: MakeCluster, name: str) -> None:
+    job = cluster(JOB="ps", SERVERS="2", CHECKPOINT_INTERVAL="0.2").start(2)
+    until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
+    rank = job.ranks[name]
+    orphan = until(rank.worker, "a worker").pid
+    before = job.first.metric("generation")
+    rank.kill()
+    until(lambda: not alive(orphan), "the orphan's end")
+    rank.start()
+    until(lambda: job.first.metric("generation") > before, "the next generation")
+    job.trains()
+    assert "resumed" in job.first.text()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(cluster: MakeCluster, tmp_path: Path) -> None:
+    own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "CHECKPOINT_DIR": str(tmp_path / "shared")}
+    finished(cluster(JOB="ps", EPOCHS="1", **own).start(1))
+    (tmp_path / "shared" / "DONE").unlink()
+    kept = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
+    other = cluster(JOB="ps", **{**own, "MODEL": HERE + "normed"}).start(1)
+    assert other.first.wait() == 2
+    assert "MODEL=tests.integration.learning:normed: has" in other.first.text()
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_data_that_fails_while_it_trains_ends_the_job_with_the_cause(cluster: MakeCluster) -> None:
+    job = cluster(JOB="ps", DATASET=HERE + "broken").start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
+    assert "the data is broken on purpose" in job.first.text()

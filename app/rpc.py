@@ -10,7 +10,7 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -50,18 +50,13 @@ def connect(world: World) -> None:
     _metrics = world.metrics
     settings = world.settings
     config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
-    register_rendezvous_handler(SCHEME, lambda url, **_: _rendezvous(world))
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"{SCHEME}://",
-        num_worker_threads=16,
-        rpc_timeout=settings.connect_timeout,
-        _transports=["uv"],
-        _channels=["basic"],
-    )
     # init_rpc gathers device maps through a backend of its own that torch itself warns of
     warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     with Timer() as timer:
         try:
+            store = _store(world)
+            register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, world.me.rank, len(world.members))]))
+            options = _options(world, store)
             rpc.init_rpc(world.me.name, rank=world.me.rank, world_size=len(world.members), rpc_backend_options=options)
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no RPC with all of generation {world.generation}: {first_line(error)}") from error
@@ -69,7 +64,26 @@ def connect(world: World) -> None:
     _metrics.rpc_connect_seconds.set(timer.seconds)
 
 
-def _rendezvous(world: World) -> Iterator[tuple[Store, int, int]]:
+def _options(world: World, store: Store) -> rpc.TensorPipeRpcBackendOptions:
+    """RPC's options. Where two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
+    cuda = world.device.type == "cuda"
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{SCHEME}://",
+        num_worker_threads=16,
+        rpc_timeout=world.settings.connect_timeout,
+        _transports=["uv"],
+        # not cuda_ipc, which aborts where a process does not see the other's GPU
+        _channels=["basic", "cuda_basic"] if cuda else ["basic"],
+    )
+    store.set(f"device-{world.me.rank}", world.device.type)
+    for peer in world.members if cuda else ():
+        if peer != world.me and store.get(f"device-{peer.rank}") == b"cuda":
+            options.set_device_map(peer.name, {0: 0})
+            world.mapped.add(peer.name)
+    return options
+
+
+def _store(world: World) -> Store:
     settings = world.settings
     timeout = timedelta(seconds=settings.connect_timeout)
     size = len(world.members)
@@ -89,7 +103,7 @@ def _rendezvous(world: World) -> Iterator[tuple[Store, int, int]]:
         store = TCPStore(
             settings.master_addr, settings.master_port, size, is_master=False, timeout=timeout, wait_for_workers=False
         )
-    yield PrefixStore(f"generation-{world.generation}", store), world.me.rank, size
+    return PrefixStore(f"generation-{world.generation}", store)
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -82,6 +82,7 @@ class World:
     tell_lost: Callable[[Peer], None] = lambda peer: None
     refuse_drain: Callable[[str], None] = lambda why: None
     lost: set[str] = field(default_factory=set)
+    mapped: set[str] = field(default_factory=set)  # peers that CUDA tensors can be sent to
     _drain: threading.Event = field(default_factory=threading.Event)
     _listeners: list[Callable[[str], None]] = field(default_factory=list)
 

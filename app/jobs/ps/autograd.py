@@ -43,7 +43,7 @@ class Tower:
             self._version, self._flat = version, flat
 
     def forward(self, trainer: str, context: int, inputs: Tensor) -> Tensor:
-        """The model's output, on the CPU, for a pass of `trainer` in the distributed autograd context `context`."""
+        """The model's output, where the inputs are, for a pass of `trainer` in the autograd context `context`."""
         torch.set_num_threads(self._threads)  # of this thread of RPC's
         with self._lock:
             replica = self._replicas.get(trainer)
@@ -53,7 +53,7 @@ class Tower:
                 parameter.data = view.to(parameter.device)
             self._passes[context] = trainer, self._version
         output: Tensor = replica(inputs)
-        return output.cpu()
+        return output.to(inputs.device)
 
     def gradient(self, context: int) -> tuple[Tensor, int, tuple[Tensor, ...]]:
         """The gradient [total] that the pass in `context` left here, its version, and the model's buffers after it."""
@@ -111,6 +111,7 @@ def train(world: World) -> None:
     lead = world.members[0].name
     deadline = 2 * settings.step_timeout + settings.rpc_timeout
     remote = rpc.remote(lead, tower, timeout=settings.connect_timeout)
+    device = world.device if lead in world.mapped else torch.device("cpu")
     stage = 0
     _, order = rolecall_rpc.call(lead, server.exchange, me, stage, 0, None, Report(0, 0), timeout=deadline).wait()
     while order.batches:
@@ -119,10 +120,11 @@ def train(world: World) -> None:
             inputs, targets = train_data.batch(torch.from_numpy(batch))
             with dist_autograd.context() as context:
                 with metrics.ps_compute_seconds.time():
-                    output = rolecall_rpc.call(lead, forward, remote, me, context, inputs, timeout=deadline).wait()
-                    mean = model.loss(output, targets)
+                    call = rolecall_rpc.call(lead, forward, remote, me, context, inputs.to(device), timeout=deadline)
+                    output = call.wait()
+                    mean = model.loss(output, targets.to(device))
                     dist_autograd.backward(context, [mean])  # type: ignore[attr-defined]
-                report = Report(0, len(batch), float(mean.detach()), int((output.argmax(1) == targets).sum()))
+                report = Report(0, len(batch), float(mean.detach()), int((output.argmax(1).cpu() == targets).sum()))
                 with metrics.ps_wait_seconds.time():
                     answer = rolecall_rpc.call(lead, step, remote, me, stage, context, report, timeout=deadline)
                     _, order = answer.wait()

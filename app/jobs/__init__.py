@@ -109,8 +109,9 @@ def factory(variable: str, target: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{variable}={target}: cannot be imported ({error}); write package.module:name") from error
+    except Exception as error:  # a user's code: whatever its import raises is theirs to see
+        problem = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{variable}={target}: cannot be imported ({problem}); write package.module:name") from error
     if not callable(found):
         raise UsageError(f"{variable}={target}: is not callable")
     return cast(Callable[..., Any], found)

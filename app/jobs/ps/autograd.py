@@ -61,8 +61,7 @@ class Tower:
             trainer, version = self._passes.pop(context)
             replica = self._replicas[trainer]
         found: dict[Tensor, Tensor] = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
-        missing = (torch.zeros_like(parameter) for parameter in replica.parameters())
-        made = [found.get(parameter, zero) for parameter, zero in zip(replica.parameters(), missing, strict=True)]
+        made = [found.get(one, torch.zeros_like(one)) for one in model.trainable(replica)]
         return torch.cat([part.reshape(-1).cpu() for part in made]), version, model.buffers(replica)
 
     def drop(self, trainer: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import math
+import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +23,7 @@ from app.jobs.ps import PsSettings
 TEST_SHARE = 0.2  # of the digits
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 DOWNLOAD_SECONDS = 300.0
+LOCK = ".download"  # held while one rank downloads, for all that share the directory
 IDX_TYPE = 8  # unsigned bytes
 
 
@@ -102,7 +106,8 @@ def mnist(directory: Path) -> tuple[Images, Images]:
     Source: Y. LeCun, C. Cortes, C. Burges, The MNIST database of handwritten digits.
     """
     raw = directory / "MNIST" / "raw"
-    if not _complete(raw):
+    under_way = (directory / LOCK).exists() and os.access(directory, os.W_OK)
+    if under_way or not _complete(raw):
         _download(directory, raw)
     splits = []
     for split in ("train", "t10k"):
@@ -123,7 +128,10 @@ def _complete(raw: Path) -> bool:
 
 def _download(directory: Path, raw: Path) -> None:
     """Have torchvision fetch the files. One process at a time: several ranks may share the directory."""
-    lock = rundir.lock(directory, ".download", DOWNLOAD_SECONDS, "DATA_DIR")
+    try:
+        lock = rundir.lock(directory, LOCK, DOWNLOAD_SECONDS, "DATA_DIR")
+    except UsageError as error:
+        raise _unusable(directory, f"has no such files, and none can be downloaded ({error})") from error
     try:
         if not _complete(raw):  # as it may be once the lock is had
             from torchvision.datasets import MNIST  # type: ignore[import-not-found]
@@ -152,14 +160,15 @@ def _idx(path: Path, dimensions: int) -> Tensor:
     found = _stored(path) or path
     try:
         content = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise _unusable(path.parents[2], f"{found.name} cannot be read ({error})") from error
     head = 4 + 4 * dimensions
     if len(content) < head or content[:4] != bytes((0, 0, IDX_TYPE, dimensions)):
         raise _unusable(path.parents[2], f"{found.name} is no IDX file of {dimensions}-dimensional unsigned bytes")
-    sizes = np.frombuffer(content[4:head], ">u4").astype(int)
-    if len(content) != head + int(sizes.prod()):
-        raise _unusable(path.parents[2], f"{found.name} is torn: {len(content)} bytes of {head + int(sizes.prod())}")
+    sizes = np.frombuffer(content[4:head], ">u4").tolist()
+    whole = head + math.prod(sizes)
+    if len(content) != whole:
+        raise _unusable(path.parents[2], f"{found.name} is torn: {len(content)} bytes of {whole}")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=head).reshape(*sizes).copy())
 
 

@@ -38,6 +38,11 @@ def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
         raise UsageError(f"the checkpoint holds no parameters of ps (no {error})") from error
     trained = model.build(settings)
     _, test = data.load(settings)
+    total = len(model.flatten(trained))
+    if parameters.numel() != total:
+        raise UsageError(
+            f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the checkpoint {len(parameters)}"
+        )
     model.unflatten(parameters, trained)
     model.load_buffers(trained, buffers)
     torch.set_num_threads(1)

@@ -31,6 +31,8 @@ class Lead(Server):
         super().__init__(world)
         s = self.settings
         self.log = telemetry.log()
+        # the lead alone: what it counted before it heard of a loss, every server applies
+        world.on_lost(self.inbox.put)
         self.train, self.test = data.load(s)
         trainers = [peer.name for peer in world.peers("trainer")]
         # a trainer computes its next batch while its gradient travels, where the bound on staleness leaves room
@@ -253,7 +255,7 @@ class Lead(Server):
             "ledger": self.ledger.state(),
             "accuracy": self.accuracy,
             "seconds": self._seconds(),
-            "settings": {"dataset": s.dataset, "model": s.model},
+            "settings": {"dataset": s.dataset, "model": s.model, "seed": s.seed},
         }
         return self.world.save(self.ledger.version, state, drain)
 

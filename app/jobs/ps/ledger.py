@@ -45,9 +45,12 @@ class Update:
 
 @dataclass
 class _Trainer:
-    """`batches` are handed out, and their gradients not yet used; `waiting` are stages whose answers are due."""
+    """`batches` are handed out, and their gradients not yet used; a batch has the number of the gradient that will be
+    made of it. `waiting` are the gradients whose answers are due; they may overtake each other.
+    """
 
-    batches: deque[Indices] = field(default_factory=deque)
+    batches: dict[int, Indices] = field(default_factory=dict)
+    given: int = 0
     waiting: list[int] = field(default_factory=list)
     here: bool = False
 
@@ -125,7 +128,7 @@ class Ledger:
         staleness = 0 if self.wait else self.version - gradient.version
         if gradient.samples and staleness > self.max_staleness:
             self.refused += 1
-            self._back(trainer.batches.popleft())
+            self._back(trainer.batches.pop(gradient.stage))
         elif gradient.samples:
             self._gradients.append(gradient)
             # staleness-aware asynchronous SGD (Zhang et al. 2016): without it, momentum and staleness together diverge
@@ -138,7 +141,7 @@ class Ledger:
         if trainer is None:
             return None
         self._gradients = [gradient for gradient in self._gradients if gradient.trainer != name]
-        for batch in reversed(trainer.batches):
+        for _, batch in sorted(trainer.batches.items(), reverse=True):
             self._back(batch)
         return self._close()
 
@@ -150,7 +153,7 @@ class Ledger:
         total = sum(gradient.samples for gradient in self._gradients)
         weights = {(gradient.trainer, gradient.stage): gradient.samples / total for gradient in self._gradients}
         for gradient in self._gradients:
-            self._used[self._trainers[gradient.trainer].batches.popleft()] = True
+            self._used[self._trainers[gradient.trainer].batches.pop(gradient.stage)] = True
         self.version += bool(weights)
         self._gradients = []
         self._turn()
@@ -193,7 +196,8 @@ class Ledger:
                 share = -(-len(self._left) // (len(hungry) - place)) if self.wait else self.batch
                 size = min(self.batch, share, len(self._left))
                 given.append(np.array([self._left.popleft() for _ in range(size)], np.int64))
-                trainer.batches.append(given[-1])
+                trainer.given += 1
+                trainer.batches[trainer.given] = given[-1]
             if trainer.batches:
                 answers |= {(name, stage): [] for stage in trainer.waiting}
                 answers[name, trainer.waiting[0]] = given

@@ -57,11 +57,18 @@ def build(settings: PsSettings, devices: tuple[torch.device, ...] = ()) -> nn.Mo
             raise UsageError(f"MODEL={settings.model}: raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"MODEL={settings.model}: makes a {type(model).__name__}, not a torch module")
-    kinds = {parameter.dtype for parameter in model.parameters()}
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise UsageError(f"MODEL={settings.model}: has lazy parameters; call the model once in the factory")
+    kinds = {parameter.dtype for parameter in trainable(model)}
     if kinds != {torch.float32}:
         held = ", ".join(sorted(map(str, kinds))) or "none"
-        raise UsageError(f"MODEL={settings.model}: its parameters must be torch.float32 (found: {held})")
+        raise UsageError(f"MODEL={settings.model}: the parameters to train must be torch.float32 (found: {held})")
     return model.to(devices[0]) if devices else model
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained, and so exchanged; frozen ones stay as the factory made them."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -89,6 +96,11 @@ def check(settings: PsSettings) -> None:
         ) from error
     if output.ndim != 2:
         raise UsageError(f"{where}: the model gives outputs of shape {tuple(output.shape)}, not (n, classes)")
+    if isinstance(train, data.Images) and output.shape[1] <= int(train.labels.max()):
+        raise UsageError(f"{where}: the model knows {output.shape[1]} classes, the data go up to {train.labels.max()}")
+    total = len(flatten(model))
+    if settings.servers > total:
+        raise UsageError(f"SERVERS={settings.servers}: more than the {total} parameters to train")
 
 
 @dataclass(frozen=True)
@@ -101,17 +113,17 @@ class Part:
 
 
 def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
-    """Cut the model's parameters, laid end to end, into equal shards for SERVERS servers, and these into parts.
+    """Cut the parameters that are trained, laid end to end, into equal shards for the servers, and these into parts.
 
     A part is what travels at once. The gradient of a part that is ready goes out while the backward pass still works on
     those before it, so what comes before a large parameter is a part of its own. With UPDATE_MODE=autograd nothing of
     it travels.
     """
-    total, servers = sum(p.numel() for p in model.parameters()), settings.servers
+    total, servers = sum(p.numel() for p in trainable(model)), settings.servers
     if settings.update_mode == "autograd":
         return (Part(0, total, 0),)
     cuts, begun, offset = set[int](), 0, 0
-    for parameter in model.parameters():
+    for parameter in trainable(model):
         if parameter.numel() >= SMALL or offset - begun >= SMALL:
             cuts.add(offset)
             begun = offset
@@ -125,28 +137,28 @@ def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
 
 
 def views(flat: Tensor, model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each of the model's parameters, and the view of `flat` [total] that has its elements and its shape."""
+    """Each parameter that is trained, and the view of `flat` [total] that has its elements and its shape."""
     offset = 0
-    for parameter in model.parameters():
+    for parameter in trainable(model):
         yield parameter, flat[offset : offset + parameter.numel()].view_as(parameter)
         offset += parameter.numel()
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """The model's parameters end to end [total], on the CPU."""
-    return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
+    """The parameters that are trained, end to end [total], on the CPU."""
+    return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in trainable(model)])
 
 
 def unflatten(flat: Tensor, model: nn.Module) -> None:
-    """Set the model's parameters from `flat` [total], where they are."""
+    """Set the parameters that are trained from `flat` [total], where they are."""
     with torch.no_grad():
         for parameter, view in views(flat, model):
             parameter.copy_(view)
 
 
 def buffers(model: nn.Module) -> tuple[Tensor, ...]:
-    """The model's buffers (running means and the like), on the CPU."""
-    return tuple(buffer.detach().cpu() for buffer in model.buffers())
+    """Copies of the model's buffers (running means and the like), on the CPU."""
+    return tuple(buffer.detach().to("cpu", copy=True) for buffer in model.buffers())
 
 
 def load_buffers(model: nn.Module, found: tuple[Tensor, ...]) -> None:

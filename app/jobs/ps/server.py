@@ -133,7 +133,6 @@ class Server:
         self.number = 0
         self._early: dict[int, Update] = {}
         self._asked: list[tuple[int, torch.futures.Future[Any]]] = []
-        world.on_lost(self.inbox.put)
 
     def serve(self) -> Outcome | None:
         lead = self.world.members[0].name
@@ -150,8 +149,6 @@ class Server:
                     done.set_result(None)
                 case (int() as number, done):
                     self._asked.append((number, done))
-                case str() as trainer:
-                    self.shard.drop(trainer)
             while following := self._early.pop(self.number + 1, None):
                 self.number += 1
                 self.execute(following, {})

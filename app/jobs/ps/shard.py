@@ -79,9 +79,9 @@ class Shard:
             gradient = self._held[key].gradients[part]
             assert gradient is not None
             if number == 0:
-                torch.mul(gradient, weight, out=sum_)
+                torch.mul(gradient.float(), weight, out=sum_)
             else:
-                sum_.add_(gradient, alpha=weight)
+                sum_.add_(gradient.float(), alpha=weight)
         if weights:
             self._optimizers[part].param_groups[0]["lr"] = self._lr * rate
             self._optimizers[part].step()

@@ -83,7 +83,7 @@ class Trainer:
         self._gradients = [[torch.empty(part.stop - part.start) for part in self.parts] for _ in range(DEPTH)]
         self._encoders = [Encoder(DTYPES[self.settings.wire_dtype], part.stop - part.start) for part in self.parts]
         self._unmade: list[set[nn.Parameter]] = []  # of each part, whose gradient the backward pass has yet to make
-        for parameter in self.model.parameters():
+        for parameter in model.trainable(self.model):
             parameter.register_post_accumulate_grad_hook(self._made)
         self._coming: dict[int, Future[Any]] = {}  # parts whose parameters are still under way
         self._called: set[nn.Module] = set()
@@ -190,22 +190,22 @@ class Piece:
     there: slice
 
 
-def _needs(model: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[int]]:
+def _needs(module: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[int]]:
     """The parts that each layer needs: of modules with parameters of their own, which may use those of the
     modules within them too, without calling these."""
     parts: dict[nn.Parameter, set[int]] = {}
     for index, found in enumerate(pieces):
         for piece in found:
             parts.setdefault(piece.parameter, set()).add(index)
-    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    return {module: set().union(*(parts[parameter] for parameter in module.parameters())) for module in owners}
+    owners = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
+    return {layer: set().union(*(parts.get(one, set()) for one in layer.parameters())) for layer in owners}
 
 
 def _pieces(module: nn.Module, parts: tuple[Part, ...]) -> list[list[Piece]]:
     """The pieces of each part."""
     found: list[list[Piece]] = [[] for _ in parts]
     offset = 0
-    for parameter in module.parameters():
+    for parameter in model.trainable(module):
         end = offset + parameter.numel()
         for index, part in enumerate(parts):
             low, high = max(offset, part.start), min(end, part.stop)

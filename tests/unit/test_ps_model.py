@@ -1,0 +1,250 @@
+"""The model of `ps`: users' modules, good and bad, and what a model's accuracy is."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app import jobs
+from app.config import UsageError
+from app.jobs.ps import PsSettings, evaluate, model
+
+MODELS = """
+    import torch
+    from torch import nn
+
+    NOT_CALLABLE = 3
+
+    class Linear(nn.Module):
+        def __init__(self, classes=10, features=784, answer=lambda logits: logits, **changed):
+            super().__init__()
+            self.layer, self.answer = nn.Linear(features, classes, **changed), answer
+
+        def forward(self, inputs):
+            return self.answer(self.layer(inputs.flatten(1)))
+
+    def good():
+        return Linear()
+
+    def too_narrow():
+        return Linear(features=64)
+
+    def one_class():
+        return Linear(1)
+
+    def all_but_one_class():
+        return Linear(9)
+
+    def probabilities_of_one():
+        return Linear(answer=lambda logits: logits[:, 0])
+
+    def pictures():
+        return Linear(answer=lambda logits: logits[:, :, None, None].expand(-1, -1, 2, 2))
+
+    def pair():
+        return Linear(answer=lambda logits: (logits, logits))
+
+    def double():
+        return Linear(dtype=torch.float64)
+
+    def no_parameters():
+        return nn.Flatten()
+
+    def no_module():
+        return "a network"
+
+    def raises():
+        raise RuntimeError("no weights here")
+
+    def needs_arguments(classes):
+        return Linear(classes)
+
+    def lazy():
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+
+    def frozen():
+        made = Linear()
+        made.layer.weight.requires_grad_(False)
+        return made
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(10))
+
+        def forward(self, inputs):
+            return self.bias.expand(len(inputs), 10)
+
+    class Told(nn.Module):
+        '''Says the class that its parameters say, by the first number of an input.'''
+
+        def __init__(self):
+            super().__init__()
+            self.said = nn.Parameter(torch.zeros(4))
+            self.register_buffer("shift", torch.tensor(0))
+
+        def forward(self, inputs):
+            said = self.said[inputs[:, 0].long()].long() + self.shift
+            return nn.functional.one_hot(said, 4).float()
+
+    def remainders():
+        '''The classes of 0, 1, 2 and 3 are 0, 1, 2 and 3; there are more of 3 than fit one pass.'''
+        test = [(torch.tensor([float(n)]), n) for n in [0, 1, 2] + [3] * 397]
+        return test[:4], test
+"""
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user_models.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "broken_module.py").write_text("def factory(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_models", raising=False)
+
+
+def settings_of(name: str = "", **changed: Any) -> PsSettings:
+    return PsSettings(**{"job": "ps", "model": f"user_models:{name}" if name else "", **changed})
+
+
+# ---- users' modules
+
+
+def test_check_takes_what_works() -> None:
+    model.check(settings_of())
+    model.check(settings_of("good"))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("too_narrow", r"cannot take a batch of shape \(2, 1, 28, 28\)"),
+        ("one_class", "out of bounds"),
+        ("probabilities_of_one", "cannot take a batch"),
+        ("pictures", "cannot take a batch"),
+        ("pair", "cannot take a batch"),
+        ("double", r"must be torch.float32 \(found: torch.float64\)"),
+        ("no_parameters", r"\(found: none\)"),
+        ("no_module", "makes a str, not a torch module"),
+        ("raises", "raised RuntimeError: no weights here"),
+        ("needs_arguments", "raised TypeError"),
+        ("NOT_CALLABLE", "is not callable"),
+        ("absent", "cannot be imported"),
+    ],
+)
+def test_check_refuses_what_can_never_work(name: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=f"MODEL=user_models:{name}.*{problem}"):
+        model.check(settings_of(name))
+
+
+def test_check_refuses_fewer_classes_than_the_data_have() -> None:
+    """The first samples need not be of the last class."""
+    with pytest.raises(UsageError, match="MODEL=user_models:all_but_one_class DATASET=digits"):
+        model.check(settings_of("all_but_one_class"))
+
+
+def test_frozen_parameters_stay_out_of_the_vector() -> None:
+    """Every model is built with them from SEED; servers hold what is trained."""
+    model.check(settings_of("frozen"))
+    made = model.build(settings_of("frozen"))
+    assert model.flatten(made).numel() == 10
+    model.unflatten(torch.arange(10.0), made)
+    assert torch.equal(made.get_parameter("layer.bias"), torch.arange(10.0))
+    assert model.parts(made, settings_of()) == (model.Part(0, 10, 0),)
+
+
+def test_check_refuses_more_servers_than_parameters() -> None:
+    with pytest.raises(UsageError, match="SERVERS=11"):
+        model.check(settings_of("Tiny", servers=11))
+
+
+def test_a_lazy_module_is_refused_or_made_whole() -> None:
+    """Its parameters have neither sizes nor values until a first pass."""
+    try:
+        model.check(settings_of("lazy"))
+    except UsageError as error:
+        assert "MODEL=user_models:lazy" in str(error)  # noqa: PT017
+    else:
+        assert model.flatten(model.build(settings_of("lazy"))).numel() == 7850
+
+
+@pytest.mark.parametrize("name", ["", "good"])
+def test_the_same_seed_builds_the_same_model(name: str) -> None:
+    before = torch.random.get_rng_state()
+    one, same, other = (model.flatten(model.build(settings_of(name, seed=seed))) for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are its own"
+
+
+@pytest.mark.parametrize(
+    "target", ["user_models", "user_models:", ":good", "no_such_module:good", ".relative:good", "broken_module:factory"]
+)
+def test_a_factory_that_cannot_be_had_is_refused(target: str) -> None:
+    with pytest.raises(UsageError, match=f"MODEL={target}: "):
+        jobs.factory("MODEL", target)
+
+
+def test_a_factory_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "beside.py").write_text("def made():\n    return 7\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path / "here")
+    assert jobs.factory("MODEL", "beside:made")() == 7
+
+
+# ---- accuracy
+
+
+def state_of(said: list[float], shift: int = 0, **changed: Any) -> dict[str, Any]:
+    return {
+        "settings": {"model": "user_models:Told", "dataset": "user_models:remainders"},
+        "parameters": torch.tensor(said),
+        "buffers": [torch.tensor(shift)],
+        "ledger": {"epoch": 3, "version": 70},
+        **changed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "shift", "right"),
+    [([0, 1, 2, 3], 0, 400), ([0, 1, 2, 2], 0, 3), ([1, 0, 0, 3], 0, 397), ([1, 1, 1, 2], 1, 398)],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_evaluates_models_whose_answers_are_known(said: list[float], shift: int, right: int, threads: int) -> None:
+    found = evaluate.evaluate(settings_of(threads=threads), state_of(said, shift))
+    assert found == {"accuracy": right / 400, "samples": 400, "epochs": 3, "updates": 70}
+
+
+def test_accuracy_is_of_a_model_that_does_not_train() -> None:
+    class Mode(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.eye(2)[torch.full((len(inputs),), int(self.training))]
+
+    class Zeros:
+        def __len__(self) -> int:
+            return 300
+
+        def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.zeros(len(indices), 1), torch.zeros(len(indices), dtype=torch.int64)
+
+    assert evaluate.accuracy(Mode().train(), Zeros(), 2) == 1
+
+
+@pytest.mark.parametrize("missing", ["settings", "parameters", "buffers", "ledger"])
+def test_refuses_to_evaluate_something_else(missing: str) -> None:
+    state = {name: value for name, value in state_of([0, 1, 2, 3]).items() if name != missing}
+    with pytest.raises(UsageError, match=missing):
+        evaluate.evaluate(settings_of(), state)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_refuses_to_evaluate_parameters_of_another_size(size: int) -> None:
+    """MODEL's code may have changed since."""
+    with pytest.raises(UsageError, match="MODEL=user_models:Told"):
+        evaluate.evaluate(settings_of(), state_of([0.0] * size))

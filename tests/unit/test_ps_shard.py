@@ -1,0 +1,300 @@
+"""The shards of `ps`: the servers' updates against torch's optimizers, and the whole of sync against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from app.config import UsageError
+from app.jobs.ps import PsSettings, data, model, server
+from app.jobs.ps.ledger import Gradient, Ledger, Update
+from app.jobs.ps.model import Part
+from app.jobs.ps.shard import Key, Shard, join_states, refuse_other
+from app.world import Peer, World
+
+TOTAL = 100
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"optimizer": "sgd", "momentum": 0.9},
+    {"optimizer": "sgd", "momentum": 0},
+    {"optimizer": "adam", "lr": 0.01},
+]
+WEIGHTS: dict[Key, float] = {("t0", 1): 0.5, ("t1", 1): 0.3, ("t2", 4): 0.2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in a server that shares its cores: for operations of this size more threads are slower."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings_of(**changed: Any) -> PsSettings:
+    return PsSettings(job="ps", **changed)
+
+
+def cut(total: int, servers: int) -> list[list[tuple[int, Part]]]:
+    """Two parts for each server, by server."""
+    edges = [total * n // (2 * servers) for n in range(2 * servers + 1)]
+    parts = [(n, Part(edges[n], edges[n + 1], n // 2)) for n in range(2 * servers)]
+    return [parts[2 * server : 2 * server + 2] for server in range(servers)]
+
+
+def make(settings: PsSettings, flat: Tensor, optimizer: dict[str, Tensor] | None = None) -> list[Shard]:
+    shards = [Shard(own, settings) for own in cut(len(flat), settings.servers)]
+    for shard in shards:
+        shard.load(flat, optimizer or {})
+    return shards
+
+
+def put(shards: Sequence[Shard], key: Key, gradient: Tensor | None) -> dict[int, Future[Any]]:
+    """Bring a whole gradient; the answers to it, by part."""
+    answers: dict[int, Future[Any]] = {}
+    for shard in shards:
+        whole = []
+        for index, extent in reversed(shard.parts.items()):
+            answers[index] = Future()
+            own = None if gradient is None else gradient[shard.start : shard.stop][extent].clone()
+            whole.append(shard.put(key, index, own, answers[index]))
+        assert whole == [False] * (len(whole) - 1) + [True]
+    return answers
+
+
+def flat_of(shards: Sequence[Shard]) -> Tensor:
+    return torch.cat([shard.flat for shard in shards])
+
+
+def apply(shards: Sequence[Shard], weights: dict[Key, float], rate: float = 1) -> None:
+    for shard in shards:
+        for part in shard.parts:
+            shard.apply(part, weights, rate)
+
+
+def answer(shards: Sequence[Shard], keys: Iterable[Key], orders: dict[Key, Any] | None = None) -> None:
+    keys = list(keys)
+    for shard in shards:
+        for part in shard.parts:
+            shard.answer(part, keys, shard.copy(part), orders or {})
+
+
+def step(shards: Sequence[Shard], gradients: dict[Key, Tensor], weights: dict[Key, float], rate: float = 1) -> None:
+    for key, gradient in gradients.items():
+        put(shards, key, gradient)
+    apply(shards, weights, rate)
+    answer(shards, weights)
+
+
+def reference(settings: PsSettings, flat: Tensor) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    parameter = nn.Parameter(flat.clone())
+    if settings.optimizer == "adam":
+        return parameter, torch.optim.Adam([parameter], settings.lr)
+    return parameter, torch.optim.SGD([parameter], settings.lr, settings.momentum)
+
+
+# ---- updates
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("chosen", OPTIMIZERS)
+def test_updates_are_those_of_torch_with_the_weighted_mean(servers: int, chosen: dict[str, Any]) -> None:
+    settings = settings_of(servers=servers, **chosen)
+    start = torch.randn(TOTAL)
+    shards, (parameter, optimizer) = make(settings, start), reference(settings, start)
+    for rate in (1, 1, 0.25, 1, 0.5, 1):
+        gradients = {key: torch.randn(TOTAL) for key in WEIGHTS}
+        step(shards, gradients, WEIGHTS, rate)
+        optimizer.param_groups[0]["lr"] = settings.lr * rate
+        parameter.grad = torch.stack([weight * gradients[key] for key, weight in WEIGHTS.items()]).sum(0)
+        optimizer.step()
+        torch.testing.assert_close(flat_of(shards), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (3, 3), (1, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize("chosen", OPTIMIZERS)
+def test_goes_on_from_a_saved_state_as_if_uninterrupted(before: int, after: int, chosen: dict[str, Any]) -> None:
+    start = torch.randn(TOTAL)
+    steps = [{key: torch.randn(TOTAL) for key in WEIGHTS} for _ in range(6)]
+    whole = make(settings_of(servers=before, **chosen), start)
+    for gradients in steps[:3]:
+        step(whole, gradients, WEIGHTS)
+    flat, state = flat_of(whole), join_states([shard.optimizer_state() for shard in whole])
+    assert all(value.shape in ((), (TOTAL,)) for value in state.values())
+    resumed = make(settings_of(servers=after, **chosen), flat, state)
+    for gradients in steps[3:]:
+        step(whole, gradients, WEIGHTS)
+        step(resumed, gradients, WEIGHTS)
+    # cut otherwise, other elements fall to the vector instructions, whose last bit differs
+    exact = {"rtol": 0, "atol": 0} if before == after else {"rtol": 1e-6, "atol": 1e-7}
+    torch.testing.assert_close(flat_of(resumed), flat_of(whole), **exact)
+    joined = [join_states([shard.optimizer_state() for shard in shards]) for shards in (whole, resumed)]
+    torch.testing.assert_close(*joined, **exact)
+
+
+def test_a_state_from_before_the_first_update_is_empty() -> None:
+    shards = make(settings_of(servers=3), torch.randn(TOTAL))
+    assert join_states([shard.optimizer_state() for shard in shards]) == {}
+
+
+def test_an_update_without_gradients_changes_nothing() -> None:
+    shards = make(settings_of(momentum=0.9), torch.randn(TOTAL))
+    step(shards, {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
+    before = flat_of(shards)
+    apply(shards, {})
+    assert torch.equal(flat_of(shards), before)
+
+
+def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
+    """The encoder makes up for its own rounding; a rounding of the server's would be lost."""
+    weights: dict[Key, float] = {("t0", 1): 1 / 3, ("t1", 1): 2 / 3}
+    gradients = {key: torch.randn(TOTAL).bfloat16() for key in weights}
+    [shard] = make(settings_of(wire_dtype="bfloat16", momentum=0.9), torch.randn(TOTAL))
+    step([shard], gradients, weights)
+    mean = sum(weight * gradients[key].float() for key, weight in weights.items())
+    torch.testing.assert_close(shard.optimizer_state()["momentum_buffer"], mean, rtol=1e-5, atol=1e-6)
+
+
+# ---- answers
+
+
+def test_answers_are_copies_that_later_updates_leave_alone() -> None:
+    shards = make(settings_of(servers=3), torch.randn(TOTAL))
+    answers = put(shards, ("t0", 0), None)
+    before = flat_of(shards)
+    answer(shards, [("t0", 0)], {("t0", 0): "order"})
+    step(shards, {key: torch.ones(TOTAL) for key in WEIGHTS}, WEIGHTS)
+    assert not torch.equal(flat_of(shards), before)
+    assert torch.equal(torch.cat([answers[index].value()[0] for index in sorted(answers)]), before)
+    assert [answers[index].value()[1] for index in sorted(answers)] == ["order"] + [None] * 5
+    for copy, _ in (found.value() for found in answers.values()):
+        assert copy.untyped_storage().nbytes() == copy.nbytes, "RPC sends a tensor's whole memory"
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_answers_are_of_the_type_of_the_wire(wire: str, dtype: torch.dtype) -> None:
+    [shard] = make(settings_of(wire_dtype=wire), torch.randn(TOTAL))
+    copies = [shard.copy(part) for part in shard.parts]
+    assert {copy.dtype for copy in copies} == {dtype}
+    assert torch.equal(torch.cat(copies), shard.flat.to(dtype))
+
+
+def test_only_those_in_the_update_are_answered_and_once() -> None:
+    [shard] = make(settings_of(), torch.randn(TOTAL))
+    waiting = {name: put([shard], (name, 0), None) for name in ("t0", "t1")}
+    answer([shard], [("t0", 0)])
+    assert all(found.done() for found in waiting["t0"].values())
+    assert not any(found.done() for found in waiting["t1"].values())
+    answer([shard], [("t0", 0), ("t1", 0)])  # a second answer to t0 would raise
+    assert all(found.done() for found in waiting["t1"].values())
+
+
+def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
+    [shard] = make(settings_of(momentum=0, lr=1), torch.zeros(TOTAL))
+    lost = put([shard], ("t0", 1), torch.full((TOTAL,), 100.0)) | put([shard], ("t0", 2), torch.ones(TOTAL))
+    stays = put([shard], ("t1", 1), torch.ones(TOTAL))
+    shard.drop("t0")
+    apply([shard], {("t1", 1): 1.0})
+    answer([shard], [("t0", 1), ("t0", 2), ("t1", 1)])
+    assert torch.equal(flat_of([shard]), -torch.ones(TOTAL))
+    assert not any(found.done() for found in lost.values())
+    assert all(found.done() for found in stays.values())
+
+
+class Enough(Exception):  # noqa: N818
+    """Ends a server's loop."""
+
+    def set_result(self, _: Any) -> None:
+        raise self
+
+
+def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The servers are told of a loss each for itself: a lead that learns of it later counts the gradient."""
+    done: Future[Any] = Future()
+    done.set_result(None)
+    monkeypatch.setattr(server.rolecall_rpc, "call", lambda *_, **__: done)
+    members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
+    world = World(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
+    served = server.Server(world)
+    answers: dict[str, Future[Any]] = {"trainer_0": Future(), "trainer_1": Future()}
+    total = model.flatten(served.model).numel()
+    served.inbox.put((torch.zeros(total), {}, Future()))
+    [part] = served.shard.parts
+    for name, answer in answers.items():
+        gradient = torch.ones(len(served.shard.flat))
+        served.inbox.put(server.Arrival((name, 1), part, gradient, None, answer))
+    world.lose("trainer_0")
+    weights: dict[Key, float] = {("trainer_0", 1): 0.5, ("trainer_1", 1): 0.5}
+    served.inbox.put(Update(1, weights, 1.0, {key: [] for key in weights}))
+    served.inbox.put((1, Enough()))
+    with pytest.raises(Enough):
+        served.serve()
+    assert torch.equal(answers["trainer_1"].value()[0], torch.full((len(served.shard.flat),), -1.0))
+
+
+# ---- another job's checkpoint
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("adam", "sgd"), ("sgd", "adam")])
+def test_refuses_the_state_of_another_optimizer(saved: str, wanted: str) -> None:
+    [shard] = make(settings_of(optimizer=saved), torch.randn(TOTAL))
+    step([shard], {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
+    state = {"parameters": flat_of([shard]), "optimizer": shard.optimizer_state()}
+    refuse_other(state, settings_of(optimizer=saved), TOTAL)
+    with pytest.raises(UsageError, match=f"OPTIMIZER={wanted}"):
+        refuse_other(state, settings_of(optimizer=wanted), TOTAL)
+    with pytest.raises(UsageError, match=r"MODEL=ConvNet: has 101 parameters.* 100;"):
+        refuse_other(state, settings_of(optimizer=saved), TOTAL + 1)
+
+
+# ---- the whole of it
+
+
+def gradient_of(module: nn.Module, split: data.Split, indices: Tensor) -> Tensor:
+    inputs, targets = split.batch(indices)
+    found = torch.autograd.grad(model.loss(module(inputs), targets), list(module.parameters()))
+    return torch.cat([gradient.reshape(-1) for gradient in found])
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(servers: int) -> None:
+    settings = settings_of(servers=servers, dropout=0, batch_size=8, lr=0.05)
+    train, _ = data.load(settings)
+    module = model.build(settings)
+    parts = list(enumerate(model.parts(module, settings)))
+    shards = [Shard([each for each in parts if each[1].server == server], settings) for server in range(servers)]
+    start = model.flatten(module)
+    for shard in shards:
+        shard.load(start, {})
+    parameter, optimizer = reference(settings, start)
+    # 58 samples: two whole steps, and an end of the epoch of 10, which is shared 4, 3, 3
+    ledger = Ledger(58, 8, 2, 0, ["t0", "t1", "t2"], wait=True)
+    update: Update | None = None
+    for name in ledger.trainers:
+        put(shards, (name, 0), None)
+        update = ledger.take(Gradient(name, 0, 0, 0))
+    sizes = []
+    for stage in range(1, 5):
+        assert update
+        batches = {name: torch.from_numpy(given[0]) for (name, _), given in update.answers.items()}
+        answer(shards, update.answers)
+        model.unflatten(flat_of(shards), module)
+        for name, batch in batches.items():
+            put(shards, (name, stage), gradient_of(module, train, batch))
+            update = ledger.take(Gradient(name, stage, ledger.version, len(batch)))
+        assert update
+        apply(shards, update.weights, update.rate)
+        model.unflatten(parameter.detach(), module)
+        parameter.grad = gradient_of(module, train, torch.cat(list(batches.values())))
+        optimizer.step()
+        sizes.append(sum(map(len, batches.values())))
+        torch.testing.assert_close(flat_of(shards), parameter.detach(), rtol=1e-4, atol=1e-6)
+    assert sizes == [24, 24, 10, 24]

@@ -20,7 +20,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl test test-e2e simulate leaks lint format wheels image up-rl logs ps-status metrics stop down bench-rl chaos docs clean
+.PHONY: help setup run-rl run-ps test test-e2e simulate leaks lint format wheels image up-rl up-ps logs ps-status metrics stop down bench-rl bench-ps chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,10 +37,13 @@ $(READY): pyproject.toml constraints.txt
 run-rl: $(READY) ## train the reinforcement learning job here: one agent, two observers
 	$(BIN)/python -m app local rl
 
+run-ps: $(READY) ## train the parameter server job here: one server, two trainers
+	$(BIN)/python -m app local ps
+
 test: $(READY) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-e2e: $(READY) image ## the job in containers: needs Docker with compose, and no image registry but for the base
+test-e2e: $(READY) image ## the jobs in containers: needs Docker with compose, and no image registry but for the base
 	$(BIN)/python -m pytest tests/e2e
 
 simulate: $(READY) ## 10,000 random schedules of crashes, pauses, joins and cuts against the gang's logic (SCHEDULES=, SEED=)
@@ -72,6 +75,11 @@ image: ## build the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, whic
 up-rl: image ## train the reinforcement learning job in containers until it is solved (OBSERVERS=2)
 	@docker/up.sh rl agent
 
+# compose cannot subtract: the servers beside rank 0's
+up-ps: image ## train the parameter server job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
+	@[ -z "$$SERVERS" ] || export SHARDS="$${SHARDS:-$$((SERVERS > 1 ? SERVERS - 1 : 0))}"; \
+	docker/up.sh ps ps
+
 logs: ## follow the containers' logs
 	@$(COMPOSE) logs --follow
 
@@ -81,7 +89,7 @@ ps-status: ## show the containers and what their ranks do
 metrics: ## print every running rank's metrics
 	@docker/ranks.sh metrics
 
-stop: ## let the containers write a checkpoint and end; up-rl goes on from there
+stop: ## let the containers write a checkpoint and end; up-JOB goes on from there
 	@$(COMPOSE) stop
 
 down: ## delete the containers, their networks AND their checkpoints
@@ -89,6 +97,9 @@ down: ## delete the containers, their networks AND their checkpoints
 
 bench-rl: $(READY) ## speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE for JSON)
 	$(BIN)/python -m tests.benchmarks.bench_rl
+
+bench-ps: $(READY) ## the parameter server's speed, accuracy and growth (15 to 20 minutes; BENCH_JSON=FILE for JSON)
+	$(BIN)/python -m tests.benchmarks.bench_ps
 
 chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and check what becomes of it (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"

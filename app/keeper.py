@@ -135,8 +135,9 @@ class Keeper:
         self._changed()
         if worker and not worker.alive and worker.outcome not in AS_ORDERED:
             self.metrics.worker_restarts.labels(worker.outcome).inc()
-            level = self.log.warning if worker.outcome in QUIET else self.log.error
-            level(
+            # a loss is what another rank's end brings, and that rank says why
+            say = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
+            say.get(worker.outcome, self.log.error)(
                 "worker ended",
                 outcome=worker.outcome,
                 generation=worker.task.generation,

@@ -59,10 +59,16 @@ def test_readme_names_every_file_of_the_program() -> None:
     assert not {name for name in top if f"{name} " not in README}
 
 
+@pytest.mark.parametrize("job", jobs.JOBS)
+def test_every_job_has_its_page(job: str) -> None:
+    assert PAGES[f"docs/{job}.md"].startswith(f"# The job `{job}`\n")
+    assert f"](docs/{job}.md)" in README
+
+
 def test_every_dependency_has_its_reason() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
-    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+    for requirement in sum(project["optional-dependencies"].values(), project["dependencies"]):
         line = next(line for line in text.splitlines() if f'"{requirement}"' in line)
         assert "#" in line, requirement
         assert "<" in requirement, requirement

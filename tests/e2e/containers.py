@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from app import jobs, telemetry
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +76,10 @@ class Container:
     @property
     def restarts(self) -> int:
         return int(inspect(self.name)["RestartCount"])
+
+    @property
+    def started(self) -> str:
+        return str(self.state["StartedAt"])
 
     def address(self, network: str) -> str:
         return str(inspect(self.name)["NetworkSettings"]["Networks"][network]["IPAddress"])
@@ -161,6 +167,10 @@ class Project:
     def members(self, role: str) -> float:
         return self.rank0.metric("gang_members", role=role)
 
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint, by rank 0's log."""
+        return int(re.findall(r"checkpoint-\d+-(\d+)\.pt", self.rank0.logs())[-1])
+
     def trains(self, more: int = 3) -> None:
         """Wait until `more` further steps are done, of whatever generation."""
         start = until(self.step, "a first step", DEADLINE)
@@ -175,3 +185,28 @@ class Project:
         self.run("docker", "compose", "--profile", self.profile, "down", "--volumes", "--remove-orphans",
                  "--timeout", "0")  # fmt: skip
         assert not self.left()
+
+
+def each_role_serves_its_metrics(project: Project, job: jobs.Job, not_yet: str) -> None:
+    """One rank of each role, asked from the metrics network, serves what is declared for it, and nothing else. An event
+    that has not happened yet has no sample: `not_yet` is a regular expression of such names.
+    """
+    fetch = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+    printed = project.make("metrics").stdout
+    assert printed.count("rolecall_rank_info{") == len(project.containers())
+    for role in job.roles:
+        first = role is job.roles[0]
+        rank = project.rank0 if first else project.containers(role.name)[0]
+        text = run_python(project.network("metrics"), fetch, f"http://{rank.name}:8000/metrics")
+        declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if first else ())
+        declared += tuple(telemetry.of_role(telemetry.WORKER + jobs.metrics(job), role.name, first))
+        names = {metric.full_name for metric in declared if not re.search(not_yet, metric.name)}
+        assert names - served(text) <= {"rolecall_recovery_seconds"}
+        assert served(text) <= {metric.full_name for metric in declared}
+        assert f"# ======== {rank.name}\n" in printed
+
+
+def served(text: str) -> set[str]:
+    """The metrics in an exposition; a counter's family is named without its `_total` by the workers' collector."""
+    families = re.findall(r"^# TYPE (\S+) (\S+)", text, re.MULTILINE)
+    return {name if kind != "counter" or name.endswith("_total") else name + "_total" for name, kind in families}

@@ -44,18 +44,23 @@ def test_its_commands_run() -> None:
     jobs = start("jobs")
     assert jobs.returncode == 0, jobs.stderr
     assert "observer x OBSERVERS" in jobs.stdout
+    assert "trainer x TRAINERS" in jobs.stdout
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, "rolecall: JOB='': is missing (rl)"),
+        ({}, "rolecall: JOB='': is missing (rl, ps)"),
         ({"JOB": "rl", "ROLE": "judge"}, "rolecall: ROLE='judge': no such role (agent, observer)"),
         (
             {"JOB": "rl", "ROLE": "agent", "GAMMA": "2", "NUM_ENVS": "no"},
             "rolecall: wrong settings: NUM_ENVS='no': ",
         ),
         ({"JOB": "rl", "ROLE": "observer", "ENV_ID": "Nope-v0"}, "rolecall: ENV_ID=Nope-v0: cannot be made "),
+        (
+            {"JOB": "ps", "ROLE": "ps", "ORDINAL": "0", "SERVERS": "2", "UPDATE_MODE": "autograd"},
+            "rolecall: wrong settings: SERVERS=2: UPDATE_MODE=autograd has the whole model on one server",
+        ),
         (
             {"JOB": "rl", "ROLE": "agent"},
             "rolecall: CHECKPOINT_DIR=/checkpoints: cannot be written (Read-only file system)",

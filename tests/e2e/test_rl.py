@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from app import jobs, telemetry
+from app import jobs
 from tests.e2e.conftest import Projects
-from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, open_ports, run_python
+from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, each_role_serves_its_metrics, open_ports
 from tests.integration.cluster import until
 
 JOB = jobs.get("rl")
@@ -68,10 +68,6 @@ def training(projects: Projects, endless: dict[str, str]) -> Project:
     project.up()
     project.trains()
     return project
-
-
-def started_at(container: Container) -> str:
-    return str(container.state["StartedAt"])
 
 
 def test_every_rank_is_locked_down(training: Project) -> None:
@@ -147,25 +143,7 @@ def test_on_metrics_there_are_metrics_and_nothing_else(training: Project) -> Non
 
 
 def test_metrics_of_each_role(training: Project) -> None:
-    fetch = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
-    printed = training.make("metrics").stdout
-    assert printed.count("rolecall_rank_info{") == 3
-    for role in JOB.roles:
-        rank, first = training.containers(role.name)[0], role is JOB.roles[0]
-        text = run_python(training.network("metrics"), fetch, f"http://{rank.name}:8000/metrics")
-        declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if first else ())
-        declared += tuple(telemetry.of_role(telemetry.WORKER + jobs.metrics(JOB), role.name, first))
-        # an event that has not happened yet has no sample
-        names = {metric.full_name for metric in declared if not re.search("drop|lost|fail|checkpoint", metric.name)}
-        assert names - served(text) <= {"rolecall_recovery_seconds"}
-        assert served(text) <= {metric.full_name for metric in declared}
-        assert f"# ======== {rank.name}\n" in printed
-
-
-def served(text: str) -> set[str]:
-    """The metrics in an exposition; a counter's family is named without its `_total` by the workers' collector."""
-    families = re.findall(r"^# TYPE (\S+) (\S+)", text, re.MULTILINE)
-    return {name if kind != "counter" or name.endswith("_total") else name + "_total" for name, kind in families}
+    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint")
 
 
 def test_status_shows_the_ranks(training: Project) -> None:
@@ -188,10 +166,10 @@ def test_scaled_up_and_down_while_it_trains(training: Project) -> None:
 @pytest.mark.parametrize("service", ["observer", "agent"])
 def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
     victim = training.containers(service)[0]
-    restarts, started = victim.restarts, started_at(victim)
-    written = newest_checkpoint(training)
+    restarts, started = victim.restarts, victim.started
+    written = training.newest_checkpoint()
     victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and started_at(victim) != started, f"{victim.name} started again")
+    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
     until(lambda: training.members("observer") == 2 and training.step() > 0, "the gang whole again")
     assert training.step() >= written
     training.trains()
@@ -201,13 +179,8 @@ def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project
     assert training.make("stop").returncode == 0
     everyone = training.containers(everyone=True)
     assert [one.state["ExitCode"] for one in everyone] == [0] * len(everyone)
-    written = newest_checkpoint(training)
+    written = training.newest_checkpoint()
     training.up()
     until(lambda: training.step() > written, "further steps")
     starts = re.findall(r"\btraining .*?\biteration=(\d+)", training.rank0.logs())
     assert int(starts[-1]) == written
-
-
-def newest_checkpoint(project: Project) -> int:
-    """The step of the newest checkpoint, by the agent's log."""
-    return int(re.findall(r"checkpoint-\d+-(\d+)\.pt", project.rank0.logs())[-1])

@@ -36,13 +36,6 @@ METRICS = (
     ),
     Metric(
         "histogram",
-        "ps_exchange_seconds",
-        "Time from a gradient's last part sent to the new parameters: push and pull.",
-        buckets=FAST,
-        roles=("trainer",),
-    ),
-    Metric(
-        "histogram",
         "ps_wait_seconds",
         "Time that a trainer stood still for parameters or a batch.",
         buckets=FAST,

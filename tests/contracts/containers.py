@@ -1,0 +1,80 @@
+"""What the tests of the containers read: compose.yaml, the Makefile, the Dockerfile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app import jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+COMPOSE_TEXT = (ROOT / "compose.yaml").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SCRIPTS = sorted([*(ROOT / "docker").glob("*.sh"), *(ROOT / "docker").glob("*.py")])
+
+
+def filled(value: Any) -> str:
+    """`value` with the defaults that compose puts in where the user says nothing."""
+    return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", str(value))
+
+
+def job_of(name: str) -> jobs.Job:
+    return jobs.get(SERVICES[name]["profiles"][0])
+
+
+def role_of(name: str) -> jobs.Role:
+    return next(role for role in job_of(name).roles if role.name == SERVICES[name]["environment"]["ROLE"])
+
+
+def is_first(name: str) -> bool:
+    """Whether it is rank 0's service: of a first role with several members, the one that says so."""
+    role = role_of(name)
+    return role == job_of(name).roles[0] and (not role.count or "ORDINAL" in SERVICES[name]["environment"])
+
+
+def siblings(name: str) -> list[str]:
+    """The services of the same job."""
+    return [other for other, service in SERVICES.items() if service["profiles"] == SERVICES[name]["profiles"]]
+
+
+def networks(name: str) -> dict[str, list[str]]:
+    """A service's networks with its aliases there."""
+    given = SERVICES[name].get("networks", ["default"])
+    if isinstance(given, list):
+        return {network: [] for network in given}
+    return {network: (options or {}).get("aliases", []) for network, options in given.items()}
+
+
+def instructions() -> list[list[tuple[str, str]]]:
+    """The Dockerfile's instructions as (name, arguments), by stage; the first list is what precedes the first FROM."""
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
+    stages: list[list[tuple[str, str]]] = [[]]
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        if not line.strip():
+            continue
+        name, _, rest = line.strip().partition(" ")
+        if name == "FROM":
+            stages.append([])
+        stages[-1].append((name, rest.strip()))
+    return stages
+
+
+STAGES = instructions()
+EVERYTHING = [instruction for stage in STAGES for instruction in stage]
+
+
+def only(name: str) -> str:
+    """The arguments of the image's one instruction `name`."""
+    found = [rest for word, rest in STAGES[-1] if word == name]
+    assert len(found) == 1, f"{name}: {found}"
+    return found[0]
+
+
+def image_environment() -> dict[str, str]:
+    return dict(pair.split("=", 1) for word, rest in STAGES[-1] if word == "ENV" for pair in rest.split())

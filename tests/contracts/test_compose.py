@@ -1,0 +1,270 @@
+"""compose.yaml against the code and the image: jobs, roles, settings, networks, limits. Needs no Docker."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from app import config, jobs, telemetry
+from app.config import Settings
+from tests.contracts.containers import (
+    COMPOSE,
+    COMPOSE_TEXT,
+    DOCKERFILE,
+    EVERYTHING,
+    MAKEFILE,
+    ROOT,
+    SCRIPTS,
+    SERVICES,
+    filled,
+    image_environment,
+    is_first,
+    job_of,
+    networks,
+    only,
+    role_of,
+    siblings,
+)
+
+# a container is given its number by the gang; every container has ports of its own; the image says where its volume is;
+# and a file that holds the token would have to be mounted
+NOT_PASSED = {
+    "ORDINAL",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_PORT",
+    "CONTROL_PORT",
+    "METRICS_PORT",
+    "CHECKPOINT_DIR",
+    "JOB_TOKEN_FILE",
+}
+# what would give a container more than it needs, keep it from being scaled, or replace what the image says
+UNWANTED = (
+    "ports privileged network_mode pid ipc uts userns_mode cgroup_parent cap_add devices device_cgroup_rules group_add "
+    "container_name hostname entrypoint command healthcheck env_file"
+)
+
+
+# ---- compose.yaml: jobs, roles and settings
+
+
+def test_every_job_has_a_profile() -> None:
+    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == set(jobs.JOBS)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_a_role_of_one_job(name: str) -> None:
+    service = SERVICES[name]
+    assert service["profiles"] == [service["environment"]["JOB"]]
+    assert service["environment"]["JOB"] in jobs.JOBS
+    roles = {SERVICES[other]["environment"]["ROLE"] for other in siblings(name)}
+    assert roles == {role.name for role in job_of(name).roles}
+    # rank 0 has a service of its own: it alone keeps something
+    first = job_of(name).roles[0]
+    assert len([other for other in siblings(name) if is_first(other)]) == 1
+    assert len(siblings(name)) == len(roles) + bool(first.count)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_variable_is_passed(name: str) -> None:
+    fields = {field.upper() for field in job_of(name).settings.model_fields}
+    assert fields >= NOT_PASSED
+    own = {"ORDINAL"} if is_first(name) and role_of(name).count else set()
+    assert set(SERVICES[name]["environment"]) == fields - NOT_PASSED | own
+    assert SERVICES[name]["environment"].get("ORDINAL", "0") == "0"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ranks_differ_in_their_role_only(name: str) -> None:
+    for other in siblings(name):
+        one, two = SERVICES[name]["environment"], SERVICES[other]["environment"]
+        assert {**one, "ROLE": "", "ORDINAL": ""} == {**two, "ROLE": "", "ORDINAL": ""}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_nothing_but_addresses_and_counts_has_a_value_here(name: str) -> None:
+    """A default that stands in two places is wrong in one of them sooner or later."""
+    counts = {role.count for role in job_of(name).roles if role.count}
+    valued = {variable for variable, value in SERVICES[name]["environment"].items() if value is not None}
+    places = {"ORDINAL", "DATA_DIR"} & set(SERVICES[name]["environment"])
+    assert valued == {"JOB", "ROLE", "MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"} | counts | places
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_as_many_containers_as_the_job_waits_for(name: str) -> None:
+    role, service = role_of(name), SERVICES[name]
+    default = job_of(name).settings.model_fields[role.count.lower()].default if role.count else 1
+    if role.count:
+        assert service["environment"][role.count] == f"${{{role.count}:-{default}}}"
+    if is_first(name):
+        assert service["deploy"].get("replicas", 1) == 1
+    elif role == job_of(name).roles[0]:
+        # the others of rank 0's role: one less, which compose cannot compute
+        assert re.fullmatch(rf"\$\{{[A-Z]+:-{default - 1}\}}", service["deploy"]["replicas"])
+    else:
+        assert service["deploy"]["replicas"] == f"${{{role.count}:-{default}}}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for field in job_of(name).settings.model_fields:
+        monkeypatch.delenv(field.upper(), raising=False)
+    for variable, value in SERVICES[name]["environment"].items():
+        if value is not None:
+            monkeypatch.setenv(variable, filled(value))
+    for variable, value in image_environment().items():
+        if variable.lower() in Settings.model_fields:
+            monkeypatch.setenv(variable, value)
+    job, settings = jobs.load()
+    assert job is job_of(name)
+    assert config.load(job.settings) == settings
+    identity = jobs.identity(job, settings, "3b40cf1c355c")
+    assert identity.role == role_of(name).name
+    assert [role.count for role in jobs.roles(job, settings)] == [
+        role.count for role in jobs.roles(job, job.settings.model_construct())
+    ]
+
+
+def test_every_value_from_outside_has_a_default() -> None:
+    """Compose warns of a variable that is not set, and puts in nothing."""
+    text = re.sub(r"^\s*#.*$", "", COMPOSE_TEXT, flags=re.MULTILINE)
+    assert "${" in text
+    assert "$" not in filled(text)
+
+
+# ---- compose.yaml: who reaches whom
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_masters_name_is_known_on_the_rpc_network_only(name: str) -> None:
+    """What rank 0 listens on is what its name stands for, so it must stand for nothing on another network."""
+    environment = SERVICES[name]["environment"]
+    address = environment["MASTER_ADDR"]
+    assert environment["BIND_ADDR"] == address
+    assert address not in SERVICES  # a service's own name is known on all of its networks
+    known = [
+        (other, network) for other in SERVICES for network, aliases in networks(other).items() if address in aliases
+    ]
+    assert known == [(next(filter(is_first, siblings(name))), "rpc")]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_networks_lead_nowhere_else(name: str) -> None:
+    assert set(networks(name)) == {"rpc", "metrics"}
+    for network in networks(name):
+        assert COMPOSE["networks"][network]["internal"] is True
+        assert "external" not in COMPOSE["networks"][network]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_metrics_listen_beside_the_rpc_network(name: str) -> None:
+    """BIND_ADDR, which would be taken otherwise, is not this rank's, or is known on the rpc network only."""
+    assert SERVICES[name]["environment"]["METRICS_BIND_ADDR"] == "0.0.0.0"
+
+
+# ---- compose.yaml: what a container may do
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_may_do_no_more_than_it_needs(name: str) -> None:
+    service = SERVICES[name]
+    assert service["user"] == only("USER")
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert not [option for option in service["security_opt"] if "unconfined" in option]
+    assert not set(UNWANTED.split()) & set(service)
+    temporary = {path: options for path, _, options in (entry.partition(":") for entry in service["tmpfs"])}
+    assert set(temporary) == {"/tmp"}
+    assert {"noexec", "nosuid", "nodev"} <= set(temporary["/tmp"].split(","))
+    assert re.search(r"\bsize=\d+[mg]\b", temporary["/tmp"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_is_bounded(name: str) -> None:
+    service = SERVICES[name]
+    limits = service["deploy"]["resources"]["limits"]
+    assert float(filled(limits["cpus"])) > 0
+    assert re.fullmatch(r"[1-9]\d*[mg]", filled(limits["memory"]))
+    assert int(filled(limits["pids"])) > 0
+    assert re.fullmatch(r"on-failure:[1-9]\d*", filled(service["restart"]))
+    assert "restart_policy" not in service["deploy"]  # it would win
+    assert {"max-size", "max-file"} <= set(service["logging"]["options"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_stop_leaves_the_time_to_drain(name: str) -> None:
+    fields = job_of(name).settings.model_fields
+    grace = re.fullmatch(r"(\d+)s", filled(SERVICES[name]["stop_grace_period"]))
+    assert grace
+    # the supervisor itself gives up after the first two (app/supervisor.py); then it ends its worker
+    least = fields["drain_timeout"].default + fields["lease_seconds"].default / 2 + 5
+    assert int(grace.group(1)) > least
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_rank_0_alone_keeps_something(name: str) -> None:
+    volumes = [filled(volume).split(":") for volume in SERVICES[name].get("volumes", [])]
+    written = [(source, target) for source, target, *options in volumes if options != ["ro"]]
+    if not is_first(name):
+        assert written == []
+        return
+    ((source, target),) = written
+    assert source in COMPOSE["volumes"]
+    assert target == image_environment()["CHECKPOINT_DIR"]
+    assert not [other for other in SERVICES if other != name and source in str(SERVICES[other].get("volumes"))]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_data_are_mounted_where_the_job_looks_for_them(name: str) -> None:
+    """The root file system is read-only, so they can come from nowhere else."""
+    volumes = [filled(volume).split(":") for volume in SERVICES[name].get("volumes", [])]
+    mounted = [target for _, target, *options in volumes if options == ["ro"]]
+    places = [value for variable, value in SERVICES[name]["environment"].items() if variable == "DATA_DIR"]
+    assert mounted == places
+    assert {source for source, *_ in volumes} <= set(COMPOSE["volumes"])
+
+
+# ---- compose.yaml, the Makefile and the Dockerfile
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_image_is_the_one_that_make_builds(name: str) -> None:
+    service = SERVICES[name]
+    made = dict(re.findall(r"^(IMAGE|TORCH) \?= (\S+)$", MAKEFILE, re.MULTILINE))
+    assert filled(service["image"]) == f"{made['IMAGE']}:{made['TORCH']}"
+    declared = {rest.partition("=")[0]: rest.partition("=")[2] for word, rest in EVERYTHING if word == "ARG"}
+    assert set(service["build"]["args"]) <= set(declared)
+    for argument, value in service["build"]["args"].items():
+        assert filled(value) == declared[argument], argument
+    assert ROOT / service["build"]["context"] == ROOT
+    assert (ROOT / service["build"]["dockerfile"]).read_text() == DOCKERFILE
+    assert set(re.findall(r"--build-arg ([A-Z_]+)", MAKEFILE)) <= set(declared)
+
+
+@pytest.mark.parametrize(
+    "profile", sorted({profile for service in SERVICES.values() for profile in service["profiles"]})
+)
+def test_make_starts_every_profile(profile: str) -> None:
+    recipe = re.search(rf"^up-{profile}: image ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    assert recipe, f"no target up-{profile} that builds the image first"
+    (first,) = [name for name, service in SERVICES.items() if service["profiles"] == [profile] and is_first(name)]
+    assert f"docker/up.sh {profile} {first}\n" in recipe.group(1)
+
+
+@pytest.mark.parametrize("job", jobs.JOBS)
+def test_make_runs_every_job_here(job: str) -> None:
+    recipe = re.search(rf"^run-{job}: .* ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    assert recipe, f"no target run-{job}"
+    assert f"python -m app local {job}\n" in recipe.group(1)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name)
+def test_make_can_run_the_scripts(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert f"docker/{script.name}" in MAKEFILE
+    metrics = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
+    assert set(re.findall(r"\brolecall_[a-z0-9_]+", script.read_text())) <= metrics

@@ -15,21 +15,19 @@ import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from app.jobs.rl import RlSettings
 from app.jobs.rl.envs import Envs, pack
 from app.jobs.rl.observer import group_sizes
 from tests.benchmarks import local_rl, rolecall_rl, round_trip, tutorial_rl
+from tests.benchmarks.display import BUSY, Display
 
 MODES = ("agent", "observer")
 RATE_BARS = {"agent": 300, "observer": 1000}  # times the tutorial's steps a second, at least
@@ -40,8 +38,6 @@ NUM_ENVS, ROLLOUT_STEPS = 2048, 128
 ITERATIONS = {"agent": 24, "observer": 36}
 THROUGHPUT = {"NUM_ENVS": NUM_ENVS, "ROLLOUT_STEPS": ROLLOUT_STEPS, "LOG_INTERVAL": 4}
 TUTORIAL_DEADLINE = 300.0  # seconds; from run to run it takes two minutes or a quarter of an hour
-BUSY = 20.0  # percent of the processors in use before a measurement that make its result doubtful
-QUIET_WAIT = 20.0  # seconds that a measurement waits for a machine that is less busy
 
 
 @dataclass
@@ -123,18 +119,14 @@ class Bench:
     """Runs the measurements one after the other, with a display of how far they are."""
 
     def __init__(self, rounds: int, seeds: Sequence[int], console: Console) -> None:
-        self.rounds, self.seeds, self.console = rounds, seeds, console
+        self.rounds, self.seeds = rounds, seeds
         self.measured = Measured()
-        self._progress = Progress(
-            SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False), console=console, transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task("", total=rounds * 3 + len(seeds) * 2 + 4)
+        self._display = Display(rounds * 3 + len(seeds) * 2 + 4, console, self.measured.busy_percent)
 
     def run(self) -> Measured:
         """Everything. Raises RuntimeError where a run fails."""
         found = self.measured
-        with self._progress:
+        with self._display:
             for number in range(1, self.rounds + 1):
                 self._step(f"tutorial, seed {number}", lambda on, n=number: tutorial_rl.solve(n, TUTORIAL_DEADLINE, on),
                            found.tutorial.append, _solve_line)  # fmt: skip
@@ -171,19 +163,10 @@ class Bench:
         keep: Callable[[Any], None],
         show: Callable[[Any], str],
     ) -> None:
-        def on(news: tuple[int, float]) -> None:
-            self._progress.update(self._task, description=f"{what}: iteration {news[0]}, running reward {news[1]:.1f}")
+        def told(on: Callable[[str], None]) -> Any:
+            return measure(lambda news: on(f"iteration {news[0]}, running reward {news[1]:.1f}"))
 
-        self._progress.update(self._task, description=what)
-        ends = time.monotonic() + QUIET_WAIT
-        while (busy := psutil.cpu_percent(interval=1.0)) > BUSY and time.monotonic() < ends:
-            self._progress.update(self._task, description=f"{what}: waiting, the machine is {busy:.0f} % busy")
-        self.measured.busy_percent.append(busy)
-        result = measure(on)
-        keep(result)
-        self._progress.advance(self._task)
-        doubt = f"  (the machine was {busy:.0f} % busy before)" if busy > BUSY else ""
-        self._progress.console.print(f"{what}: {show(result)}{doubt}", markup=False, highlight=False)
+        self._display.step(what, told, keep, show)
 
 
 def _rolecall(variables: dict[str, Any]) -> Callable[[Callable[[tuple[int, float]], None]], rolecall_rl.Result]:

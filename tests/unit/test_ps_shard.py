@@ -165,7 +165,7 @@ def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
 
 
 def test_answers_are_copies_that_later_updates_leave_alone() -> None:
-    shards = make(settings_of(servers=3), torch.randn(TOTAL))
+    shards = make(settings_of(servers=3, update_mode="async"), torch.randn(TOTAL))
     answers = put(shards, ("t0", 0), None)
     before = flat_of(shards)
     answer(shards, [("t0", 0)], {("t0", 0): "order"})

@@ -151,7 +151,7 @@ class Lead(Server):
         return None
 
     def _publish(self, tower: Tower) -> None:
-        tower.publish(self.ledger.version, self.shard.flat.clone())
+        tower.publish(self.ledger.version, self.shard.flat)
 
     def _count(self, report: Report) -> None:
         if report.loss != report.loss:

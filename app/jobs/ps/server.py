@@ -177,7 +177,7 @@ class Server:
         reached = [asked for asked in self._asked if asked[0] <= self.number]
         self._asked = [asked for asked in self._asked if asked[0] > self.number]
         for _, done in reached:
-            done.set_result((self.shard.flat.clone(), self.shard.optimizer_state()))
+            done.set_result((self.shard.flat, self.shard.optimizer_state()))
 
 
 def wait_all(calls: list[torch.futures.Future[Any]]) -> list[Any]:

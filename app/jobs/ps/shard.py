@@ -36,25 +36,31 @@ class Shard:
     def __init__(self, parts: Sequence[tuple[int, Part]], settings: PsSettings) -> None:
         self.start, self.stop = parts[0][1].start, parts[-1][1].stop
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
-        self.flat = torch.zeros(self.stop - self.start)
         self._lr = settings.lr
         self._dtype = DTYPES[settings.wire_dtype]
-        self._parameters = {index: nn.Parameter(self.flat[extent]) for index, extent in self.parts.items()}
+        self._lockstep = settings.update_mode == "sync"
+        # each has memory of its own, which is what RPC sends
+        self._parameters = {
+            index: nn.Parameter(torch.zeros(extent.stop - extent.start)) for index, extent in self.parts.items()
+        }
         self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
         self._held: dict[Key, _Held] = {}
 
     def load(self, flat: Tensor, optimizer: dict[str, Tensor]) -> None:
         """Take the shard's elements out of the whole `flat` [total], and its share of the optimizer's state."""
-        self.flat.copy_(flat[self.start : self.stop])
-        if not optimizer:
-            return
         for index, extent in self.parts.items():
             here = slice(self.start + extent.start, self.start + extent.stop)
+            self._parameters[index].data.copy_(flat[here])
+            if not optimizer:
+                continue
             own = {name: value[here].clone() if value.ndim else value.clone() for name, value in optimizer.items()}
             group = self._optimizers[index].state_dict()["param_groups"][0]
             self._optimizers[index].load_state_dict({"state": {0: own}, "param_groups": [group]})
+
+    @property
+    def flat(self) -> Tensor:
+        """A copy of the shard's parameters [elements]."""
+        return torch.cat([parameter.detach() for parameter in self._parameters.values()])
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's tensors: momenta [elements] and the like; those of one number count updates."""
@@ -73,22 +79,23 @@ class Shard:
 
     def apply(self, part: int, weights: dict[Key, float], rate: float) -> None:
         """One optimizer step of `part` with the weighted sum of the gradients `weights`, at `rate` times LR."""
-        sum_ = self._parameters[part].grad
-        assert sum_ is not None
-        for number, (key, weight) in enumerate(weights.items()):
+        parameter, mean, total = self._parameters[part], None, 0.0
+        for key, weight in weights.items():
             gradient = self._held[key].gradients[part]
             assert gradient is not None
-            if number == 0:
-                torch.mul(gradient.float(), weight, out=sum_)
-            else:
-                sum_.add_(gradient.float(), alpha=weight)
-        if weights:
+            total += weight
+            # the mean so far moves towards the next: one pass less than a sum of weighted gradients takes
+            mean = gradient.float() if mean is None else mean.lerp_(gradient.float(), weight / total)
+        if mean is not None:
+            parameter.grad = mean
             self._optimizers[part].param_groups[0]["lr"] = self._lr * rate
             self._optimizers[part].step()
+            parameter.grad = None
 
     def copy(self, part: int) -> Tensor:
-        """A part's parameters as they are. RPC sends a tensor's whole memory, and sends it later: so it is a copy."""
-        return self.flat[self.parts[part]].to(self._dtype, copy=True)
+        """A part's parameters as they are. RPC sends a tensor later, when the next update may have changed it: so it is
+        a copy, but for sync, where all who were sent it answer before there is a next update."""
+        return self._parameters[part].detach().to(self._dtype, copy=not self._lockstep)
 
     def answer(self, part: int, keys: Iterable[Key], copy: Tensor | None, orders: dict[Key, Any]) -> None:
         """Send `copy` to those who wait for `part` under `keys`; with the first part goes what `orders` has."""

@@ -69,9 +69,6 @@ class Trainer:
         self.model = model.build(self.settings).to(self.device).train()
         self.data, _ = data.load(self.settings)
         self.parts = model.parts(self.model, self.settings)
-        self.flat = model.flatten(self.model).to(self.device)
-        for parameter, view in model.views(self.flat, self.model):
-            parameter.data = view
         self.version = self.stage = 0
         self.batches: deque[Indices] = deque()
         self.sent: deque[Sent] = deque()
@@ -169,10 +166,20 @@ class Trainer:
         for index in sorted(indices & self._coming.keys()):
             with self.metrics.ps_wait_seconds.time():
                 parameters, order = self._coming.pop(index).wait()
-            part = self.parts[index]
-            self.flat[part.start : part.stop].copy_(parameters)
+            self._load(index, parameters)
             if order is not None:
                 self._obey(order)
+
+    def _load(self, index: int, parameters: Tensor) -> None:
+        """Set the parameters of a part. Where they are whole, of the right type and in the right place, they are used
+        as they came."""
+        parameters = parameters.to(self.device, torch.float32)
+        for piece in self._pieces[index]:
+            part, whole = parameters[piece.there], piece.parameter
+            if part.numel() == whole.numel():
+                whole.data = part.view_as(whole)
+            else:
+                whole.data.view(-1)[piece.here].copy_(part)
 
     def _obey(self, order: Order) -> None:
         self.version = order.version

@@ -1,0 +1,149 @@
+"""How fast `ps` is beside one process without RPC and beside the tutorial's way: `make bench-ps`. All in one run.
+
+Rates are samples a second over all trainers, in the middle of a run: without start-up, evaluations and checkpoints. A
+shared machine is not equally fast all the time, so the candidates take turns, a ratio is that of neighbours in time,
+and the median of the rounds' ratios counts. With BENCH_JSON=FILE the numbers are written as JSON too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from app import config
+from app.jobs.ps import PsSettings, model
+from tests.benchmarks import growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
+from tests.benchmarks.display import BUSY, Display
+from tests.benchmarks.results_ps import CANDIDATES, MODES, TRAINERS, Measured, tables
+
+ACCURACY_TRAINERS = (1, 2, 4)
+
+
+class Bench:
+    """Runs the measurements one after the other, with a display of how far they are."""
+
+    def __init__(self, rounds: int, quick: bool, console: Console) -> None:
+        self.rounds = rounds
+        self.measured = Measured(parameters=sum(p.numel() for p in model.build(config.load(PsSettings)).parameters()))
+        self.accuracy_trainers = (TRAINERS,) if quick else ACCURACY_TRAINERS
+        self.growth_trainers = (1, 4, 16, 64) if quick else growth_ps.TRAINERS
+        steps = rounds * (2 * len(CANDIDATES) + 3) + 4 + len(MODES) * len(self.accuracy_trainers)
+        growths = len(growth_ps.MODES) * len(growth_ps.SERVERS)
+        self._display = Display(steps + growths, console, self.measured.busy_percent)
+
+    def run(self) -> Measured:
+        """Everything. Raises RuntimeError or TimeoutError where a run fails."""
+        with self._display:
+            for number in range(1, self.rounds + 1):
+                self._round(f", round {number}")
+            self._limits()
+            for mode in MODES:
+                for trainers in self.accuracy_trainers:
+                    self._accuracy(mode, trainers)
+            for mode in growth_ps.MODES:
+                for servers in growth_ps.SERVERS:
+                    self._growth(mode, servers)
+        return self.measured
+
+    def _round(self, name: str) -> None:
+        found, rate = self.measured, "{:,.0f} samples/s".format
+        found.local.append([])
+
+        def local() -> None:
+            self._display.step("one process" + name, lambda on: local_ps.samples_per_s(), found.local[-1].append, rate)
+
+        for candidate, (variables, epochs) in CANDIDATES.items():
+            local()
+            measure = partial(_throughput, epochs, variables)
+            self._display.step(candidate + name, measure, found.throughput[candidate].append, _rate_line)
+        local()
+        self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(), found.tutorial.append, rate)
+        self._display.step("tutorial, one thread" + name, lambda on: tutorial_ps.samples_per_s(threads=1),
+                           found.tutorial_one_thread.append, rate)  # fmt: skip
+
+    def _limits(self) -> None:
+        found = self.measured
+
+        def step(what: str, keep: str, measure: Callable[[], float]) -> None:
+            self._display.step(what, lambda on: measure(), lambda value: setattr(found, keep, value),
+                               lambda value: f"{1000 * value:.2f} ms")  # fmt: skip
+
+        step("forward and backward pass", "pass_seconds", lambda: local_ps.pass_seconds(TRAINERS))
+        step("round trip", "round_trip_seconds", lambda: 1 / round_trip.calls_per_s(1, 1, 1, 1))
+        step("round trip of the parameters", "exchange_seconds",
+             lambda: local_ps.round_trip_seconds(1, found.parameters))  # fmt: skip
+        step(f"round trip of the parameters, {TRAINERS} at once", "exchanges_at_once_seconds",
+             lambda: local_ps.round_trip_seconds(TRAINERS, found.parameters))  # fmt: skip
+
+    def _accuracy(self, mode: str, trainers: int) -> None:
+        self._display.step(
+            f"accuracy, {mode}, {trainers} trainers",
+            lambda on: rolecall_ps.accuracy(trainers, on, update_mode=mode),
+            lambda run: self.measured.accuracy[mode].update({trainers: run}),
+            lambda run: f"{run.accuracy:.2%} in {run.seconds:.0f} s",
+        )
+
+    def _growth(self, mode: str, servers: int) -> None:
+        def show(points: Sequence[growth_ps.Point]) -> str:
+            at, most = growth_ps.saturation(points)
+            return f"{most:,.0f} pushes/s at most, nearly that from {at} trainers on"
+
+        self._display.step(
+            f"growth, {mode}, SERVERS={servers}",
+            lambda on: growth_ps.measure(mode, servers, self.growth_trainers, progress=on),
+            self.measured.growth.extend, show,
+        )  # fmt: skip
+
+
+def _rate_line(run: rolecall_ps.Throughput) -> str:
+    restarts = f", {run.restarts} restarts" if run.restarts else ""
+    return f"{run.samples_per_s:,.0f} samples/s{restarts}"
+
+
+def _throughput(epochs: int, variables: dict[str, Any], on: Callable[[str], None]) -> rolecall_ps.Throughput:
+    return rolecall_ps.throughput(TRAINERS, epochs, on, **variables)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 where every bar is met, 1 where one is not, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_ps", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each rate; the median counts")
+    parser.add_argument("--quick", action="store_true", help="1 round, accuracy of 2 trainers only, less growth")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
+    target = os.environ.get("BENCH_JSON")
+    if target and not Path(target).parent.is_dir():
+        parser.error(f"BENCH_JSON={target}: no such directory")
+    # whatever is under way is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    launch.clean_environment(PsSettings)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    try:
+        found = Bench(1 if arguments.quick else arguments.rounds, arguments.quick, console).run()
+    except (RuntimeError, TimeoutError) as error:
+        console.print(f"bench-ps: {error}", markup=False, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    for table in tables(found):
+        console.print(table)
+    if any(busy > BUSY for busy in found.busy_percent):
+        console.print("The machine was busy with something else before some measurements: run it again for numbers "
+                      "to rely on.")  # fmt: skip
+    if target:
+        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    return 0 if all(met for *_, met in found.bars()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,6 +31,13 @@ def finished(job: Cluster) -> checkpoint.Snapshot:
     return found
 
 
+def evaluated(found: checkpoint.Snapshot) -> float:
+    """What `python -m app eval` says of a checkpoint."""
+    command = [sys.executable, "-m", "app", "eval", "ps", "--checkpoint", str(found.path), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return float(json.loads(done.stdout)["accuracy"])
+
+
 @pytest.mark.parametrize("settings", [{}, {"SERVERS": "3"}], ids=["one server", "three servers"])
 def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster, settings: dict[str, str]) -> None:
     own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "3", "LR": "0.1"}
@@ -61,9 +68,7 @@ def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster:
     accuracy = json.loads((job.checkpoints / "DONE").read_text())["accuracy"]
     assert accuracy >= 0.75
     assert f"Finished: test accuracy {accuracy:.2%} after 20 epochs" in job.first.text()
-    command = [sys.executable, "-m", "app", "eval", "ps", "--checkpoint", str(found.path), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["accuracy"] == pytest.approx(accuracy)
+    assert evaluated(found) == pytest.approx(accuracy)
     assert all(line.count("[error") == 0 for rank in job.ranks.values() for line in rank.text().splitlines())
 
 
@@ -155,3 +160,11 @@ def test_data_that_fails_while_it_trains_ends_the_job_with_the_cause(cluster: Ma
     job = cluster(JOB="ps", DATASET=HERE + "broken").start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     assert "the data is broken on purpose" in job.first.text()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+@pytest.mark.parametrize("settings", [{}, {"UPDATE_MODE": "async"}, {"UPDATE_MODE": "autograd", "NUM_GPUS": "1"}])
+def test_on_cuda(cluster: MakeCluster, settings: dict[str, str]) -> None:
+    own = {"MODEL": "", "DATASET": "digits", "BATCH_SIZE": "32", "EPOCHS": "10", "LR": "0.03", "MOMENTUM": "0.9"}
+    job = cluster(JOB="ps", DEVICE="cuda", **own, **settings).start(2)
+    assert evaluated(finished(job)) >= 0.9

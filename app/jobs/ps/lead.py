@@ -52,7 +52,7 @@ class Lead(Server):
         self._heard = dict.fromkeys(trainers, time.monotonic())
         self._pool = ThreadPoolExecutor(1)
         self._evaluation: Future[None] | None = None
-        self._saved_at = self._logged_at = self._started = time.monotonic()
+        self._saved_at = self._looked_at = self._logged_at = self._started = time.monotonic()
         self._before = self._logged = self._done()
         self._epoch = self.ledger.epoch
         self._losses: list[tuple[float, int]] = []  # (mean, samples) since the last line of the log
@@ -127,9 +127,8 @@ class Lead(Server):
         """Carry an update out at every server."""
         if due is None:
             return
-        plain = Update(
-            due.number, due.weights, due.rate, {key: [] for key in due.answers}
-        )  # batches are the lead's to tell
+        # batches are the lead's to tell
+        plain = Update(due.number, due.weights, due.rate, {key: [] for key in due.answers})
         calls = [rolecall_rpc.call(name, server.update, plain) for name in self.others]
         for key in due.weights:
             self._count(self._reports.pop(key))
@@ -187,8 +186,11 @@ class Lead(Server):
     def _look(self) -> None:
         """Give up who is late, and end where nobody is left."""
         now, limit = time.monotonic(), self.settings.step_timeout
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
         for name in self.ledger.late():
-            if now - self._heard[name] > limit:
+            if now - self._heard[name] > limit and name not in self.world.lost:
                 self.log.warning("trainer given up", trainer=name, problem=f"no gradient for STEP_TIMEOUT={limit:g} s")
                 self.world.give_up(name)  # which brings it to the inbox as lost
         if not self.ledger.trainers and not self.world.wait_draining(2 * self.settings.lease_seconds):

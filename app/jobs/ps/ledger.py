@@ -46,12 +46,14 @@ class Update:
 @dataclass
 class _Trainer:
     """`batches` are handed out, and their gradients not yet used; a batch has the number of the gradient that will be
-    made of it. `waiting` are the gradients whose answers are due; they may overtake each other.
+    made of it; gradients may overtake each other. `waiting` are those whose answers are due, `sent` counts those of the
+    update that is open.
     """
 
     batches: dict[int, Indices] = field(default_factory=dict)
     given: int = 0
     waiting: list[int] = field(default_factory=list)
+    sent: int = 0
     here: bool = False
 
 
@@ -101,7 +103,9 @@ class Ledger:
 
     def late(self) -> list[str]:
         """Who has a batch in hand whose gradient has not come, or was not heard from at all."""
-        return [name for name, t in self._trainers.items() if not t.here or len(t.batches) > self._sent(name)]
+        return [
+            name for name, trainer in self._trainers.items() if not trainer.here or len(trainer.batches) > trainer.sent
+        ]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: how far the training data is used."""
@@ -131,6 +135,7 @@ class Ledger:
             self._back(trainer.batches.pop(gradient.stage))
         elif gradient.samples:
             self._gradients.append(gradient)
+            trainer.sent += 1
             # staleness-aware asynchronous SGD (Zhang et al. 2016): without it, momentum and staleness together diverge
             self._rate = 1 / max(1, staleness)
         return self._close()
@@ -153,7 +158,9 @@ class Ledger:
         total = sum(gradient.samples for gradient in self._gradients)
         weights = {(gradient.trainer, gradient.stage): gradient.samples / total for gradient in self._gradients}
         for gradient in self._gradients:
-            self._used[self._trainers[gradient.trainer].batches.pop(gradient.stage)] = True
+            trainer = self._trainers[gradient.trainer]
+            self._used[trainer.batches.pop(gradient.stage)] = True
+            trainer.sent -= 1
         self.version += bool(weights)
         self._gradients = []
         self._turn()
@@ -162,9 +169,6 @@ class Ledger:
             return None
         self._number += 1
         return Update(self._number, weights, self._rate, answers)
-
-    def _sent(self, name: str) -> int:
-        return sum(gradient.trainer == name for gradient in self._gradients)
 
     def _turn(self) -> None:
         """Begin the next epoch where this one is used up."""

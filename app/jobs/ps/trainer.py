@@ -81,6 +81,7 @@ class Trainer:
         self._encoders = [Encoder(DTYPES[self.settings.wire_dtype], part.stop - part.start) for part in self.parts]
         self._unmade: list[set[nn.Parameter]] = []  # of each part, whose gradient the backward pass has yet to make
         for parameter in model.trainable(self.model):
+            parameter.data = parameter.data.contiguous()  # as the elements of a part are
             parameter.register_post_accumulate_grad_hook(self._made)
         self._coming: dict[int, Future[Any]] = {}  # parts whose parameters are still under way
         self._called: set[nn.Module] = set()

@@ -41,6 +41,7 @@ ENDLESS = {
         "MODEL": "tests.integration.learning:Counter",
         "DATASET": "tests.integration.learning:numbers",
         "LR": "1",
+        "LR_SCHEDULE": "constant",
         "MOMENTUM": "0",
     },
 }

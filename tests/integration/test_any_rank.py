@@ -213,10 +213,11 @@ def test_the_ledger_of_updates(cluster: MakeCluster) -> None:
             case "gang stopped":
                 ended = value
             case "resumed":
-                assert int(value) == saved
+                # a kill may come between a checkpoint's file and its line
+                assert saved <= int(value) <= saved + (ended != "drained")
                 assert last - int(value) == 0 or ended != "drained", "a finished step was lost by a drain"
                 assert int(value) <= last
-                last = int(value)
+                last = saved = int(value)
                 kinds.add(ended)
                 ended = "killed with its supervisor"
     assert {"drained", "killed"} <= kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import subprocess
@@ -41,7 +42,7 @@ def evaluated(found: checkpoint.Snapshot) -> float:
 @pytest.mark.parametrize("settings", [{}, {"SERVERS": "3"}], ids=["one server", "three servers"])
 def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster, settings: dict[str, str]) -> None:
     own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "3", "LR": "0.1"}
-    job = cluster(JOB="ps", MOMENTUM="0.9", **own, **settings).start(2)
+    job = cluster(JOB="ps", MOMENTUM="0.9", LR_SCHEDULE="cosine", **own, **settings).start(2)
     found = finished(job)
 
     torch.manual_seed(1)
@@ -52,6 +53,7 @@ def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster,
         order = np.random.default_rng((1, epoch)).permutation(90)
         for start in range(0, 90, 16):
             batch = torch.from_numpy(order[start : start + 16])
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * (90 * epoch + start) / 270)) / 2
             optimizer.zero_grad()
             functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
             optimizer.step()

@@ -42,6 +42,9 @@ class PsSettings(Settings):
     eval_interval: int = Field(1, ge=1, le=1_000_000, description="epochs between evaluations")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="the servers' optimizer")
     lr: float = Field(0.03, gt=0, le=10, description="learning rate")
+    lr_schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="cosine: the learning rate falls from LR to 0 over EPOCHS, on a half cosine"
+    )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     dropout: float = Field(0.25, ge=0, lt=0.5, description="the ConvNet's first dropout; the second is twice that")
     dataset: str = Field(

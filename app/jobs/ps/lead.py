@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ class Lead(Server):
         self._pool = ThreadPoolExecutor(1)
         self._evaluation: Future[None] | None = None
         self._saved_at = self._looked_at = self._logged_at = self._started = time.monotonic()
-        self._before = self._logged = self._done()
+        self._before = self._logged = self._reached = self._done()
         self._epoch = self.ledger.epoch
         self._losses: list[tuple[float, int]] = []  # (mean, samples) since the last line of the log
 
@@ -127,8 +129,9 @@ class Lead(Server):
         """Carry an update out at every server."""
         if due is None:
             return
+        rate = due.rate * self._schedule()
         # batches are the lead's to tell
-        plain = Update(due.number, due.weights, due.rate, {key: [] for key in due.answers})
+        plain = Update(due.number, due.weights, rate, {key: [] for key in due.answers})
         calls = [rolecall_rpc.call(name, server.update, plain) for name in self.others]
         for key in due.weights:
             self._count(self._reports.pop(key))
@@ -137,11 +140,17 @@ class Lead(Server):
             for key, batches in due.answers.items()
         }
         self.number = due.number
-        self.execute(due, orders)
+        self.execute(replace(due, rate=rate), orders)
         wait_all(calls)
         self._heard |= dict.fromkeys((name for name, _ in due.answers), time.monotonic())
         if due.weights:
             self._progress()
+
+    def _schedule(self) -> float:
+        """The next update's learning rate over LR (cosine: Loshchilov and Hutter 2017, SGDR, without restarts)."""
+        if self.settings.lr_schedule == "constant":
+            return 1.0
+        return 0.5 + 0.5 * math.cos(math.pi * self._reached / (self.settings.epochs * self.ledger.samples))
 
     def outgoing(self, part: int) -> Tensor | None:
         if self.tower is None:
@@ -165,6 +174,7 @@ class Lead(Server):
         s, version, done, now = self.settings, self.ledger.version, self._done(), time.monotonic()
         total = s.epochs * self.ledger.samples
         rate = (done - self._before) / (now - self._started)
+        self._reached = done
         self.metrics.step.set(version)
         self.metrics.ps_updates.inc()
         self.metrics.ps_epoch.set(min(self.ledger.epoch + 1, s.epochs))

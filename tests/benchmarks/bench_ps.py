@@ -23,7 +23,7 @@ from app import config
 from app.jobs.ps import PsSettings, model
 from tests.benchmarks import growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
 from tests.benchmarks.display import BUSY, Display
-from tests.benchmarks.results_ps import CANDIDATES, MODES, TRAINERS, Measured, tables
+from tests.benchmarks.results_ps import BARRED, CANDIDATES, MODES, TRAINERS, Measured, tables
 
 ACCURACY_TRAINERS = (1, 2, 4)
 
@@ -36,7 +36,7 @@ class Bench:
         self.measured = Measured(parameters=sum(p.numel() for p in model.build(config.load(PsSettings)).parameters()))
         self.accuracy_trainers = (TRAINERS,) if quick else ACCURACY_TRAINERS
         self.growth_trainers = (1, 4, 16, 64) if quick else growth_ps.TRAINERS
-        steps = rounds * (2 * len(CANDIDATES) + 3) + 4 + len(MODES) * len(self.accuracy_trainers)
+        steps = rounds * (2 * len(CANDIDATES) + 4) + 4 + len(MODES) * len(self.accuracy_trainers)
         growths = len(growth_ps.MODES) * len(growth_ps.SERVERS)
         self._display = Display(steps + growths, console, self.measured.busy_percent)
 
@@ -65,8 +65,12 @@ class Bench:
             local()
             measure = partial(_throughput, epochs, variables)
             self._display.step(candidate + name, measure, found.throughput[candidate].append, _rate_line)
+            if candidate == BARRED[0]:  # between those that it is compared with
+                self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(), found.tutorial.append,
+                                   rate)  # fmt: skip
         local()
-        self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(), found.tutorial.append, rate)
+        self._display.step("one process, memory kept" + name, lambda on: local_ps.samples_per_s(kept=True),
+                           found.local_kept.append, rate)  # fmt: skip
         self._display.step("tutorial, one thread" + name, lambda on: tutorial_ps.samples_per_s(threads=1),
                            found.tutorial_one_thread.append, rate)  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.distributed import rpc
 
 from app import config
 from app.jobs.ps import PsSettings, data, model
+from app.worker import keep_memory
 from app.world import cores
 from tests.benchmarks import ranks
 
@@ -24,9 +25,12 @@ DEADLINE = 120.0  # of a measurement; a fail-safe
 _together: Barrier | None = None
 
 
-def samples_per_s(seconds: float = 6.0) -> float:
-    """Samples a second of one process that trains the same model at the same settings, with threads for all cores."""
-    return _apart(1, _train, seconds)[0]
+def samples_per_s(seconds: float = 6.0, kept: bool = False) -> float:
+    """Samples a second of one process that trains the same model at the same settings, with threads for all cores.
+
+    With `kept` it keeps the memory of tensors as Rolecall's workers do.
+    """
+    return _apart(1, _train, seconds, kept)[0]
 
 
 def pass_seconds(processes: int, seconds: float = 4.0) -> float:
@@ -75,7 +79,9 @@ def _begin(barrier: Barrier) -> None:
     _together = barrier
 
 
-def _train(seconds: float) -> float:
+def _train(seconds: float, kept: bool) -> float:
+    if kept:
+        keep_memory()
     settings = config.load(PsSettings)
     torch.set_num_threads(cores())
     net = model.build(settings).train()

@@ -37,6 +37,7 @@ class Measured:
 
     parameters: int = 0
     local: list[list[float]] = field(default_factory=list)
+    local_kept: list[float] = field(default_factory=list)
     tutorial: list[float] = field(default_factory=list)
     tutorial_one_thread: list[float] = field(default_factory=list)
     throughput: dict[str, list[rolecall_ps.Throughput]] = field(default_factory=lambda: {c: [] for c in CANDIDATES})
@@ -152,6 +153,7 @@ def tables(found: Measured) -> list[Table]:
     rate("the tutorial's way, one trainer", found.tutorial)
     rate("the same with one thread", found.tutorial_one_thread)
     rate("one process without RPC", local)
+    rate("the same, keeping memory as a worker does", found.local_kept)
     for name, runs in found.throughput.items():
         rate(
             f"UPDATE_MODE={name}",

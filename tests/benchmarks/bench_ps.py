@@ -36,7 +36,7 @@ class Bench:
         self.measured = Measured(parameters=sum(p.numel() for p in model.build(config.load(PsSettings)).parameters()))
         self.accuracy_trainers = (TRAINERS,) if quick else ACCURACY_TRAINERS
         self.growth_trainers = (1, 4, 16, 64) if quick else growth_ps.TRAINERS
-        steps = rounds * (2 * len(CANDIDATES) + 4) + 4 + len(MODES) * len(self.accuracy_trainers)
+        steps = rounds * (2 * len(CANDIDATES) + len(BARRED) + 3) + 4 + len(MODES) * len(self.accuracy_trainers)
         growths = len(growth_ps.MODES) * len(growth_ps.SERVERS)
         self._display = Display(steps + growths, console, self.measured.busy_percent)
 
@@ -57,6 +57,7 @@ class Bench:
     def _round(self, name: str) -> None:
         found, rate = self.measured, "{:,.0f} samples/s".format
         found.local.append([])
+        found.tutorial.append([])
 
         def local() -> None:
             self._display.step("one process" + name, lambda on: local_ps.samples_per_s(), found.local[-1].append, rate)
@@ -65,9 +66,9 @@ class Bench:
             local()
             measure = partial(_throughput, epochs, variables)
             self._display.step(candidate + name, measure, found.throughput[candidate].append, _rate_line)
-            if candidate == BARRED[0]:  # between those that it is compared with
-                self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(), found.tutorial.append,
-                                   rate)  # fmt: skip
+            if candidate in BARRED:
+                self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(),
+                                   found.tutorial[-1].append, rate)  # fmt: skip
         local()
         self._display.step("one process, memory kept" + name, lambda on: local_ps.samples_per_s(kept=True),
                            found.local_kept.append, rate)  # fmt: skip

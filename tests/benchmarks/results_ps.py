@@ -33,12 +33,14 @@ BYTES_BAR = 0.02  # difference of the bytes counted from those computed, at most
 
 @dataclass
 class Measured:
-    """All results, by round where there are rounds. `local` was measured before each candidate and after the last."""
+    """All results, by round where there are rounds. `local` was measured before each candidate and after the last,
+    `tutorial` after each candidate that has a bar.
+    """
 
     parameters: int = 0
     local: list[list[float]] = field(default_factory=list)
     local_kept: list[float] = field(default_factory=list)
-    tutorial: list[float] = field(default_factory=list)
+    tutorial: list[list[float]] = field(default_factory=list)
     tutorial_one_thread: list[float] = field(default_factory=list)
     throughput: dict[str, list[rolecall_ps.Throughput]] = field(default_factory=lambda: {c: [] for c in CANDIDATES})
     accuracy: dict[str, dict[int, rolecall_ps.Accuracy]] = field(default_factory=lambda: {mode: {} for mode in MODES})
@@ -55,7 +57,7 @@ class Measured:
 
     @property
     def tutorial_rate(self) -> float:
-        return statistics.median(self.tutorial)
+        return statistics.median(rate for rates in self.tutorial for rate in rates)
 
     def rate(self, candidate: str) -> float:
         return statistics.median(run.samples_per_s for run in self.throughput[candidate])
@@ -69,7 +71,7 @@ class Measured:
     def of_tutorial(self, candidate: str) -> list[float]:
         """Each round's rate as a multiple of the tutorial's in that round."""
         pairs = zip(self.throughput[candidate], self.tutorial, strict=True)
-        return [run.samples_per_s / rate for run, rate in pairs]
+        return [run.samples_per_s / statistics.mean(rates) for run, rates in pairs]
 
     @property
     def step_seconds(self) -> float:
@@ -150,7 +152,7 @@ def tables(found: Measured) -> list[Table]:
     def rate(what: str, values: Sequence[float], *ratios: str) -> None:
         rates.add_row(what, *(f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))), *ratios)
 
-    rate("the tutorial's way, one trainer", found.tutorial)
+    rate("the tutorial's way, one trainer", [rate for rates in found.tutorial for rate in rates])
     rate("the same with one thread", found.tutorial_one_thread)
     rate("one process without RPC", local)
     rate("the same, keeping memory as a worker does", found.local_kept)

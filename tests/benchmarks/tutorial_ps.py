@@ -7,15 +7,17 @@ one's step changes the parameters in place while the first one's backward pass n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 from app.jobs.ps import data
 from app.world import cores
@@ -81,11 +83,10 @@ def _train(tell: ranks.Tell, seconds: float, threads: int) -> float:
     torch.set_num_threads(threads)
     server = rpc.remote("server", ParameterServer, args=(threads,))
     optimizer = DistributedOptimizer(torch.optim.SGD, _at(server, ParameterServer.parameters), lr=LEARNING_RATE)
-    train, _ = data.digits()
-    order = local_ps.batches(train, BATCH_SIZE)
+    order = _batches()
 
     def step() -> int:
-        images, targets = train.batch(next(order))
+        images, targets = next(order)
         with dist_autograd.context() as context:
             output = _at(server, ParameterServer.forward, images)
             loss = functional.nll_loss(output, targets)
@@ -98,6 +99,30 @@ def _train(tell: ranks.Tell, seconds: float, threads: int) -> float:
 
     step()  # connects, and imports what the optimizer needs
     return local_ps.steady(step, local_ps.WARM_SECONDS, seconds)
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    """The digits as torchvision's MNIST gives its own: bytes, converted and normalised one by one."""
+
+    def __init__(self) -> None:
+        train, _ = data.digits()
+        self.pixels, self.labels = (train.pixels * 255).to(torch.uint8), train.labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.from_numpy(np.array(self.pixels[index].numpy(), copy=True)).view(28, 28, 1)
+        image = image.permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+        mean, std = (torch.tensor([value]).view(-1, 1, 1) for value in (data.MNIST_MEAN, data.MNIST_STD))
+        return image.clone().sub_(mean).div_(std), int(self.labels[index])
+
+
+def _batches() -> Iterator[tuple[Tensor, Tensor]]:
+    loader = DataLoader(Samples(), BATCH_SIZE, shuffle=True)
+    while True:
+        for images, targets in loader:
+            yield images, targets
 
 
 def _at(server: rpc.RRef[ParameterServer], method: Callable[..., Any], *args: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app import jobs
+from app.checkpoint import Checkpoints
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
 
@@ -21,7 +22,8 @@ EVALUATION_DEADLINE = 120.0
 @dataclass(frozen=True)
 class Soak:
     """A job under the soak. `counts` are its ranks by role, rank 0's first; of the elastic role there are `least` to
-    `most`. It must not finish with the settings `hurting`, and must with `finishing`.
+    `most`. It must not finish with the settings `hurting`, and must with those that `finishing` makes of the checkpoints'
+    directory.
 
     `judge` is given the checkpoints' directory and rank 0's log of the finish; it says what came out, and whether that
     is right.
@@ -29,7 +31,7 @@ class Soak:
 
     counts: Mapping[str, int]
     hurting: Mapping[str, str]
-    finishing: Mapping[str, str]
+    finishing: Callable[[Path], Mapping[str, str]]
     judge: Callable[[Path, str], tuple[str, bool]]
     least: int = 0
     most: int = 0
@@ -80,6 +82,13 @@ def _judge_ps(checkpoints: Path, log: str) -> tuple[str, bool]:
     return f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}", found >= undisturbed - 0.01
 
 
+def _last_epochs_ps(checkpoints: Path) -> Mapping[str, str]:
+    """A few epochs at a low rate, as any training ends."""
+    found = Checkpoints(checkpoints, "ps").newest()
+    assert found is not None
+    return {"EPOCHS": str(found.state["ledger"]["epoch"] + 5), "LR": "0.003", "LR_SCHEDULE": "constant"}
+
+
 SOAKS = {
     "rl": Soak(
         counts={"agent": 1, "observer": 3},
@@ -90,7 +99,7 @@ SOAKS = {
             "REJOIN_INTERVAL": "1",
         },
         # observers that act themselves finish sooner: rollouts of 500 steps, under a policy that is good already
-        finishing={"ENV_ID": "CartPole-v1", "MAX_ITERATIONS": "100000000", "INFERENCE": "observer"},
+        finishing=lambda _: {"ENV_ID": "CartPole-v1", "MAX_ITERATIONS": "100000000", "INFERENCE": "observer"},
         judge=_judge_rl,
         least=2,
         most=4,
@@ -98,7 +107,7 @@ SOAKS = {
     "ps": Soak(
         counts={"ps": 1, "trainer": 3},
         hurting={"EPOCHS": "1000000", "EVAL_INTERVAL": "100", "CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"},
-        finishing={},
+        finishing=_last_epochs_ps,
         judge=_judge_ps,
         least=2,
         most=4,

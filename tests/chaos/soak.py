@@ -192,8 +192,8 @@ class Soak:
         soak = jobs.SOAKS[self.job]
         names = self.shape.ranks
         before = {name: len(self.log(name)) for name in names}
-        dropped = {name: "" for name in soak.hurting if name not in soak.finishing}  # empty is as good as not set
-        self.keeper.restart_all(names, {**dropped, **soak.finishing})
+        dropped = dict.fromkeys(soak.hurting, "")  # empty is as good as not set
+        self.keeper.restart_all(names, {**dropped, **soak.finishing(self.checkpoints)})
         self.result.finish_codes = self._end(names, "to finish", FINISH_DEADLINE)
         self.say(f"finished, exit codes {sorted(self.result.finish_codes.values())}")
         try:

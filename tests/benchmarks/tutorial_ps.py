@@ -121,8 +121,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
 def _batches() -> Iterator[tuple[Tensor, Tensor]]:
     loader = DataLoader(Samples(), BATCH_SIZE, shuffle=True)
     while True:
-        for images, targets in loader:
-            yield images, targets
+        yield from loader
 
 
 def _at(server: rpc.RRef[ParameterServer], method: Callable[..., Any], *args: Any) -> Any:

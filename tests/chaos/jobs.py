@@ -22,8 +22,8 @@ EVALUATION_DEADLINE = 120.0
 @dataclass(frozen=True)
 class Soak:
     """A job under the soak. `counts` are its ranks by role, rank 0's first; of the elastic role there are `least` to
-    `most`. It must not finish with the settings `hurting`, and must with those that `finishing` makes of the checkpoints'
-    directory.
+    `most`. It must not finish with the settings `hurting`, and must with those that `finishing` makes of the directory
+    of checkpoints.
 
     `judge` is given the checkpoints' directory and rank 0's log of the finish; it says what came out, and whether that
     is right.

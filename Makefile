@@ -20,7 +20,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps test test-e2e simulate leaks lint format wheels image up-rl up-ps logs ps-status metrics stop down bench-rl bench-ps chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn logs ps-status metrics stop down bench-rl bench-ps bench-rnn chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ run-rl: $(READY) ## train the reinforcement learning job here: one agent, two ob
 
 run-ps: $(READY) ## train the parameter server job here: one server, two trainers
 	$(BIN)/python -m app local ps
+
+run-rnn: $(READY) ## train the language model here: embedding and decoder in one process, LSTM in another
+	$(BIN)/python -m app local rnn
 
 test: $(READY) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 3 --dist worksteal
@@ -80,6 +83,9 @@ up-ps: image ## train the parameter server job in containers until its epochs ar
 	@[ -z "$$SERVERS" ] || export SHARDS="$${SHARDS:-$$((SERVERS > 1 ? SERVERS - 1 : 0))}"; \
 	docker/up.sh ps ps
 
+up-rnn: image ## train the language model in containers until its epochs are done
+	@docker/up.sh rnn rnn-ps
+
 logs: ## follow the containers' logs
 	@$(COMPOSE) logs --follow
 
@@ -100,6 +106,9 @@ bench-rl: $(READY) ## speed and time to solve against the tutorial's way (10 to 
 
 bench-ps: $(READY) ## the parameter server's speed, accuracy and growth (15 to 20 minutes; BENCH_JSON=FILE for JSON)
 	$(BIN)/python -m tests.benchmarks.bench_ps
+
+bench-rnn: $(READY) ## the language model's speed, bytes and perplexity (15 to 20 minutes; BENCH_JSON=FILE for JSON)
+	$(BIN)/python -m tests.benchmarks.bench_rnn
 
 chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and check what becomes of it (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("job", choices=jobs.JOBS)
     evaluate.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or a directory of them")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
+    evaluate.add_argument("--prompt", metavar="TEXT", help="have the model continue TEXT instead (rnn)")
     evaluate.set_defaults(run=_evaluate)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(run=_jobs)
     return parser
@@ -107,6 +108,8 @@ def _jobs(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     job = jobs.get(arguments.job)
+    if arguments.prompt is not None and not job.complete:
+        raise UsageError(f"--prompt: {arguments.job} writes no text; leave it out")
     settings = config.load(job.settings, job=arguments.job)
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
     path: Path = arguments.checkpoint
@@ -121,6 +124,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if found is None:
         raise UsageError(f"--checkpoint {path}: holds no checkpoint")
+    if arguments.prompt is not None:
+        text = jobs.resolve(job.complete)(settings, found.state, arguments.prompt)
+        print(json.dumps({"text": text}) if arguments.json else text)
+        return 0
     result = jobs.resolve(job.evaluate)(settings, found.state)
     if arguments.json:
         print(json.dumps(result))

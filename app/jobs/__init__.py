@@ -17,7 +17,7 @@ from app import config, protocol
 from app.config import Settings, UsageError
 from app.telemetry import Metric
 
-JOBS = ("rl", "ps")
+JOBS = ("rl", "ps", "rnn")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Job:
     """A topology: its settings, its roles, and where its functions are.
 
     `check` is called with the settings before a rank joins, and raises UsageError for what can never work.
-    `evaluate` is called with the settings and a checkpoint's state by `python -m app eval JOB`.
+    `evaluate` is called with the settings and a checkpoint's state by `python -m app eval JOB`; `complete`, of a job
+    whose model writes text, with a prompt too where one is given.
     `metrics` names the module that holds the job's metrics; `watch` is what the live display draws of them.
     """
 
@@ -71,6 +72,7 @@ class Job:
     evaluate: str
     metrics: str
     watch: Watched
+    complete: str = ""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,18 @@ ENDLESS = {
         "LR_SCHEDULE": "constant",
         "MOMENTUM": "0",
     },
+    "rnn": {
+        "EPOCHS": "1000000",
+        "CORPUS": "LICENSE",
+        "VOCABULARY": "100",
+        "EMBEDDING_SIZE": "8",
+        "HIDDEN_SIZE": "6",
+        "BATCH_SIZE": "4",
+        "SEQUENCE": "8",
+        "DROPOUT": "0",
+        "LR": "0.01",
+        "SAMPLE_TOKENS": "0",
+    },
 }
 
 
@@ -184,12 +196,12 @@ class Rank:
 
 
 class Cluster:
-    """The ranks of JOB (rl) on ports of their own: rank 0, and members of the elastic role."""
+    """The ranks of JOB (rl) on ports of their own: rank 0, and members of the last role."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         self.directory = directory
         self.job = jobs.get(settings.get("JOB", "rl"))
-        self.elastic = next(role for role in self.job.roles if role.elastic)
+        self.others = self.job.roles[-1]
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
         # short, for the sockets that lie in it
         self.temporary = tempfile.mkdtemp(prefix="rolecall-test-")
@@ -221,13 +233,14 @@ class Cluster:
         return rank
 
     def start(self, count: int = 2) -> Cluster:
-        """Start rank 0 (all of its role) and `count` members of the elastic role."""
-        self.settings.setdefault(self.elastic.count, str(count))
+        """Start rank 0 (all of its role) and `count` members of the last role."""
+        if self.others.count:
+            self.settings.setdefault(self.others.count, str(count))
         first = self.job.roles[0]
         for ordinal in range(int(self.settings.get(first.count, 1))):
             self.add(first.name, ordinal).start()
         for ordinal in range(count):
-            self.add(self.elastic.name, ordinal).start()
+            self.add(self.others.name, ordinal).start()
         return self
 
     @property
@@ -240,8 +253,8 @@ class Cluster:
         return self.first
 
     def member(self, ordinal: int) -> Rank:
-        """A member of the elastic role."""
-        return self.ranks[f"{self.elastic.name}-{ordinal}"]
+        """A member of the last role."""
+        return self.ranks[f"{self.others.name}-{ordinal}"]
 
     def observer(self, ordinal: int) -> Rank:
         return self.member(ordinal)
@@ -250,7 +263,7 @@ class Cluster:
         return self.first.metric("step")
 
     def members(self) -> float:
-        return self.first.metric("gang_members", role=self.elastic.name)
+        return self.first.metric("gang_members", role=self.others.name)
 
     def trains(self, more: int = 3) -> None:
         """Wait until `more` further iterations are done."""

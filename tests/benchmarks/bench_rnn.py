@@ -1,0 +1,168 @@
+"""How fast `rnn` is beside one process and beside the tutorial's way: `make bench-rnn`. All in one run.
+
+The shape is word_language_model's on wikitext-2. A shared machine is not equally fast all the time, so the candidates
+take turns and the median of the rounds' ratios counts. With BENCH_JSON=FILE the numbers are written as JSON too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from app.jobs.rnn import RnnSettings
+from tests.benchmarks import launch, local_rnn, rolecall_rnn, tutorial_rnn
+from tests.benchmarks.display import BUSY, Display
+
+STEPS = 40
+TUTORIAL_STEPS = 8  # each takes a second
+TUTORIAL_BAR = 2.5  # times the tutorial's rate, at least
+LOCAL_BAR = 0.9  # of one process, at least
+BYTES_BAR = 50  # the tutorial's bytes over ours, at least
+PERPLEXITY_BAR = 1.02  # of one process, at most
+
+
+@dataclass
+class Measured:
+    """Rates in tokens a second and bytes a step, by round; `micro` is the rate by MICRO_BATCHES."""
+
+    tutorial: list[tuple[float, float]] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    rolecall: list[tuple[float, float]] = field(default_factory=list)
+    micro: dict[int, float] = field(default_factory=dict)
+    perplexity: tuple[float, float] = (0.0, 0.0)  # and seconds
+    local_perplexity: float = 0.0
+    busy_percent: list[float] = field(default_factory=list)
+
+    def rate(self, name: str) -> float:
+        return statistics.median(one if isinstance(one, float) else one[0] for one in getattr(self, name))
+
+    def bytes(self, name: str) -> float:
+        return statistics.median(one[1] for one in getattr(self, name))
+
+    def bars(self) -> list[tuple[str, str, str, bool]]:
+        """Each bar as (what, measured, bar, whether it is met)."""
+        times = statistics.median(r / t for (r, _), (t, _) in zip(self.rolecall, self.tutorial, strict=True))
+        part = statistics.median(r / one for (r, _), one in zip(self.rolecall, self.local, strict=True))
+        less = self.bytes("tutorial") / self.bytes("rolecall")
+        worse = self.perplexity[0] / self.local_perplexity
+        return [
+            ("tokens/s", f"{times:.2f} x the tutorial's", f">= {TUTORIAL_BAR:g} x", times >= TUTORIAL_BAR),
+            ("tokens/s", f"{part:.2f} of one process", f">= {LOCAL_BAR:g}", part >= LOCAL_BAR),
+            ("bytes a step", f"1/{less:.0f} of the tutorial's", f"<= 1/{BYTES_BAR}", less >= BYTES_BAR),
+            ("perplexity", f"{worse:.4f} of one process", f"<= {PERPLEXITY_BAR:g}", worse <= PERPLEXITY_BAR),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract's keys, and everything measured under `details`."""
+        return {
+            **{f"{name}_tokens_per_s": round(self.rate(name), 1) for name in ("tutorial", "local", "rolecall")},
+            **{f"{name}_bytes_per_step": round(self.bytes(name)) for name in ("tutorial", "rolecall")},
+            "local_perplexity": round(self.local_perplexity, 3),
+            "rolecall_perplexity": round(self.perplexity[0], 3),
+            "details": {
+                **asdict(self),
+                "bars": [dict(zip(("what", "measured", "bar", "met"), bar, strict=True)) for bar in self.bars()],
+                "processors": os.cpu_count(),
+            },
+        }
+
+
+def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
+    """Everything. Raises RuntimeError or TimeoutError where a run fails."""
+    found = Measured()
+    display = Display(3 * rounds + len(micro) + 2, console, found.busy_percent)
+
+    def show(run: tuple[float, float]) -> str:
+        return f"{run[0]:,.0f} tokens/s, {run[1] / 1e6:,.2f} MB a step"
+
+    def rate(value: float) -> str:
+        return f"{value:,.0f} tokens/s"
+
+    with display:
+        for number in range(1, rounds + 1):
+            name = f", round {number}"
+            display.step("tutorial" + name, lambda on: tutorial_rnn.measure(TUTORIAL_STEPS), found.tutorial.append,
+                         show)  # fmt: skip
+            display.step("rolecall" + name, lambda on: rolecall_rnn.measure(STEPS, on), found.rolecall.append, show)
+            display.step("one process" + name, lambda on: local_rnn.tokens_per_s(STEPS), found.local.append, rate)
+        for parts in micro:
+            display.step(f"MICRO_BATCHES={parts}", _with(parts), lambda value, n=parts: found.micro.update({n: value}),
+                         rate)  # fmt: skip
+        display.step("default run", rolecall_rnn.perplexity, lambda value: setattr(found, "perplexity", value),
+                     lambda value: f"perplexity {value[0]:.2f} in {value[1]:.0f} s")  # fmt: skip
+        display.step("default run in one process", lambda on: local_rnn.perplexity(),
+                     lambda value: setattr(found, "local_perplexity", value),
+                     lambda value: f"perplexity {value:.2f}")  # fmt: skip
+    return found
+
+
+def _with(parts: int) -> Callable[[Callable[[str], None]], float]:
+    return lambda on: rolecall_rnn.measure(STEPS, on, MICRO_BATCHES=parts)[0]
+
+
+def tables(found: Measured) -> list[Table]:
+    """The results for people."""
+    shape = f"vocabulary {local_rnn.VOCABULARY:,}, width {local_rnn.WIDTH}, {local_rnn.LAYERS} layers, " \
+            f"sequence {local_rnn.SEQUENCE}, batch {local_rnn.BATCH}"  # fmt: skip
+    rates = Table("", "tokens/s", "bytes a step", title=shape)
+    rates.add_row("the tutorial's way", f"{found.rate('tutorial'):,.0f}", f"{found.bytes('tutorial'):,.0f}")
+    rates.add_row("one process", f"{found.rate('local'):,.0f}", "")
+    rates.add_row("rnn", f"{found.rate('rolecall'):,.0f}", f"{found.bytes('rolecall'):,.0f}")
+    for parts, value in found.micro.items():
+        rates.add_row(f"rnn, MICRO_BATCHES={parts}", f"{value:,.0f}", "")
+    ends = Table("", "perplexity", title="After the default run")
+    ends.add_row("one process", f"{found.local_perplexity:.2f}")
+    ends.add_row(f"rnn, {found.perplexity[1]:.0f} s", f"{found.perplexity[0]:.2f}")
+    bars = Table("bar", "measured", "must be", "", title="Bars")
+    for what, value, bar, met in found.bars():
+        bars.add_row(what, value, bar, "[green]pass[/]" if met else "[red]MISS[/]")
+    for table in (rates, ends):
+        for column in table.columns[1:]:
+            column.justify = "right"
+    return [rates, ends, bars]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 where every bar is met, 1 where one is not, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_rnn", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each rate; the median counts")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
+    target = os.environ.get("BENCH_JSON")
+    if target and not Path(target).parent.is_dir():
+        parser.error(f"BENCH_JSON={target}: no such directory")
+    # whatever is under way is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    launch.clean_environment(RnnSettings)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    try:
+        found = measure(arguments.rounds, (1, 2, 4), console)
+    except (RuntimeError, TimeoutError) as error:
+        console.print(f"bench-rnn: {error}", markup=False, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    for table in tables(found):
+        console.print(table)
+    if any(busy > BUSY for busy in found.busy_percent):
+        console.print("The machine was busy with something else before some measurements: run it again for numbers "
+                      "to rely on.")  # fmt: skip
+    if target:
+        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    return 0 if all(met for *_, met in found.bars()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

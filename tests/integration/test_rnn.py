@@ -1,0 +1,225 @@
+"""The split language model as real processes: its arithmetic, its bytes, its memory, and whatever dies."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from app import checkpoint
+from app.jobs.rnn import RnnSettings, corpus
+from app.jobs.rnn.model import LanguageModel
+from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, until
+
+MakeCluster = Callable[..., Cluster]
+
+
+def finished(job: Cluster) -> checkpoint.Snapshot:
+    """Wait for the end of all ranks; the last checkpoint."""
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    found = checkpoint.Checkpoints(job.checkpoints, "rnn").newest()
+    assert found is not None
+    return found
+
+
+def settings(**own: str) -> RnnSettings:
+    found = {**ENDLESS["rnn"], **own}
+    return RnnSettings(**{name.lower(): value for name, value in found.items()})  # type: ignore[arg-type]
+
+
+def in_one_process(own: RnnSettings) -> LanguageModel:
+    """What the job must come to, computed with torch's own loss, clipping and optimizers."""
+    text = corpus.load(own)
+    model = LanguageModel(own, len(text.vocabulary))
+    model.embedding.sparse = False
+    streams = corpus.streams(text.train, own.batch_size)
+    optimizer: torch.optim.Optimizer
+    if own.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), own.lr)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), own.lr)
+    for _ in range(own.epochs):
+        state = model.lstm.start(own.batch_size)
+        for number in range(corpus.steps(streams, own.sequence)):
+            inputs, targets = corpus.window(streams, number, own.sequence)
+            hidden, (one, two) = model.lstm(model.embedding(inputs), state)
+            state = one.detach(), two.detach()
+            optimizer.zero_grad()
+            functional.cross_entropy(model.decoder(hidden).flatten(0, 1), targets.flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), own.max_grad_norm)
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("micro", "clip"), [("1", "1000"), ("3", "0.5")])
+def test_it_is_one_process(cluster: MakeCluster, micro: str, clip: str) -> None:
+    own = {"EPOCHS": "1", "MICRO_BATCHES": micro, "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": clip}
+    found = finished(cluster(JOB="rnn", **own).start(1))
+    expected = in_one_process(settings(**own))
+    assert found.step > 5
+    for name, part in expected.named_children():
+        for key, value in part.state_dict().items():
+            torch.testing.assert_close(found.state["weights"][name][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster: MakeCluster) -> None:
+    job = cluster(JOB="rnn", EPOCHS="6", OPTIMIZER="adam", LR="0.02", SAMPLE_TOKENS="20").start(1)
+    found = finished(job)
+    done = json.loads((job.checkpoints / "DONE").read_text())
+    history = found.state["history"]
+    assert len(history) == 6
+    assert history[-1][1] < history[0][1]
+    assert done["perplexity"] == pytest.approx(math.exp(history[-1][1]))
+    assert evaluated(job, found)["perplexity"] == pytest.approx(done["perplexity"], rel=1e-4)
+    written = evaluated(job, found, "--prompt", "the ")["text"]
+    assert written.startswith("the ")
+    assert len(corpus.WORD.findall(written)) >= 10
+    assert "sample" in job.member(0).text()
+    assert f"Finished: validation perplexity {done['perplexity']:.2f} after 6 epochs" in job.member(0).text()
+    assert all("[error" not in rank.text() for rank in job.ranks.values())
+
+
+def evaluated(job: Cluster, found: checkpoint.Snapshot, *arguments: str) -> dict[str, Any]:
+    """What `python -m app eval` says of a checkpoint."""
+    command = [sys.executable, "-m", "app", "eval", "rnn", "--checkpoint", str(found.path), "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=job.first.environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("name", ["ps-0", "trainer-0"])
+def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster, name: str) -> None:
+    own = {"EPOCHS": "8", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2", "CHECKPOINT_INTERVAL": "0.2"}
+    job = cluster(JOB="rnn", **own).start(1)
+    for hurt in ("kill", "drain"):
+        seen = set(job.checkpoints.glob("checkpoint-*"))
+        until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
+        generation = job.first.metric("generation")
+        if hurt == "kill":
+            job.ranks[name].kill_worker()
+            until(lambda g=generation: job.first.metric("generation") > g, "the next generation")
+        else:
+            for rank in job.ranks.values():
+                rank.terminate()
+            assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+            for rank in job.ranks.values():
+                rank.start()
+    found = finished(job)
+    assert job.first.text().count("resumed") >= 2
+    whole = finished(cluster(JOB="rnn", **{**own, "CHECKPOINT_INTERVAL": "3600"}).start(1))
+    torch.testing.assert_close(found.state["history"], whole.state["history"], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_never_cross_the_network(cluster: MakeCluster) -> None:
+    job = cluster(JOB="rnn", LOG_INTERVAL="1").start(1)
+    job.trains(10)
+    own = settings()
+    tokens = own.batch_size * own.sequence
+    trainer = job.member(0)
+
+    def per_step(direction: str, method: str) -> float:
+        calls = trainer.metric("rpc_calls_total", method=method) / own.micro_batches
+        return trainer.metric(f"rpc_{direction}_bytes_total", method=method) / calls
+
+    # all that there is beside the logits: numbers of tokens up, vectors down; hidden states and targets up, a loss down
+    assert per_step("sent", "embed") <= 8 * tokens
+    assert per_step("received", "embed") <= 4 * own.embedding_size * tokens
+    assert per_step("sent", "decode") <= (4 * own.hidden_size + 8) * tokens
+    assert per_step("received", "decode") <= 4 * own.micro_batches
+    assert {"embed", "decode", "clip"} <= {dict(labels).get("method") for _, labels in trainer.metrics()}
+
+
+def test_memory_is_flat(cluster: MakeCluster) -> None:
+    """Over 2,000 steps. The curve is printed with `-s`."""
+    job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="3600").start(1)
+    curve = []
+    for step in (500, 1000, 1500, 2000):
+        until(lambda s=step: job.first.metric("step") >= s, f"step {step}")
+        workers = [psutil.Process(until(rank.worker, "a worker").pid) for rank in job.ranks.values()]
+        curve.append([worker.memory_info().rss / 2**20 for worker in workers])
+        print(f"step {step}: ps {curve[-1][0]:.1f} MiB, trainer {curve[-1][1]:.1f} MiB")
+    assert job.first.metric("generation") == 1
+    for rank in (0, 1):
+        assert curve[-1][rank] < curve[0][rank] + 8
+
+
+@pytest.mark.parametrize("part", ["worker", "supervisor", "rank"])
+@pytest.mark.parametrize("name", ["ps-0", "trainer-0"])
+def test_any_part_killed(cluster: MakeCluster, name: str, part: str) -> None:
+    job = training(cluster)
+    rank = job.ranks[name]
+    generation, orphan = job.first.metric("generation"), until(rank.worker, "a worker").pid
+    if part == "worker":
+        rank.kill_worker()
+    else:
+        rank.kill_supervisor() if part == "supervisor" else rank.kill()
+        until(lambda: not alive(orphan), "the orphan's end")
+        rank.start()
+    until(lambda: job.first.metric("generation") > generation, "the next generation")
+    job.trains()
+    assert "resumed" in job.first.text()
+
+
+@pytest.mark.parametrize("name", ["ps-0", "trainer-0"])
+def test_frozen_and_thawed(cluster: MakeCluster, name: str) -> None:
+    job = training(cluster)
+    other = next(rank for rank in job.ranks.values() if rank.name != name)
+    with job.ranks[name].frozen("rank"):
+        until(lambda: other.metric("generation") == 0, "the other's worker to be ended")
+    job.trains()
+
+
+def test_all_ranks_killed_in_the_same_instant(cluster: MakeCluster) -> None:
+    job = training(cluster)
+    step = checkpoint.Checkpoints(job.checkpoints, "rnn").newest().step  # type: ignore[union-attr]
+    for rank in job.ranks.values():
+        rank.kill()
+    for rank in job.ranks.values():
+        rank.start()
+    job.trains()
+    assert int(re.findall(r"resumed .*?step=(\d+)", job.first.text())[-1]) >= step
+
+
+def training(cluster: MakeCluster, **own: str) -> Cluster:
+    """A job that trains, and has a checkpoint."""
+    job = cluster(JOB="rnn", **{"CHECKPOINT_INTERVAL": "0.2", **own}).start(1)
+    job.trains()
+    until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
+    return job
+
+
+def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tmp_path: Path) -> None:
+    own = {"EPOCHS": "1", "CHECKPOINT_DIR": str(tmp_path / "shared")}
+    finished(cluster(JOB="rnn", **own).start(1))
+    (tmp_path / "shared" / "DONE").unlink()
+    kept = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
+    for change, says in (({"HIDDEN_SIZE": "9"}, "HIDDEN_SIZE=9: the newest"), ({"CORPUS": "app"}, "CORPUS=app: the newest")):
+        other = cluster(JOB="rnn", **{**own, **change}).start(1)
+        assert other.member(0).wait() == 2
+        assert says in other.member(0).text()
+        assert other.first.wait() == 2
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> None:
+    job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1000", MAX_GRAD_NORM="1e9").start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
+    assert "the gradient is not finite; lower LR" in job.member(0).text()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+@pytest.mark.parametrize("own", [{"DEVICE": "cuda"}, {"DEVICE": "cpu", "EMBEDDING_DEVICE": "cuda"}])
+def test_on_cuda(cluster: MakeCluster, own: dict[str, str]) -> None:
+    found = finished(cluster(JOB="rnn", EPOCHS="4", OPTIMIZER="adam", LR="0.02", **own).start(1))
+    assert found.state["history"][-1][1] < found.state["history"][0][1]

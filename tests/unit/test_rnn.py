@@ -1,0 +1,183 @@
+"""The language model's parts, without a network: text, loss, weights, generated text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from app import config
+from app.config import UsageError
+from app.jobs.rnn import RnnSettings, corpus, evaluate, model
+from app.jobs.rnn.corpus import Vocabulary
+
+
+def settings(**own: object) -> RnnSettings:
+    small = {"embedding_size": 6, "hidden_size": 5, "batch_size": 4, "sequence": 7, "vocabulary": 50, "dropout": 0.0}
+    return RnnSettings(**{**small, **own})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(20):
+        (tmp_path / f"{number:02d}.txt").write_text(f"file {number}:\n    one two, two three three three\n" * 5)
+    return tmp_path
+
+
+# ---- the text
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return x_1 + 22\n", "", "ä b\tc\r\n\n  d", "\U000f0001\U000f0002"])
+def test_tokens_are_the_text(text: str) -> None:
+    words = corpus.WORD.findall(text)
+    assert "".join(words) == text
+    known = Vocabulary((corpus.UNKNOWN, *dict.fromkeys(words)))
+    assert known.decode(known.encode(text).tolist()) == text
+    assert Vocabulary().decode(Vocabulary().encode(text).tolist()) == text
+
+
+def test_the_vocabulary_is_the_most_frequent_words_of_the_training_text(folder: Path) -> None:
+    found = corpus.load(settings(corpus=str(folder), vocabulary=4))
+    assert found.vocabulary.words[:3] == (corpus.UNKNOWN, " ", "three")
+    assert len(found.vocabulary) == 4
+    assert int(found.train.max()) == 3
+    assert (found.train == 0).any()
+
+
+def test_no_file_is_in_both_parts(folder: Path) -> None:
+    found = corpus.load(settings(corpus=str(folder), vocabulary=1000))
+    train, validation = (found.vocabulary.decode(part.tolist()) for part in (found.train, found.validation))
+    assert train.count("file") + validation.count("file") == 100
+    assert validation.count("file") == 10
+    numbers = [f"file {number}:" for number in range(20)]
+    assert not [one for one in numbers if one in train and one in validation]
+
+
+def test_a_limit_takes_whole_files_in_an_order_of_the_seed(folder: Path) -> None:
+    def train(**own: object) -> str:
+        found = corpus.load(settings(corpus=str(folder), vocabulary=1000, corpus_bytes=1500, **own))
+        return found.vocabulary.decode(found.train.tolist())
+
+    assert train() == train()
+    assert train() != train(seed=2)
+    assert train().count("file") % 5 == 0
+    assert train().count("file") < 50
+
+
+def test_a_single_file_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(1, 128)) * 10)
+    found = corpus.load(settings(corpus=str(file), tokens="byte"))
+    assert bytes([*found.train.tolist(), *found.validation.tolist()]) == file.read_bytes()
+    assert len(found.validation) == 127
+    assert len(found.vocabulary) == 256
+
+
+def test_the_standard_library_is_there() -> None:
+    found = corpus.load(RnnSettings(corpus_bytes=300_000))
+    assert len(found.train) > 50_000
+    assert "def" in found.vocabulary.words
+    assert len(found.validation) > 1000
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: str(path / "none"), "no such file or folder"),
+        (lambda path: str(path), "the folder holds no file"),
+        (lambda path: (path / "short").write_text("a b") and str(path / "short"), "too few for BATCH_SIZE=4"),
+        (lambda path: (path / "zeros").write_bytes(b"\0" * 9) and str(path), "too few for BATCH_SIZE=4"),
+    ],
+    ids=["missing", "empty folder", "short", "no text"],
+)
+def test_a_bad_corpus_is_refused(tmp_path: Path, make: object, says: str) -> None:
+    target = make(tmp_path)  # type: ignore[operator]
+    with pytest.raises(UsageError, match=says) as refusal:
+        corpus.check(settings(corpus=target))
+    assert f"CORPUS={target}" in str(refusal.value)
+
+
+def test_windows_cover_every_token_once() -> None:
+    streams = corpus.streams(torch.arange(103), 4)
+    assert streams.shape == (25, 4)
+    assert streams[:3, 1].tolist() == [25, 26, 27]
+    windows = [corpus.window(streams, number, 7) for number in range(corpus.steps(streams, 7))]
+    assert torch.equal(torch.cat([inputs for inputs, _ in windows]), streams[:-1])
+    assert torch.equal(torch.cat([targets for _, targets in windows]), streams[1:])
+    assert all(torch.equal(inputs + 1, targets) for inputs, targets in windows)
+
+
+def test_more_micro_batches_than_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_SIZE", "3")
+    monkeypatch.setenv("MICRO_BATCHES", "4")
+    with pytest.raises(UsageError, match="MICRO_BATCHES=4: more than BATCH_SIZE=3"):
+        config.load(RnnSettings)
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+@pytest.mark.parametrize("outer", [1.0, 0.3])
+def test_the_loss_and_its_gradients_are_right(monkeypatch: pytest.MonkeyPatch, rows: int, outer: float) -> None:
+    monkeypatch.setattr(model, "ROWS", rows)
+    torch.manual_seed(0)
+    decoder = model.Decoder(settings(), 50)
+    hidden, targets = torch.randn(7, 4, 5, requires_grad=True), torch.randint(50, (7, 4))
+    wanted = [hidden, decoder.weight, decoder.bias]
+    plain = functional.cross_entropy(decoder(hidden).view(-1, 50), targets.view(-1), reduction="sum")
+    expected = torch.autograd.grad(0.5 * outer * plain, wanted)
+    found = decoder.loss(hidden, targets, 0.5)
+    torch.testing.assert_close(found, 0.5 * plain)
+    for one, other in zip(torch.autograd.grad(outer * found, wanted), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_improbable_target_has_a_finite_loss() -> None:
+    decoder = model.Decoder(settings(), 50)
+    with torch.no_grad():
+        decoder.bias[7] = 500.0
+    hidden = torch.zeros(1, 1, 5, requires_grad=True)
+    loss = decoder.loss(hidden, torch.tensor([[3]]))
+    assert float(loss) == pytest.approx(500, abs=1)
+    loss.backward()
+    assert torch.isfinite(decoder.weight.grad).all()  # type: ignore[arg-type]
+
+
+# ---- weights and generated text
+
+
+def test_each_part_begins_with_weights_of_its_own_that_the_seed_gives() -> None:
+    def weights(**own: object) -> dict[str, torch.Tensor]:
+        return model.LanguageModel(settings(**own), 50).state_dict()
+
+    before = torch.get_rng_state()
+    one, two, other = weights(), weights(), weights(seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if "decoder.bias" not in name)
+
+
+def test_text_goes_on_from_its_prompt() -> None:
+    """A decoder that always answers the next number writes the alphabet."""
+    vocabulary = Vocabulary((corpus.UNKNOWN, *"abcdef"))
+    fed: list[int] = []
+
+    def embed(tokens: torch.Tensor) -> torch.Tensor:
+        fed.extend(tokens.flatten().tolist())
+        return torch.zeros(*tokens.shape, 6)
+
+    lstm = model.Lstm(settings()).eval()
+    written = evaluate.continued(vocabulary, "a", 3, lstm, embed, lambda hidden: fed[-1] + 1)
+    assert (written, fed) == ("bcd", [1, 2, 3])
+    assert evaluate.continued(vocabulary, "", 1, lstm, embed, lambda hidden: 2) == "b"
+
+
+def test_the_unknown_word_is_never_drawn() -> None:
+    decoder = model.Decoder(settings(), 3)
+    with torch.no_grad():
+        decoder.bias.copy_(torch.tensor([50.0, 0.0, 0.0]))
+    drawn = {decoder.sample(torch.zeros(5), 1.0, torch.Generator().manual_seed(seed)) for seed in range(20)}
+    assert drawn == {1, 2}

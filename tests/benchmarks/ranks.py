@@ -41,10 +41,8 @@ def run(
     receiver, sender = context.Pipe(duplex=False)
     port = _free_port()
     ends = time.monotonic() + deadline
-    processes = [
-        context.Process(target=_worker, args=(names, rank, port, transports, deadline, sender, function, args), daemon=True)
-        for rank in range(len(names))
-    ]
+    shared = names, port, transports, deadline, sender, function, args
+    processes = [context.Process(target=_worker, args=(rank, *shared), daemon=True) for rank in range(len(names))]
     try:
         for process in processes:
             process.start()
@@ -68,8 +66,8 @@ def run(
 
 
 def _worker(
-    names: Sequence[str],
     rank: int,
+    names: Sequence[str],
     port: int,
     transports: Sequence[str],
     deadline: float,

@@ -29,20 +29,20 @@ def run(
     *args: Any,
     deadline: float,
     progress: Tell = lambda news: None,
+    transports: Sequence[str] = ("uv",),
 ) -> Any:
     """Call `function(tell, *args)` in a fresh process, as the RPC worker `names[0]`; return what it returns.
 
     The other names are workers that serve its calls, one process each. What it passes to `tell` reaches `progress`.
+    `transports` are torch's, Rolecall's by default; none: whichever torch takes by itself, as it does in its tutorials.
     Raises RuntimeError where a process fails, TimeoutError after `deadline` seconds. No process is left afterwards.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     port = _free_port()
     ends = time.monotonic() + deadline
-    processes = [
-        context.Process(target=_worker, args=(names, rank, port, deadline, sender, function, args), daemon=True)
-        for rank in range(len(names))
-    ]
+    shared = names, port, transports, deadline, sender, function, args
+    processes = [context.Process(target=_worker, args=(rank, *shared), daemon=True) for rank in range(len(names))]
     try:
         for process in processes:
             process.start()
@@ -66,9 +66,10 @@ def run(
 
 
 def _worker(
-    names: Sequence[str],
     rank: int,
+    names: Sequence[str],
     port: int,
+    transports: Sequence[str],
     deadline: float,
     sender: Connection,
     function: Callable[..., Any],
@@ -82,7 +83,10 @@ def _worker(
     try:
         os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = interface(HOST)
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://{HOST}:{port}", rpc_timeout=60, _transports=["uv"], _channels=["basic"]
+            init_method=f"tcp://{HOST}:{port}",
+            rpc_timeout=60,
+            _transports=list(transports) or None,
+            _channels=["basic"] if transports else None,
         )
         rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
         if rank == 0:

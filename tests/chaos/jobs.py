@@ -17,6 +17,7 @@ from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
 
 EVALUATION_DEADLINE = 120.0
+RUN_DEADLINE = 1200.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,29 @@ def _last_epochs_ps(checkpoints: Path) -> Mapping[str, str]:
     return {"EPOCHS": str(found.state["ledger"]["epoch"] + 5), "LR": "0.003", "LR_SCHEDULE": "constant"}
 
 
+def _judge_rnn(checkpoints: Path, log: str) -> tuple[str, bool]:
+    """A perplexity at most 3 % above what as many epochs with the same seed come to without any disturbance."""
+    found, newest = evaluate("rnn", checkpoints), Checkpoints(checkpoints, "rnn").newest()
+    assert newest is not None
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "app", "local", "rnn", "--plain"]
+        own = {**RNN, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
+        settings = environment("rnn", own, newest.state["settings"]["seed"])
+        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
+        undisturbed = evaluate("rnn", Path(directory))["perplexity"]
+    text = f"perplexity {found['perplexity']:.2f} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2f}"
+    return text, found["perplexity"] <= 1.03 * undisturbed
+
+
+def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
+    """To the end of the epoch that it is in."""
+    found = Checkpoints(checkpoints, "rnn").newest()
+    assert found is not None
+    return {**RNN, "EPOCHS": str(found.state["epoch"] + 1)}
+
+
+# small, so that an epoch takes seconds
+RNN = {"CORPUS_BYTES": "300000", "VOCABULARY": "2000", "LR": "0.001"}
 SOAKS = {
     "rl": Soak(
         counts={"agent": 1, "observer": 3},
@@ -111,5 +135,11 @@ SOAKS = {
         judge=_judge_ps,
         least=2,
         most=4,
+    ),
+    "rnn": Soak(
+        counts={"ps": 1, "trainer": 1},
+        hurting={**RNN, "EPOCHS": "1000000", "CHECKPOINT_INTERVAL": "1"},
+        finishing=_last_epoch_rnn,
+        judge=_judge_rnn,
     ),
 }

@@ -55,8 +55,8 @@ class Decoder(nn.Linear):
     """Hidden states to logits over the vocabulary, which stay here."""
 
     def __init__(self, settings: RnnSettings, tokens: int) -> None:
-        super().__init__(settings.hidden_size, tokens)
         with _seeded(settings, 2), torch.no_grad():
+            super().__init__(settings.hidden_size, tokens)
             self.weight.uniform_(-0.1, 0.1)
             self.bias.zero_()
 

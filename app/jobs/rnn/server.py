@@ -178,7 +178,7 @@ def validate(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor) -> floa
 
 def sample(module: rpc.RRef[Decoder], hidden: Tensor, temperature: float) -> int:
     """Draw the token after `hidden` [hidden]."""
-    layer = module.local_value()
+    layer: Decoder = module.local_value()
     return layer.sample(hidden.to(layer.weight.device), temperature, here().generator)
 
 

@@ -201,7 +201,8 @@ class Trainer:
         """The mean loss of a token of the validation text."""
         self.lstm.eval()
         found, state = self.validation_streams, self.lstm.start(self.settings.batch_size)
-        total, sequence, calls = 0.0, self.settings.sequence, []
+        total, sequence = 0.0, self.settings.sequence
+        calls: list[torch.futures.Future[float]] = []
         for number in range(corpus.steps(found, sequence)):
             inputs, targets = corpus.window(found, number, sequence)
             hidden, state = self.lstm(self._embed(inputs), state)

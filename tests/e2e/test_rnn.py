@@ -1,0 +1,71 @@
+"""`rnn` in containers: trained to the end, watched, killed, stopped and resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from app import jobs
+from tests.e2e.conftest import Projects
+from tests.e2e.containers import Project, each_role_serves_its_metrics
+from tests.integration.cluster import until
+
+JOB = jobs.get("rnn")
+FINISHED = r"Finished: validation perplexity ([\d.]+) after (\d+) epochs"
+SMALL = {"VOCABULARY": "500", "EMBEDDING_SIZE": "16", "HIDDEN_SIZE": "16", "LOG_INTERVAL": "10"}
+
+
+def test_make_up_rnn_trains_to_the_end_on_a_folder_of_the_host(projects: Projects, tmp_path: Path) -> None:
+    project = projects("rnn", "rnn-ps")
+    tmp_path.chmod(0o755)
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("the cat sat on the mat, and the dog on the log\n" * 50)
+    own = {**SMALL, "CORPUS": "/corpus", "CORPUS_DIR": str(tmp_path), "EPOCHS": "3", "LR": "0.02", "SAMPLE_TOKENS": "9"}
+    done = project.make("up-rnn", **own)
+    assert done.returncode == 0, done.stdout
+    perplexity, epochs = re.findall(FINISHED, done.stdout)[-1]
+    assert float(perplexity) < 5  # of a guess: about 14
+    assert int(epochs) == 3
+    assert "sample" in done.stdout
+    assert not project.containers()  # all have ended
+    assert [one.state["ExitCode"] for one in project.containers(everyone=True)] == [0, 0]
+    assert project.make("down").returncode == 0
+    assert not project.left()
+
+
+@pytest.fixture(scope="module")
+def training(projects: Projects) -> Project:
+    """A job on the image's standard library, that trains for as long as the tests below need."""
+    own = {**SMALL, "CORPUS_BYTES": "200000", "EPOCHS": "1000000", "CHECKPOINT_INTERVAL": "1", "RESTARTS": "100"}
+    project = projects("rnn", "rnn-ps", **own)
+    project.up()
+    project.trains()
+    return project
+
+
+def test_metrics_of_each_role(training: Project) -> None:
+    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|rnn_perplexity")
+
+
+@pytest.mark.parametrize("service", ["rnn-trainer", "rnn-ps"])
+def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
+    (victim,) = training.containers(service)
+    restarts, started = victim.restarts, victim.started
+    written, resumed = training.newest_checkpoint(), training.rank0.logs().count("resumed")
+    victim.crash()
+    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
+    until(lambda: training.rank0.logs().count("resumed") > resumed, "another generation")
+    training.trains()
+    assert training.step() > written > 0
+
+
+def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
+    assert training.make("stop").returncode == 0
+    everyone = training.containers(everyone=True)
+    assert [one.state["ExitCode"] for one in everyone] == [0, 0]
+    written = training.newest_checkpoint()
+    training.up()
+    until(lambda: training.step() > written, "further steps")
+    assert int(re.findall(r"resumed .*?step=(\d+)", training.rank0.logs())[-1]) == written

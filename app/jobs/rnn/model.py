@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any
 
@@ -24,8 +22,7 @@ class Embedding(nn.Embedding):
     def __init__(self, settings: RnnSettings, tokens: int) -> None:
         width = settings.embedding_size
         super().__init__(tokens, width, sparse=True, _weight=torch.empty(tokens, width))
-        with _seeded(settings, 0):
-            nn.init.uniform_(self.weight, -0.1, 0.1)
+        nn.init.uniform_(self.weight, -0.1, 0.1, _seeded(settings, 0))
 
 
 class Lstm(nn.Module):
@@ -34,9 +31,11 @@ class Lstm(nn.Module):
     def __init__(self, settings: RnnSettings) -> None:
         super().__init__()
         self.settings = settings
-        with _seeded(settings, 1):
-            self.layers = nn.LSTM(settings.embedding_size, settings.hidden_size, settings.layers,
-                                  dropout=settings.dropout if settings.layers > 1 else 0.0)  # fmt: skip
+        self.layers = nn.LSTM(settings.embedding_size, settings.hidden_size, settings.layers,
+                              dropout=settings.dropout if settings.layers > 1 else 0.0)  # fmt: skip
+        bound, generator = settings.hidden_size**-0.5, _seeded(settings, 1)
+        for parameter in self.layers.parameters():
+            nn.init.uniform_(parameter, -bound, bound, generator)
 
     def forward(self, vectors: Tensor, state: State) -> tuple[Tensor, State]:
         dropped = functional.dropout(vectors, self.settings.dropout, self.training)
@@ -55,10 +54,9 @@ class Decoder(nn.Linear):
     """Hidden states to logits over the vocabulary, which stay here."""
 
     def __init__(self, settings: RnnSettings, tokens: int) -> None:
-        with _seeded(settings, 2), torch.no_grad():
-            super().__init__(settings.hidden_size, tokens)
-            self.weight.uniform_(-0.1, 0.1)
-            self.bias.zero_()
+        super().__init__(settings.hidden_size, tokens)
+        nn.init.uniform_(self.weight, -0.1, 0.1, _seeded(settings, 2))
+        nn.init.zeros_(self.bias)
 
     def loss(self, hidden: Tensor, targets: Tensor, scale: float = 1.0, where: Executor | None = None) -> Tensor:
         """The negative log-likelihood of `targets` [length, batch] after `hidden` [length, batch, hidden], summed and
@@ -140,9 +138,8 @@ def device(wanted: str, variable: str) -> torch.device:
     return torch.device("cpu" if wanted == "auto" else wanted)
 
 
-@contextlib.contextmanager
-def _seeded(settings: RnnSettings, part: int) -> Iterator[None]:
-    """Initialise from SEED, each part in its own way, and leave the process's generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4 * settings.seed + part)
-        yield
+def _seeded(settings: RnnSettings, part: int) -> torch.Generator:
+    """A generator for the first weights of a part. Two parts are built at once on the ps, in threads that share torch's
+    own generator.
+    """
+    return torch.Generator().manual_seed(4 * settings.seed + part)

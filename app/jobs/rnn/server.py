@@ -76,11 +76,12 @@ class Server:
             draining = self.world.draining
             written = self.world.save(save.step, self._state(save), drain=draining)
             self.saved_at = time.monotonic()
+            over = save.summary is not None or (draining and written)
+            save.answer.set_result(not over)
             if save.summary is not None:
                 return Outcome("finished", save.step, {**save.summary, "saved": written})
-            if draining and written:
+            if over:
                 return Outcome("drained", save.step)
-            save.answer.set_result(written)
 
     def reached(self, step: int) -> None:
         """The trainer has made step number `step`."""
@@ -189,8 +190,8 @@ def clip(context: int, squares: float, step: int) -> tuple[float, bool]:
     """
     server = here()
     server.reached(step)
-    norm = float((squares + optimizer.square_norm(context)) ** 0.5)
-    optimizer.scale(context, norm, server.settings.max_grad_norm)
+    norm = float((squares + server.compute.submit(optimizer.square_norm, context).result()) ** 0.5)
+    server.compute.submit(optimizer.scale, context, norm, server.settings.max_grad_norm).result()
     due = time.monotonic() - server.saved_at > server.settings.checkpoint_interval
     return norm, due or server.world.draining
 
@@ -207,7 +208,7 @@ def load(optimizers: list[Any]) -> None:
 def save(
     step: int, half: Half, optimizers: list[Any], summary: dict[str, Any] | None = None
 ) -> torch.futures.Future[bool]:
-    """Write a checkpoint of both halves; with a `summary` the job is done. Not answered where the job ends with it."""
+    """Write a checkpoint of both halves; with a `summary` the job is done. Answered with whether to go on."""
     answer: torch.futures.Future[bool] = torch.futures.Future()
     here().inbox.put(Save(step, half, optimizers, summary, answer))
     return answer

@@ -225,7 +225,7 @@ class Trainer:
         self._save({"perplexity": perplexity, "epochs": self.epoch, "steps": self.step, "seconds": self.seconds})
 
     def _save(self, summary: dict[str, Any] | None = None) -> bool:
-        """Have a checkpoint written. Returns False where the job ends with it."""
+        """Have a checkpoint written. Returns whether to go on after it."""
         half = {
             "weights": {"lstm": self.lstm.state_dict()},
             "optimizers": optimizer.state(self._own),
@@ -242,8 +242,7 @@ class Trainer:
             "seconds": self.seconds,
             "rng": torch.get_rng_state(),
         }
-        self._call(server.save, self.step, half, self._theirs, summary)
-        return summary is None
+        return bool(self._call(server.save, self.step, half, self._theirs, summary))
 
     # ---- calls
 

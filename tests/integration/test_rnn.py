@@ -139,7 +139,8 @@ def test_logits_never_cross_the_network(cluster: MakeCluster) -> None:
     assert per_call("sent", "decode") <= (4 * own.hidden_size + 8) * tokens
     assert per_call("received", "decode") <= 4
     # beside them whole numbers, and nothing that is called for each token
-    sent = {labels[0][1] for (name, labels), value in found.items() if name == "rolecall_rpc_sent_bytes_total" and value}
+    total = "rolecall_rpc_sent_bytes_total"
+    sent = {labels[0][1] for (name, labels), value in found.items() if name == total and value}
     assert sent == {"embed", "decode"}
 
 

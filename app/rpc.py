@@ -29,6 +29,7 @@ SCHEME = "rolecall"
 # what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
 GONE = re.compile(r"originated at tensorpipe|RPCErr:1:")
 _metrics: Any = None
+_staying: list[torch.futures.Future[None]] = []  # calls of `watch` that are here
 
 
 class PeerLostError(RuntimeError):
@@ -176,6 +177,21 @@ def call(to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.
 
     future.add_done_callback(done)
     return future
+
+
+def watch(to: str, gone: Callable[[str], None]) -> None:
+    """Call `gone(to)`, from another thread, as soon as the worker `to` has ended or its connection broke.
+
+    For a peer that is not called while it works. One that falls silent is the gang's to notice.
+    """
+    # no deadline: nobody waits for the answer, which never comes; the call fails with the connection
+    rpc.rpc_async(to, _stay, timeout=0).add_done_callback(lambda _: gone(to))
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _stay() -> torch.futures.Future[None]:
+    _staying.append(torch.futures.Future())
+    return _staying[-1]
 
 
 def payload_bytes(value: Any) -> int:

@@ -102,6 +102,17 @@ def test_a_trainer_lost_does_not_stop_the_others_and_comes_back(cluster: MakeClu
     assert job.first.metric("ps_trainers_dropped_total") == 1
 
 
+def test_a_trainer_whose_whole_rank_is_killed_is_noticed_before_its_lease_runs_out(cluster: MakeCluster) -> None:
+    job = cluster(JOB="ps", LEASE_SECONDS="600").start(2)
+    job.trains()
+    job.member(1).kill()
+    until(lambda: job.first.metric("ps_trainers_dropped_total") == 1, "the trainer to be missed")
+    job.trains()
+    job.member(1).start()
+    until(lambda: job.members() == 2, "both trainers")
+    job.trains()
+
+
 def test_a_frozen_trainer_is_given_up_and_comes_back(cluster: MakeCluster) -> None:
     job = cluster(JOB="ps").start(2)
     job.trains()

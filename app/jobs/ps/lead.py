@@ -70,6 +70,8 @@ class Lead(Server):
         self.log.info("training", dataset=self.settings.dataset, update_mode=self.settings.update_mode,
                       epoch=self.ledger.epoch, update=self.ledger.version, trainers=len(self.ledger.trainers),
                       parameters=flat.numel())  # fmt: skip
+        for peer in self.world.peers("trainer"):  # in sync all wait for one whose gradient does not come
+            rolecall_rpc.watch(peer.name, lambda name: self.inbox.put(("gone", name)))
         while not self.ledger.over:
             if self.world.draining and self._save(drain=True):
                 return Outcome("drained", self.ledger.version)
@@ -95,6 +97,8 @@ class Lead(Server):
                     return self._arrived(0, key)
             case (int() as number, (str(), int()) as key):
                 return self._arrived(number, key)
+            case ("gone", str() as name):
+                self.world.give_up(name)  # which brings it to the inbox as lost
             case str() as name:
                 self.shard.drop(name)
                 if self.tower:

@@ -41,7 +41,7 @@ run-ps: $(READY) ## train the parameter server job here: one server, two trainer
 	$(BIN)/python -m app local ps
 
 test: $(READY) ## every test that needs neither Docker nor a network
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-e2e: $(READY) image ## the jobs in containers: needs Docker with compose, and no image registry but for the base
 	$(BIN)/python -m pytest tests/e2e

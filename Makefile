@@ -44,7 +44,7 @@ run-rnn: $(READY) ## train the language model here: embedding and decoder in one
 	$(BIN)/python -m app local rnn
 
 test: $(READY) ## every test that needs neither Docker nor a network
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-e2e: $(READY) image ## the jobs in containers: needs Docker with compose, and no image registry but for the base
 	$(BIN)/python -m pytest tests/e2e

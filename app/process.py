@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import select
 import signal
 import tempfile
 import time
@@ -32,6 +33,13 @@ def prepare(preload: tuple[str, ...]) -> None:
     except OSError as error:
         # its socket lies in the temporary directory, and a socket's path has at most 107 characters
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
+
+
+def _over(pidfd: int) -> bool:
+    """Whether the process has ended; its descriptor is readable from then on."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _run(task: Task, connection: Any) -> None:
@@ -94,10 +102,12 @@ class WorkerProcess:
             self._connection.send(message)
 
     def kill(self, why: str) -> None:
-        """End it now. `why` is the outcome to report, unless it had told of its end itself."""
+        """End it now. `why` is the outcome to report, unless it had ended before, or told of its end itself."""
+        if self._pidfd >= 0 and _over(self._pidfd):
+            return  # its exit is on the way
         self._why = self._why or why
         if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):  # it has ended; its exit is on the way
+            with contextlib.suppress(ProcessLookupError):  # it ended this moment
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def silent(self, lease: float) -> bool:

@@ -130,7 +130,14 @@ SOAKS = {
     ),
     "ps": Soak(
         counts={"ps": 1, "trainer": 3},
-        hurting={"EPOCHS": "1000000", "EVAL_INTERVAL": "100", "CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"},
+        hurting={
+            "EPOCHS": "1000000",
+            "EVAL_INTERVAL": "100",
+            "CHECKPOINT_INTERVAL": "1",
+            "REJOIN_INTERVAL": "1",
+            # they share this machine's cores, which their addresses do not tell
+            "THREADS": "1",
+        },
         finishing=_last_epochs_ps,
         judge=_judge_ps,
         least=2,

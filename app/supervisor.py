@@ -75,12 +75,12 @@ class Supervisor:
             loops = [self._beat_loop(), self._obey_loop(), self._watch_loop(), *([lead.tick_forever()] if lead else [])]
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             await self._until_done()
-            if lead and self._heard:
-                await self._wait_settled(lead)
             finished = self.order is not None and self.order.kind == "finished"
             if self.settings.on_finish == "linger" and finished and not self.leaving:
-                self.log.info("lingering: serving metrics until SIGTERM")
+                self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, whoever asks how it ended
                 await self._signalled.wait()
+            elif lead and self._heard:
+                await self._wait_settled(lead)
             return self.code if self.code is not None else FAILED
         finally:
             for task in self._tasks:

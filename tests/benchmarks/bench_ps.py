@@ -7,22 +7,17 @@ and the median of the rounds' ratios counts. With BENCH_JSON=FILE the numbers ar
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from app import config
 from app.jobs.ps import PsSettings, model
-from tests.benchmarks import growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
-from tests.benchmarks.display import BUSY, Display
+from tests.benchmarks import command, growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
+from tests.benchmarks.display import Display
 from tests.benchmarks.results_ps import BARRED, CANDIDATES, MODES, TRAINERS, Measured, tables
 
 ACCURACY_TRAINERS = (1, 2, 4)
@@ -119,35 +114,11 @@ def _throughput(epochs: int, variables: dict[str, Any], on: Callable[[str], None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 where every bar is met, 1 where one is not, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_ps", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each rate; the median counts")
-    parser.add_argument("--quick", action="store_true", help="1 round, accuracy of 2 trainers only, less growth")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error("--rounds: at least 1")
-    target = os.environ.get("BENCH_JSON")
-    if target and not Path(target).parent.is_dir():
-        parser.error(f"BENCH_JSON={target}: no such directory")
-    # whatever is under way is ended on the way out
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    launch.clean_environment(PsSettings)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    try:
-        found = Bench(1 if arguments.quick else arguments.rounds, arguments.quick, console).run()
-    except (RuntimeError, TimeoutError) as error:
-        console.print(f"bench-ps: {error}", markup=False, highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    for table in tables(found):
-        console.print(table)
-    if any(busy > BUSY for busy in found.busy_percent):
-        console.print("The machine was busy with something else before some measurements: run it again for numbers "
-                      "to rely on.")  # fmt: skip
-    if target:
-        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
-    return 0 if all(met for *_, met in found.bars()) else 1
+    def measure(rounds: int, quick: bool, console: Console) -> Measured:
+        launch.clean_environment(PsSettings)
+        return Bench(rounds, quick, console).run()
+
+    return command.run("ps", __doc__, 3, "accuracy of 2 trainers only, less growth", measure, tables, argv)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ not equally fast all the time. With BENCH_JSON=FILE the numbers are written as J
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,8 +22,8 @@ from rich.table import Table
 from app.jobs.rl import RlSettings
 from app.jobs.rl.envs import Envs, pack
 from app.jobs.rl.observer import group_sizes
-from tests.benchmarks import local_rl, rolecall_rl, round_trip, tutorial_rl
-from tests.benchmarks.display import BUSY, Display
+from tests.benchmarks import command, launch, local_rl, rolecall_rl, round_trip, tutorial_rl
+from tests.benchmarks.display import Display
 
 MODES = ("agent", "observer")
 RATE_BARS = {"agent": 300, "observer": 1000}  # times the tutorial's steps a second, at least
@@ -82,8 +78,7 @@ class Measured:
         rate = statistics.median(run.steps_per_s for run in self.solve["agent"].values())
         return rate / group_size()
 
-    def bars(self) -> list[tuple[str, str, str, bool]]:
-        """Each bar as (what, measured, bar, whether it is met)."""
+    def bars(self) -> list[command.Bar]:
         found = []
         for mode in MODES:
             times, bar = self.rate(mode) / self.tutorial_rate, RATE_BARS[mode]
@@ -228,43 +223,15 @@ def tables(found: Measured) -> list[Table]:
     reached = found.calls_per_s()
     calls.add_row("INFERENCE=agent, all else included", f"{reached:,.0f} calls/s")
     calls.add_row("of the limit", f"{100 * reached / found.limit_calls:.0f} %")
-    bars = Table("bar", "measured", "must be", "", title="Bars")
-    for what, value, bar, met in found.bars():
-        bars.add_row(what, value, bar, "[green]pass[/]" if met else "[red]MISS[/]")
-    return [rates, solves, calls, bars]
+    return [rates, solves, calls]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 where every bar is met, 1 where one is not, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_rl", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each rate; the median counts")
-    parser.add_argument("--quick", action="store_true", help="1 round and 2 seeds instead of 10")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error("--rounds: at least 1")
-    target = os.environ.get("BENCH_JSON")
-    if target and not Path(target).parent.is_dir():
-        parser.error(f"BENCH_JSON={target}: no such directory")
-    # whatever is under way is ended on the way out
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rolecall_rl.clean_environment()
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    rounds, seeds = (1, range(1, 3)) if arguments.quick else (arguments.rounds, range(1, 11))
-    try:
-        found = Bench(rounds, seeds, console).run()
-    except (RuntimeError, TimeoutError) as error:
-        console.print(f"bench-rl: {error}", markup=False, highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    for table in tables(found):
-        console.print(table)
-    if any(busy > BUSY for busy in found.busy_percent):
-        console.print("The machine was busy with something else before some measurements: run it again for numbers "
-                      "to rely on.")  # fmt: skip
-    if target:
-        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
-    return 0 if all(met for *_, met in found.bars()) else 1
+    def measure(rounds: int, quick: bool, console: Console) -> Measured:
+        launch.clean_environment(RlSettings)
+        return Bench(rounds, range(1, 3) if quick else range(1, 11), console).run()
+
+    return command.run("rl", __doc__, 2, "and 2 seeds instead of 10", measure, tables, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from app import config
 from app.jobs.ps import PsSettings
-from tests.benchmarks import growth_ps, rolecall_ps
+from tests.benchmarks import command, growth_ps, rolecall_ps
 
 MODES = ("sync", "async", "autograd")
 # candidate: its settings, and epochs to measure
@@ -90,8 +90,7 @@ class Measured:
         sent, received = ([getattr(run, name) for run in runs] for name in ("sent_bytes", "received_bytes"))
         return self.parameters * size, statistics.median(sent), statistics.median(received)
 
-    def bars(self) -> list[tuple[str, str, str, bool]]:
-        """Each bar as (what, measured, bar, whether it is met)."""
+    def bars(self) -> list[command.Bar]:
         found = []
         for name in BARRED:
             part, times = statistics.median(self.of_local(name)), statistics.median(self.of_tutorial(name))
@@ -127,7 +126,7 @@ class Measured:
                 f"{mode}, {servers} servers": growth_ps.saturation(own)
                 for (mode, servers), own in growth_ps.curves(self.growth).items()
             },
-            "bars": [dict(zip(("what", "measured", "bar", "met"), bar, strict=True)) for bar in self.bars()],
+            "bars": command.bars_json(self),
             "processors": os.cpu_count(),
         }
         return {
@@ -182,10 +181,7 @@ def tables(found: Measured) -> list[Table]:
     for name in CANDIDATES:
         if name != "autograd":
             size.add_row(f"UPDATE_MODE={name}", *(f"{value:,.0f}" for value in found.step_bytes(name)))
-    bars = Table("bar", "measured", "must be", "", title="Bars")
-    for what, value, bar, met in found.bars():
-        bars.add_row(what, value, bar, "[green]pass[/]" if met else "[red]MISS[/]")
     for table in (rates, accuracy, step, size):
         for column in table.columns[1:]:
             column.justify = "right"
-    return [rates, accuracy, step, size, growth_ps.table(found.growth), bars]
+    return [rates, accuracy, step, size, growth_ps.table(found.growth)]

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.jobs.rl import RlSettings
 from tests.benchmarks import launch
 
 ITERATION = re.compile(r"Episode (\d+)\t.*Average reward: ([\d.-]+)")
@@ -31,11 +30,6 @@ class Result:
     def steps_per_s(self) -> float:
         """Environment steps a second, learning included."""
         return self.steps / self.seconds
-
-
-def clean_environment() -> None:
-    """Drop Rolecall's variables from this process's environment: what is measured does not depend on them."""
-    launch.clean_environment(RlSettings)
 
 
 def run(

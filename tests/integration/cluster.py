@@ -148,6 +148,11 @@ class Rank:
             pass
         return None
 
+    def appears(self, text: str) -> Callable[[], bool]:
+        """Whether `text` comes up in the log from now on."""
+        seen = self.text().count(text)
+        return lambda: self.text().count(text) > seen
+
     def kill_worker(self, number: int = signal.SIGKILL) -> int:
         worker = until(self.worker, f"a worker of {self.name}")
         worker.send_signal(number)
@@ -271,6 +276,11 @@ class Cluster:
         until(lambda: self.iterations() >= start + more or self.iterations() < start, f"{more} more iterations")
         if self.iterations() < start:  # resumed from an older checkpoint
             until(lambda: self.iterations() >= start, "the iterations made again")
+
+    def is_whole(self) -> None:
+        """Wait until a generation with two members of the elastic role makes steps."""
+        until(lambda: self.members() == 2, "both members in the gang")
+        self.trains()
 
     def logs(self) -> str:
         return "\n".join(f"===== {rank.name}\n{rank.text()}" for rank in self._everyone)

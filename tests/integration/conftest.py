@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, until
+
+KEPT = pytest.StashKey[Cluster]()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -16,8 +18,37 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     outcome: Any = yield
     report = outcome.get_result()
     if report.when == "call" and report.failed:
-        for cluster in getattr(item, "clusters", ()):
+        kept = item.config.stash.get(KEPT, None) if "kept" in getattr(item, "fixturenames", ()) else None
+        for cluster in (*getattr(item, "clusters", ()), *([kept] if kept else ())):
             report.sections.append(("every rank's log", cluster.logs()))
+    if report.failed and KEPT in item.config.stash:
+        _close_kept(item.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # it trains while it is kept: not beside tests that have no use for it
+    if KEPT in item.config.stash and "kept" not in getattr(nextitem, "fixturenames", ()):
+        _close_kept(item.config)
+
+
+def _close_kept(config: pytest.Config) -> None:
+    config.stash[KEPT].close()
+    del config.stash[KEPT]
+
+
+@pytest.fixture
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """A training job with two observers and checkpoints every 0.2 s, left by the test before this one or new.
+
+    A test that uses it must leave it whole: starting ranks costs more than most of what is done to them.
+    """
+    stash = request.config.stash
+    if KEPT not in stash:
+        stash[KEPT] = Cluster(tmp_path_factory.mktemp("kept"), CHECKPOINT_INTERVAL="0.2").start()
+    stash[KEPT].is_whole()
+    until(stash[KEPT].first.appears("checkpoint file="), "a checkpoint")
+    return stash[KEPT]
 
 
 @pytest.fixture

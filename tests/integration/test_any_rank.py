@@ -11,10 +11,108 @@ from pathlib import Path
 import pytest
 
 from app import checkpoint, rundir
-from tests.integration.cluster import Cluster, Rank, alive, until
+from tests.integration.cluster import Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]
 RANKS = ("agent-0", "observer-1")
+
+
+@pytest.mark.parametrize("part", ["supervisor", "rank"])
+@pytest.mark.parametrize("name", RANKS)
+def test_frozen_and_thawed(kept: Cluster, name: str, part: str) -> None:
+    rank, other = kept.ranks[name], kept.observer(0)
+    before = other.metric("gang_unreachable_total")
+    with rank.frozen(part):
+        if rank is kept.agent:
+            # whoever gets no answer ends its worker, within a lease
+            until(lambda: other.metric("gang_unreachable_total") > before, "the silence to be noticed")
+            until(lambda: other.metric("generation") == 0, "the other's worker to be ended")
+        else:
+            until(lambda: kept.members() == 1, "the silent rank to be given up")
+            kept.trains()
+    kept.is_whole()
+    assert all(each.process.poll() is None for each in kept.ranks.values())  # type: ignore[union-attr]
+
+
+def test_a_frozen_worker_that_was_given_up_writes_nothing(kept: Cluster) -> None:
+    """The agent's supervisor is killed while its worker is frozen; another takes over; then the old one thaws."""
+    with kept.agent.frozen("worker") as (old,):
+        written = rundir.read_generation(kept.checkpoints).number
+        refused = kept.agent.appears("the worker before this one has not ended")
+        kept.agent.kill_supervisor()
+        kept.agent.start()
+        # the old worker holds the writer's lock until it is gone: so no new one can write beside it
+        until(refused, "a new worker to be kept out")
+        assert alive(old.pid)
+        made = set(kept.checkpoints.glob(f"checkpoint-{written:06d}-*"))
+    until(lambda: not alive(old.pid), "the thawed worker to end by itself")
+    assert set(kept.checkpoints.glob(f"checkpoint-{written:06d}-*")) <= made
+    kept.is_whole()
+    later = f"checkpoint-{written + 1:06d}"
+    until(lambda: checkpoint.newest_first(kept.checkpoints)[0].name > later, "the next worker's checkpoint")
+    assert set(kept.checkpoints.glob(f"checkpoint-{written:06d}-*")) <= made
+
+
+def test_all_ranks_killed_in_the_same_instant(kept: Cluster) -> None:
+    step = checkpoint.Checkpoints(kept.checkpoints, "rl").newest().step  # type: ignore[union-attr]
+    for rank in kept.ranks.values():
+        rank.kill()
+    for rank in kept.ranks.values():
+        rank.start()
+    kept.is_whole()
+    resumed = re.findall(r"resumed .*?iteration=(\d+)", kept.agent.text())
+    assert int(resumed[-1]) >= step
+
+
+def test_agent_and_an_observer_killed_in_the_same_instant(kept: Cluster) -> None:
+    for name in RANKS:
+        kept.ranks[name].kill()
+    for name in RANKS:
+        kept.ranks[name].start()
+    kept.is_whole()
+
+
+def test_killed_again_while_it_recovers(kept: Cluster) -> None:
+    for _ in range(3):
+        first = kept.agent.kill_worker()
+        until(lambda first=first: (found := kept.agent.worker()) and found.pid != first, "the next worker")
+    kept.agent.kill_worker()
+    kept.is_whole()
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_killed_while_the_gang_drains(kept: Cluster, name: str) -> None:
+    drains = kept.agent.appears("gang draining")
+    kept.observer(0).kill_worker()  # once it is back, the gang drains to take it in
+    until(drains, "a drain")
+    rank = kept.ranks[name]
+    rank.kill()
+    rank.start()
+    kept.is_whole()
+
+
+def test_one_rank_after_the_other_is_terminated_and_comes_back(kept: Cluster) -> None:
+    for name in RANKS:
+        rank = kept.ranks[name]
+        step = kept.iterations()
+        rank.terminate()
+        assert rank.wait() == 0
+        rank.start()
+        kept.is_whole()
+        assert kept.iterations() > step
+
+
+def test_a_torn_newest_checkpoint_is_passed_over_and_kept(kept: Cluster) -> None:
+    until(lambda: len(list(kept.checkpoints.glob("checkpoint-*"))) > 1, "two checkpoints")
+    for rank in kept.ranks.values():
+        rank.kill()
+    newest, before = checkpoint.newest_first(kept.checkpoints)[:2]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    for rank in kept.ranks.values():
+        rank.start()
+    until(lambda: f"resumed file={before.name}" in kept.agent.text(), "the one before to be used")
+    assert f"{newest.name} is torn" in kept.agent.text()
+    kept.is_whole()
 
 
 def training(cluster: MakeCluster, **settings: str) -> Cluster:
@@ -23,76 +121,6 @@ def training(cluster: MakeCluster, **settings: str) -> Cluster:
     job.trains()
     until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
     return job
-
-
-def is_whole(job: Cluster) -> None:
-    """Both observers are in a running generation, and it makes steps."""
-    until(lambda: job.members() == 2, "both observers in the gang")
-    job.trains()
-
-
-@pytest.mark.parametrize("part", ["supervisor", "rank"])
-@pytest.mark.parametrize("name", RANKS)
-def test_frozen_and_thawed(cluster: MakeCluster, name: str, part: str) -> None:
-    job = training(cluster)
-    rank, other = job.ranks[name], job.observer(0)
-    before = other.metric("gang_unreachable_total")
-    with rank.frozen(part):
-        if rank is job.agent:
-            # whoever gets no answer ends its worker, within a lease
-            until(lambda: other.metric("gang_unreachable_total") > before, "the silence to be noticed")
-            until(lambda: other.metric("generation") == 0, "the other's worker to be ended")
-        else:
-            until(lambda: job.members() == 1, "the silent rank to be given up")
-            job.trains()
-    is_whole(job)
-    assert all(each.process.poll() is None for each in job.ranks.values())  # type: ignore[union-attr]
-
-
-def test_a_frozen_worker_that_was_given_up_writes_nothing(cluster: MakeCluster) -> None:
-    """The agent's supervisor is killed while its worker is frozen; another takes over; then the old one thaws."""
-    job = training(cluster)
-    with job.agent.frozen("worker") as (old,):
-        written = rundir.read_generation(job.checkpoints).number
-        job.agent.kill_supervisor()
-        job.agent.start()
-        # the old worker holds the writer's lock until it is gone: so no new one can write beside it
-        until(lambda: "the worker before this one has not ended" in job.agent.text(), "a new worker to be kept out")
-        assert alive(old.pid)
-        kept = set(job.checkpoints.glob(f"checkpoint-{written:06d}-*"))
-    until(lambda: not alive(old.pid), "the thawed worker to end by itself")
-    assert set(job.checkpoints.glob(f"checkpoint-{written:06d}-*")) <= kept
-    is_whole(job)
-    later = f"checkpoint-{written + 1:06d}"
-    until(lambda: checkpoint.newest_first(job.checkpoints)[0].name > later, "the next worker's checkpoint")
-    assert set(job.checkpoints.glob(f"checkpoint-{written:06d}-*")) <= kept
-
-
-def test_all_ranks_killed_in_the_same_instant(cluster: MakeCluster) -> None:
-    job = training(cluster)
-    step = checkpoint.Checkpoints(job.checkpoints, "rl").newest().step  # type: ignore[union-attr]
-    for rank in job.ranks.values():
-        rank.kill()
-    for rank in job.ranks.values():
-        rank.start()
-    is_whole(job)
-    resumed = re.findall(r"resumed .*?iteration=(\d+)", job.agent.text())
-    assert int(resumed[-1]) >= step
-
-
-def test_agent_and_an_observer_killed_in_the_same_instant(cluster: MakeCluster) -> None:
-    job = training(cluster)
-    for name in RANKS:
-        job.ranks[name].kill()
-    for name in RANKS:
-        job.ranks[name].start()
-    is_whole(job)
-
-
-def appears(rank: Rank, text: str) -> Callable[[], bool]:
-    """Whether `text` comes up in the rank's log from now on."""
-    seen = rank.text().count(text)
-    return lambda: rank.text().count(text) > seen
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -105,37 +133,16 @@ def test_killed_while_it_starts(cluster: MakeCluster, name: str) -> None:
     until(lambda: rank.worker(), "a worker of it")  # the settings' check, or the first generation
     rank.kill()
     rank.start()
-    is_whole(job)
-
-
-def test_killed_again_while_it_recovers(cluster: MakeCluster) -> None:
-    job = training(cluster)
-    for _ in range(3):
-        first = job.agent.kill_worker()
-        until(lambda first=first: (found := job.agent.worker()) and found.pid != first, "the next worker")
-    job.agent.kill_worker()
-    is_whole(job)
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_killed_while_the_gang_drains(cluster: MakeCluster, name: str) -> None:
-    job = training(cluster)
-    drains = appears(job.agent, "gang draining")
-    job.observer(0).kill_worker()  # once it is back, the gang drains to take it in
-    until(drains, "a drain")
-    rank = job.ranks[name]
-    rank.kill()
-    rank.start()
-    is_whole(job)
+    job.is_whole()
 
 
 def test_killed_while_it_writes_checkpoints(cluster: MakeCluster) -> None:
     job = training(cluster, CHECKPOINT_INTERVAL="0.000001")
     for _ in range(3):
-        until(appears(job.agent, "checkpoint "), "a checkpoint")
+        until(job.agent.appears("checkpoint "), "a checkpoint")
         job.agent.kill_worker()
         job.trains()
-    is_whole(job)
+    job.is_whole()
     job.agent.kill()
     kept = checkpoint.newest_first(job.checkpoints)
     assert kept
@@ -143,27 +150,14 @@ def test_killed_while_it_writes_checkpoints(cluster: MakeCluster) -> None:
         checkpoint.read(path, "rl")  # raises where one is torn
 
 
-@pytest.mark.parametrize("name", RANKS)
-def test_killed_at_the_finish(cluster: MakeCluster, name: str) -> None:
+def test_rank_0_killed_at_the_finish(cluster: MakeCluster) -> None:
+    """Of an observer that comes back then, test_job's lingering job tells."""
     job = cluster(ENV_ID="tests.integration.environments:Quick-v0").start()
     until(lambda: "Solved!" in job.agent.text(), "the end")
-    rank = job.ranks[name]
-    rank.kill()
-    rank.start()
+    job.agent.kill()
+    job.agent.start()
     assert [each.wait() for each in job.ranks.values()] == [0, 0, 0]
     assert (rundir.read_done(job.checkpoints) or {})["solved"] is True
-
-
-def test_one_rank_after_the_other_is_terminated_and_comes_back(cluster: MakeCluster) -> None:
-    job = training(cluster)
-    for name in RANKS:
-        rank = job.ranks[name]
-        step = job.iterations()
-        rank.terminate()
-        assert rank.wait() == 0
-        rank.start()
-        is_whole(job)
-        assert job.iterations() > step
 
 
 # ---- no update twice, none that was acknowledged lost
@@ -184,7 +178,7 @@ def test_the_ledger_of_updates(cluster: MakeCluster) -> None:
             for rank in job.ranks.values():
                 rank.start()
         until(lambda g=generation: job.agent.metric("generation") > g, f"the generation after {hurt}")
-        is_whole(job)
+        job.is_whole()
     for rank in job.ranks.values():
         rank.terminate()
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
@@ -224,20 +218,6 @@ def test_the_ledger_of_updates(cluster: MakeCluster) -> None:
 
 
 # ---- the disk
-
-
-def test_a_torn_newest_checkpoint_is_passed_over_and_kept(cluster: MakeCluster) -> None:
-    job = training(cluster)
-    until(lambda: len(list(job.checkpoints.glob("checkpoint-*"))) > 1, "two checkpoints")
-    for rank in job.ranks.values():
-        rank.kill()
-    newest, before = checkpoint.newest_first(job.checkpoints)[:2]
-    newest.write_bytes(newest.read_bytes()[:-100])
-    for rank in job.ranks.values():
-        rank.start()
-    until(lambda: f"resumed file={before.name}" in job.agent.text(), "the one before to be used")
-    assert f"{newest.name} is torn" in job.agent.text()
-    is_whole(job)
 
 
 def test_no_good_checkpoint_is_a_refusal_that_touches_nothing(cluster: MakeCluster) -> None:
@@ -282,13 +262,13 @@ def test_a_volume_that_fills_up_does_not_stop_training(cluster: MakeCluster, vol
     generation = job.agent.metric("generation")
     job.agent.kill_worker()  # a number for the next generation finds a place all the same
     until(lambda: job.agent.metric("generation") > generation, "the next generation")
-    is_whole(job)
+    job.is_whole()
     good = checkpoint.newest_first(volume / "run")[0]
     checkpoint.read(good, "rl")
-    written = appears(job.agent, "checkpoint file=")
+    written = job.agent.appears("checkpoint file=")
     filler.unlink()
     until(written, "a checkpoint once there is room")
-    is_whole(job)
+    job.is_whole()
 
 
 def test_a_volume_that_turns_read_only(cluster: MakeCluster, volume: Path) -> None:
@@ -301,4 +281,4 @@ def test_a_volume_that_turns_read_only(cluster: MakeCluster, volume: Path) -> No
     assert f"CHECKPOINT_DIR={volume / 'run'}: cannot be written (Read-only file system)" in job.agent.text()
     subprocess.run(remount("rw", volume), check=True)
     job.agent.start()
-    is_whole(job)
+    job.is_whole()

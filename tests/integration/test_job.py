@@ -75,11 +75,11 @@ def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(tmp_path: P
 
 
 def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    both = [local(tmp_path / name) for name in ("one", "two")]
+    both = [local(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")]
     try:
         for name in ("one", "two"):
             log = tmp_path / name / "logs" / "agent-0.log"
-            until(lambda log=log: log.exists() and "Episode 10" in log.read_text(), f"{name} to train")
+            until(lambda log=log: log.exists() and "Episode 1\t" in log.read_text(), f"{name} to train")
         processes = [child for process in both for child in descendants(process)]
         assert len(processes) >= 2 * 3 * 2
         for process in both:

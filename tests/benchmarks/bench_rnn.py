@@ -6,26 +6,23 @@ take turns and the median of the rounds' ratios counts. With BENCH_JSON=FILE the
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from app.jobs.rnn import RnnSettings
-from tests.benchmarks import launch, local_rnn, rolecall_rnn, tutorial_rnn
-from tests.benchmarks.display import BUSY, Display
+from tests.benchmarks import command, launch, local_rnn, rolecall_rnn, tutorial_rnn
+from tests.benchmarks.display import Display
 
 STEPS = 40
 TUTORIAL_STEPS = 8  # each takes a second
+BYTES_STEPS = 3
 TUTORIAL_BAR = 2.5  # times the tutorial's rate, at least
 LOCAL_BAR = 0.9  # of one process, at least
 BYTES_BAR = 50  # the tutorial's bytes over ours, at least
@@ -36,7 +33,8 @@ PERPLEXITY_BAR = 1.02  # of one process, at most
 class Measured:
     """Rates in tokens a second and bytes a step, by round; `micro` is the rate by MICRO_BATCHES."""
 
-    tutorial: list[tuple[float, float]] = field(default_factory=list)
+    tutorial: list[float] = field(default_factory=list)
+    tutorial_bytes: float = 0.0
     local: list[float] = field(default_factory=list)
     rolecall: list[tuple[float, float]] = field(default_factory=list)
     micro: dict[int, float] = field(default_factory=dict)
@@ -47,14 +45,14 @@ class Measured:
     def rate(self, name: str) -> float:
         return statistics.median(one if isinstance(one, float) else one[0] for one in getattr(self, name))
 
-    def bytes(self, name: str) -> float:
-        return statistics.median(one[1] for one in getattr(self, name))
+    @property
+    def rolecall_bytes(self) -> float:
+        return statistics.median(one[1] for one in self.rolecall)
 
-    def bars(self) -> list[tuple[str, str, str, bool]]:
-        """Each bar as (what, measured, bar, whether it is met)."""
-        times = statistics.median(r / t for (r, _), (t, _) in zip(self.rolecall, self.tutorial, strict=True))
+    def bars(self) -> list[command.Bar]:
+        times = statistics.median(r / t for (r, _), t in zip(self.rolecall, self.tutorial, strict=True))
         part = statistics.median(r / one for (r, _), one in zip(self.rolecall, self.local, strict=True))
-        less = self.bytes("tutorial") / self.bytes("rolecall")
+        less = self.tutorial_bytes / self.rolecall_bytes
         worse = self.perplexity[0] / self.local_perplexity
         return [
             ("tokens/s", f"{times:.2f} x the tutorial's", f">= {TUTORIAL_BAR:g} x", times >= TUTORIAL_BAR),
@@ -67,12 +65,13 @@ class Measured:
         """The contract's keys, and everything measured under `details`."""
         return {
             **{f"{name}_tokens_per_s": round(self.rate(name), 1) for name in ("tutorial", "local", "rolecall")},
-            **{f"{name}_bytes_per_step": round(self.bytes(name)) for name in ("tutorial", "rolecall")},
+            "tutorial_bytes_per_step": round(self.tutorial_bytes),
+            "rolecall_bytes_per_step": round(self.rolecall_bytes),
             "local_perplexity": round(self.local_perplexity, 3),
             "rolecall_perplexity": round(self.perplexity[0], 3),
             "details": {
                 **asdict(self),
-                "bars": [dict(zip(("what", "measured", "bar", "met"), bar, strict=True)) for bar in self.bars()],
+                "bars": command.bars_json(self),
                 "processors": os.cpu_count(),
             },
         }
@@ -81,7 +80,7 @@ class Measured:
 def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
     """Everything. Raises RuntimeError or TimeoutError where a run fails."""
     found = Measured()
-    display = Display(3 * rounds + len(micro) + 2, console, found.busy_percent)
+    display = Display(3 * rounds + len(micro) + 3, console, found.busy_percent)
 
     def show(run: tuple[float, float]) -> str:
         return f"{run[0]:,.0f} tokens/s, {run[1] / 1e6:,.2f} MB a step"
@@ -92,10 +91,13 @@ def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
     with display:
         for number in range(1, rounds + 1):
             name = f", round {number}"
-            display.step("tutorial" + name, lambda on: tutorial_rnn.measure(TUTORIAL_STEPS), found.tutorial.append,
-                         show)  # fmt: skip
+            display.step("tutorial" + name, lambda on: tutorial_rnn.measure(TUTORIAL_STEPS),
+                         found.tutorial.append, rate)  # fmt: skip
             display.step("rolecall" + name, lambda on: rolecall_rnn.measure(STEPS, on), found.rolecall.append, show)
             display.step("one process" + name, lambda on: local_rnn.tokens_per_s(STEPS), found.local.append, rate)
+        display.step("the tutorial's bytes", lambda on: tutorial_rnn.bytes_a_step(BYTES_STEPS),
+                     lambda value: setattr(found, "tutorial_bytes", value),
+                     lambda value: f"{value / 1e6:,.2f} MB a step")  # fmt: skip
         for parts in micro:
             display.step(f"MICRO_BATCHES={parts}", _with(parts), lambda value, n=parts: found.micro.update({n: value}),
                          rate)  # fmt: skip
@@ -116,52 +118,26 @@ def tables(found: Measured) -> list[Table]:
     shape = f"vocabulary {local_rnn.VOCABULARY:,}, width {local_rnn.WIDTH}, {local_rnn.LAYERS} layers, " \
             f"sequence {local_rnn.SEQUENCE}, batch {local_rnn.BATCH}"  # fmt: skip
     rates = Table("", "tokens/s", "bytes a step", title=shape)
-    rates.add_row("the tutorial's way", f"{found.rate('tutorial'):,.0f}", f"{found.bytes('tutorial'):,.0f}")
+    rates.add_row("the tutorial's way", f"{found.rate('tutorial'):,.0f}", f"{found.tutorial_bytes:,.0f}")
     rates.add_row("one process", f"{found.rate('local'):,.0f}", "")
-    rates.add_row("rnn", f"{found.rate('rolecall'):,.0f}", f"{found.bytes('rolecall'):,.0f}")
+    rates.add_row("rnn", f"{found.rate('rolecall'):,.0f}", f"{found.rolecall_bytes:,.0f}")
     for parts, value in found.micro.items():
         rates.add_row(f"rnn, MICRO_BATCHES={parts}", f"{value:,.0f}", "")
     ends = Table("", "perplexity", title="After the default run")
     ends.add_row("one process", f"{found.local_perplexity:.2f}")
     ends.add_row(f"rnn, {found.perplexity[1]:.0f} s", f"{found.perplexity[0]:.2f}")
-    bars = Table("bar", "measured", "must be", "", title="Bars")
-    for what, value, bar, met in found.bars():
-        bars.add_row(what, value, bar, "[green]pass[/]" if met else "[red]MISS[/]")
     for table in (rates, ends):
         for column in table.columns[1:]:
             column.justify = "right"
-    return [rates, ends, bars]
+    return [rates, ends]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 where every bar is met, 1 where one is not, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_rnn", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each rate; the median counts")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error("--rounds: at least 1")
-    target = os.environ.get("BENCH_JSON")
-    if target and not Path(target).parent.is_dir():
-        parser.error(f"BENCH_JSON={target}: no such directory")
-    # whatever is under way is ended on the way out
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    launch.clean_environment(RnnSettings)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    try:
-        found = measure(arguments.rounds, (1, 2, 4), console)
-    except (RuntimeError, TimeoutError) as error:
-        console.print(f"bench-rnn: {error}", markup=False, highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    for table in tables(found):
-        console.print(table)
-    if any(busy > BUSY for busy in found.busy_percent):
-        console.print("The machine was busy with something else before some measurements: run it again for numbers "
-                      "to rely on.")  # fmt: skip
-    if target:
-        Path(target).write_text(json.dumps(found.to_json(), indent=1) + "\n")
-    return 0 if all(met for *_, met in found.bars()) else 1
+    def run(rounds: int, quick: bool, console: Console) -> Measured:
+        launch.clean_environment(RnnSettings)
+        return measure(rounds, () if quick else (1, 2, 4), console)
+
+    return command.run("rnn", __doc__, 3, "the default MICRO_BATCHES only", run, tables, argv)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,7 @@ class Cluster:
             **settings,
         }
         self.ranks: dict[str, Rank] = {}
+        self.count = 0  # members of the last role that were started
         self._everyone: list[Rank] = []
 
     def add(self, role: str, ordinal: int, **settings: str) -> Rank:
@@ -241,6 +242,7 @@ class Cluster:
         """Start rank 0 (all of its role) and `count` members of the last role."""
         if self.others.count:
             self.settings.setdefault(self.others.count, str(count))
+        self.count = count
         first = self.job.roles[0]
         for ordinal in range(int(self.settings.get(first.count, 1))):
             self.add(first.name, ordinal).start()
@@ -278,8 +280,8 @@ class Cluster:
             until(lambda: self.iterations() >= start, "the iterations made again")
 
     def is_whole(self) -> None:
-        """Wait until a generation with two members of the elastic role makes steps."""
-        until(lambda: self.members() == 2, "both members in the gang")
+        """Wait until a generation with all members that were started makes steps."""
+        until(lambda: self.members() == self.count, "all members in the gang")
         self.trains()
 
     def logs(self) -> str:

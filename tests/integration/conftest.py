@@ -39,13 +39,16 @@ def _close_kept(config: pytest.Config) -> None:
 
 @pytest.fixture
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """A training job with two observers and checkpoints every 0.2 s, left by the test before this one or new.
+    """A training job with checkpoints every 0.2 s, left by the test before this one or new; rl, or the parameter.
 
     A test that uses it must leave it whole: starting ranks costs more than most of what is done to them.
     """
-    stash = request.config.stash
+    job, stash = getattr(request, "param", "rl"), request.config.stash
+    if KEPT in stash and stash[KEPT].job.name != job:
+        _close_kept(request.config)
     if KEPT not in stash:
-        stash[KEPT] = Cluster(tmp_path_factory.mktemp("kept"), CHECKPOINT_INTERVAL="0.2").start()
+        made = Cluster(tmp_path_factory.mktemp("kept"), JOB=job, CHECKPOINT_INTERVAL="0.2")
+        stash[KEPT] = made.start(made.others.elastic + 1)
     stash[KEPT].is_whole()
     until(stash[KEPT].first.appears("checkpoint file="), "a checkpoint")
     return stash[KEPT]

@@ -23,6 +23,7 @@ from app.jobs.rnn.model import LanguageModel
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]
+rnn = pytest.mark.parametrize("kept", ["rnn"], indirect=True)
 
 
 def finished(job: Cluster) -> checkpoint.Snapshot:
@@ -158,49 +159,42 @@ def test_memory_is_flat(cluster: MakeCluster) -> None:
         assert curve[-1][rank] < curve[0][rank] + 8
 
 
+@rnn
 @pytest.mark.parametrize("part", ["worker", "supervisor", "rank"])
 @pytest.mark.parametrize("name", ["ps-0", "trainer-0"])
-def test_any_part_killed(cluster: MakeCluster, name: str, part: str) -> None:
-    job = training(cluster)
-    rank = job.ranks[name]
-    generation, orphan = job.first.metric("generation"), until(rank.worker, "a worker").pid
+def test_any_part_killed(kept: Cluster, name: str, part: str) -> None:
+    rank = kept.ranks[name]
+    generation, orphan = kept.first.metric("generation"), until(rank.worker, "a worker").pid
+    resumed = kept.first.appears("resumed")
     if part == "worker":
         rank.kill_worker()
     else:
         rank.kill_supervisor() if part == "supervisor" else rank.kill()
         until(lambda: not alive(orphan), "the orphan's end")
         rank.start()
-    until(lambda: job.first.metric("generation") > generation, "the next generation")
-    job.trains()
-    assert "resumed" in job.first.text()
+    until(lambda: kept.first.metric("generation") > generation, "the next generation")
+    kept.trains()
+    assert resumed()
 
 
+@rnn
 @pytest.mark.parametrize("name", ["ps-0", "trainer-0"])
-def test_frozen_and_thawed(cluster: MakeCluster, name: str) -> None:
-    job = training(cluster)
-    other = next(rank for rank in job.ranks.values() if rank.name != name)
-    with job.ranks[name].frozen("rank"):
+def test_frozen_and_thawed(kept: Cluster, name: str) -> None:
+    other = next(rank for rank in kept.ranks.values() if rank.name != name)
+    with kept.ranks[name].frozen("rank"):
         until(lambda: other.metric("generation") == 0, "the other's worker to be ended")
-    job.trains()
+    kept.trains()
 
 
-def test_all_ranks_killed_in_the_same_instant(cluster: MakeCluster) -> None:
-    job = training(cluster)
-    step = checkpoint.Checkpoints(job.checkpoints, "rnn").newest().step  # type: ignore[union-attr]
-    for rank in job.ranks.values():
+@rnn
+def test_all_ranks_killed_in_the_same_instant(kept: Cluster) -> None:
+    step = checkpoint.Checkpoints(kept.checkpoints, "rnn").newest().step  # type: ignore[union-attr]
+    for rank in kept.ranks.values():
         rank.kill()
-    for rank in job.ranks.values():
+    for rank in kept.ranks.values():
         rank.start()
-    job.trains()
-    assert int(re.findall(r"resumed .*?step=(\d+)", job.first.text())[-1]) >= step
-
-
-def training(cluster: MakeCluster, **own: str) -> Cluster:
-    """A job that trains, and has a checkpoint."""
-    job = cluster(JOB="rnn", **{"CHECKPOINT_INTERVAL": "0.2", **own}).start(1)
-    job.trains()
-    until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
-    return job
+    kept.trains()
+    assert int(re.findall(r"resumed .*?step=(\d+)", kept.first.text())[-1]) >= step
 
 
 def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tmp_path: Path) -> None:

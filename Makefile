@@ -52,8 +52,8 @@ test-e2e: $(READY) image ## the jobs in containers: needs Docker with compose, a
 simulate: $(READY) ## 10,000 random schedules of crashes, pauses, joins and cuts against the gang's logic (SCHEDULES=, SEED=)
 	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1)
 
-leaks: $(READY) ## 200 generations in one job: threads, descriptors and memory before and after (GENERATIONS=200)
-	GENERATIONS="$(or $(GENERATIONS),200)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s
+leaks: $(READY) ## what 200 generations of rl and 10,000 steps of rnn leave behind (GENERATIONS=, STEPS=)
+	GENERATIONS="$(or $(GENERATIONS),200)" STEPS="$(or $(STEPS),10000)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

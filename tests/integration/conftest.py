@@ -44,7 +44,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     A test that uses it must leave it whole: starting ranks costs more than most of what is done to them.
     """
     job, stash = getattr(request, "param", "rl"), request.config.stash
-    if KEPT in stash and stash[KEPT].job.name != job:
+    if KEPT in stash and stash[KEPT].settings["JOB"] != job:
         _close_kept(request.config)
     if KEPT not in stash:
         made = Cluster(tmp_path_factory.mktemp("kept"), JOB=job, CHECKPOINT_INTERVAL="0.2")

@@ -1,6 +1,6 @@
-"""Generation after generation in one job: threads, file descriptors, memory and metric files stay as they are.
+"""Generation after generation, and step after step: threads, descriptors, memory and metric files stay as they are.
 
-GENERATIONS=200 (`make leaks`) runs so many instead of a few, and prints what was measured before and after.
+`make leaks` runs many instead of a few (GENERATIONS, STEPS), and prints what was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from tests.integration.cluster import Cluster, Rank, until
 
 GENERATIONS = int(os.environ.get("GENERATIONS", "12"))
+STEPS = int(os.environ.get("STEPS", "400"))
 WARM = 3  # generations after which everything has been used once
 GROWTH = 8 * 2**20  # bytes; an interpreter's heap breathes
 
@@ -60,3 +61,18 @@ def everyone(job: Cluster) -> dict[str, dict[str, int]]:
     for rank in job.ranks.values():
         until(lambda rank=rank: rank.worker(), f"a worker of {rank.name}")
     return {name: measured(rank, Path(job.temporary)) for name, rank in job.ranks.items()}
+
+
+@pytest.mark.timeout(60 + STEPS)
+def test_step_after_step_the_split_model_needs_no_more_memory(cluster: Callable[..., Cluster]) -> None:
+    """Each step has a distributed autograd context, and references to tensors on the other rank."""
+    job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="3600").start(1)
+    curve = []
+    for step in range(STEPS // 4, STEPS + 1, STEPS // 4):
+        until(lambda s=step: job.first.metric("step") >= s, f"step {step}", 60 + STEPS)
+        workers = [until(rank.worker, f"a worker of {rank.name}") for rank in job.ranks.values()]
+        curve.append([worker.memory_info().rss for worker in workers])
+        print(f"step {step:6,}: ps {curve[-1][0] / 2**20:.1f} MiB, trainer {curve[-1][1] / 2**20:.1f} MiB")
+    assert job.first.metric("generation") == 1
+    for before, after in zip(curve[0], curve[-1], strict=True):
+        assert after < before + GROWTH

@@ -145,7 +145,7 @@ def test_drained_and_resumed_loses_no_update(cluster: MakeCluster) -> None:
 
 
 def test_a_server_killed_whole(cluster: MakeCluster) -> None:
-    job = cluster(JOB="ps", SERVERS="2", CHECKPOINT_INTERVAL="0.2").start(2)
+    job = cluster(JOB="ps", SERVERS="2", CHECKPOINT_INTERVAL="0.2").start(1)
     until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
     rank = job.ranks["ps-1"]
     orphan = until(rank.worker, "a worker").pid

@@ -1,4 +1,4 @@
-"""The split language model as real processes: its arithmetic, its bytes, its memory, and whatever dies."""
+"""The split language model as real processes: its arithmetic, its bytes, and whatever dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -99,16 +98,15 @@ def evaluated(job: Cluster, found: checkpoint.Snapshot, *arguments: str) -> dict
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("name", ["ps-0", "trainer-0"])
-def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster, name: str) -> None:
-    own = {"EPOCHS": "8", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2", "CHECKPOINT_INTERVAL": "0.2"}
-    job = cluster(JOB="rnn", **own).start(1)
-    for hurt in ("kill", "drain"):
+def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:
+    own = {"EPOCHS": "5", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
+    job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="0.2", **own).start(1)
+    for hurt in ("ps-0", "trainer-0", "drain"):
         seen = set(job.checkpoints.glob("checkpoint-*"))
         until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
         generation = job.first.metric("generation")
-        if hurt == "kill":
-            job.ranks[name].kill_worker()
+        if hurt != "drain":
+            job.ranks[hurt].kill_worker()
             until(lambda g=generation: job.first.metric("generation") > g, "the next generation")
         else:
             for rank in job.ranks.values():
@@ -117,8 +115,8 @@ def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(clust
             for rank in job.ranks.values():
                 rank.start()
     found = finished(job)
-    assert job.first.text().count("resumed") >= 2
-    whole = finished(cluster(JOB="rnn", **{**own, "CHECKPOINT_INTERVAL": "3600"}).start(1))
+    assert job.first.text().count("resumed") >= 3
+    whole = finished(cluster(JOB="rnn", CHECKPOINT_INTERVAL="3600", **own).start(1))
     torch.testing.assert_close(found.state["history"], whole.state["history"], rtol=1e-4, atol=1e-5)
 
 
@@ -143,20 +141,6 @@ def test_logits_never_cross_the_network(cluster: MakeCluster) -> None:
     total = "rolecall_rpc_sent_bytes_total"
     sent = {labels[0][1] for (name, labels), value in found.items() if name == total and value}
     assert sent == {"embed", "decode"}
-
-
-def test_memory_is_flat(cluster: MakeCluster) -> None:
-    """Over 2,000 steps. The curve is printed with `-s`."""
-    job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="3600").start(1)
-    curve = []
-    for step in (500, 1000, 1500, 2000):
-        until(lambda s=step: job.first.metric("step") >= s, f"step {step}")
-        workers = [psutil.Process(until(rank.worker, "a worker").pid) for rank in job.ranks.values()]
-        curve.append([worker.memory_info().rss / 2**20 for worker in workers])
-        print(f"step {step}: ps {curve[-1][0]:.1f} MiB, trainer {curve[-1][1]:.1f} MiB")
-    assert job.first.metric("generation") == 1
-    for rank in (0, 1):
-        assert curve[-1][rank] < curve[0][rank] + 8
 
 
 @rnn
@@ -211,7 +195,7 @@ def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tm
 
 
 def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> None:
-    job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1000", MAX_GRAD_NORM="1e9").start(1)
+    job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1e38", MAX_GRAD_NORM="1e38").start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     assert "the gradient is not finite; lower LR" in job.member(0).text()
 

@@ -42,7 +42,7 @@ class RnnSettings(Settings):
     optimizer: Literal["adam", "sgd"] = Field(
         "adam", description="adam (SparseAdam for the embedding) or sgd, each where its parameters are"
     )
-    lr: float = Field(2e-3, gt=0, le=1000, description="learning rate")
+    lr: float = Field(2e-3, gt=0, description="learning rate")
     max_grad_norm: float = Field(
         1.0, gt=0, le=1e9, description="gradients of both ranks are clipped to this global norm"
     )

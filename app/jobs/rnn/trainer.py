@@ -271,4 +271,4 @@ class Trainer:
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
+    return math.exp(min(loss, 30.0))  # beyond that it has diverged, and only makes lines long

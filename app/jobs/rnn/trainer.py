@@ -158,8 +158,9 @@ class Trainer:
                 dist_autograd.backward(context, [mean])  # type: ignore[attr-defined]
             with self.metrics.rnn_optimizer_seconds.time():
                 norm, due = self._call(server.clip, context, optimizer.square_norm(context), self.step)
-                if not math.isfinite(norm):
-                    raise FloatingPointError("the gradient is not finite; lower LR or MAX_GRAD_NORM")
+                loss = float(mean.detach())
+                if not math.isfinite(loss) or not math.isfinite(norm):
+                    raise FloatingPointError("the loss or its gradient is not finite; lower LR or MAX_GRAD_NORM")
                 optimizer.scale(context, norm, s.max_grad_norm)
                 for one in self.optimizers:
                     one.step(context)
@@ -167,7 +168,7 @@ class Trainer:
         self.metrics.rnn_grad_norm.set(norm)
         for direction, width in (("received", s.hidden_size), ("sent", s.embedding_size)):
             self.metrics.rnn_gradient_bytes.labels(direction).inc(4 * width * targets.numel())
-        return float(mean.detach()) * targets.numel(), due
+        return loss * targets.numel(), due
 
     def _progress(self, tokens: int) -> None:
         s, now, done = self.settings, time.monotonic(), self._done()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,11 @@ from app.config import UsageError
 from app.jobs.rnn import RnnSettings
 
 ROWS = 350  # tokens whose logits are held at once
+COLUMNS = (
+    512  # of the logits that one multiplication makes: larger results leave the cache, and take half as long again
+)
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 State = tuple[Tensor, Tensor]  # the LSTM's hidden and cell state, each [layers, batch, hidden]
 
 
@@ -58,12 +64,12 @@ class Decoder(nn.Linear):
         nn.init.uniform_(self.weight, -0.1, 0.1, _seeded(settings, 2))
         nn.init.zeros_(self.bias)
 
-    def loss(self, hidden: Tensor, targets: Tensor, scale: float = 1.0, where: Executor | None = None) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, scale: float = 1.0, pool: Pool | None = None) -> Tensor:
         """The negative log-likelihood of `targets` [length, batch] after `hidden` [length, batch, hidden], summed and
-        times `scale`; computed by `where`.
+        times `scale`; computed by `pool`, or here.
         """
         rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        found: Tensor = _Loss.apply(rows, self.weight, self.bias, wanted, scale, torch.is_grad_enabled(), where)
+        found: Tensor = _Loss.apply(rows, self.weight, self.bias, wanted, scale, torch.is_grad_enabled(), pool)
         return found
 
     @torch.no_grad()
@@ -76,18 +82,23 @@ class Decoder(nn.Linear):
 
 
 class _Loss(torch.autograd.Function):
-    """Cross-entropy of a linear layer's output, a block of rows after the other: the block's logits become its gradient
-    in place, and are gone when the next begins. So no more than ROWS x vocabulary of them are ever held, and the
-    backward pass has nothing left to do. (The idea of fused linear cross-entropy: Hsu et al. 2024, Liger kernel.)
+    """Cross-entropy of a linear layer's output, and at once its gradients, which the backward pass only hands out. No
+    more than ROWS x vocabulary of the logits are ever held. (The idea: fused linear cross-entropy, Hsu et al. 2024,
+    Liger kernel; the split over the vocabulary: Shoeybi et al. 2019, Megatron-LM.)
     """
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float,
-                differentiate: bool, where: Executor | None) -> Tensor:  # fmt: skip
-        arguments = hidden.detach(), weight.detach(), bias.detach(), targets, scale, differentiate
-        total, grads = where.submit(_loss, *arguments).result() if where else _loss(*arguments)
+                differentiate: bool, pool: Pool | None) -> Tensor:  # fmt: skip
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach()
+        grads = (torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)) if differentiate else ()
         context.save_for_backward(*grads)
-        return total
+        total = hidden.new_zeros(())
+        for begin in range(0, len(hidden), ROWS):
+            part = slice(begin, begin + ROWS)
+            own = (grads[0][part], *grads[1:]) if grads else ()
+            total += _block(hidden[part], weight, bias, targets[part], scale, own, pool)
+        return total.mul_(scale)
 
     @staticmethod
     def backward(context: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,24 +109,72 @@ class _Loss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float, differentiate: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss, and its gradients of the hidden states [rows, hidden], the weight and the bias."""
-    total = hidden.new_zeros(())
-    grads = (torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)) if differentiate else ()
-    for begin in range(0, len(hidden), ROWS):
-        rows, wanted = hidden[begin : begin + ROWS], targets[begin : begin + ROWS, None]
-        block = torch.log_softmax(torch.addmm(bias, rows, weight.t()), 1)
-        total -= block.gather(1, wanted).sum()
-        if grads:
-            block.exp_().scatter_add_(1, wanted, block.new_full((1, 1), -1.0).expand_as(wanted))
-            torch.mm(block, weight, out=grads[0][begin : begin + ROWS])
-            grads[1].addmm_(block.t(), rows, alpha=scale)
-            grads[2].add_(block.sum(0), alpha=scale)
+def _block(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float, grads: Sequence[Tensor],
+           pool: Pool | None) -> Tensor:  # fmt: skip
+    """The summed loss of some rows. Sets the first of `grads`, of the rows, and adds to those of weight and bias."""
+    slices = [_Slice(hidden, weight, bias, part) for part in _slices(len(weight), pool.threads if pool else 1)]
+    run = pool.map if pool else _here
+    tops, sums = zip(*run(_Slice.exponentials, slices), strict=True)
+    top = torch.stack(tops).amax(0)
+    total = sum((one * (own - top).exp() for own, one in zip(tops, sums, strict=True)), torch.zeros_like(top))
+    normalizer = top + total.log()
     if grads:
-        grads[0].mul_(scale)
-    return total.mul_(scale), grads
+        rows = run(lambda one: one.gradients(normalizer, scale, grads), slices)
+        # each target's own share: its probability less one
+        torch.sum(torch.stack(rows), 0, out=grads[0]).sub_(weight[targets]).mul_(scale)
+        grads[1].index_add_(0, targets, hidden, alpha=-scale)
+        grads[2].index_add_(0, targets, torch.ones_like(normalizer), alpha=-scale)
+    return (normalizer - (hidden * weight[targets]).sum(1) - bias[targets]).sum()
+
+
+class _Slice:
+    """The logits of some rows over a part of the vocabulary."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor, part: slice) -> None:
+        self.hidden, self.weight, self.bias, self.part = hidden, weight[part], bias[part], part
+
+    def exponentials(self) -> tuple[Tensor, Tensor]:
+        """Each row's largest logit here, and its sum of exponentials of the logits less that."""
+        hidden, tops = self.hidden, []
+        self.values = hidden.new_empty(len(hidden), len(self.weight))
+        width = COLUMNS if hidden.is_cpu else len(self.weight)
+        for begin in range(0, len(self.weight), width):
+            part = slice(begin, begin + width)
+            out = self.values[:, part]
+            torch.addmm(self.bias[part], hidden, self.weight[part].t(), out=out)
+            tops.append(out.amax(1))
+        self.top = torch.stack(tops).amax(0)
+        self.values.sub_(self.top[:, None]).exp_()
+        return self.top, self.values.sum(1)
+
+    def gradients(self, normalizer: Tensor, scale: float, grads: Sequence[Tensor]) -> Tensor:
+        """What this part adds to the rows' gradient; its part of the weight's and the bias's is added to `grads`."""
+        # values times this are probabilities: the small factors take it
+        factor = (self.top - normalizer).exp()
+        grads[1][self.part].addmm_(self.values.t(), self.hidden * factor[:, None], alpha=scale)
+        grads[2][self.part].addmv_(self.values.t(), factor, alpha=scale)
+        return torch.mm(self.values, self.weight).mul_(factor[:, None])
+
+
+def _slices(tokens: int, parts: int) -> list[slice]:
+    size = -(-tokens // parts)
+    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+
+
+def _here(function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+    return [function(item) for item in items]
+
+
+class Pool:
+    """Threads that each compute on one core."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    def map(self, function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+        """`function` of each item, at the same time."""
+        return list(self._executor.map(function, items))
 
 
 class LanguageModel(nn.Module):

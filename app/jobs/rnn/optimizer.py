@@ -67,7 +67,7 @@ def load(parts: Sequence[Any], found: State) -> None:
 
 def square_norm(context: int) -> float:
     """The square of the norm of all gradients that `context` holds here."""
-    return float(sum(_values(gradient).square().sum().cpu() for gradient in _gradients(context).values()))
+    return float(sum(torch.linalg.vector_norm(_values(one)).cpu() ** 2 for one in _gradients(context).values()))
 
 
 def scale(context: int, norm: float, limit: float) -> None:

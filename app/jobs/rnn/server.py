@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from concurrent.futures import Future as Promise
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def run(world: World) -> Outcome:
 
 
 class Server:
-    """The modules, and what the trainer's calls need of them. It computes in one thread, for all calls."""
+    """The modules, and what the trainer's calls need of them."""
 
     def __init__(self, world: World) -> None:
         assert isinstance(world.settings, RnnSettings)
@@ -54,8 +54,8 @@ class Server:
         self.generator = torch.Generator().manual_seed(self.settings.seed)
         self.heard = 0.0
         self.saved_at = time.monotonic()
-        # one pool of threads for the arithmetic, whichever of RPC's threads asks
-        self.compute = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(world.threads,))
+        self.pool = model.Pool(world.threads)
+        self.turn = threading.Lock()  # one micro-batch after the other: the trainer waits for the first
         assert world.checkpoints is not None
         found = world.checkpoints.newest()
         self.restored = found.state if found else None
@@ -166,15 +166,17 @@ def decode(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor, scale: fl
     server, layer = here(), module.local_value()
     place = layer.weight.device
     with server.metrics.rnn_decoder_seconds.time():
-        return server.outgoing(layer.loss(hidden.to(place), targets.to(place), scale, server.compute))
+        with server.turn:
+            found = layer.loss(hidden.to(place), targets.to(place), scale, server.pool)
+        return server.outgoing(found)
 
 
 def validate(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor) -> float:
     """As `decode`, without gradients."""
     server, layer = here(), module.local_value()
     place = layer.weight.device
-    with torch.no_grad():
-        return float(layer.loss(hidden.to(place), targets.to(place), 1.0, server.compute))
+    with torch.no_grad(), server.turn:
+        return float(layer.loss(hidden.to(place), targets.to(place), 1.0, server.pool))
 
 
 def sample(module: rpc.RRef[Decoder], hidden: Tensor, temperature: float) -> int:
@@ -190,8 +192,8 @@ def clip(context: int, squares: float, step: int) -> tuple[float, bool]:
     """
     server = here()
     server.reached(step)
-    norm = float((squares + server.compute.submit(optimizer.square_norm, context).result()) ** 0.5)
-    server.compute.submit(optimizer.scale, context, norm, server.settings.max_grad_norm).result()
+    norm = float((squares + optimizer.square_norm(context)) ** 0.5)
+    optimizer.scale(context, norm, server.settings.max_grad_norm)
     due = time.monotonic() - server.saved_at > server.settings.checkpoint_interval
     return norm, due or server.world.draining
 

@@ -23,7 +23,7 @@ class RnnSettings(Settings):
         description="text to learn: stdlib (the source of the Python standard library here), a file, or a folder",
     )
     corpus_bytes: int = Field(
-        2_000_000, ge=0, le=10**12, description="bytes of the corpus to use, files in an order of SEED; 0: all"
+        1_000_000, ge=0, le=10**12, description="bytes of the corpus to use, files in an order of SEED; 0: all"
     )
     tokens: Literal["word", "byte"] = Field("word", description="what the text is cut into")
     vocabulary: int = Field(

@@ -120,16 +120,22 @@ def test_more_micro_batches_than_streams_are_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("rows", [1, 4, 1000])
+@pytest.mark.parametrize("columns", [3, 512])
+@pytest.mark.parametrize("threads", [0, 1, 3, 60])
 @pytest.mark.parametrize("outer", [1.0, 0.3])
-def test_the_loss_and_its_gradients_are_right(monkeypatch: pytest.MonkeyPatch, rows: int, outer: float) -> None:
+def test_the_loss_and_its_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, threads: int, outer: float
+) -> None:
     monkeypatch.setattr(model, "ROWS", rows)
+    monkeypatch.setattr(model, "COLUMNS", columns)
+    pool = model.Pool(threads) if threads else None
     torch.manual_seed(0)
     decoder = model.Decoder(settings(), 50)
     hidden, targets = torch.randn(7, 4, 5, requires_grad=True), torch.randint(50, (7, 4))
     wanted = [hidden, decoder.weight, decoder.bias]
     plain = functional.cross_entropy(decoder(hidden).view(-1, 50), targets.view(-1), reduction="sum")
     expected = torch.autograd.grad(0.5 * outer * plain, wanted)
-    found = decoder.loss(hidden, targets, 0.5)
+    found = decoder.loss(hidden, targets, 0.5, pool)
     torch.testing.assert_close(found, 0.5 * plain)
     for one, other in zip(torch.autograd.grad(outer * found, wanted), expected, strict=True):
         torch.testing.assert_close(one, other)

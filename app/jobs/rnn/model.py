@@ -69,6 +69,7 @@ class Decoder(nn.Linear):
         times `scale`; computed by `pool`, or here.
         """
         rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        pool = pool if self.weight.is_cpu else None
         found: Tensor = _Loss.apply(rows, self.weight, self.bias, wanted, scale, torch.is_grad_enabled(), pool)
         return found
 

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from app import jobs
 from tests.e2e.containers import DEADLINE, IMAGE, docker
 
 LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
@@ -50,7 +51,7 @@ def test_its_commands_run() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, "rolecall: JOB='': is missing (rl, ps)"),
+        ({}, f"rolecall: JOB='': is missing ({', '.join(jobs.JOBS)})"),
         ({"JOB": "rl", "ROLE": "judge"}, "rolecall: ROLE='judge': no such role (agent, observer)"),
         (
             {"JOB": "rl", "ROLE": "agent", "GAMMA": "2", "NUM_ENVS": "no"},

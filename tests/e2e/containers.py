@@ -196,7 +196,9 @@ def each_role_serves_its_metrics(project: Project, job: jobs.Job, not_yet: str) 
     assert printed.count("rolecall_rank_info{") == len(project.containers())
     for role in job.roles:
         first = role is job.roles[0]
-        rank = project.rank0 if first else project.containers(role.name)[0]
+        # a service is named for its role, and for its job too where an earlier job has a role of that name
+        others = project.containers(role.name) or project.containers(f"{project.profile}-{role.name}")
+        rank = project.rank0 if first else others[0]
         text = run_python(project.network("metrics"), fetch, f"http://{rank.name}:8000/metrics")
         declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if first else ())
         declared += tuple(telemetry.of_role(telemetry.WORKER + jobs.metrics(job), role.name, first))

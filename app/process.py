@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from app.world import Task
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -35,11 +37,17 @@ def prepare(preload: tuple[str, ...]) -> None:
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
 
 
-def _over(pidfd: int) -> bool:
-    """Whether the process has ended; its descriptor is readable from then on."""
+def _over(pidfd: int, pid: int) -> bool:
+    """Whether the process has ended, or is ending: its connections are closed a moment before the end is to be seen."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+    if poll.poll(0):
+        return True
+    try:
+        flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]  # the name may hold blanks
+    except OSError:  # this moment
+        return True
+    return bool(int(flags) & EXITING)
 
 
 def _run(task: Task, connection: Any) -> None:
@@ -103,7 +111,7 @@ class WorkerProcess:
 
     def kill(self, why: str) -> None:
         """End it now. `why` is the outcome to report, unless it had ended before, or told of its end itself."""
-        if self._pidfd >= 0 and _over(self._pidfd):
+        if self._pidfd >= 0 and _over(self._pidfd, self._pid):
             return  # its exit is on the way
         self._why = self._why or why
         if self._pidfd >= 0:

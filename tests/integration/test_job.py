@@ -147,10 +147,10 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
 
 
 def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
-    job = cluster(ENV_ID=QUICK_ID, MAX_ITERATIONS="3", WORLD_SIZE="2")
-    for number in range(2):
+    job = cluster(ENV_ID=QUICK_ID, MAX_ITERATIONS="3", WORLD_SIZE="3")
+    for number in range(3):
         job.add("rank", number, ROLE="", ORDINAL="", RANK=str(number)).start()
-    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

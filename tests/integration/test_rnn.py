@@ -62,9 +62,8 @@ def in_one_process(own: RnnSettings) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize(("micro", "clip"), [("1", "1000"), ("3", "0.5")])
-def test_it_is_one_process(cluster: MakeCluster, micro: str, clip: str) -> None:
-    own = {"EPOCHS": "1", "MICRO_BATCHES": micro, "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": clip}
+def test_it_is_one_process(cluster: MakeCluster) -> None:
+    own = {"EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
     found = finished(cluster(JOB="rnn", **own).start(1))
     expected = in_one_process(settings(**own))
     assert found.step > 5
@@ -99,7 +98,7 @@ def evaluated(job: Cluster, found: checkpoint.Snapshot, *arguments: str) -> dict
 
 
 def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:
-    own = {"EPOCHS": "5", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
+    own = {"EPOCHS": "3", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
     job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="0.2", **own).start(1)
     for hurt in ("ps-0", "trainer-0", "drain"):
         seen = set(job.checkpoints.glob("checkpoint-*"))

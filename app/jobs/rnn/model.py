@@ -64,13 +64,17 @@ class Decoder(nn.Linear):
         nn.init.uniform_(self.weight, -0.1, 0.1, _seeded(settings, 2))
         nn.init.zeros_(self.bias)
 
-    def loss(self, hidden: Tensor, targets: Tensor, scale: float = 1.0, pool: Pool | None = None) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, scale: float = 1.0, pool: Pool | None = None,
+             sums: Sums | None = None) -> Tensor:  # fmt: skip
         """The negative log-likelihood of `targets` [length, batch] after `hidden` [length, batch, hidden], summed and
         times `scale`; computed by `pool`, or here.
+
+        Losses with the same `sums` must go through one backward pass, as a plain sum: the first of them hands out what
+        all add to the gradients of weight and bias.
         """
         rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         pool = pool if self.weight.is_cpu else None
-        found: Tensor = _Loss.apply(rows, self.weight, self.bias, wanted, scale, torch.is_grad_enabled(), pool)
+        found: Tensor = _Loss.apply(rows, self.weight, self.bias, wanted, scale, torch.is_grad_enabled(), pool, sums)
         return found
 
     @torch.no_grad()
@@ -90,10 +94,15 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float,
-                differentiate: bool, pool: Pool | None) -> Tensor:  # fmt: skip
+                differentiate: bool, pool: Pool | None, sums: Sums | None) -> Tensor:  # fmt: skip
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach()
-        grads = (torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)) if differentiate else ()
-        context.save_for_backward(*grads)
+        grads: tuple[Tensor, ...] = ()
+        if differentiate:
+            sums = Sums() if sums is None else sums
+            context.own = not sums.grads
+            sums.grads = sums.grads or (torch.zeros_like(weight), torch.zeros_like(bias))
+            context.sums, context.grad = sums, torch.empty_like(hidden)
+            grads = (context.grad, *sums.grads)
         total = hidden.new_zeros(())
         for begin in range(0, len(hidden), ROWS):
             part = slice(begin, begin + ROWS)
@@ -103,10 +112,20 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        grads = context.saved_tensors
+        grads = [context.grad]
+        if context.own:
+            grads += context.sums.grads
+            context.sums.grads = ()  # what nobody else holds is taken as it is, not copied
         if float(outer[0]) != 1.0:
             grads = [grad * outer[0] for grad in grads]
-        return (*grads, None, None, None, None)
+        return (*grads, *[None] * (8 - len(grads)))
+
+
+class Sums:
+    """The gradients of a decoder's weight and bias, summed over micro-batches."""
+
+    def __init__(self) -> None:
+        self.grads: tuple[Tensor, ...] = ()
 
 
 @torch.no_grad()
@@ -129,32 +148,34 @@ def _block(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale:
 
 
 class _Slice:
-    """The logits of some rows over a part of the vocabulary."""
+    """The logits of some rows over a part of the vocabulary, in blocks that stay in the cache while they are made."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor, part: slice) -> None:
-        self.hidden, self.weight, self.bias, self.part = hidden, weight[part], bias[part], part
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        width = COLUMNS if hidden.is_cpu else part.stop - part.start
+        self.parts = [slice(begin, min(begin + width, part.stop)) for begin in range(part.start, part.stop, width)]
 
     def exponentials(self) -> tuple[Tensor, Tensor]:
         """Each row's largest logit here, and its sum of exponentials of the logits less that."""
-        hidden, tops = self.hidden, []
-        self.values = hidden.new_empty(len(hidden), len(self.weight))
-        width = COLUMNS if hidden.is_cpu else len(self.weight)
-        for begin in range(0, len(self.weight), width):
-            part = slice(begin, begin + width)
-            out = self.values[:, part]
-            torch.addmm(self.bias[part], hidden, self.weight[part].t(), out=out)
-            tops.append(out.amax(1))
-        self.top = torch.stack(tops).amax(0)
-        self.values.sub_(self.top[:, None]).exp_()
-        return self.top, self.values.sum(1)
+        self.values, tops, sums = [], [], []
+        for part in self.parts:
+            logits = torch.addmm(self.bias[part], self.hidden, self.weight[part].t())
+            tops.append(logits.amax(1))
+            self.values.append(logits.sub_(tops[-1][:, None]).exp_())
+            sums.append(logits.sum(1))
+        self.tops = torch.stack(tops)
+        top = self.tops.amax(0)
+        return top, (torch.stack(sums) * (self.tops - top).exp()).sum(0)
 
     def gradients(self, normalizer: Tensor, scale: float, grads: Sequence[Tensor]) -> Tensor:
         """What this part adds to the rows' gradient; its part of the weight's and the bias's is added to `grads`."""
-        # values times this are probabilities: the small factors take it
-        factor = (self.top - normalizer).exp()
-        grads[1][self.part].addmm_(self.values.t(), self.hidden * factor[:, None], alpha=scale)
-        grads[2][self.part].addmv_(self.values.t(), factor, alpha=scale)
-        return torch.mm(self.values, self.weight).mul_(factor[:, None])
+        rows = torch.zeros_like(self.hidden)
+        # values times these are probabilities: the small matrices take them
+        for part, values, factor in zip(self.parts, self.values, (self.tops - normalizer).exp(), strict=True):
+            grads[1][part].addmm_(values.t(), self.hidden * factor[:, None], alpha=scale)
+            grads[2][part].addmv_(values.t(), factor, alpha=scale)
+            rows.addcmul_(torch.mm(values, self.weight[part]), factor[:, None])
+        return rows
 
 
 def _slices(tokens: int, parts: int) -> list[slice]:

@@ -55,6 +55,7 @@ class Server:
         self.heard = 0.0
         self.saved_at = time.monotonic()
         self.pool = model.Pool(world.threads)
+        self._sums = -1, model.Sums()
         self.turn = threading.Lock()  # one micro-batch after the other: the trainer waits for the first
         assert world.checkpoints is not None
         found = world.checkpoints.newest()
@@ -103,6 +104,12 @@ class Server:
             module.load_state_dict(self.restored["weights"][name])
         self.modules[name] = module
         return module
+
+    def sums_of(self, context: int) -> model.Sums:
+        """Where the micro-batches of a step, which is a distributed autograd context, add their gradients."""
+        if self._sums[0] != context:
+            self._sums = context, model.Sums()
+        return self._sums[1]
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """Where the trainer's calls expect it: on a GPU only where both ranks compute with one."""
@@ -158,7 +165,7 @@ def embed(module: rpc.RRef[Embedding], tokens: Tensor) -> Tensor:
         return server.outgoing(found)
 
 
-def decode(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
+def decode(context: int, module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
     """The summed loss of `targets` [length, batch] after `hidden` [length, batch, hidden], times `scale`; one number.
 
     The logits stay here, and so do their gradients.
@@ -167,7 +174,7 @@ def decode(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor, scale: fl
     place = layer.weight.device
     with server.metrics.rnn_decoder_seconds.time():
         with server.turn:
-            found = layer.loss(hidden.to(place), targets.to(place), scale, server.pool)
+            found = layer.loss(hidden.to(place), targets.to(place), scale, server.pool, server.sums_of(context))
         return server.outgoing(found)
 
 

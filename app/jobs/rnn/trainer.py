@@ -148,7 +148,7 @@ class Trainer:
                 states.append(after)
                 wanted = targets[:, cut].contiguous()
                 losses.append(
-                    self._begin(server.decode, self.decoder, hidden.to(self.wire), wanted, 1 / targets.numel())
+                    self._begin(server.decode, context, self.decoder, hidden.to(self.wire), wanted, 1 / targets.numel())
                 )
             with telemetry.Timer() as timer:
                 arrived = [one.wait() for one in losses]

@@ -60,6 +60,7 @@ class Server:
         assert world.checkpoints is not None
         found = world.checkpoints.newest()
         self.restored = found.state if found else None
+        self.step = found.step if found else 0
         if found:
             telemetry.log().info("resumed", file=found.path.name, step=found.step)
 
@@ -86,8 +87,10 @@ class Server:
 
     def reached(self, step: int) -> None:
         """The trainer has made step number `step`."""
-        self.metrics.step.set(step)
-        self.world.report(step)
+        if step > self.step:  # and not what the checkpoint had made already
+            self.step = step
+            self.metrics.step.set(step)
+            self.world.report(step)
 
     def _state(self, save: Save) -> dict[str, Any]:
         weights = {name: module.state_dict() for name, module in self.modules.items()}

@@ -111,9 +111,8 @@ class WorkerProcess:
 
     def kill(self, why: str) -> None:
         """End it now. `why` is the outcome to report, unless it had ended before, or told of its end itself."""
-        if self._pidfd >= 0 and _over(self._pidfd, self._pid):
-            return  # its exit is on the way
-        self._why = self._why or why
+        if self._pidfd < 0 or not _over(self._pidfd, self._pid):
+            self._why = self._why or why
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):  # it ended this moment
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

@@ -17,7 +17,7 @@ KEPT = pytest.StashKey[Cluster]()
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
-    if report.when == "call" and report.failed:
+    if report.failed and report.when != "teardown":
         kept = item.config.stash.get(KEPT, None) if "kept" in getattr(item, "fixturenames", ()) else None
         for cluster in (*getattr(item, "clusters", ()), *([kept] if kept else ())):
             report.sections.append(("every rank's log", cluster.logs()))

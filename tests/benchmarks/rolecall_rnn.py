@@ -14,7 +14,7 @@ from tests.benchmarks.local_rnn import BATCH, CLIP, LAYERS, LEARNING_RATE, SEQUE
 STEP = re.compile(r"Epoch \d+\tstep (\d+)\t")
 EPOCH = re.compile(r"Epoch (\d+)\tvalidation loss")
 INTERVAL = 10  # steps
-WARM = 10  # steps
+WARM = 20  # steps
 
 
 def measure(steps: int, progress: Callable[[str], None], **variables: object) -> tuple[float, float]:

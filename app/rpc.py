@@ -29,6 +29,7 @@ SCHEME = "rolecall"
 # what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
 GONE = re.compile(r"originated at tensorpipe|RPCErr:1:")
 _metrics: Any = None
+_rendezvous: Store | None = None
 _staying: list[torch.futures.Future[None]] = []  # calls of `watch` that are here
 
 
@@ -47,7 +48,7 @@ def connect(world: World) -> None:
     The rendezvous is a store that lives in rank 0's worker. Its keys carry the generation's number, so a worker that
     comes too late, from a generation that is over, meets nobody.
     """
-    global _metrics
+    global _metrics, _rendezvous
     _metrics = world.metrics
     settings = world.settings
     config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
@@ -55,7 +56,7 @@ def connect(world: World) -> None:
     warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     with Timer() as timer:
         try:
-            store = _store(world)
+            store = _rendezvous = _store(world)
             register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, world.me.rank, len(world.members))]))
             options = _options(world, store)
             rpc.init_rpc(world.me.name, rank=world.me.rank, world_size=len(world.members), rpc_backend_options=options)
@@ -82,6 +83,26 @@ def _options(world: World, store: Store) -> rpc.TensorPipeRpcBackendOptions:
             options.set_device_map(peer.name, {0: 0})
             world.mapped.add(peer.name)
     return options
+
+
+def join_group(world: World, role: str, timeout: float) -> None:
+    """Make torch's default process group, of the members with `role`: all of them call this, after `connect`.
+
+    Collectives have `timeout` seconds. NCCL where each has a GPU of its own, gloo otherwise. Raises PeerLostError.
+    """
+    assert _rendezvous is not None
+    store, members = PrefixStore(f"group-{role}", _rendezvous), world.peers(role)
+    place = members.index(world.me)
+    own = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else ""
+    try:
+        store.set(f"gpu-{place}", own)
+        gpus = {store.get(f"gpu-{number}") for number in range(len(members))}
+        backend = "nccl" if len(gpus) == len(members) and b"" not in gpus else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=place, world_size=len(members), timeout=timedelta(seconds=timeout)
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
 
 
 def _store(world: World) -> Store:

@@ -17,7 +17,7 @@ from app import config, protocol
 from app.config import Settings, UsageError
 from app.telemetry import Metric
 
-JOBS = ("rl", "ps", "rnn")
+JOBS = ("rl", "ps", "rnn", "hybrid")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +14,12 @@ import torch
 from torch import Tensor
 
 from app.config import UsageError
+from app.jobs import stdlib
 from app.jobs.rnn import RnnSettings, model
 
 UNKNOWN = "<unk>"
 BYTES = 256
 VALIDATION = 10  # every tenth file is for validation; of a single file the last tenth
-# the standard library's own, but not what it is tested with
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 # words, numbers, what follows on a line break, spaces, and every other character by itself; together they are the text
 WORD = re.compile(r"[^\W\d_]+|\d+|\n[ \t]*|[ \t]+|.", re.DOTALL)
 
@@ -133,7 +130,7 @@ def _split(settings: RnnSettings) -> tuple[str, str]:
 
 def _files(corpus: str) -> list[Path]:
     if corpus == "stdlib":
-        return _sources(Path(sysconfig.get_path("stdlib")))
+        return stdlib.sources()
     path = Path(corpus)
     if path.is_file():
         return [path]
@@ -143,14 +140,6 @@ def _files(corpus: str) -> list[Path]:
     if not found:
         raise UsageError(f"CORPUS={corpus}: the folder holds no file")
     return found
-
-
-def _sources(root: Path) -> list[Path]:
-    found = []
-    for directory, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in SKIPPED]
-        found += [Path(directory, name) for name in names if name.endswith(".py")]
-    return sorted(found)
 
 
 def _read(path: Path, settings: RnnSettings) -> bytes:

@@ -1,0 +1,196 @@
+"""A ps: holds a share of the table, which the master builds here, and changes it once a step, for all trainers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future as Promise
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from app.jobs.hybrid import HybridSettings
+from app.jobs.hybrid.table import Table
+from app.telemetry import Timer
+from app.world import World
+
+START_SECONDS = 30.0
+_server: Promise[Server] = Promise()
+
+
+def run(world: World) -> None:
+    """Serve until the end of the process."""
+    _server.set_result(Server(world))
+    threading.Event().wait()  # bounded by the supervisor
+
+
+class Server:
+    """The table, at the step that it has reached; what waits for that step, and the gradients that make the next."""
+
+    def __init__(self, world: World) -> None:
+        assert isinstance(world.settings, HybridSettings)
+        self.world, self.settings, self.metrics = world, world.settings, world.metrics
+        self.table: Table | None = None
+        self.step = 0
+        self._trainers = [peer.name for peer in world.peers("trainer")]
+        self._gradients: dict[str, Tensor] = {}
+        self._first = 0.0  # when the first of them came
+        self._waiting: list[tuple[Callable[[], None], float]] = []
+        self._copy_at = -1
+        self._copy: list[Tensor] = []
+        self._lock = threading.RLock()
+        self._pool = ThreadPoolExecutor(world.threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    @property
+    def built(self) -> Table:
+        """The table."""
+        assert self.table is not None
+        return self.table
+
+    def at(self, step: int, work: Callable[[], None]) -> None:
+        """Do `work` when `step` steps are made: at once, in this thread, or later, in one of the pool's."""
+        with self._lock:
+            if self.step < step:
+                self._waiting.append((work, time.perf_counter()))
+                return
+        work()
+
+    def take(self, trainer: str, gradient: Tensor) -> None:
+        """Keep a trainer's gradient of this step. The last one brings the step about."""
+        with self._lock:
+            if not self._gradients:
+                self._first = time.perf_counter()
+            assert trainer not in self._gradients, f"two gradients of {trainer} in step {self.step + 1}"
+            self._gradients[trainer] = gradient
+            if len(self._gradients) == len(self._trainers):
+                self._update()
+
+    def _update(self) -> None:
+        now = time.perf_counter()
+        self.metrics.hybrid_skew_seconds.observe(now - self._first)
+        # always in the same order: a sum of floats depends on it
+        gradients = [self._gradients[name] for name in self._trainers]
+        self._gradients = {}
+        with self.metrics.hybrid_update_seconds.time():
+            self.metrics.hybrid_rows.inc(self.built.update(gradients))
+        self.step += 1
+        if self.step == self._copy_at:
+            self.copy()
+        stalled, waiting, self._waiting = time.perf_counter(), self._waiting, []
+        for work, since in waiting:
+            self.metrics.hybrid_stall_seconds.labels("gradients").inc(stalled - since)
+            self._pool.submit(work)
+        self.world.report(self.step)
+
+    def copy_at(self, step: int) -> None:
+        """Copy the table when `step` steps are made. A checkpoint is read from the copy while training goes on."""
+        with self._lock:
+            assert step >= self.step
+            self._copy_at = step
+            if step == self.step:
+                self.copy()
+
+    def copy(self) -> None:
+        source = [self.built.weight.detach(), self.built.squares]
+        with Timer() as timer:
+            # kept for the next time: touching new memory takes longer than copying
+            self._copy = self._copy or [torch.empty_like(one, device="cpu") for one in source]
+            for own, one in zip(self._copy, source, strict=True):
+                own.copy_(one)
+        self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
+
+    def part(self, step: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Rows `begin` to `end` of the copy made at `step`, and their state."""
+        assert step == self._copy_at <= self.step, f"no copy of step {step} at step {self.step}"
+        # RPC sends a tensor's whole memory
+        weight, squares = (one[begin:end].clone() for one in self._copy)
+        return weight, squares
+
+
+# ---- called over RPC
+
+
+def here() -> Server:
+    """This process's server."""
+    # RPC serves from before `run` is called: a caller may be a moment early
+    return _server.result(START_SECONDS)
+
+
+def device() -> str:
+    """Where this server computes."""
+    return str(here().world.device)
+
+
+def table() -> Table:
+    """Build the table: called through the master's RemoteModule."""
+    server = here()
+    server.table = Table(server.settings, server.world.me.ordinal)
+    return server.table
+
+
+def start() -> None:
+    """Give the table its first values."""
+    here().built.fill()
+
+
+def restore(begin: int, weight: Tensor, squares: Tensor) -> None:
+    """Give the rows from `begin` on the values of a checkpoint."""
+    own = here().built
+    end = begin + len(weight)
+    with torch.no_grad():
+        own.weight[begin:end] = weight.to(own.weight.device)
+        own.squares[begin:end] = squares.to(own.weight.device)
+
+
+def go_on(step: int) -> None:
+    """The table is as `step` steps made it."""
+    here().step = step
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def lookup(
+    module: rpc.RRef[Table], step: int, rows: Tensor, offsets: Tensor, weights: Tensor | None
+) -> torch.futures.Future[Any]:
+    """Pool bags of the table as `step` steps made it: [bags, width], or what that raised. See `Table.forward`."""
+    server = here()
+    answer: torch.futures.Future[Any] = torch.futures.Future()
+    own: Table = module.local_value()
+
+    def pool() -> None:
+        try:
+            with server.metrics.hybrid_lookup_seconds.time():
+                found = own(rows, offsets, weights)
+                server.metrics.hybrid_lookups.inc(len(rows))
+                answer.set_result(found.to(rows.device))
+        except Exception as error:  # the caller raises it: what a handler raises loses its type on the way
+            answer.set_result(error)
+
+    server.at(step, pool)
+    return answer
+
+
+def copy_at(step: int) -> None:
+    """Copy the table when `step` steps are made, or now."""
+    here().copy_at(step)
+
+
+def part(step: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Rows `begin` to `end` of the copy of `step`, and their optimizer's state."""
+    return here().part(step, begin, end)
+
+
+class Hand(torch.optim.Optimizer):
+    """What a trainer's DistributedOptimizer has here: it hands the trainer's gradient to the one that all share."""
+
+    def __init__(self, parameters: list[Tensor], trainer: str) -> None:
+        super().__init__(parameters, {})
+        self.trainer = trainer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        gradient, parameter.grad = parameter.grad, None
+        here().take(self.trainer, gradient)

@@ -1,0 +1,232 @@
+"""A trainer: looks bags up at the servers, runs the dense network under DistributedDataParallel, does what the master
+orders.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor
+from torch.distributed import rpc
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from app import rpc as rolecall_rpc
+from app.jobs import optimizers
+from app.jobs.hybrid import HybridSettings, data, model, server
+from app.jobs.hybrid.data import Bags
+from app.jobs.hybrid.table import route
+from app.telemetry import Timer
+from app.world import World
+
+BAGS = 512  # of an evaluation's batch
+Dense = dict[str, Any]  # weights, and the state of their optimizer
+# RPC serves from before `run` is called: the master may be a moment early
+_inbox: queue.Queue[tuple[int, Any, torch.futures.Future[Any]]] = queue.Queue()
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Say what there is to learn from."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Numbers of samples, of test samples and of classes, and what tells the data from others."""
+
+    samples: int
+    tests: int
+    classes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """Build the model upon the servers' tables, as it was after `step` steps."""
+
+    tables: list[Any]  # RRefs of Table
+    parameters: list[Any]  # and of their parameters
+    step: int
+    dense: Dense | None
+
+
+@dataclass(frozen=True)
+class Learn:
+    """Make steps: the first from `counts[0]` of `samples` [n], the next from the `counts[1]` after those, and so on.
+
+    `totals` are the samples of all trainers in each step. `keep` wants the dense network as it is afterwards.
+    """
+
+    samples: Tensor
+    counts: list[int]
+    totals: list[int]
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The loss of this trainer's samples, summed."""
+
+    loss: float
+    dense: Dense | None
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Classify this trainer's share of the test samples: how many are right?"""
+
+
+def run(world: World) -> None:
+    """Do what the master orders, until the end of the process."""
+    Trainer(world).serve()
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def order(number: int, what: Any) -> torch.futures.Future[Any]:
+    """Called by the master: carried out after order `number` - 1, and answered then."""
+    answer: torch.futures.Future[Any] = torch.futures.Future()
+    _inbox.put((number, what, answer))
+    return answer
+
+
+class Trainer:
+    """A replica of the dense network, and the way to the rows."""
+
+    def __init__(self, world: World) -> None:
+        assert isinstance(world.settings, HybridSettings)
+        self.world, self.settings, self.metrics = world, world.settings, world.metrics
+        self.trainers = world.peers("trainer")
+        self.place = self.trainers.index(world.me)
+        self.device = world.device
+        # RPC, which all ranks have joined by now, comes first: this waits for the trainers only
+        rolecall_rpc.join_group(world, "trainer", self.settings.step_timeout)
+        self.data = data.load(self.settings)
+        self.servers = [peer.name for peer in world.peers("ps")]
+        self.step = 0
+
+    def serve(self) -> None:
+        """Carry orders out one after another."""
+        early: dict[int, tuple[Any, torch.futures.Future[Any]]] = {}
+        number = 0
+        while True:
+            while number not in early:
+                with Timer() as timer:
+                    found, what, answer = _inbox.get()  # bounded by the supervisor, which watches rank 0
+                self.metrics.hybrid_stall_seconds.labels("order").inc(timer.seconds)
+                early[found] = what, answer
+            what, answer = early.pop(number)
+            number += 1
+            answer.set_result(self._obey(what))
+
+    def _obey(self, what: Any) -> Any:
+        match what:
+            case Describe():
+                found = self.data
+                return Described(len(found.train), len(found.test), found.classes, found.digest)
+            case Join():
+                return self._join(what)
+            case Learn():
+                return self._learn(what)
+            case Evaluate():
+                return self._evaluate()
+
+    def _join(self, what: Join) -> None:
+        self.tables, self.step = what.tables, what.step
+        dense = model.dense(self.settings, self.data.classes)
+        if what.dense:
+            dense.load_state_dict(what.dense["weights"])
+        self.dense = dense.to(self.device)
+        self.replica = DistributedDataParallel(self.dense)
+        self.replica.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+        kind = {"adagrad": optimizers.Adagrad, "sgd": optimizers.Sgd}[self.settings.optimizer]
+        own = optimizers.distributed(kind, optimizers.references(self.dense), lr=self.settings.lr)
+        self.optimizers = [own, optimizers.distributed(server.Hand, what.parameters, self.world.me.name)]
+        self._own = optimizers.held_by([own], self.world.me.name)
+        if what.dense:
+            optimizers.load(self._own, what.dense["optimizer"])
+
+    def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The mean of a bucket of gradients over all trainers, timed."""
+        started = time.perf_counter()
+        work = dist.all_reduce(bucket.buffer().div_(len(self.trainers)), async_op=True)
+        assert work is not None
+
+        def done(found: torch.futures.Future[list[Tensor]]) -> Tensor:
+            self.metrics.hybrid_allreduce_seconds.observe(time.perf_counter() - started)
+            return found.value()[0]
+
+        found: torch.futures.Future[Tensor] = work.get_future().then(done)
+        return found
+
+    # ---- learning
+
+    def _learn(self, what: Learn) -> Learned:
+        loss = torch.zeros((), device=self.device)
+        shares = iter(what.samples.split(what.counts))
+        coming = self._take(shares)
+        for total in what.totals:
+            own = coming
+            with dist_autograd.context() as context:
+                calls = self._look_up(own)
+                coming = self._take(shares)  # while the servers work
+                loss += self._step(context, calls, own.labels, total)
+            self.step += 1
+            self.world.report(self.step)
+        dense = {"weights": self.dense.state_dict(), "optimizer": optimizers.state(self._own)} if what.keep else None
+        return Learned(float(loss), dense)
+
+    def _take(self, shares: Iterator[Tensor]) -> Bags:
+        return self.data.train.take(next(shares, torch.zeros(0, dtype=torch.int64)))
+
+    def _step(self, context: int, calls: list[Any], labels: Tensor, total: int) -> Tensor:
+        """One step: this trainer's loss, summed over its share of a batch of `total` samples."""
+        vectors = self._arrived(calls)
+        with self.metrics.hybrid_dense_seconds.time():
+            # DDP takes the mean of the trainers' gradients, and so do the servers: shares need not be equally large
+            loss = functional.cross_entropy(self.replica(vectors), labels.to(self.device), reduction="sum")
+        with self.metrics.hybrid_backward_seconds.time():
+            dist_autograd.backward(context, [loss * (len(self.trainers) / total)])  # type: ignore[attr-defined]
+        with self.metrics.hybrid_optimizer_seconds.time():
+            for one in self.optimizers:
+                one.step(context)
+        return loss.detach()
+
+    def _look_up(self, bags: Bags) -> list[torch.futures.Future[Any]]:
+        shares = route(bags.indices, bags.offsets, bags.weights, len(self.servers))
+        return [
+            rolecall_rpc.call(name, server.lookup, table, self.step, *share, timeout=self.settings.step_timeout)
+            for name, table, share in zip(self.servers, self.tables, shares, strict=True)
+        ]
+
+    def _arrived(self, calls: list[torch.futures.Future[Any]]) -> Tensor:
+        """The servers' shares of pooled vectors, summed: [bags, width]."""
+        with Timer() as timer:
+            found = [call.wait() for call in calls]
+        self.metrics.hybrid_stall_seconds.labels("lookup").inc(timer.seconds)
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        vectors = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+        return vectors.to(self.device)
+
+    @torch.no_grad()
+    def _evaluate(self) -> int:
+        own = torch.arange(self.place, len(self.data.test), len(self.trainers))
+        correct, calls = 0, []
+        for samples in own.split(BAGS):
+            bags = self.data.test.take(samples)
+            calls.append((self._look_up(bags), bags.labels))
+            if len(calls) > 1:  # the next one is looked up meanwhile
+                correct += self._correct(*calls.pop(0))
+        return correct + sum(self._correct(*call) for call in calls)
+
+    def _correct(self, calls: list[torch.futures.Future[Any]], labels: Tensor) -> int:
+        found = self.dense(self._arrived(calls)).argmax(1).cpu()
+        return int((found == labels).sum())

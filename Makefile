@@ -20,7 +20,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn logs ps-status metrics stop down bench-rl bench-ps bench-rnn chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid logs ps-status metrics stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ run-ps: $(READY) ## train the parameter server job here: one server, two trainer
 
 run-rnn: $(READY) ## train the language model here: embedding and decoder in one process, LSTM in another
 	$(BIN)/python -m app local rnn
+
+run-hybrid: $(READY) ## train the hybrid job here: a master, a server with the table, two trainers under DDP
+	$(BIN)/python -m app local hybrid
 
 test: $(READY) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -86,6 +89,9 @@ up-ps: image ## train the parameter server job in containers until its epochs ar
 up-rnn: image ## train the language model in containers until its epochs are done
 	@docker/up.sh rnn rnn-ps
 
+up-hybrid: image ## train the hybrid job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
+	@docker/up.sh hybrid master
+
 logs: ## follow the containers' logs
 	@$(COMPOSE) logs --follow
 
@@ -109,6 +115,9 @@ bench-ps: $(READY) ## the parameter server's speed, accuracy and growth (15 to 2
 
 bench-rnn: $(READY) ## the language model's speed, bytes and perplexity (15 to 20 minutes; BENCH_JSON=FILE for JSON)
 	$(BIN)/python -m tests.benchmarks.bench_rnn
+
+bench-hybrid: $(READY) ## the hybrid job's speed by size of the table, and its accuracy (5 minutes; BENCH_JSON=FILE for JSON)
+	$(BIN)/python -m tests.benchmarks.bench_hybrid
 
 chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and check what becomes of it (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"

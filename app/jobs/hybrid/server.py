@@ -24,8 +24,9 @@ _server: Promise[Server] = Promise()
 
 def run(world: World) -> None:
     """Serve until the end of the process."""
-    _server.set_result(Server(world))
-    threading.Event().wait()  # bounded by the supervisor
+    server = Server(world)
+    _server.set_result(server)
+    server.failure.result()  # bounded by the supervisor
 
 
 class Server:
@@ -42,6 +43,7 @@ class Server:
         self._waiting: list[tuple[Callable[[], None], float]] = []
         self._copy_at = -1
         self._copy: list[Tensor] = []
+        self.failure: Promise[None] = Promise()  # what an update raised
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(world.threads, initializer=torch.set_num_threads, initargs=(1,))
 
@@ -67,24 +69,28 @@ class Server:
             assert trainer not in self._gradients, f"two gradients of {trainer} in step {self.step + 1}"
             self._gradients[trainer] = gradient
             if len(self._gradients) == len(self._trainers):
-                self._update()
+                # not in this thread: the trainer goes on to its next lookup meanwhile
+                self._pool.submit(self._update)
 
     def _update(self) -> None:
-        now = time.perf_counter()
-        self.metrics.hybrid_skew_seconds.observe(now - self._first)
-        # always in the same order: a sum of floats depends on it
-        gradients = [self._gradients[name] for name in self._trainers]
-        self._gradients = {}
-        with self.metrics.hybrid_update_seconds.time():
-            self.metrics.hybrid_rows.inc(self.built.update(gradients))
-        self.step += 1
-        if self.step == self._copy_at:
-            self.copy()
-        stalled, waiting, self._waiting = time.perf_counter(), self._waiting, []
-        for work, since in waiting:
-            self.metrics.hybrid_stall_seconds.labels("gradients").inc(stalled - since)
-            self._pool.submit(work)
-        self.world.report(self.step)
+        try:
+            self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first)
+            # always in the same order: a sum of floats depends on it
+            gradients = [self._gradients[name] for name in self._trainers]
+            self._gradients = {}
+            with self.metrics.hybrid_update_seconds.time():
+                self.metrics.hybrid_rows.inc(self.built.update(gradients))
+            with self._lock:
+                self.step += 1
+                if self.step == self._copy_at:
+                    self.copy()
+                waiting, self._waiting = self._waiting, []
+            for work, since in waiting:
+                self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
+                self._pool.submit(work)
+            self.world.report(self.step)
+        except Exception as error:  # this is nobody's call: the process ends with it
+            self.failure.set_exception(error)
 
     def copy_at(self, step: int) -> None:
         """Copy the table when `step` steps are made. A checkpoint is read from the copy while training goes on."""
@@ -103,9 +109,8 @@ class Server:
                 own.copy_(one)
         self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
 
-    def part(self, step: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Rows `begin` to `end` of the copy made at `step`, and their state."""
-        assert step == self._copy_at <= self.step, f"no copy of step {step} at step {self.step}"
+    def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Rows `begin` to `end` of the newest copy, and their optimizer's state."""
         # RPC sends a tensor's whole memory
         weight, squares = (one[begin:end].clone() for one in self._copy)
         return weight, squares
@@ -178,9 +183,13 @@ def copy_at(step: int) -> None:
     here().copy_at(step)
 
 
-def part(step: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def part(step: int, begin: int, end: int) -> torch.futures.Future[tuple[Tensor, Tensor]]:
     """Rows `begin` to `end` of the copy of `step`, and their optimizer's state."""
-    return here().part(step, begin, end)
+    server = here()
+    answer: torch.futures.Future[tuple[Tensor, Tensor]] = torch.futures.Future()
+    server.at(step, lambda: answer.set_result(server.part(begin, end)))
+    return answer
 
 
 class Hand(torch.optim.Optimizer):

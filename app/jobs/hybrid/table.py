@@ -88,13 +88,22 @@ class Table(nn.Module):
 
         Row-wise Adagrad is that of Gupta et al. 2014, "Training highly multiclass classifiers", with one state a row.
         """
-        rows = torch.cat([one._indices() for one in gradients], 1)
-        values = torch.cat([one._values() for one in gradients])
-        total = torch.sparse_coo_tensor(rows, values, self.weight.shape, check_invariants=False).coalesce()
-        rows, values = total._indices()[0], total._values().div_(len(gradients))
-        rate = self.settings.lr
+        rows, values = coalesce(gradients)
+        values.div_(len(gradients))
         if self.settings.optimizer == "adagrad":
             self.squares[rows] += values.square().mean(1)
             values.div_(self.squares[rows].sqrt_().add_(EPSILON)[:, None])
-        self.weight.add_(total, alpha=-rate)
+        self.weight.index_add_(0, rows, values, alpha=-self.settings.lr)
         return len(rows)
+
+
+def coalesce(gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of sparse `gradients`: rows [n], each once and in order, and their values [n, width].
+
+    What torch's own does, in half of its time: a sum of equal rows is a bag.
+    """
+    rows, order = torch.cat([one._indices()[0] for one in gradients]).sort(stable=True)
+    unique, counts = torch.unique_consecutive(rows, return_counts=True)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    values = torch.cat([one._values() for one in gradients])
+    return unique, functional.embedding_bag(order, values, offsets, mode="sum", include_last_offset=True)

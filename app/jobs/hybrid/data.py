@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from app import jobs
 from app.config import UsageError
 from app.jobs import stdlib
 from app.jobs.hybrid import HybridSettings
+from app.jobs.hybrid.table import Bags
 
 WORD = re.compile(r"\w+|[^\w\s]")
 FILES = 4  # a package of fewer is no class
@@ -28,35 +29,44 @@ FORM = "two sequences, training and test, of (rows, label) or (rows, weights, la
 
 
 @dataclass(frozen=True)
-class Bags:
-    """Samples: bag number i has the `indices` [total] int64 from `offsets[i]` to `offsets[i + 1]`, `weights` [total]
-    float32 or none, and the label `labels[i]` [samples] int64.
-    """
+class Samples:
+    """Bags of rows of the whole table, and the label of each [samples] int64."""
 
-    indices: Tensor
-    offsets: Tensor
-    weights: Tensor | None
+    bags: Bags
     labels: Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, samples: Tensor) -> Bags:
+    def take(self, samples: Tensor) -> Samples:
         """The samples number `samples` [n] int64, in that order."""
-        begins, ends = self.offsets[samples], self.offsets[samples + 1]
+        bags = self.bags
+        begins, ends = bags.offsets[samples], bags.offsets[samples + 1]
         lengths = ends - begins
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         places = torch.arange(int(offsets[-1])) + torch.repeat_interleave(begins - offsets[:-1], lengths)
-        weights = None if self.weights is None else self.weights[places]
-        return Bags(self.indices[places], offsets, weights, self.labels[samples])
+        weights = None if bags.weights is None else bags.weights[places]
+        return Samples(Bags(bags.rows[places], offsets, weights), self.labels[samples])
+
+    def split(self, counts: Sequence[int]) -> Iterator[Samples]:
+        """The first `counts[0]` samples, the next `counts[1]`, and so on."""
+        begin = 0
+        for count in counts:
+            end = begin + count
+            low, high = int(self.bags.offsets[begin]), int(self.bags.offsets[end])
+            # RPC sends a tensor's whole memory
+            weights = None if self.bags.weights is None else self.bags.weights[low:high].clone()
+            bags = Bags(self.bags.rows[low:high].clone(), self.bags.offsets[begin : end + 1] - low, weights)
+            yield Samples(bags, self.labels[begin:end])
+            begin = end
 
 
 @dataclass(frozen=True)
 class Data:
     """What is learned from. `digest` tells it from others."""
 
-    train: Bags
-    test: Bags
+    train: Samples
+    test: Samples
     classes: int
     digest: str
 
@@ -69,7 +79,7 @@ def load(settings: HybridSettings) -> Data:
         if not len(part):
             raise UsageError(f"DATASET={settings.dataset}: there are no {name} samples")
         _refuse(settings, name, part)
-        for tensor in (part.indices, part.offsets, part.labels, part.weights):
+        for tensor in (part.bags.rows, part.bags.offsets, part.labels, part.bags.weights):
             digest.update(b"" if tensor is None else tensor.numpy().tobytes())
     classes = int(max(train.labels.max(), test.labels.max())) + 1
     return Data(train, test, classes, digest.hexdigest())
@@ -81,10 +91,10 @@ def check(settings: HybridSettings) -> None:
         load(settings)
 
 
-def pack(bags: Iterable[Sequence[Any]]) -> Bags:
-    """Samples (rows, label) or (rows, weights, label) as Bags. Raises ValueError or TypeError for anything else."""
+def pack(samples: Iterable[Sequence[Any]]) -> Samples:
+    """Samples (rows, label) or (rows, weights, label), packed. Raises ValueError or TypeError for anything else."""
     indices, weights, lengths, labels = [], [], [], []
-    for number, (rows, *found, label) in enumerate(bags):
+    for number, (rows, *found, label) in enumerate(samples):
         indices.append(torch.as_tensor(rows, dtype=torch.int64).reshape(-1))
         weights += [torch.as_tensor(one, dtype=torch.float32).reshape(-1) for one in found]
         lengths.append(len(indices[-1]))
@@ -93,10 +103,11 @@ def pack(bags: Iterable[Sequence[Any]]) -> Bags:
             raise ValueError(f"sample {number} must have one weight for each row, as all others, or none")
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     empty = [torch.zeros(0, dtype=torch.int64)]
-    return Bags(torch.cat(indices or empty), offsets, torch.cat(weights) if weights else None, torch.tensor(labels))
+    bags = Bags(torch.cat(indices or empty), offsets, torch.cat(weights) if weights else None)
+    return Samples(bags, torch.tensor(labels, dtype=torch.int64))
 
 
-def _own(settings: HybridSettings) -> tuple[Bags, Bags]:
+def _own(settings: HybridSettings) -> tuple[Samples, Samples]:
     """The user's own."""
     made = jobs.factory("DATASET", settings.dataset)
     try:
@@ -107,26 +118,28 @@ def _own(settings: HybridSettings) -> tuple[Bags, Bags]:
         raise UsageError(f"DATASET={settings.dataset}: {problem}; it must return {FORM}") from error
 
 
-def _refuse(settings: HybridSettings, name: str, bags: Bags) -> None:
-    outside = (bags.indices < 0) | (bags.indices >= settings.num_embeddings)
+def _refuse(settings: HybridSettings, name: str, samples: Samples) -> None:
+    bags, problem = samples.bags, ""
+    outside = (bags.rows < 0) | (bags.rows >= settings.num_embeddings)
     if outside.any():
         place = int(outside.nonzero()[0])
         sample = int(torch.searchsorted(bags.offsets, place, right=True)) - 1
-        raise UsageError(
-            f"DATASET={settings.dataset}: {name} sample {sample} has the index {int(bags.indices[place])}, which is "
-            f"out of range: NUM_EMBEDDINGS={settings.num_embeddings}"
-        )
-    if (bags.labels < 0).any():
-        sample = int((bags.labels < 0).nonzero()[0])
-        raise UsageError(f"DATASET={settings.dataset}: {name} sample {sample} has the label {int(bags.labels[sample])}")
-    if bags.weights is not None and not bool(torch.isfinite(bags.weights).all()):
-        raise UsageError(f"DATASET={settings.dataset}: {name} samples have weights that are not finite")
+        problem = f"{sample} has the index {int(bags.rows[place])}, which is out of range: " \
+                  f"NUM_EMBEDDINGS={settings.num_embeddings}"  # fmt: skip
+    elif (samples.labels < 0).any():
+        sample = int((samples.labels < 0).nonzero()[0])
+        problem = f"{sample} has the label {int(samples.labels[sample])}"
+    elif bags.weights is not None and not bool(torch.isfinite(bags.weights).all()):
+        place = int((~torch.isfinite(bags.weights)).nonzero()[0])
+        problem = f"{int(torch.searchsorted(bags.offsets, place, right=True)) - 1} has a weight that is not finite"
+    if problem:
+        raise UsageError(f"DATASET={settings.dataset}: {name} sample {problem}")
 
 
 # ---- the standard library
 
 
-def _standard_library(settings: HybridSettings) -> tuple[Bags, Bags]:
+def _standard_library(settings: HybridSettings) -> tuple[Samples, Samples]:
     """LINES lines of a file are a sample, its package the label. No file is in both parts."""
     packages: dict[str, list[Path]] = {}
     for path in stdlib.sources():
@@ -169,12 +182,14 @@ def _samples(path: Path, settings: HybridSettings, hashes: dict[str, int]) -> li
     return found
 
 
-def _mean(samples: list[tuple[np.ndarray, int]]) -> Bags:
+def _mean(samples: list[tuple[np.ndarray, int]]) -> Samples:
     """Bags whose sums are means."""
+    if not samples:
+        return pack([])
     lengths = torch.tensor([len(rows) for rows, _ in samples])
-    return Bags(
+    bags = Bags(
         torch.from_numpy(np.concatenate([rows for rows, _ in samples])),
         torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         torch.repeat_interleave(1.0 / lengths, lengths),
-        torch.tensor([label for _, label in samples]),
     )
+    return Samples(bags, torch.tensor([label for _, label in samples]))

@@ -9,7 +9,7 @@ import torch
 from app import world
 from app.config import UsageError
 from app.jobs.hybrid import HybridSettings, data
-from app.jobs.hybrid.data import Bags
+from app.jobs.hybrid.data import Samples
 from app.jobs.hybrid.model import Whole
 
 BAGS = 512  # of a batch
@@ -38,10 +38,10 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
 
 
 @torch.no_grad()
-def accuracy(trained: Whole, test: Bags) -> float:
+def accuracy(trained: Whole, test: Samples) -> float:
     """The share of `test` that is classified right."""
     correct = 0
     for samples in torch.arange(len(test)).split(BAGS):
-        bags = test.take(samples)
-        correct += int((trained(bags.indices, bags.offsets, bags.weights).argmax(1) == bags.labels).sum())
+        taken = test.take(samples)
+        correct += int((trained(taken.bags).argmax(1) == taken.labels).sum())
     return correct / len(test)

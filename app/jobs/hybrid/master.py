@@ -81,15 +81,15 @@ class Master:
             self.seconds, self.accuracy = found.state["seconds"], found.state["accuracy"]
         devices = self._all(server.device)
         build: Any = server.table
-        modules = [RemoteModule(f"{name}/{at}", build) for name, at in zip(self.servers, devices, strict=True)]
-        parameters = [one for module in modules for one in module.remote_parameters()]
+        self.tables = [RemoteModule(f"{name}/{at}", build) for name, at in zip(self.servers, devices, strict=True)]
+        for one in self.tables:
+            one.remote_parameters()  # which waits until it is there
         if found is None:
             self._all(server.start)
         else:
             snapshot.restore(self._begin, self.servers, found.state["table"], found.state["squares"], self.settings)
         self._all(server.go_on, self.step)
-        tables = [module.get_module_rref() for module in modules]
-        self._wait(self._order(Join(tables, parameters, self.step, found.state["dense"] if found else None)))
+        self._wait(self._order(Join(self.step, found.state["dense"] if found else None)))
         if found is not None:
             self.log.info("resumed", file=found.path.name, epoch=self.epoch, step=self.step)
 

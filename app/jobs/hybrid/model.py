@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from app.jobs.hybrid import HybridSettings
-from app.jobs.hybrid.table import Table
+from app.jobs.hybrid.table import Bags, Table
 
 
 def dense(settings: HybridSettings, classes: int) -> nn.Sequential:
@@ -20,6 +22,13 @@ def dense(settings: HybridSettings, classes: int) -> nn.Sequential:
         )
 
 
+def optimizer(settings: HybridSettings, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Of the dense network."""
+    if settings.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, settings.lr)
+    return torch.optim.SGD(parameters, settings.lr)
+
+
 class Whole(nn.Module):
     """All of it in one process, with the weights that the distributed model begins with."""
 
@@ -28,7 +37,7 @@ class Whole(nn.Module):
         self.table = Table(settings.model_copy(update={"servers": 1}), 0)
         self.dense = dense(settings, classes)
 
-    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, bags: Bags) -> Tensor:
         """Logits [bags, classes]."""
-        found: Tensor = self.dense(self.table(indices, offsets, weights))
+        found: Tensor = self.dense(self.table(bags))
         return found

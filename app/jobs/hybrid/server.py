@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from app.jobs.hybrid import HybridSettings
-from app.jobs.hybrid.table import Table
+from app.jobs.hybrid.table import Bags, Plan, Table
 from app.telemetry import Timer
 from app.world import World
 
@@ -30,22 +30,24 @@ def run(world: World) -> None:
 
 
 class Server:
-    """The table, at the step that it has reached; what waits for that step, and the gradients that make the next."""
+    """The table, at the step that it has reached; what waits for that step, and what makes the next."""
 
     def __init__(self, world: World) -> None:
         assert isinstance(world.settings, HybridSettings)
         self.world, self.settings, self.metrics = world, world.settings, world.metrics
         self.table: Table | None = None
         self.step = 0
-        self._trainers = [peer.name for peer in world.peers("trainer")]
-        self._gradients: dict[str, Tensor] = {}
-        self._first = 0.0  # when the first of them came
+        self.trainers = [peer.ordinal for peer in world.peers("trainer")]
+        self.failure: Promise[None] = Promise()  # what an update raised
+        self._bags: dict[int, Bags] = {}  # of this step, by trainer
+        self._gradients: dict[int, Tensor] = {}  # of their pooled vectors
+        self._plan: Promise[Plan] = Promise()
+        self._first = 0.0  # when the first gradient came
         self._waiting: list[tuple[Callable[[], None], float]] = []
         self._copy_at = -1
         self._copy: list[Tensor] = []
-        self.failure: Promise[None] = Promise()  # what an update raised
         self._lock = threading.RLock()
-        self._pool = ThreadPoolExecutor(world.threads, initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(max(2, world.threads), initializer=torch.set_num_threads, initargs=(1,))
 
     @property
     def built(self) -> Table:
@@ -61,25 +63,41 @@ class Server:
                 return
         work()
 
-    def take(self, trainer: str, gradient: Tensor) -> None:
-        """Keep a trainer's gradient of this step. The last one brings the step about."""
+    def pooled(self, bags: Bags, trainer: int) -> Tensor:
+        """The sums of `bags`, whose gradient changes the table; of `trainer` -1 nothing of that."""
+        bags = bags.to(self.built.weight.device)
+        if trainer < 0:
+            with torch.no_grad():
+                read: Tensor = self.built(bags)
+            return read
+        found: Tensor = _Pool.apply(self.built.weight, self, bags, trainer)
+        with self._lock:
+            self._bags[trainer] = bags
+            if len(self._bags) == len(self.trainers):
+                # always in the same order: a sum of floats depends on it
+                lookups, self._bags = [self._bags[one] for one in self.trainers], {}
+                # while the trainers compute
+                self._plan = self._pool.submit(Plan.of, lookups)
+        return found
+
+    def take(self, trainer: int, gradient: Tensor) -> None:
+        """Keep the gradient [bags, width] of what `trainer` has looked up. The last one brings the step about."""
         with self._lock:
             if not self._gradients:
                 self._first = time.perf_counter()
-            assert trainer not in self._gradients, f"two gradients of {trainer} in step {self.step + 1}"
             self._gradients[trainer] = gradient
-            if len(self._gradients) == len(self._trainers):
-                # not in this thread: the trainer goes on to its next lookup meanwhile
-                self._pool.submit(self._update)
+            if len(self._gradients) == len(self.trainers):
+                gradients, self._gradients = [self._gradients[one] for one in self.trainers], {}
+                self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first)
+                # not in this thread: the trainer's backward pass waits for it
+                self._pool.submit(self._update, gradients, self._plan)
 
-    def _update(self) -> None:
+    def _update(self, gradients: list[Tensor], plan: Promise[Plan]) -> None:
+        """Make a step with the mean of the trainers' gradients."""
         try:
-            self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first)
-            # always in the same order: a sum of floats depends on it
-            gradients = [self._gradients[name] for name in self._trainers]
-            self._gradients = {}
             with self.metrics.hybrid_update_seconds.time():
-                self.metrics.hybrid_rows.inc(self.built.update(gradients))
+                found = plan.result()
+                self.built.update(found.rows, found.gradient(torch.cat(gradients)).div_(len(gradients)))
             with self._lock:
                 self.step += 1
                 if self.step == self._copy_at:
@@ -88,6 +106,7 @@ class Server:
             for work, since in waiting:
                 self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
                 self._pool.submit(work)
+            self.metrics.hybrid_rows.inc(len(found.rows))
             self.world.report(self.step)
         except Exception as error:  # this is nobody's call: the process ends with it
             self.failure.set_exception(error)
@@ -157,20 +176,20 @@ def go_on(step: int) -> None:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def lookup(
-    module: rpc.RRef[Table], step: int, rows: Tensor, offsets: Tensor, weights: Tensor | None
-) -> torch.futures.Future[Any]:
-    """Pool bags of the table as `step` steps made it: [bags, width], or what that raised. See `Table.forward`."""
+def lookup(step: int, trainer: int, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> torch.futures.Future[Any]:
+    """Pool bags (see `Bags`) of the table as `step` steps made it: [bags, width], or what that raised.
+
+    The gradient of what trainer number `trainer` looks up goes into the next step; that of -1 does not.
+    """
     server = here()
     answer: torch.futures.Future[Any] = torch.futures.Future()
-    own: Table = module.local_value()
 
     def pool() -> None:
         try:
             with server.metrics.hybrid_lookup_seconds.time():
-                found = own(rows, offsets, weights)
-                server.metrics.hybrid_lookups.inc(len(rows))
-                answer.set_result(found.to(rows.device))
+                found = server.pooled(Bags(rows, offsets, weights), trainer)
+            server.metrics.hybrid_lookups.inc(len(rows))
+            answer.set_result(found.to(rows.device))
         except Exception as error:  # the caller raises it: what a handler raises loses its type on the way
             answer.set_result(error)
 
@@ -192,14 +211,18 @@ def part(step: int, begin: int, end: int) -> torch.futures.Future[tuple[Tensor, 
     return answer
 
 
-class Hand(torch.optim.Optimizer):
-    """What a trainer's DistributedOptimizer has here: it hands the trainer's gradient to the one that all share."""
+class _Pool(torch.autograd.Function):
+    """A lookup. In the distributed backward pass the gradient of the pooled vectors comes here; that of the rows is
+    made of all trainers' together.
+    """
 
-    def __init__(self, parameters: list[Tensor], trainer: str) -> None:
-        super().__init__(parameters, {})
-        self.trainer = trainer
+    @staticmethod
+    def forward(context: Any, weight: Tensor, server: Server, bags: Bags, trainer: int) -> Tensor:
+        context.server, context.trainer = server, trainer
+        found: Tensor = server.built(bags)
+        return found
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (parameter,) = self.param_groups[0]["params"]
-        gradient, parameter.grad = parameter.grad, None
-        here().take(self.trainer, gradient)
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[None, ...]:
+        context.server.take(context.trainer, gradients[0])
+        return None, None, None, None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from app import rpc as rolecall_rpc
-from app.jobs import optimizers
 from app.jobs.hybrid import HybridSettings, data, model, server
-from app.jobs.hybrid.data import Bags
-from app.jobs.hybrid.table import route
+from app.jobs.hybrid.data import Samples
+from app.jobs.hybrid.table import Bags
 from app.telemetry import Timer
 from app.world import World
 
@@ -49,10 +47,8 @@ class Described:
 
 @dataclass(frozen=True)
 class Join:
-    """Build the model upon the servers' tables, as it was after `step` steps."""
+    """Build the dense network, as it was after `step` steps."""
 
-    tables: list[Any]  # RRefs of Table
-    parameters: list[Any]  # and of their parameters
     step: int
     dense: Dense | None
 
@@ -138,19 +134,17 @@ class Trainer:
                 return self._evaluate()
 
     def _join(self, what: Join) -> None:
-        self.tables, self.step = what.tables, what.step
+        self.step = what.step
         dense = model.dense(self.settings, self.data.classes)
         if what.dense:
             dense.load_state_dict(what.dense["weights"])
         self.dense = dense.to(self.device)
-        self.replica = DistributedDataParallel(self.dense)
-        self.replica.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
-        kind = {"adagrad": optimizers.Adagrad, "sgd": optimizers.Sgd}[self.settings.optimizer]
-        own = optimizers.distributed(kind, optimizers.references(self.dense), lr=self.settings.lr)
-        self.optimizers = [own, optimizers.distributed(server.Hand, what.parameters, self.world.me.name)]
-        self._own = optimizers.held_by([own], self.world.me.name)
+        self.optimizer = model.optimizer(self.settings, self.dense.parameters())
         if what.dense:
-            optimizers.load(self._own, what.dense["optimizer"])
+            self.optimizer.load_state_dict(what.dense["optimizer"])
+        self.replica = DistributedDataParallel(self.dense)
+        # a lambda: torch wants the arguments' names, and no annotations
+        self.replica.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The mean of a bucket of gradients over all trainers, timed."""
@@ -169,41 +163,36 @@ class Trainer:
 
     def _learn(self, what: Learn) -> Learned:
         loss = torch.zeros((), device=self.device)
-        shares = iter(what.samples.split(what.counts))
-        coming = self._take(shares)
-        for total in what.totals:
-            own = coming
+        own = self.data.train.take(what.samples).split(what.counts)
+        for share, total in zip(own, what.totals, strict=True):
             with dist_autograd.context() as context:
-                calls = self._look_up(own)
-                coming = self._take(shares)  # while the servers work
-                loss += self._step(context, calls, own.labels, total)
+                loss += self._step(context, share, total)
             self.step += 1
             self.world.report(self.step)
-        dense = {"weights": self.dense.state_dict(), "optimizer": optimizers.state(self._own)} if what.keep else None
+        dense = {"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()} if what.keep else None
         return Learned(float(loss), dense)
 
-    def _take(self, shares: Iterator[Tensor]) -> Bags:
-        return self.data.train.take(next(shares, torch.zeros(0, dtype=torch.int64)))
-
-    def _step(self, context: int, calls: list[Any], labels: Tensor, total: int) -> Tensor:
-        """One step: this trainer's loss, summed over its share of a batch of `total` samples."""
-        vectors = self._arrived(calls)
+    def _step(self, context: int, share: Samples, total: int) -> Tensor:
+        """One step: this trainer's loss, summed over its `share` of `total` samples."""
+        vectors = self._arrived(self._look_up(share.bags, self.world.me.ordinal))
         with self.metrics.hybrid_dense_seconds.time():
             # DDP takes the mean of the trainers' gradients, and so do the servers: shares need not be equally large
-            loss = functional.cross_entropy(self.replica(vectors), labels.to(self.device), reduction="sum")
+            loss = functional.cross_entropy(self.replica(vectors), share.labels.to(self.device), reduction="sum")
         with self.metrics.hybrid_backward_seconds.time():
+            # the servers step as soon as all trainers' gradients are with them
             dist_autograd.backward(context, [loss * (len(self.trainers) / total)])  # type: ignore[attr-defined]
         with self.metrics.hybrid_optimizer_seconds.time():
-            for one in self.optimizers:
-                one.step(context)
+            for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
+                parameter.grad = gradient
+            self.optimizer.step()
         return loss.detach()
 
-    def _look_up(self, bags: Bags) -> list[torch.futures.Future[Any]]:
-        shares = route(bags.indices, bags.offsets, bags.weights, len(self.servers))
+    def _look_up(self, bags: Bags, trainer: int = -1) -> list[torch.futures.Future[Any]]:
         return [
-            rolecall_rpc.call(name, server.lookup, table, self.step, *share, timeout=self.settings.step_timeout)
-            for name, table, share in zip(self.servers, self.tables, shares, strict=True)
-        ]
+            rolecall_rpc.call(name, server.lookup, self.step, trainer, one.rows, one.offsets, one.weights,
+                              timeout=self.settings.step_timeout)
+            for name, one in zip(self.servers, bags.route(len(self.servers)), strict=True)
+        ]  # fmt: skip
 
     def _arrived(self, calls: list[torch.futures.Future[Any]]) -> Tensor:
         """The servers' shares of pooled vectors, summed: [bags, width]."""
@@ -221,8 +210,8 @@ class Trainer:
         own = torch.arange(self.place, len(self.data.test), len(self.trainers))
         correct, calls = 0, []
         for samples in own.split(BAGS):
-            bags = self.data.test.take(samples)
-            calls.append((self._look_up(bags), bags.labels))
+            taken = self.data.test.take(samples)
+            calls.append((self._look_up(taken.bags), taken.labels))
             if len(calls) > 1:  # the next one is looked up meanwhile
                 correct += self._correct(*calls.pop(0))
         return correct + sum(self._correct(*call) for call in calls)

@@ -1,32 +1,68 @@
-"""The optimizers of both ranks' parameters, and clipping across ranks."""
+"""Distributed optimizers whose state can be saved, and clipping across ranks.
+
+torch's DistributedOptimizer keeps one optimizer on every rank that owns parameters. Of torch's own classes it makes
+functional ones, which cannot give their state away; of a class that it does not know it makes instances.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from app.jobs import optimizers
 from app.jobs.rnn import RnnSettings
+
+State = list[dict[str, Any]]
+
+
+class Sgd(torch.optim.SGD):
+    """torch's, by another name."""
+
+
+class Adam(torch.optim.Adam):
+    """torch's, by another name."""
+
+
+class SparseAdam(torch.optim.SparseAdam):
+    """torch's, by another name."""
 
 
 def build(
     settings: RnnSettings, dense: Sequence[rpc.RRef[Tensor]], sparse: Sequence[rpc.RRef[Tensor]]
 ) -> list[DistributedOptimizer]:
     """The optimizers of the parameters with dense gradients and of those with sparse ones."""
+    # torch warns that these are not compiled: each rank has one caller
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     if settings.optimizer == "sgd":
-        kinds: tuple[Any, Any] = (optimizers.Sgd, optimizers.Sgd)
+        kinds: tuple[Any, Any] = (Sgd, Sgd)
     else:
-        kinds = (optimizers.Adam, optimizers.SparseAdam)
+        kinds = (Adam, SparseAdam)
     return [
-        optimizers.distributed(kinds[0], dense, lr=settings.lr, fused=True),
-        optimizers.distributed(kinds[1], sparse, lr=settings.lr),
+        DistributedOptimizer(kinds[0], list(dense), lr=settings.lr, fused=True),
+        DistributedOptimizer(kinds[1], list(sparse), lr=settings.lr),
     ]
+
+
+def held_by(optimizers: Sequence[DistributedOptimizer], rank: str) -> list[Any]:
+    """References to the parts of `optimizers` that the RPC worker `rank` has."""
+    return [part for one in optimizers for part in one.remote_optimizers if part.owner_name() == rank]
+
+
+def state(parts: Sequence[Any]) -> State:
+    """The states of optimizers that are here."""
+    return [part.local_value().optim.state_dict() for part in parts]
+
+
+def load(parts: Sequence[Any], found: State) -> None:
+    """Set the states of optimizers that are here."""
+    for part, own in zip(parts, found, strict=True):
+        part.local_value().optim.load_state_dict(own)
 
 
 def square_norm(context: int) -> float:
@@ -48,3 +84,8 @@ def _values(gradient: Tensor) -> Tensor:
 def _gradients(context: int) -> dict[Tensor, Tensor]:
     found: dict[Tensor, Tensor] = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
     return found
+
+
+def references(module: nn.Module) -> list[rpc.RRef[Tensor]]:
+    """References to the parameters of a module that is here."""
+    return [rpc.RRef(parameter) for parameter in module.parameters()]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from app import telemetry
-from app.jobs import optimizers
 from app.jobs.rnn import RnnSettings, model, optimizer
 from app.jobs.rnn.model import Decoder, Embedding
 from app.rpc import PeerLostError
@@ -98,7 +97,7 @@ class Server:
         return {
             **save.half,
             "weights": {**save.half["weights"], **weights},
-            "optimizers": {"trainer": save.half["optimizers"], "ps": optimizers.state(save.optimizers)},
+            "optimizers": {"trainer": save.half["optimizers"], "ps": optimizer.state(save.optimizers)},
         }
 
     def place(self, module: nn.Module, name: str, device: torch.device) -> nn.Module:
@@ -158,7 +157,7 @@ def decoder(tokens: int) -> nn.Module:
 
 def parameters(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[Tensor]]:
     """References to the parameters of a module that is here."""
-    return optimizers.references(module.local_value())
+    return optimizer.references(module.local_value())
 
 
 def embed(module: rpc.RRef[Embedding], tokens: Tensor) -> Tensor:
@@ -209,11 +208,11 @@ def clip(context: int, squares: float, step: int) -> tuple[float, bool]:
     return norm, due or server.world.draining
 
 
-def load(parts: list[Any]) -> None:
+def load(optimizers: list[Any]) -> None:
     """Give the optimizers that are here the state that the newest checkpoint has of them."""
     server = here()
     assert server.restored is not None
-    optimizers.load(parts, server.restored["optimizers"]["ps"])
+    optimizer.load(optimizers, server.restored["optimizers"]["ps"])
     server.restored = None  # it has served
 
 

@@ -15,7 +15,6 @@ from torch.distributed import rpc
 from app import rpc as rolecall_rpc
 from app import telemetry
 from app.config import UsageError
-from app.jobs import optimizers
 from app.jobs.rnn import RnnSettings, corpus, evaluate, optimizer, server
 from app.jobs.rnn.model import Lstm, State
 from app.world import World
@@ -75,12 +74,12 @@ class Trainer:
         timeout = self.settings.connect_timeout
         self.embedding = rpc.remote(self.ps, server.embedding, args=(tokens,), timeout=timeout)
         self.decoder = rpc.remote(self.ps, server.decoder, args=(tokens,), timeout=timeout)
-        dense = [*optimizers.references(self.lstm), *self._call(server.parameters, self.decoder)]
+        dense = [*optimizer.references(self.lstm), *self._call(server.parameters, self.decoder)]
         self.optimizers = optimizer.build(self.settings, dense, self._call(server.parameters, self.embedding))
-        self._own = optimizers.held_by(self.optimizers, self.world.me.name)
-        self._theirs = optimizers.held_by(self.optimizers, self.ps)
+        self._own = optimizer.held_by(self.optimizers, self.world.me.name)
+        self._theirs = optimizer.held_by(self.optimizers, self.ps)
         if found is not None:
-            optimizers.load(self._own, found["optimizers"])
+            optimizer.load(self._own, found["optimizers"])
             self._call(server.load, self._theirs)
 
     def _restore(self, found: dict[str, Any]) -> None:
@@ -231,7 +230,7 @@ class Trainer:
         """Have a checkpoint written. Returns whether to go on after it."""
         half = {
             "weights": {"lstm": self.lstm.state_dict()},
-            "optimizers": optimizers.state(self._own),
+            "optimizers": optimizer.state(self._own),
             "vocabulary": list(self.text.vocabulary.words),
             "digest": self.text.digest,
             "settings": self.settings.model_dump(include=set(KEPT)),

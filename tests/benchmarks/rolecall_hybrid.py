@@ -26,7 +26,7 @@ def steps_per_s(rows: int, steps: int, progress: Callable[[str], None], **variab
              "BATCH_SIZE": BATCH, "TRAINERS": TRAINERS, "OPTIMIZER": "sgd", "LR": LEARNING_RATE, "EPOCHS": 1_000_000,
              "CHECKPOINT_INTERVAL": 86400, "LOG_INTERVAL": INTERVAL}  # fmt: skip
     first: tuple[int, float] | None = None
-    with launch.run("hybrid", 300, {**fixed, **variables}) as running:
+    with launch.run("hybrid", 60, {**fixed, **variables}) as running:
         for event in running.events():
             if not (match := STEP.match(event.get("event", ""))):
                 continue

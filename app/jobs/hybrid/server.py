@@ -43,11 +43,11 @@ class Server:
         self._gradients: dict[int, Tensor] = {}  # of their pooled vectors
         self._plan: Promise[Plan] = Promise()
         self._first = 0.0  # when the first gradient came
-        self._waiting: list[tuple[Callable[[], None], float]] = []
+        self._waiting: dict[int, list[tuple[Callable[[], None], float]]] = {}  # by step
         self._copy_at = -1
         self._copy: list[Tensor] = []
         self._lock = threading.RLock()
-        self._pool = ThreadPoolExecutor(max(2, world.threads), initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     @property
     def built(self) -> Table:
@@ -59,7 +59,7 @@ class Server:
         """Do `work` when `step` steps are made: at once, in this thread, or later, in one of the pool's."""
         with self._lock:
             if self.step < step:
-                self._waiting.append((work, time.perf_counter()))
+                self._waiting.setdefault(step, []).append((work, time.perf_counter()))
                 return
         work()
 
@@ -102,7 +102,7 @@ class Server:
                 self.step += 1
                 if self.step == self._copy_at:
                     self.copy()
-                waiting, self._waiting = self._waiting, []
+                waiting = self._waiting.pop(self.step, [])
             for work, since in waiting:
                 self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
                 self._pool.submit(work)
@@ -176,7 +176,7 @@ def go_on(step: int) -> None:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def lookup(step: int, trainer: int, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> torch.futures.Future[Any]:
+def lookup(step: int, trainer: int, sent: Any) -> torch.futures.Future[Any]:
     """Pool bags (see `Bags`) of the table as `step` steps made it: [bags, width], or what that raised.
 
     The gradient of what trainer number `trainer` looks up goes into the next step; that of -1 does not.
@@ -187,9 +187,10 @@ def lookup(step: int, trainer: int, rows: Tensor, offsets: Tensor, weights: Tens
     def pool() -> None:
         try:
             with server.metrics.hybrid_lookup_seconds.time():
-                found = server.pooled(Bags(rows, offsets, weights), trainer)
-            server.metrics.hybrid_lookups.inc(len(rows))
-            answer.set_result(found.to(rows.device))
+                bags = Bags.of(sent)
+                found = server.pooled(bags, trainer)
+            server.metrics.hybrid_lookups.inc(len(bags.rows))
+            answer.set_result(found.cpu())
         except Exception as error:  # the caller raises it: what a handler raises loses its type on the way
             answer.set_result(error)
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -41,6 +42,14 @@ class Bags:
             weights = None if self.weights is None else self.weights[own]
             shares.append(Bags(self.rows[own] // servers, before[self.offsets], weights))
         return shares
+
+    def packed(self):
+        return self.rows.numpy().astype(np.int32), self.offsets.numpy().astype(np.int32), None if self.weights is None else self.weights.numpy()
+
+    @classmethod
+    def of(cls, sent):
+        rows, offsets, weights = sent
+        return cls(torch.from_numpy(rows).long(), torch.from_numpy(offsets).long(), None if weights is None else torch.from_numpy(weights))
 
     def to(self, place: torch.device) -> Bags:
         weights = None if self.weights is None else self.weights.detach().to(place, torch.float32)

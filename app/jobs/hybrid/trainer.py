@@ -5,7 +5,9 @@ orders.
 from __future__ import annotations
 
 import queue
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from app.jobs.hybrid.table import Bags
 from app.telemetry import Timer
 from app.world import World
 
+THREADS = 2
 BAGS = 512  # of an evaluation's batch
 Dense = dict[str, Any]  # weights, and the state of their optimizer
 # RPC serves from before `run` is called: the master may be a moment early
@@ -106,6 +109,8 @@ class Trainer:
         self.data = data.load(self.settings)
         self.servers = [peer.name for peer in world.peers("ps")]
         self.step = 0
+        self._turn = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
     def serve(self) -> None:
         """Carry orders out one after another."""
@@ -162,22 +167,25 @@ class Trainer:
     # ---- learning
 
     def _learn(self, what: Learn) -> Learned:
-        loss = torch.zeros((), device=self.device)
-        own = self.data.train.take(what.samples).split(what.counts)
-        for share, total in zip(own, what.totals, strict=True):
-            with dist_autograd.context() as context:
-                loss += self._step(context, share, total)
-            self.step += 1
-            self.world.report(self.step)
+        shares = self.data.train.take(what.samples).split(what.counts)
+        numbers = range(self.step, self.step + len(what.totals))
+        losses = list(self._pool.map(self._step, numbers, shares, what.totals))
+        self.step += len(losses)
         dense = {"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()} if what.keep else None
-        return Learned(float(loss), dense)
+        return Learned(sum(losses), dense)
 
-    def _step(self, context: int, share: Samples, total: int) -> Tensor:
-        """One step: this trainer's loss, summed over its `share` of `total` samples."""
-        vectors = self._arrived(self._look_up(share.bags, self.world.me.ordinal))
+    def _step(self, step: int, share: Samples, total: int) -> float:
+        """The step after number `step`: this trainer's loss, summed over its `share` of `total` samples."""
+        with dist_autograd.context() as context:
+            # the servers answer when the step before is made, in which another thread is
+            vectors = self._arrived(self._look_up(step, share.bags, self.world.me.ordinal))
+            with self._turn:
+                return self._learn_from(context, vectors, share.labels, total)
+
+    def _learn_from(self, context: int, vectors: Tensor, labels: Tensor, total: int) -> float:
         with self.metrics.hybrid_dense_seconds.time():
             # DDP takes the mean of the trainers' gradients, and so do the servers: shares need not be equally large
-            loss = functional.cross_entropy(self.replica(vectors), share.labels.to(self.device), reduction="sum")
+            loss = functional.cross_entropy(self.replica(vectors), labels.to(self.device), reduction="sum")
         with self.metrics.hybrid_backward_seconds.time():
             # the servers step as soon as all trainers' gradients are with them
             dist_autograd.backward(context, [loss * (len(self.trainers) / total)])  # type: ignore[attr-defined]
@@ -185,14 +193,13 @@ class Trainer:
             for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
                 parameter.grad = gradient
             self.optimizer.step()
-        return loss.detach()
+        return float(loss.detach())
 
-    def _look_up(self, bags: Bags, trainer: int = -1) -> list[torch.futures.Future[Any]]:
+    def _look_up(self, step: int, bags: Bags, trainer: int = -1) -> list[torch.futures.Future[Any]]:
         return [
-            rolecall_rpc.call(name, server.lookup, self.step, trainer, one.rows, one.offsets, one.weights,
-                              timeout=self.settings.step_timeout)
+            rolecall_rpc.call(name, server.lookup, step, trainer, one.packed(), timeout=self.settings.step_timeout)
             for name, one in zip(self.servers, bags.route(len(self.servers)), strict=True)
-        ]  # fmt: skip
+        ]
 
     def _arrived(self, calls: list[torch.futures.Future[Any]]) -> Tensor:
         """The servers' shares of pooled vectors, summed: [bags, width]."""
@@ -211,7 +218,7 @@ class Trainer:
         correct, calls = 0, []
         for samples in own.split(BAGS):
             taken = self.data.test.take(samples)
-            calls.append((self._look_up(taken.bags), taken.labels))
+            calls.append((self._look_up(self.step, taken.bags), taken.labels))
             if len(calls) > 1:  # the next one is looked up meanwhile
                 correct += self._correct(*calls.pop(0))
         return correct + sum(self._correct(*call) for call in calls)

@@ -39,9 +39,9 @@ class Server:
         self.step = 0
         self.trainers = [peer.ordinal for peer in world.peers("trainer")]
         self.failure: Promise[None] = Promise()  # what an update raised
-        self._bags: dict[int, Bags] = {}  # of this step, by trainer
+        self._bags: dict[int, dict[int, Bags]] = {}  # by step and trainer
         self._gradients: dict[int, Tensor] = {}  # of their pooled vectors
-        self._plan: Promise[Plan] = Promise()
+        self._plans: dict[int, Promise[Plan]] = {}  # by step
         self._first = 0.0  # when the first gradient came
         self._waiting: dict[int, list[tuple[Callable[[], None], float]]] = {}  # by step
         self._copy_at = -1
@@ -63,21 +63,26 @@ class Server:
                 return
         work()
 
+    def expect(self, step: int, trainer: int, bags: Bags) -> None:
+        """Hear what `trainer` looks up after `step` steps, which may not be made yet. When all have said so, it is
+        planned what becomes of the gradients.
+        """
+        with self._lock:
+            known = self._bags.setdefault(step, {})
+            known[trainer] = bags
+            if len(known) == len(self.trainers):
+                # always in the same order: a sum of floats depends on it
+                lookups = [known[one] for one in self.trainers]
+                self._plans[step] = self._pool.submit(Plan.of, lookups)
+                del self._bags[step]
+
     def pooled(self, bags: Bags, trainer: int) -> Tensor:
         """The sums of `bags`, whose gradient changes the table; of `trainer` -1 nothing of that."""
-        bags = bags.to(self.built.weight.device)
         if trainer < 0:
             with torch.no_grad():
                 read: Tensor = self.built(bags)
             return read
         found: Tensor = _Pool.apply(self.built.weight, self, bags, trainer)
-        with self._lock:
-            self._bags[trainer] = bags
-            if len(self._bags) == len(self.trainers):
-                # always in the same order: a sum of floats depends on it
-                lookups, self._bags = [self._bags[one] for one in self.trainers], {}
-                # while the trainers compute
-                self._plan = self._pool.submit(Plan.of, lookups)
         return found
 
     def take(self, trainer: int, gradient: Tensor) -> None:
@@ -90,7 +95,7 @@ class Server:
                 gradients, self._gradients = [self._gradients[one] for one in self.trainers], {}
                 self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first)
                 # not in this thread: the trainer's backward pass waits for it
-                self._pool.submit(self._update, gradients, self._plan)
+                self._pool.submit(self._update, gradients, self._plans.pop(self.step))
 
     def _update(self, gradients: list[Tensor], plan: Promise[Plan]) -> None:
         """Make a step with the mean of the trainers' gradients."""
@@ -184,10 +189,13 @@ def lookup(step: int, trainer: int, sent: Any) -> torch.futures.Future[Any]:
     server = here()
     answer: torch.futures.Future[Any] = torch.futures.Future()
 
+    bags = Bags.of(sent).to(server.built.weight.device)
+    if trainer >= 0:
+        server.expect(step, trainer, bags)
+
     def pool() -> None:
         try:
             with server.metrics.hybrid_lookup_seconds.time():
-                bags = Bags.of(sent)
                 found = server.pooled(bags, trainer)
             server.metrics.hybrid_lookups.inc(len(bags.rows))
             answer.set_result(found.cpu())

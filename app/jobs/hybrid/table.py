@@ -44,12 +44,20 @@ class Bags:
         return shares
 
     def packed(self):
-        return self.rows.numpy().astype(np.int32), self.offsets.numpy().astype(np.int32), None if self.weights is None else self.weights.numpy()
+        return (
+            self.rows.numpy().astype(np.int32),
+            self.offsets.numpy().astype(np.int32),
+            None if self.weights is None else self.weights.numpy(),
+        )
 
     @classmethod
     def of(cls, sent):
         rows, offsets, weights = sent
-        return cls(torch.from_numpy(rows).long(), torch.from_numpy(offsets).long(), None if weights is None else torch.from_numpy(weights))
+        return cls(
+            torch.from_numpy(rows).long(),
+            torch.from_numpy(offsets).long(),
+            None if weights is None else torch.from_numpy(weights),
+        )
 
     def to(self, place: torch.device) -> Bags:
         weights = None if self.weights is None else self.weights.detach().to(place, torch.float32)

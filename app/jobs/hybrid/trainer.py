@@ -82,6 +82,18 @@ class Evaluate:
     """Classify this trainer's share of the test samples: how many are right?"""
 
 
+class Spent:
+    """Seconds that were spent within, in all."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
 def run(world: World) -> None:
     """Do what the master orders, until the end of the process."""
     Trainer(world).serve()
@@ -110,6 +122,7 @@ class Trainer:
         self.servers = [peer.name for peer in world.peers("ps")]
         self.step = 0
         self._turn = threading.Lock()
+        self._spent = {phase: Spent() for phase in ("dense", "backward", "optimizer")}
         self._pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
     def serve(self) -> None:
@@ -148,29 +161,16 @@ class Trainer:
         if what.dense:
             self.optimizer.load_state_dict(what.dense["optimizer"])
         self.replica = DistributedDataParallel(self.dense)
-        # a lambda: torch wants the arguments' names, and no annotations
-        self.replica.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
-
-    def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The mean of a bucket of gradients over all trainers, timed."""
-        started = time.perf_counter()
-        work = dist.all_reduce(bucket.buffer().div_(len(self.trainers)), async_op=True)
-        assert work is not None
-
-        def done(found: torch.futures.Future[list[Tensor]]) -> Tensor:
-            self.metrics.hybrid_allreduce_seconds.observe(time.perf_counter() - started)
-            return found.value()[0]
-
-        found: torch.futures.Future[Tensor] = work.get_future().then(done)
-        return found
 
     # ---- learning
 
     def _learn(self, what: Learn) -> Learned:
         shares = self.data.train.take(what.samples).split(what.counts)
         numbers = range(self.step, self.step + len(what.totals))
-        losses = list(self._pool.map(self._step, numbers, shares, what.totals))
+        with Timer() as timer:
+            losses = list(self._pool.map(self._step, numbers, shares, what.totals))
         self.step += len(losses)
+        self._count(timer.seconds)
         dense = {"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()} if what.keep else None
         return Learned(sum(losses), dense)
 
@@ -183,17 +183,28 @@ class Trainer:
                 return self._learn_from(context, vectors, share.labels, total)
 
     def _learn_from(self, context: int, vectors: Tensor, labels: Tensor, total: int) -> float:
-        with self.metrics.hybrid_dense_seconds.time():
+        with self._spent["dense"]:
             # DDP takes the mean of the trainers' gradients, and so do the servers: shares need not be equally large
             loss = functional.cross_entropy(self.replica(vectors), labels.to(self.device), reduction="sum")
-        with self.metrics.hybrid_backward_seconds.time():
+        with self._spent["backward"]:
             # the servers step as soon as all trainers' gradients are with them
             dist_autograd.backward(context, [loss * (len(self.trainers) / total)])  # type: ignore[attr-defined]
-        with self.metrics.hybrid_optimizer_seconds.time():
+        with self._spent["optimizer"]:
             for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
                 parameter.grad = gradient
             self.optimizer.step()
         return float(loss.detach())
+
+    def _count(self, seconds: float) -> None:
+        """Metrics of an order's steps, which took `seconds`. Once for all of them: a step takes milliseconds."""
+        busy = 0.0
+        for phase, spent in self._spent.items():
+            self.metrics.hybrid_phase_seconds.labels(phase).inc(spent.seconds)
+            busy += spent.seconds
+            spent.seconds = 0.0
+        self.metrics.hybrid_stall_seconds.labels("lookup").inc(max(0.0, seconds - busy))
+        self.metrics.hybrid_allreduce_seconds.set(_allreduce_seconds(self.replica))
+        self.world.report(self.step)
 
     def _look_up(self, step: int, bags: Bags, trainer: int = -1) -> list[torch.futures.Future[Any]]:
         return [
@@ -203,9 +214,7 @@ class Trainer:
 
     def _arrived(self, calls: list[torch.futures.Future[Any]]) -> Tensor:
         """The servers' shares of pooled vectors, summed: [bags, width]."""
-        with Timer() as timer:
-            found = [call.wait() for call in calls]
-        self.metrics.hybrid_stall_seconds.labels("lookup").inc(timer.seconds)
+        found = [call.wait() for call in calls]
         for one in found:
             if isinstance(one, Exception):
                 raise one
@@ -226,3 +235,9 @@ class Trainer:
     def _correct(self, calls: list[torch.futures.Future[Any]], labels: Tensor) -> int:
         found = self.dense(self._arrived(calls)).argmax(1).cpu()
         return int((found == labels).sum())
+
+
+def _allreduce_seconds(replica: DistributedDataParallel) -> float:
+    """What DDP measured of its all-reduces, which it does now and then."""
+    data = replica._get_ddp_logging_data()
+    return float(data.get("avg_backward_comm_time", 0)) / 1e9

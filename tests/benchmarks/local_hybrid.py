@@ -66,11 +66,11 @@ def _train() -> float:
     for epoch in range(settings.epochs):
         generator = torch.Generator().manual_seed(epoch)
         for batch in torch.randperm(len(found.train), generator=generator).split(settings.batch_size * TRAINERS):
-            bags = found.train.take(batch)
-            vectors = table(bags.indices, bags.offsets, per_sample_weights=bags.weights)
+            taken = found.train.take(batch)
+            vectors = table(taken.bags.rows, taken.bags.offsets, per_sample_weights=taken.bags.weights)
             table.zero_grad()
             dense.zero_grad()
-            functional.cross_entropy(model.dense(vectors), bags.labels).backward()
+            functional.cross_entropy(model.dense(vectors), taken.labels).backward()
             dense.step()
             assert table.weight.grad is not None
             gradient = table.weight.grad.coalesce()

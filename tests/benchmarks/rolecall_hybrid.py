@@ -26,7 +26,7 @@ def steps_per_s(rows: int, steps: int, progress: Callable[[str], None], **variab
              "BATCH_SIZE": BATCH, "TRAINERS": TRAINERS, "OPTIMIZER": "sgd", "LR": LEARNING_RATE, "EPOCHS": 1_000_000,
              "CHECKPOINT_INTERVAL": 86400, "LOG_INTERVAL": INTERVAL}  # fmt: skip
     first: tuple[int, float] | None = None
-    with launch.run("hybrid", 60, {**fixed, **variables}) as running:
+    with launch.run("hybrid", 300, {**fixed, **variables}) as running:
         for event in running.events():
             if not (match := STEP.match(event.get("event", ""))):
                 continue
@@ -42,7 +42,7 @@ def steps_per_s(rows: int, steps: int, progress: Callable[[str], None], **variab
 
 def accuracy(progress: Callable[[str], None], **variables: object) -> tuple[float, float]:
     """On the test samples after a run at the default settings, and its seconds of training."""
-    with launch.run("hybrid", 600, variables) as running:
+    with launch.run("hybrid", 3000, variables) as running:
         for event in running.events():
             if match := EPOCH.match(event.get("event", "")):
                 progress(f"epoch {match[1]}")

@@ -111,6 +111,29 @@ def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
     return {**RNN, "EPOCHS": str(found.state["epoch"] + 1)}
 
 
+def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:
+    """At most a point below what training as many epochs without any disturbance comes to."""
+    found = evaluate("hybrid", checkpoints)
+    newest = Checkpoints(checkpoints, "hybrid").newest()
+    assert newest is not None
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "app", "local", "hybrid", "--plain"]
+        own = {**HYBRID, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
+        settings = environment("hybrid", own, newest.state["settings"]["seed"])
+        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
+        undisturbed = evaluate("hybrid", Path(directory))["accuracy"]
+    text = f"test accuracy {found['accuracy']:.2%} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2%}"
+    return text, found["accuracy"] >= undisturbed - 0.01
+
+
+def _last_epoch_hybrid(checkpoints: Path) -> Mapping[str, str]:
+    """To the end of the epoch that it is in."""
+    found = Checkpoints(checkpoints, "hybrid").newest()
+    assert found is not None
+    return {**HYBRID, "EPOCHS": str(found.state["epoch"] + 1)}
+
+
+HYBRID = {"NUM_EMBEDDINGS": "100000", "LR": "0.01"}
 # small, so that an epoch takes seconds
 RNN = {"CORPUS_BYTES": "300000", "VOCABULARY": "2000", "LR": "0.001"}
 SOAKS = {
@@ -148,5 +171,11 @@ SOAKS = {
         hurting={**RNN, "EPOCHS": "1000000", "CHECKPOINT_INTERVAL": "1"},
         finishing=_last_epoch_rnn,
         judge=_judge_rnn,
+    ),
+    "hybrid": Soak(
+        counts={"master": 1, "ps": 1, "trainer": 2},
+        hurting={**HYBRID, "EPOCHS": "1000000", "CHECKPOINT_INTERVAL": "1"},
+        finishing=_last_epoch_hybrid,
+        judge=_judge_hybrid,
     ),
 }

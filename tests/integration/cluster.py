@@ -56,6 +56,15 @@ ENDLESS = {
         "LR": "0.01",
         "SAMPLE_TOKENS": "0",
     },
+    "hybrid": {
+        "EPOCHS": "1000000",
+        "DATASET": "tests.integration.learning:bags",
+        "NUM_EMBEDDINGS": "60",
+        "EMBEDDING_DIM": "4",
+        "HIDDEN_SIZE": "5",
+        "BATCH_SIZE": "8",
+        "LR": "0.1",
+    },
 }
 
 
@@ -201,7 +210,7 @@ class Rank:
 
 
 class Cluster:
-    """The ranks of JOB (rl) on ports of their own: rank 0, and members of the last role."""
+    """The ranks of JOB (rl) on ports of their own."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         self.directory = directory
@@ -239,13 +248,13 @@ class Cluster:
         return rank
 
     def start(self, count: int = 2) -> Cluster:
-        """Start rank 0 (all of its role) and `count` members of the last role."""
+        """Start rank 0, all of the other roles but the last one, and `count` members of that."""
         if self.others.count:
             self.settings.setdefault(self.others.count, str(count))
         self.count = count
-        first = self.job.roles[0]
-        for ordinal in range(int(self.settings.get(first.count, 1))):
-            self.add(first.name, ordinal).start()
+        for role in self.job.roles[:-1]:
+            for ordinal in range(int(self.settings.get(role.count, 1))):
+                self.add(role.name, ordinal).start()
         for ordinal in range(count):
             self.add(self.others.name, ordinal).start()
         return self

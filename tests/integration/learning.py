@@ -88,3 +88,25 @@ class Hanging(Counter):
         if self.training and self.uses.abs().sum() > 0:
             time.sleep(3600)  # longer than any deadline
         return super().forward(inputs)
+
+
+Bag = tuple[list[int], list[float], int]
+
+
+def bags() -> tuple[list[Bag], list[Bag]]:
+    """Weighted bags of a table of 60 rows; what is in them tells their class, and some are empty. 100 to train with: no
+    multiple of most batch sizes.
+    """
+    generator = torch.Generator().manual_seed(3)
+    found: list[Bag] = []
+    for number in range(120):
+        label, length = number % 3, number % 5
+        rows = torch.randint(20, (length,), generator=generator) + 20 * label
+        found.append((rows.tolist(), torch.rand(length, generator=generator).tolist(), label))
+    return found[:100], found[100:]
+
+
+def bags_out_of_range() -> tuple[list[Bag], list[Bag]]:
+    """One of them has a row that the table has not."""
+    train, test = bags()
+    return [*train, ([60], [1.0], 0)], test

@@ -20,7 +20,7 @@ class HybridSettings(Settings):
 
     servers: int = Field(1, ge=1, le=64, description="servers that the table's rows are sharded over")
     trainers: int = Field(2, ge=1, le=1024, description="trainers, each with a replica of the dense network")
-    num_embeddings: int = Field(1_000_000, ge=1, le=2**40, description="rows of the table")
+    num_embeddings: int = Field(1_000_000, ge=1, le=2**31 - 1, description="rows of the table")
     embedding_dim: int = Field(64, ge=1, le=65536, description="width of a row")
     hidden_size: int = Field(64, ge=0, le=65536, description="width of the dense network's hidden layer; 0: none")
     batch_size: int = Field(64, ge=1, le=1_000_000, description="samples of one trainer in a step")

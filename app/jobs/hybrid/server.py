@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
+from app import rpc as rolecall_rpc
 from app.jobs.hybrid import HybridSettings
-from app.jobs.hybrid.table import Bags, Plan, Table
+from app.jobs.hybrid.table import Bags, Plan, Table, Wire
 from app.telemetry import Timer
 from app.world import World
 
@@ -47,6 +48,7 @@ class Server:
         self._copy_at = -1
         self._copy: list[Tensor] = []
         self._lock = threading.RLock()
+        # one thread: what follows a step is short, and more of them only wait for each other's turn in Python
         self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     @property
@@ -56,7 +58,7 @@ class Server:
         return self.table
 
     def at(self, step: int, work: Callable[[], None]) -> None:
-        """Do `work` when `step` steps are made: at once, in this thread, or later, in one of the pool's."""
+        """Do `work` when `step` steps are made: at once, in this thread, or later, in the pool's."""
         with self._lock:
             if self.step < step:
                 self._waiting.setdefault(step, []).append((work, time.perf_counter()))
@@ -181,15 +183,15 @@ def go_on(step: int) -> None:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def lookup(step: int, trainer: int, sent: Any) -> torch.futures.Future[Any]:
+def lookup(step: int, trainer: int, wire: Wire) -> torch.futures.Future[Any]:
     """Pool bags (see `Bags`) of the table as `step` steps made it: [bags, width], or what that raised.
 
     The gradient of what trainer number `trainer` looks up goes into the next step; that of -1 does not.
     """
+    rolecall_rpc.keep_thread()
     server = here()
     answer: torch.futures.Future[Any] = torch.futures.Future()
-
-    bags = Bags.of(sent).to(server.built.weight.device)
+    bags = Bags.from_wire(wire).to(server.built.weight.device)
     if trainer >= 0:
         server.expect(step, trainer, bags)
 
@@ -233,5 +235,6 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[None, ...]:
+        rolecall_rpc.keep_thread()
         context.server.take(context.trainer, gradients[0])
         return None, None, None, None

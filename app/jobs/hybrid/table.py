@@ -17,6 +17,7 @@ INITIAL_ROWS = 1 << 16  # rows whose first values one generator makes
 EPSILON = 1e-10
 LARGE_PAGE = 1 << 21  # bytes
 MADV_HUGEPAGE = 14  # Linux's mman.h
+Wire = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # rows int32, offsets int32, weights float32
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,16 @@ class Bags:
             shares.append(Bags(self.rows[own] // servers, before[self.offsets], weights))
         return shares
 
-    def packed(self):
-        return (
-            self.rows.numpy().astype(np.int32),
-            self.offsets.numpy().astype(np.int32),
-            None if self.weights is None else self.weights.numpy(),
-        )
+    def to_wire(self) -> Wire:
+        """As it is sent: arrays are part of a call, where each tensor would be a message of its own."""
+        weights = None if self.weights is None else self.weights.numpy()
+        return self.rows.numpy().astype(np.int32), self.offsets.numpy().astype(np.int32), weights
 
     @classmethod
-    def of(cls, sent):
-        rows, offsets, weights = sent
-        return cls(
-            torch.from_numpy(rows).long(),
-            torch.from_numpy(offsets).long(),
-            None if weights is None else torch.from_numpy(weights),
-        )
+    def from_wire(cls, wire: Wire) -> Bags:
+        rows, offsets, weights = wire
+        return cls(torch.from_numpy(rows).long(), torch.from_numpy(offsets).long(),
+                   None if weights is None else torch.from_numpy(weights))  # fmt: skip
 
     def to(self, place: torch.device) -> Bags:
         weights = None if self.weights is None else self.weights.detach().to(place, torch.float32)
@@ -77,16 +73,14 @@ class Plan:
 
     @classmethod
     def of(cls, lookups: Sequence[Bags]) -> Plan:
-        """The plan for the bags of some lookups, one after another."""
+        """The plan for the bags of some lookups, one after another; all of them have weights, or none has."""
         lengths = torch.cat([one.offsets.diff() for one in lookups])
         rows, order = torch.cat([one.rows for one in lookups]).sort(stable=True)
         bags = torch.repeat_interleave(lengths, output_size=len(rows))[order]
         unique, counts = torch.unique_consecutive(rows, return_counts=True)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        weights = [one.weights if one.weights is not None else torch.ones(len(one.rows), device=rows.device)
-                   for one in lookups]  # fmt: skip
-        plain = all(one.weights is None for one in lookups)
-        return cls(unique, bags, offsets, None if plain else torch.cat(weights)[order])
+        weights = [one.weights for one in lookups if one.weights is not None]
+        return cls(unique, bags, offsets, torch.cat(weights)[order] if weights else None)
 
     def gradient(self, pooled: Tensor) -> Tensor:
         """Of the rows [rows, width], from that of the pooled vectors [bags, width]."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 from torch.distributed import rpc
@@ -26,7 +25,7 @@ from app.jobs.hybrid.table import Bags
 from app.telemetry import Timer
 from app.world import World
 
-THREADS = 2
+THREADS = 2  # steps in hand: one is made, and the lookup of the next is under way
 BAGS = 512  # of an evaluation's batch
 Dense = dict[str, Any]  # weights, and the state of their optimizer
 # RPC serves from before `run` is called: the master may be a moment early
@@ -208,7 +207,7 @@ class Trainer:
 
     def _look_up(self, step: int, bags: Bags, trainer: int = -1) -> list[torch.futures.Future[Any]]:
         return [
-            rolecall_rpc.call(name, server.lookup, step, trainer, one.packed(), timeout=self.settings.step_timeout)
+            rolecall_rpc.call(name, server.lookup, step, trainer, one.to_wire(), timeout=self.settings.step_timeout)
             for name, one in zip(self.servers, bags.route(len(self.servers)), strict=True)
         ]
 

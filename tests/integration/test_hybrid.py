@@ -1,0 +1,169 @@
+"""The hybrid job as real processes: its arithmetic, its checkpoints, and whatever dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from app import checkpoint
+from app.jobs.hybrid import HybridSettings, data
+from app.jobs.hybrid.master import KEPT
+from app.jobs.hybrid.model import Whole
+from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, until
+
+MakeCluster = Callable[..., Cluster]
+hybrid = pytest.mark.parametrize("kept", ["hybrid"], indirect=True)
+TRAINERS = 2
+
+
+def finished(job: Cluster) -> checkpoint.Snapshot:
+    """Wait for the end of all ranks; the last checkpoint."""
+    assert {rank.wait() for rank in job.ranks.values()} == {0}
+    found = checkpoint.Checkpoints(job.checkpoints, "hybrid").newest()
+    assert found is not None
+    return found
+
+
+def settings(**own: str) -> HybridSettings:
+    found = {**ENDLESS["hybrid"], **own}
+    return HybridSettings(**{name.lower(): value for name, value in found.items()})  # type: ignore[arg-type]
+
+
+def in_one_process(own: HybridSettings) -> dict[str, Tensor]:
+    """What the job must come to, from the union of the trainers' batches, with dense gradients."""
+    found = data.load(own)
+    whole = Whole(own, found.classes)
+    whole.table.fill()
+    table = nn.Parameter(whole.table.weight.detach().clone())
+    squares = torch.zeros(len(table))
+    dense: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[own.optimizer]
+    optimizer = dense(whole.dense.parameters(), own.lr)
+    for epoch in range(own.epochs):
+        order = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(own.seed * 2**20 + epoch))
+        for batch in order.split(own.batch_size * TRAINERS):
+            taken = found.train.take(batch)
+            vectors = functional.embedding_bag(
+                taken.bags.rows, table, taken.bags.offsets, mode="sum", include_last_offset=True,
+                per_sample_weights=taken.bags.weights,
+            )  # fmt: skip
+            optimizer.zero_grad()
+            table.grad = None
+            functional.cross_entropy(whole.dense(vectors), taken.labels).backward()
+            optimizer.step()
+            assert table.grad is not None
+            with torch.no_grad():
+                if own.optimizer == "adagrad":
+                    squares += table.grad.square().mean(1)
+                    table -= own.lr * table.grad / (squares.sqrt()[:, None] + 1e-10)
+                else:
+                    table -= own.lr * table.grad
+    return {"table": table.detach(), **whole.dense.state_dict()}
+
+
+def weights(found: checkpoint.Snapshot) -> dict[str, Tensor]:
+    return {"table": found.state["table"], **found.state["dense"]["weights"]}
+
+
+def test_it_is_one_process(cluster: MakeCluster) -> None:
+    own = {"EPOCHS": "3", "OPTIMIZER": "sgd", "SERVERS": "2"}
+    job = cluster(JOB="hybrid", **own).start(TRAINERS)
+    found = finished(job)
+    assert found.step == 3 * 7  # the last batch of an epoch is smaller, and its shares are not equally large
+    for name, value in in_one_process(settings(**own)).items():
+        torch.testing.assert_close(weights(found)[name], value, rtol=1e-4, atol=1e-6)
+    done = json.loads((job.checkpoints / "DONE").read_text())
+    assert done["samples"] == 300
+    assert evaluated(job, found)["accuracy"] == pytest.approx(done["accuracy"])
+    assert f"Finished: test accuracy {done['accuracy']:.2%} after 3 epochs" in job.first.text()
+    assert all("[error" not in rank.text() for rank in job.ranks.values())
+
+
+def evaluated(job: Cluster, found: checkpoint.Snapshot) -> dict[str, Any]:
+    """What `python -m app eval` says of a checkpoint."""
+    command = [sys.executable, "-m", "app", "eval", "hybrid", "--checkpoint", str(found.path), "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=job.first.environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster) -> None:
+    own = {"EPOCHS": "60", "OPTIMIZER": "adagrad", "LR": "0.02"}
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **own).start(TRAINERS)
+    for hurt in ("trainer-1", "drain"):
+        seen = set(job.checkpoints.glob("checkpoint-*"))
+        until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
+        generation = job.first.metric("generation")
+        if hurt != "drain":
+            job.ranks[hurt].kill_worker()
+            until(lambda g=generation: job.first.metric("generation") > g, "the next generation")
+        else:
+            for rank in job.ranks.values():
+                rank.terminate()
+            assert {rank.wait() for rank in job.ranks.values()} == {0}
+            for rank in job.ranks.values():
+                rank.start()
+    found = finished(job)
+    assert job.first.text().count("resumed") >= 2
+    plain = finished(cluster(JOB="hybrid", CHECKPOINT_INTERVAL="86400", **own).start(TRAINERS))
+    assert found.step == plain.step
+    expected = in_one_process(settings(**own))
+    for name, value in weights(plain).items():
+        assert torch.equal(weights(found)[name], value), name
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@hybrid
+@pytest.mark.parametrize("victim", ["trainer-1", "ps-0", "master-0"])
+def test_a_killed_worker_ends_the_generation_and_the_next_goes_on(kept: Cluster, victim: str) -> None:
+    resumed = kept.first.appears("resumed")
+    others = [until(rank.worker, "a worker").pid for rank in kept.ranks.values() if rank.name != victim]
+    kept.ranks[victim].kill_worker()
+    until(resumed, "the next generation")
+    assert not [pid for pid in others if alive(pid)]  # also one that was in an all-reduce
+    kept.is_whole()
+
+
+@hybrid
+def test_a_frozen_trainer_is_replaced_though_the_other_waits_for_its_gradient(kept: Cluster) -> None:
+    resumed = kept.first.appears("resumed")
+    with kept.member(1).frozen("worker"):
+        until(resumed, "the next generation")
+    kept.is_whole()
+
+
+@hybrid
+def test_checkpoints_are_written_while_it_trains(kept: Cluster) -> None:
+    written = kept.first.appears("checkpoint file=")
+    step = kept.iterations()
+    until(written, "a checkpoint")
+    until(lambda: kept.iterations() > step, "further steps")
+    assert kept.ranks["ps-0"].metric("hybrid_stall_seconds_total", cause="checkpoint") > 0
+    assert kept.member(0).metric("hybrid_stall_seconds_total", cause="lookup") > 0
+
+
+def test_other_settings_than_the_checkpoints_are_refused_and_nothing_is_touched(cluster: MakeCluster) -> None:
+    job = cluster(JOB="hybrid")
+    job.checkpoints.mkdir()
+    kept = settings().model_dump(include=set(KEPT))
+    checkpoint.Checkpoints(job.checkpoints, "hybrid").write(5, {"settings": {**kept, "embedding_dim": 5}})
+    before = {path: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")}
+    job.start(1)
+    assert {rank.wait() for rank in job.ranks.values()} == {2}
+    assert "EMBEDDING_DIM=4: the newest checkpoint in CHECKPOINT_DIR was made with 5" in job.first.text()
+    assert {path: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")} == before
+
+
+def test_an_index_out_of_range_is_refused_before_anything_starts(cluster: MakeCluster) -> None:
+    job = cluster(JOB="hybrid", DATASET="tests.integration.learning:bags_out_of_range", JOIN_GRACE="1")
+    rank = job.add("trainer", 0).start()
+    assert rank.wait() == 2
+    assert "training sample 100 has the index 60, which is out of range: NUM_EMBEDDINGS=60" in rank.text()
+    assert "Traceback" not in rank.text()

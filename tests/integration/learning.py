@@ -94,16 +94,16 @@ Bag = tuple[list[int], list[float], int]
 
 
 def bags() -> tuple[list[Bag], list[Bag]]:
-    """Weighted bags of a table of 60 rows; what is in them tells their class, and some are empty. 100 to train with: no
-    multiple of most batch sizes.
+    """Weighted bags of a table of 60 rows, some of them empty; what is in them tells their class. There are 101 to train
+    with: the last batch of an epoch is smaller.
     """
     generator = torch.Generator().manual_seed(3)
     found: list[Bag] = []
-    for number in range(120):
+    for number in range(121):
         label, length = number % 3, number % 5
         rows = torch.randint(20, (length,), generator=generator) + 20 * label
         found.append((rows.tolist(), torch.rand(length, generator=generator).tolist(), label))
-    return found[:100], found[100:]
+    return found[:101], found[101:]
 
 
 def bags_out_of_range() -> tuple[list[Bag], list[Bag]]:

@@ -73,14 +73,14 @@ def weights(found: checkpoint.Snapshot) -> dict[str, Tensor]:
 
 
 def test_it_is_one_process(cluster: MakeCluster) -> None:
-    own = {"EPOCHS": "3", "OPTIMIZER": "sgd", "SERVERS": "2"}
+    own = {"EPOCHS": "3", "OPTIMIZER": "sgd", "SERVERS": "2", "BATCH_SIZE": "10"}
     job = cluster(JOB="hybrid", **own).start(TRAINERS)
     found = finished(job)
-    assert found.step == 3 * 7  # the last batch of an epoch is smaller, and its shares are not equally large
+    assert found.step == 3 * 6  # in the last step of an epoch one trainer has a sample and the other none
     for name, value in in_one_process(settings(**own)).items():
         torch.testing.assert_close(weights(found)[name], value, rtol=1e-4, atol=1e-6)
     done = json.loads((job.checkpoints / "DONE").read_text())
-    assert done["samples"] == 300
+    assert done["samples"] == 303
     assert evaluated(job, found)["accuracy"] == pytest.approx(done["accuracy"])
     assert f"Finished: test accuracy {done['accuracy']:.2%} after 3 epochs" in job.first.text()
     assert all("[error" not in rank.text() for rank in job.ranks.values())
@@ -97,21 +97,13 @@ def evaluated(job: Cluster, found: checkpoint.Snapshot) -> dict[str, Any]:
 def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster) -> None:
     own = {"EPOCHS": "60", "OPTIMIZER": "adagrad", "LR": "0.02"}
     job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **own).start(TRAINERS)
-    for hurt in ("trainer-1", "drain"):
+    for hurt in ("trainer-1", "ps-0"):
         seen = set(job.checkpoints.glob("checkpoint-*"))
         until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
-        generation = job.first.metric("generation")
-        if hurt != "drain":
-            job.ranks[hurt].kill_worker()
-            until(lambda g=generation: job.first.metric("generation") > g, "the next generation")
-        else:
-            for rank in job.ranks.values():
-                rank.terminate()
-            assert {rank.wait() for rank in job.ranks.values()} == {0}
-            for rank in job.ranks.values():
-                rank.start()
+        resumed = job.first.appears("resumed")
+        job.ranks[hurt].kill_worker()
+        until(resumed, "the next generation")
     found = finished(job)
-    assert job.first.text().count("resumed") >= 2
     plain = finished(cluster(JOB="hybrid", CHECKPOINT_INTERVAL="86400", **own).start(TRAINERS))
     assert found.step == plain.step
     expected = in_one_process(settings(**own))
@@ -165,5 +157,5 @@ def test_an_index_out_of_range_is_refused_before_anything_starts(cluster: MakeCl
     job = cluster(JOB="hybrid", DATASET="tests.integration.learning:bags_out_of_range", JOIN_GRACE="1")
     rank = job.add("trainer", 0).start()
     assert rank.wait() == 2
-    assert "training sample 100 has the index 60, which is out of range: NUM_EMBEDDINGS=60" in rank.text()
+    assert "training sample 101 has the index 60, which is out of range: NUM_EMBEDDINGS=60" in rank.text()
     assert "Traceback" not in rank.text()

@@ -9,6 +9,7 @@ from concurrent.futures import Future as Promise
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import rpc
@@ -40,9 +41,9 @@ class Server:
         self.step = 0
         self.trainers = [peer.ordinal for peer in world.peers("trainer")]
         self.failure: Promise[None] = Promise()  # what an update raised
-        self._bags: dict[int, dict[int, Bags]] = {}  # by step and trainer
+        self._bags: dict[int, Bags] = {}  # of the next step, by trainer
         self._gradients: dict[int, Tensor] = {}  # of their pooled vectors
-        self._plans: dict[int, Promise[Plan]] = {}  # by step
+        self._plan: Promise[Plan] = Promise()
         self._first = 0.0  # when the first gradient came
         self._waiting: dict[int, list[tuple[Callable[[], None], float]]] = {}  # by step
         self._copy_at = -1
@@ -65,26 +66,25 @@ class Server:
                 return
         work()
 
-    def expect(self, step: int, trainer: int, bags: Bags) -> None:
-        """Hear what `trainer` looks up after `step` steps, which may not be made yet. When all have said so, it is
-        planned what becomes of the gradients.
+    def expect(self, trainer: int, bags: Bags) -> None:
+        """Hear what `trainer` looks up for the next step. When all have said so, it is planned what becomes of the
+        gradients.
         """
         with self._lock:
-            known = self._bags.setdefault(step, {})
-            known[trainer] = bags
-            if len(known) == len(self.trainers):
+            self._bags[trainer] = bags
+            if len(self._bags) == len(self.trainers):
                 # always in the same order: a sum of floats depends on it
-                lookups = [known[one] for one in self.trainers]
-                self._plans[step] = self._pool.submit(Plan.of, lookups)
-                del self._bags[step]
+                lookups, self._bags = [self._bags[one] for one in self.trainers], {}
+                self._plan = self._pool.submit(Plan.of, lookups)  # while the trainers compute
 
-    def pooled(self, bags: Bags, trainer: int) -> Tensor:
-        """The sums of `bags`, whose gradient changes the table; of `trainer` -1 nothing of that."""
-        if trainer < 0:
-            with torch.no_grad():
-                read: Tensor = self.built(bags)
-            return read
-        found: Tensor = _Pool.apply(self.built.weight, self, bags, trainer)
+    def pooled(self, bags: Bags) -> np.ndarray | Exception:
+        """The sums of `bags`, or what that raised: an exception loses its type on the way to the caller."""
+        try:
+            with torch.no_grad(), self.metrics.hybrid_lookup_seconds.time():
+                found: np.ndarray = self.built(bags).cpu().numpy()
+        except Exception as error:
+            return error
+        self.metrics.hybrid_lookups.inc(len(bags.rows))
         return found
 
     def take(self, trainer: int, gradient: Tensor) -> None:
@@ -96,15 +96,15 @@ class Server:
             if len(self._gradients) == len(self.trainers):
                 gradients, self._gradients = [self._gradients[one] for one in self.trainers], {}
                 self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first)
-                # not in this thread: the trainer's backward pass waits for it
-                self._pool.submit(self._update, gradients, self._plans.pop(self.step))
+                self._pool.submit(self._update, gradients, self._plan)
 
     def _update(self, gradients: list[Tensor], plan: Promise[Plan]) -> None:
         """Make a step with the mean of the trainers' gradients."""
         try:
             with self.metrics.hybrid_update_seconds.time():
                 found = plan.result()
-                self.built.update(found.rows, found.gradient(torch.cat(gradients)).div_(len(gradients)))
+                pooled = torch.cat(gradients).to(self.built.weight.device)
+                self.built.update(found.rows, found.gradient(pooled).div_(len(gradients)))
             with self._lock:
                 self.step += 1
                 if self.step == self._copy_at:
@@ -183,28 +183,37 @@ def go_on(step: int) -> None:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def lookup(step: int, trainer: int, wire: Wire) -> torch.futures.Future[Any]:
-    """Pool bags (see `Bags`) of the table as `step` steps made it: [bags, width], or what that raised.
-
-    The gradient of what trainer number `trainer` looks up goes into the next step; that of -1 does not.
+def exchange(step: int, trainer: int, gradient: np.ndarray | None, wire: Wire | None) -> torch.futures.Future[Any]:
+    """Called by a trainer with the gradient [bags, width] of what it got for step `step`, if it has got something, and
+    with the bags of the step after that, if there is one: answered with their sums, when all trainers' gradients have
+    made step `step`.
     """
     rolecall_rpc.keep_thread()
     server = here()
     answer: torch.futures.Future[Any] = torch.futures.Future()
+    if gradient is not None:
+        server.take(trainer, torch.from_numpy(gradient))
+    if wire is None:
+        answer.set_result(None)
+        return answer
     bags = Bags.from_wire(wire).to(server.built.weight.device)
-    if trainer >= 0:
-        server.expect(step, trainer, bags)
 
     def pool() -> None:
-        try:
-            with server.metrics.hybrid_lookup_seconds.time():
-                found = server.pooled(bags, trainer)
-            server.metrics.hybrid_lookups.inc(len(bags.rows))
-            answer.set_result(found.cpu())
-        except Exception as error:  # the caller raises it: what a handler raises loses its type on the way
-            answer.set_result(error)
+        # before the answer, which the trainer's next gradient follows
+        server.expect(trainer, bags)
+        answer.set_result(server.pooled(bags))
 
     server.at(step, pool)
+    return answer
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def lookup(step: int, wire: Wire) -> torch.futures.Future[Any]:
+    """The sums of bags of the table as `step` steps made it: [bags, width], or what that raised."""
+    server = here()
+    answer: torch.futures.Future[Any] = torch.futures.Future()
+    bags = Bags.from_wire(wire).to(server.built.weight.device)
+    server.at(step, lambda: answer.set_result(server.pooled(bags)))
     return answer
 
 
@@ -220,21 +229,3 @@ def part(step: int, begin: int, end: int) -> torch.futures.Future[tuple[Tensor, 
     answer: torch.futures.Future[tuple[Tensor, Tensor]] = torch.futures.Future()
     server.at(step, lambda: answer.set_result(server.part(begin, end)))
     return answer
-
-
-class _Pool(torch.autograd.Function):
-    """A lookup. In the distributed backward pass the gradient of the pooled vectors comes here; that of the rows is
-    made of all trainers' together.
-    """
-
-    @staticmethod
-    def forward(context: Any, weight: Tensor, server: Server, bags: Bags, trainer: int) -> Tensor:
-        context.server, context.trainer = server, trainer
-        found: Tensor = server.built(bags)
-        return found
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[None, ...]:
-        rolecall_rpc.keep_thread()
-        context.server.take(context.trainer, gradients[0])
-        return None, None, None, None

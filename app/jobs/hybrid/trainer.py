@@ -5,14 +5,12 @@ orders.
 from __future__ import annotations
 
 import queue
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 from torch.distributed import rpc
 from torch.nn import functional
@@ -25,7 +23,6 @@ from app.jobs.hybrid.table import Bags
 from app.telemetry import Timer
 from app.world import World
 
-THREADS = 2  # steps in hand: one is made, and the lookup of the next is under way
 BAGS = 512  # of an evaluation's batch
 Dense = dict[str, Any]  # weights, and the state of their optimizer
 # RPC serves from before `run` is called: the master may be a moment early
@@ -120,9 +117,8 @@ class Trainer:
         self.data = data.load(self.settings)
         self.servers = [peer.name for peer in world.peers("ps")]
         self.step = 0
-        self._turn = threading.Lock()
-        self._spent = {phase: Spent() for phase in ("dense", "backward", "optimizer")}
-        self._pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
+        self._spent = {phase: Spent() for phase in ("lookup", "dense", "backward", "optimizer")}
+        self._coming: list[torch.futures.Future[Any]] = []  # what the servers answer to the last exchange
 
     def serve(self) -> None:
         """Carry orders out one after another."""
@@ -164,50 +160,62 @@ class Trainer:
     # ---- learning
 
     def _learn(self, what: Learn) -> Learned:
+        loss = torch.zeros((), device=self.device)
         shares = self.data.train.take(what.samples).split(what.counts)
-        numbers = range(self.step, self.step + len(what.totals))
-        with Timer() as timer:
-            losses = list(self._pool.map(self._step, numbers, shares, what.totals))
-        self.step += len(losses)
-        self._count(timer.seconds)
+        share = next(shares, None)
+        self._coming = self._exchange(None, share)
+        for total in what.totals:
+            assert share is not None
+            following = next(shares, None)
+            loss += self._step(share.labels, total, following)
+            share = following
+        self._arrived(self._coming)
+        self._count()
         dense = {"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()} if what.keep else None
-        return Learned(sum(losses), dense)
+        return Learned(float(loss), dense)
 
-    def _step(self, step: int, share: Samples, total: int) -> float:
-        """The step after number `step`: this trainer's loss, summed over its `share` of `total` samples."""
-        with dist_autograd.context() as context:
-            # the servers answer when the step before is made, in which another thread is
-            vectors = self._arrived(self._look_up(step, share.bags, self.world.me.ordinal))
-            with self._turn:
-                return self._learn_from(context, vectors, share.labels, total)
-
-    def _learn_from(self, context: int, vectors: Tensor, labels: Tensor, total: int) -> float:
+    def _step(self, labels: Tensor, total: int, following: Samples | None) -> Tensor:
+        """One step: this trainer's loss, summed over its share of `total` samples, whose sums are under way."""
+        with self._spent["lookup"]:
+            vectors = self._arrived(self._coming).requires_grad_()
         with self._spent["dense"]:
             # DDP takes the mean of the trainers' gradients, and so do the servers: shares need not be equally large
             loss = functional.cross_entropy(self.replica(vectors), labels.to(self.device), reduction="sum")
+        self.step += 1
+        # on its way while the backward pass and its all-reduce go on; the servers step when they have all trainers'
+        vectors.register_hook(lambda gradient: self._send(gradient, following))
         with self._spent["backward"]:
-            # the servers step as soon as all trainers' gradients are with them
-            dist_autograd.backward(context, [loss * (len(self.trainers) / total)])  # type: ignore[attr-defined]
+            (loss * (len(self.trainers) / total)).backward()
         with self._spent["optimizer"]:
-            for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
-                parameter.grad = gradient
             self.optimizer.step()
-        return float(loss.detach())
-
-    def _count(self, seconds: float) -> None:
-        """Metrics of an order's steps, which took `seconds`. Once for all of them: a step takes milliseconds."""
-        busy = 0.0
-        for phase, spent in self._spent.items():
-            self.metrics.hybrid_phase_seconds.labels(phase).inc(spent.seconds)
-            busy += spent.seconds
-            spent.seconds = 0.0
-        self.metrics.hybrid_stall_seconds.labels("lookup").inc(max(0.0, seconds - busy))
-        self.metrics.hybrid_allreduce_seconds.set(_allreduce_seconds(self.replica))
+            self.optimizer.zero_grad()
         self.world.report(self.step)
+        return loss.detach()
 
-    def _look_up(self, step: int, bags: Bags, trainer: int = -1) -> list[torch.futures.Future[Any]]:
+    def _send(self, gradient: Tensor, following: Samples | None) -> None:
+        self._coming = self._exchange(gradient.cpu().numpy(), following)
+
+    def _exchange(self, gradient: np.ndarray | None, following: Samples | None) -> list[torch.futures.Future[Any]]:
+        """Send a gradient of pooled vectors [bags, width] to the servers, and what is to be looked up after it."""
+        count = len(self.servers)
+        shares = following.bags.route(count) if following is not None else [None] * count
         return [
-            rolecall_rpc.call(name, server.lookup, step, trainer, one.to_wire(), timeout=self.settings.step_timeout)
+            rolecall_rpc.call(name, server.exchange, self.step, self.world.me.ordinal, gradient,
+                              share.to_wire() if share is not None else None, timeout=self.settings.step_timeout)
+            for name, share in zip(self.servers, shares, strict=True)
+        ]  # fmt: skip
+
+    def _count(self) -> None:
+        """Metrics of an order's steps. Once for all of them: a step takes milliseconds."""
+        for phase, spent in self._spent.items():
+            counter = self.metrics.hybrid_stall_seconds if phase == "lookup" else self.metrics.hybrid_phase_seconds
+            counter.labels(phase).inc(spent.seconds)
+            spent.seconds = 0.0
+        self.metrics.hybrid_allreduce_seconds.set(_allreduce_seconds(self.replica))
+
+    def _look_up(self, bags: Bags) -> list[torch.futures.Future[Any]]:
+        return [
+            rolecall_rpc.call(name, server.lookup, self.step, one.to_wire(), timeout=self.settings.step_timeout)
             for name, one in zip(self.servers, bags.route(len(self.servers)), strict=True)
         ]
 
@@ -217,8 +225,10 @@ class Trainer:
         for one in found:
             if isinstance(one, Exception):
                 raise one
-        vectors = found[0] if len(found) == 1 else torch.stack(found).sum(0)
-        return vectors.to(self.device)
+        if found[0] is None:
+            return torch.zeros(0)
+        sums = [torch.from_numpy(one) for one in found]
+        return (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)).to(self.device)
 
     @torch.no_grad()
     def _evaluate(self) -> int:
@@ -226,7 +236,7 @@ class Trainer:
         correct, calls = 0, []
         for samples in own.split(BAGS):
             taken = self.data.test.take(samples)
-            calls.append((self._look_up(self.step, taken.bags), taken.labels))
+            calls.append((self._look_up(taken.bags), taken.labels))
             if len(calls) > 1:  # the next one is looked up meanwhile
                 correct += self._correct(*calls.pop(0))
         return correct + sum(self._correct(*call) for call in calls)

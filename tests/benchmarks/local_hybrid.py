@@ -64,7 +64,7 @@ def _train() -> float:
     squares = torch.zeros(settings.num_embeddings)
     dense = torch.optim.Adagrad(model.dense.parameters(), settings.lr)
     for epoch in range(settings.epochs):
-        generator = torch.Generator().manual_seed(epoch)
+        generator = torch.Generator().manual_seed(settings.seed * 2**20 + epoch)
         for batch in torch.randperm(len(found.train), generator=generator).split(settings.batch_size * TRAINERS):
             taken = found.train.take(batch)
             vectors = table(taken.bags.rows, taken.bags.offsets, per_sample_weights=taken.bags.weights)

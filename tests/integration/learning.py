@@ -94,8 +94,8 @@ Bag = tuple[list[int], list[float], int]
 
 
 def bags() -> tuple[list[Bag], list[Bag]]:
-    """Weighted bags of a table of 60 rows, some of them empty; what is in them tells their class. There are 101 to train
-    with: the last batch of an epoch is smaller.
+    """Weighted bags of a table of 60 rows, some of them empty; what is in them tells their class. There are 101 to
+    train with: the last batch of an epoch is smaller.
     """
     generator = torch.Generator().manual_seed(3)
     found: list[Bag] = []

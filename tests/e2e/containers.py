@@ -209,6 +209,28 @@ def each_role_serves_its_metrics(project: Project, job: jobs.Job, not_yet: str) 
         assert f"# ======== {rank.name}\n" in printed
 
 
+def a_killed_rank_comes_back(training: Project, victim: Container) -> None:
+    """The engine starts it again, and the next generation trains on from a checkpoint."""
+    restarts, started = victim.restarts, victim.started
+    written, resumed = training.newest_checkpoint(), training.rank0.logs().count("resumed")
+    victim.crash()
+    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
+    until(lambda: training.rank0.logs().count("resumed") > resumed, "another generation")
+    training.trains()
+    assert training.step() > written > 0
+
+
+def stopped_it_goes_on_from_its_checkpoint(training: Project, ranks: int) -> None:
+    """`make stop` ends all `ranks` with a checkpoint, which is where the next start goes on."""
+    assert training.make("stop").returncode == 0
+    everyone = training.containers(everyone=True)
+    assert [one.state["ExitCode"] for one in everyone] == [0] * ranks
+    written = training.newest_checkpoint()
+    training.up()
+    until(lambda: training.step() > written, "further steps")
+    assert int(re.findall(r"resumed .*?step=(\d+)", training.rank0.logs())[-1]) == written
+
+
 def served(text: str) -> set[str]:
     """The metrics in an exposition; a counter's family is named without its `_total` by the workers' collector."""
     families = re.findall(r"^# TYPE (\S+) (\S+)", text, re.MULTILINE)

@@ -9,8 +9,12 @@ import pytest
 
 from app import jobs
 from tests.e2e.conftest import Projects
-from tests.e2e.containers import Project, each_role_serves_its_metrics
-from tests.integration.cluster import until
+from tests.e2e.containers import (
+    Project,
+    a_killed_rank_comes_back,
+    each_role_serves_its_metrics,
+    stopped_it_goes_on_from_its_checkpoint,
+)
 
 JOB = jobs.get("rnn")
 FINISHED = r"Finished: validation perplexity ([\d.]+) after (\d+) epochs"
@@ -52,21 +56,8 @@ def test_metrics_of_each_role(training: Project) -> None:
 
 @pytest.mark.parametrize("service", ["rnn-trainer", "rnn-ps"])
 def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
-    (victim,) = training.containers(service)
-    restarts, started = victim.restarts, victim.started
-    written, resumed = training.newest_checkpoint(), training.rank0.logs().count("resumed")
-    victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
-    until(lambda: training.rank0.logs().count("resumed") > resumed, "another generation")
-    training.trains()
-    assert training.step() > written > 0
+    a_killed_rank_comes_back(training, training.containers(service)[0])
 
 
 def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
-    assert training.make("stop").returncode == 0
-    everyone = training.containers(everyone=True)
-    assert [one.state["ExitCode"] for one in everyone] == [0, 0]
-    written = training.newest_checkpoint()
-    training.up()
-    until(lambda: training.step() > written, "further steps")
-    assert int(re.findall(r"resumed .*?step=(\d+)", training.rank0.logs())[-1]) == written
+    stopped_it_goes_on_from_its_checkpoint(training, ranks=2)

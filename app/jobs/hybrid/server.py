@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future as Promise
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from app.telemetry import Timer
 from app.world import World
 
 START_SECONDS = 30.0
+Found = TypeVar("Found")
 _server: Promise[Server] = Promise()
 
 
@@ -40,7 +41,7 @@ class Server:
         self.table: Table | None = None
         self.step = 0
         self.trainers = [peer.ordinal for peer in world.peers("trainer")]
-        self.failure: Promise[None] = Promise()  # what an update raised
+        self.failure: Promise[None] = Promise()  # what was raised in the pool
         self._bags: dict[int, Bags] = {}  # of the next step, by trainer
         self._gradients: dict[int, Tensor] = {}  # of their pooled vectors
         self._plan: Promise[Plan] = Promise()
@@ -75,7 +76,7 @@ class Server:
             if len(self._bags) == len(self.trainers):
                 # always in the same order: a sum of floats depends on it
                 lookups, self._bags = [self._bags[one] for one in self.trainers], {}
-                self._plan = self._pool.submit(Plan.of, lookups)  # while the trainers compute
+                self._plan = self._later(Plan.of, lookups)  # while the trainers compute
 
     def pooled(self, bags: Bags) -> np.ndarray | Exception:
         """The sums of `bags`, or what that raised: an exception loses its type on the way to the caller."""
@@ -96,26 +97,34 @@ class Server:
             if len(self._gradients) == len(self.trainers):
                 gradients, self._gradients = [self._gradients[one] for one in self.trainers], {}
                 self.metrics.hybrid_skew_seconds.observe(time.perf_counter() - self._first)
-                self._pool.submit(self._update, gradients, self._plan)
+                self._later(self._update, gradients, self._plan)
 
     def _update(self, gradients: list[Tensor], plan: Promise[Plan]) -> None:
         """Make a step with the mean of the trainers' gradients."""
-        try:
-            with self.metrics.hybrid_update_seconds.time():
-                found = plan.result()
-                pooled = torch.cat(gradients).to(self.built.weight.device)
-                self.built.update(found.rows, found.gradient(pooled).div_(len(gradients)))
-            with self._lock:
-                self.step += 1
-                if self.step == self._copy_at:
-                    self.copy()
-                waiting = self._waiting.pop(self.step, [])
-            for work, since in waiting:
-                self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
-                self._pool.submit(work)
-            self.metrics.hybrid_rows.inc(len(found.rows))
-            self.world.report(self.step)
-        except Exception as error:  # this is nobody's call: the process ends with it
+        with self.metrics.hybrid_update_seconds.time():
+            found = plan.result()
+            pooled = torch.cat(gradients).to(self.built.weight.device)
+            self.built.update(found.rows, found.gradient(pooled).div_(len(gradients)))
+        with self._lock:
+            self.step += 1
+            if self.step == self._copy_at:
+                self.copy()
+            waiting = self._waiting.pop(self.step, [])
+        for work, since in waiting:
+            self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
+            self._later(work)
+        self.metrics.hybrid_rows.inc(len(found.rows))
+        self.world.report(self.step)
+
+    def _later(self, work: Callable[..., Found], *args: Any) -> Promise[Found]:
+        """Do `work` in the pool. What it raises is nobody's call's: the process ends with it."""
+        promise = self._pool.submit(work, *args)
+        promise.add_done_callback(self._done)
+        return promise
+
+    def _done(self, promise: Promise[Any]) -> None:
+        error = promise.exception()
+        if error is not None and not self.failure.done():
             self.failure.set_exception(error)
 
     def copy_at(self, step: int) -> None:

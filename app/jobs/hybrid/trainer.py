@@ -171,8 +171,12 @@ class Trainer:
             share = following
         self._arrived(self._coming)
         self._count()
-        dense = {"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()} if what.keep else None
-        return Learned(float(loss), dense)
+        return Learned(float(loss), self._kept() if what.keep else None)
+
+    def _kept(self) -> Dense:
+        """The dense network as it is now: RPC sends tensors later, when the next step may have changed them."""
+        found: Dense = _copied({"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()})
+        return found
 
     def _step(self, labels: Tensor, total: int, following: Samples | None) -> Tensor:
         """One step: this trainer's loss, summed over its share of `total` samples, whose sums are under way."""
@@ -244,6 +248,19 @@ class Trainer:
     def _correct(self, calls: list[torch.futures.Future[Any]], labels: Tensor) -> int:
         found = self.dense(self._arrived(calls)).argmax(1).cpu()
         return int((found == labels).sum())
+
+
+def _copied(value: Any) -> Any:
+    """A copy of `value`, with its tensors on the CPU."""
+    match value:
+        case Tensor():
+            return value.detach().to("cpu", copy=True)
+        case dict():
+            return {key: _copied(one) for key, one in value.items()}
+        case list():
+            return [_copied(one) for one in value]
+        case _:
+            return value
 
 
 def _allreduce_seconds(replica: DistributedDataParallel) -> float:

@@ -35,7 +35,7 @@ class HybridSettings(Settings):
         description="stdlib (which package do these lines of Python come from?), or package.module:function that "
         "returns the training and the test samples",
     )
-    lines: int = Field(5, ge=1, le=1000, description="lines of source of a sample (DATASET=stdlib)")
+    sample_lines: int = Field(5, ge=1, le=1000, description="lines of source of a sample (DATASET=stdlib)")
     ngrams: int = Field(2, ge=1, le=8, description="longest run of words that has a row (DATASET=stdlib)")
     step_timeout: Seconds = Field(60.0, description="deadline of a step, and of each call and all-reduce in it")
 

@@ -140,7 +140,7 @@ def _refuse(settings: HybridSettings, name: str, samples: Samples) -> None:
 
 
 def _standard_library(settings: HybridSettings) -> tuple[Samples, Samples]:
-    """LINES lines of a file are a sample, its package the label. No file is in both parts."""
+    """SAMPLE_LINES lines of a file are a sample, its package the label. No file is in both parts."""
     packages: dict[str, list[Path]] = {}
     for path in stdlib.sources():
         first, *rest = path.relative_to(stdlib.root()).parts
@@ -166,8 +166,8 @@ def _samples(path: Path, settings: HybridSettings, hashes: dict[str, int]) -> li
     """
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     found = []
-    for begin in range(0, len(lines) - settings.lines + 1, settings.lines):
-        words = WORD.findall("\n".join(lines[begin : begin + settings.lines]))
+    for begin in range(0, len(lines) - settings.sample_lines + 1, settings.sample_lines):
+        words = WORD.findall("\n".join(lines[begin : begin + settings.sample_lines]))
         for word in words:
             if word not in hashes:
                 hashes[word] = zlib.crc32(word.encode(errors="replace"))

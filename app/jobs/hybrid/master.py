@@ -26,7 +26,7 @@ ORDER_SECONDS = 0.25  # of work in an order: a drain and a line of the log wait 
 MOST_STEPS = 200  # of an order
 LOADING = 10  # times STEP_TIMEOUT: how long trainers may take to make their samples
 # what weights and the order of the samples depend on
-KEPT = ("dataset", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "lines", "ngrams", "seed")
+KEPT = ("dataset", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "sample_lines", "ngrams", "seed")
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 

@@ -142,44 +142,45 @@ def _refuse(settings: HybridSettings, name: str, samples: Samples) -> None:
 def _standard_library(settings: HybridSettings) -> tuple[Samples, Samples]:
     """SAMPLE_LINES lines of a file are a sample, its package the label. No file is in both parts."""
     packages: dict[str, list[Path]] = {}
+    root = stdlib.root()
     for path in stdlib.sources():
-        first, *rest = path.relative_to(stdlib.root()).parts
+        first, *rest = path.relative_to(root).parts
         if rest:
             packages.setdefault(first, []).append(path)
     hashes: dict[str, int] = {}
     parts: tuple[list[tuple[np.ndarray, int]], list[tuple[np.ndarray, int]]] = [], []
     names = [name for name, files in packages.items() if len(files) >= FILES]
     for label, name in enumerate(names):
-        found: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        found: tuple[list[str], list[str]] = [], []
         for number, path in enumerate(packages[name]):
-            found[number % TEST == TEST // 2].extend(_samples(path, settings, hashes))
-        for part, samples, most in zip(parts, found, (MOST, MOST // TEST), strict=True):
-            kept = np.random.default_rng(label).permutation(len(samples))[:most]
-            part.extend((samples[index], label) for index in sorted(kept))
+            found[number % TEST == TEST // 2].extend(_pieces(path, settings.sample_lines))
+        for part, pieces, most in zip(parts, found, (MOST, MOST // TEST), strict=True):
+            kept = np.random.default_rng(label).permutation(len(pieces))[:most]
+            part.extend((_rows(pieces[index], settings, hashes), label) for index in sorted(kept))
     train, test = (_mean(part) for part in parts)
     return train, test
 
 
-def _samples(path: Path, settings: HybridSettings, hashes: dict[str, int]) -> list[np.ndarray]:
-    """The rows of each sample of a file: a row for each run of up to NGRAMS words, found by hashing (fastText, Joulin
-    et al. 2016).
-    """
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    found = []
-    for begin in range(0, len(lines) - settings.sample_lines + 1, settings.sample_lines):
-        words = WORD.findall("\n".join(lines[begin : begin + settings.sample_lines]))
-        for word in words:
-            if word not in hashes:
-                hashes[word] = zlib.crc32(word.encode(errors="replace"))
-        single = np.array([hashes[word] for word in words], np.uint64)
-        run, runs = np.zeros(len(words), np.uint64), []
-        for length in range(min(settings.ngrams, len(words))):
-            end = len(words) - length
-            run = (run[:end] + single[length:]) * np.uint64(MIX)  # wraps around, as a hash may
-            runs.append(run)
-        mixed = np.concatenate(runs) >> np.uint64(20)
-        found.append((mixed % np.uint64(settings.num_embeddings)).astype(np.int64))
-    return found
+def _pieces(path: Path, lines: int) -> list[str]:
+    """A file, cut into `lines` lines each that are not empty."""
+    found = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return ["\n".join(found[begin : begin + lines]) for begin in range(0, len(found) - lines + 1, lines)]
+
+
+def _rows(text: str, settings: HybridSettings, hashes: dict[str, int]) -> np.ndarray:
+    """The rows of a sample: one for each run of up to NGRAMS words, found by hashing (fastText, Joulin et al. 2016)."""
+    words = WORD.findall(text)
+    for word in words:
+        if word not in hashes:
+            hashes[word] = zlib.crc32(word.encode(errors="replace"))
+    single = np.array([hashes[word] for word in words], np.uint64)
+    run, runs = np.zeros(len(words), np.uint64), []
+    for length in range(min(settings.ngrams, len(words))):
+        end = len(words) - length
+        run = (run[:end] + single[length:]) * np.uint64(MIX)  # wraps around, as a hash may
+        runs.append(run)
+    mixed = np.concatenate(runs) >> np.uint64(20)
+    return (mixed % np.uint64(settings.num_embeddings)).astype(np.int64)
 
 
 def _mean(samples: list[tuple[np.ndarray, int]]) -> Samples:

@@ -69,7 +69,7 @@ def in_one_process(own: HybridSettings) -> dict[str, Tensor]:
 
 
 def weights(found: checkpoint.Snapshot) -> dict[str, Tensor]:
-    return {"table": found.state["table"], **found.state["dense"]["weights"]}
+    return {"table": torch.cat(found.state["table"]), **found.state["dense"]["weights"]}
 
 
 def test_it_is_one_process(cluster: MakeCluster) -> None:

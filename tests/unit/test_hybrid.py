@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from app import config
 from app.config import UsageError
 from app.jobs import stdlib
-from app.jobs.hybrid import HybridSettings, data
+from app.jobs.hybrid import HybridSettings, data, server, snapshot
 from app.jobs.hybrid.table import Bags, Plan, Table
 
 SMALL = {"num_embeddings": 50, "embedding_dim": 3, "lr": 0.5}
@@ -131,6 +132,38 @@ def test_bags_arrive_as_they_were_sent() -> None:
         assert torch.equal(found.rows, one.rows)
         assert torch.equal(found.offsets, one.offsets)
         assert (found.weights is None and one.weights is None) or torch.equal(found.weights, one.weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+def test_a_table_that_is_fetched_in_pieces_is_restored_to_any_number_of_servers(
+    monkeypatch: pytest.MonkeyPatch, servers: int, rows: int
+) -> None:
+    monkeypatch.setattr(snapshot, "PART_BYTES", rows * 12)
+    own = settings(servers=servers)
+    tables = {f"ps_{number}": filled(own, number) for number in range(servers)}
+    for table in tables.values():
+        table.squares.uniform_()
+    calls: list[tuple[str, int, Tensor, Tensor]] = []
+
+    def begin(name: str, function: object, *args: Any) -> torch.futures.Future[Any]:
+        answer: torch.futures.Future[Any] = torch.futures.Future()
+        if function is server.part:
+            _, first, end = args
+            answer.set_result((tables[name].weight.detach()[first:end], tables[name].squares[first:end]))
+        else:
+            calls.append((name, *args))
+            answer.set_result(None)
+        return answer
+
+    pieces, squares = snapshot.fetch(begin, list(tables), 7, own)
+    assert torch.equal(torch.cat(pieces), filled(settings()).weight)
+    assert all(len(piece) <= rows * servers for piece in pieces)
+    snapshot.restore(begin, ["ps_0", "ps_1"], pieces, squares, settings(servers=2))
+    whole = torch.full((50, 3), torch.nan)
+    for name, first, weight, _ in calls:
+        whole[int(name[-1]) :: 2][first : first + len(weight)] = weight
+    assert torch.equal(whole, torch.cat(pieces))
 
 
 # ---- data

@@ -21,7 +21,7 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
         settings = settings.model_copy(update=state["settings"])
         trained = Whole(settings, state["classes"])
         trained.dense.load_state_dict(state["dense"]["weights"])
-        trained.table.load_state_dict({"weight": state["table"], "squares": state["squares"]})
+        trained.table.load_state_dict({"weight": torch.cat(state["table"]), "squares": state["squares"]})
     except (KeyError, TypeError, RuntimeError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(f"the checkpoint holds no model of hybrid ({type(error).__name__}: {first})") from error

@@ -16,7 +16,7 @@ from torch.distributed import rpc
 
 from app import rpc as rolecall_rpc
 from app.jobs.hybrid import HybridSettings
-from app.jobs.hybrid.table import Bags, Plan, Table, Wire
+from app.jobs.hybrid.table import Bags, Plan, Table, Wire, use_large_pages
 from app.telemetry import Timer
 from app.world import World
 
@@ -58,6 +58,15 @@ class Server:
         """The table."""
         assert self.table is not None
         return self.table
+
+    def begin(self, step: int) -> None:
+        """Go on after `step` steps."""
+        self.step = step
+        # the memory of copies, touched before training: that takes several times as long as copying
+        for one in (self.built.weight.detach(), self.built.squares):
+            own = torch.empty_like(one, device="cpu")
+            use_large_pages(own)
+            self._copy.append(own.zero_())
 
     def at(self, step: int, work: Callable[[], None]) -> None:
         """Do `work` when `step` steps are made: at once, in this thread, or later, in the pool's."""
@@ -136,11 +145,8 @@ class Server:
                 self.copy()
 
     def copy(self) -> None:
-        source = [self.built.weight.detach(), self.built.squares]
         with Timer() as timer:
-            # kept for the next time: touching new memory takes longer than copying
-            self._copy = self._copy or [torch.empty_like(one, device="cpu") for one in source]
-            for own, one in zip(self._copy, source, strict=True):
+            for own, one in zip(self._copy, (self.built.weight.detach(), self.built.squares), strict=True):
                 own.copy_(one)
         self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
 
@@ -188,7 +194,7 @@ def restore(begin: int, weight: Tensor, squares: Tensor) -> None:
 
 def go_on(step: int) -> None:
     """The table is as `step` steps made it."""
-    here().step = step
+    here().begin(step)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -16,16 +16,23 @@ AHEAD = 2  # calls under way
 Begin = Callable[..., torch.futures.Future[Any]]  # (server, function, *arguments)
 
 
-def fetch(begin: Begin, servers: Sequence[str], step: int, settings: HybridSettings) -> tuple[Tensor, Tensor]:
-    """The table [rows, width] as the servers copied it at `step`, and their optimizers' state [rows], or [0]."""
-    table = torch.empty(settings.num_embeddings, settings.embedding_dim)
+def fetch(begin: Begin, servers: Sequence[str], step: int, settings: HybridSettings) -> tuple[list[Tensor], Tensor]:
+    """The table [rows, width] as the servers copied it at `step`, and their optimizers' state [rows], or [0].
+
+    The table comes in pieces, each with the next rows: nobody else gets a turn in Python while one is serialised.
+    """
+    size = _size(settings)
+    table = [
+        torch.empty(min(size * len(servers), settings.num_embeddings - first), settings.embedding_dim)
+        for first in range(0, settings.num_embeddings, size * len(servers))
+    ]
     squares = torch.empty(settings.num_embeddings if settings.optimizer == "adagrad" else 0)
     under_way: deque[tuple[int, slice, torch.futures.Future[tuple[Tensor, Tensor]]]] = deque()
 
     def arrive() -> None:
         number, rows, call = under_way.popleft()
         weight, state = call.wait()
-        table[number :: len(servers)][rows] = weight
+        table[rows.start // size][number :: len(servers)] = weight
         squares[number :: len(servers)][rows] = state
 
     for number, rows in _parts(settings):
@@ -37,8 +44,11 @@ def fetch(begin: Begin, servers: Sequence[str], step: int, settings: HybridSetti
     return table, squares
 
 
-def restore(begin: Begin, servers: Sequence[str], table: Tensor, squares: Tensor, settings: HybridSettings) -> None:
+def restore(
+    begin: Begin, servers: Sequence[str], pieces: Sequence[Tensor], squares: Tensor, settings: HybridSettings
+) -> None:
     """Give the servers what `fetch` got, of as many servers or of another number."""
+    table = torch.cat(list(pieces))
     under_way: deque[torch.futures.Future[None]] = deque()
     for number, rows in _parts(settings):
         # RPC sends a tensor's whole memory
@@ -52,10 +62,15 @@ def restore(begin: Begin, servers: Sequence[str], table: Tensor, squares: Tensor
 
 def _parts(settings: HybridSettings) -> Iterator[tuple[int, slice]]:
     """The calls that it takes: of each server, by its number, some of its rows."""
-    size = max(1, PART_BYTES // (4 * settings.embedding_dim))
+    size = _size(settings)
     most = -(-settings.num_embeddings // settings.servers)
     for first in range(0, most, size):
         for number in range(settings.servers):
             held = len(range(number, settings.num_embeddings, settings.servers))
             if first < held:
                 yield number, slice(first, min(first + size, held))
+
+
+def _size(settings: HybridSettings) -> int:
+    """Rows of one call."""
+    return max(1, PART_BYTES // (4 * settings.embedding_dim))

@@ -101,7 +101,7 @@ class Table(nn.Module):
         self.settings, self.ordinal = settings, ordinal
         rows = len(range(ordinal, settings.num_embeddings, settings.servers))
         self.weight = nn.Parameter(torch.empty(rows, settings.embedding_dim))
-        _use_large_pages(self.weight)
+        use_large_pages(self.weight)
         self.register_buffer("squares", torch.zeros(rows if settings.optimizer == "adagrad" else 0))
 
     @torch.no_grad()
@@ -149,9 +149,10 @@ class Table(nn.Module):
         self.weight.index_add_(0, rows, gradient, alpha=-self.settings.lr)
 
 
-def _use_large_pages(tensor: Tensor) -> None:
-    """Ask Linux for pages of 2 MiB: rows are at random places, and each would need a page's address looked up in memory
-    first, which doubles the time of an update. Where it has none, nothing changes.
+def use_large_pages(tensor: Tensor) -> None:
+    """Ask Linux for pages of 2 MiB for a tensor without values yet, on the CPU: rows are at random places, and each
+    would need a page's address looked up in memory first, which doubles the time of an update. Where there are no such
+    pages, nothing changes.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     begin = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE

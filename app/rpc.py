@@ -29,7 +29,7 @@ from app.world import World
 
 SCHEME = "rolecall"
 # what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
-GONE = re.compile(r"originated at tensorpipe|RPCErr:1:")
+GONE = re.compile(r"originated at tensorpipe|RPCErr:1:|gloo/transport/|ncclRemoteError")
 _metrics: Any = None
 _threads = threading.local()
 _rendezvous: Store | None = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app import config
+from app import config, rpc
 from app.config import UsageError
 from app.jobs import stdlib
 from app.jobs.hybrid import HybridSettings, data, server, snapshot
@@ -164,6 +164,19 @@ def test_a_table_that_is_fetched_in_pieces_is_restored_to_any_number_of_servers(
     for name, first, weight, _ in calls:
         whole[int(name[-1]) :: 2][first : first + len(weight)] = weight
     assert torch.equal(whole, torch.cat(pieces))
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [198.19.16.3]:37780. This is", True),
+        ("[/x/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation", True),
+        ("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_an_all_reduce_that_loses_a_peer_is_no_failure_of_the_trainer(said: str, lost: bool) -> None:
+    assert rpc.is_lost(RuntimeError(said)) is lost
 
 
 # ---- data

@@ -25,7 +25,7 @@ METRICS = (
     _time("update", "Time of a step's update of the table.", "ps"),
     _time("skew", "Time from a step's first gradient of the table to its last.", "ps"),
     Metric("counter", "hybrid_phase_seconds_total", "Time spent in a phase of steps: dense (forward pass), backward "
-           "(the distributed pass, with its all-reduce and the way to the servers), optimizer.", labels=("phase",),
+           "(with its all-reduce), optimizer.", labels=("phase",),
            roles=("trainer",)),
     Metric("gauge", "hybrid_allreduce_seconds", "Mean time of an all-reduce of dense gradients, which is looked at now "
            "and then.", roles=("trainer",)),

@@ -13,6 +13,9 @@ IMAGE ?= rolecall
 JOB ?= rl
 KILLS ?= 50
 SEED ?= 1
+# Kubernetes: the machine's kubectl, or one that is fetched; a kustomization of one's own to check
+KUBECTL := $(or $(shell command -v kubectl),build/kubectl)
+OVERLAY ?=
 COMPOSE := docker compose --profile '*'
 ifeq ($(TORCH),cuda)
 export COMPOSE_FILE ?= compose.yaml:docker/compose.cuda.yaml
@@ -20,7 +23,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid logs ps-status metrics stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,10 +49,10 @@ run-rnn: $(READY) ## train the language model here: embedding and decoder in one
 run-hybrid: $(READY) ## train the hybrid job here: a master, a server with the table, two trainers under DDP
 	$(BIN)/python -m app local hybrid
 
-test: $(READY) ## every test that needs neither Docker nor a network
+test: $(READY) $(KUBECTL) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-e2e: $(READY) image ## the jobs in containers: needs Docker with compose, and no image registry but for the base
+test-e2e: $(READY) $(KUBECTL) image ## the jobs in containers: needs Docker with compose, and no image registry but for the base
 	$(BIN)/python -m pytest tests/e2e
 
 simulate: $(READY) ## 10,000 random schedules of crashes, pauses, joins and cuts against the gang's logic (SCHEDULES=, SEED=)
@@ -91,6 +94,22 @@ up-rnn: image ## train the language model in containers until its epochs are don
 
 up-hybrid: image ## train the hybrid job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
 	@docker/up.sh hybrid master
+
+build/kubectl: k8s/kubectl.py | $(READY)
+	$(BIN)/python k8s/kubectl.py $@
+
+kubectl: $(KUBECTL) ## fetch kubectl to build/ where the machine has none (Linux on x86-64)
+
+k8s-render: $(KUBECTL) ## write the manifests of every overlay of k8s/ to build/k8s/
+	@mkdir -p build/k8s
+	@for overlay in $$(cd k8s && ls -d *rl* *ps* *rnn* *hybrid*); do \
+	  $(KUBECTL) kustomize "k8s/$$overlay" > "build/k8s/$$overlay.yaml" || exit 1; echo "build/k8s/$$overlay.yaml"; done
+
+k8s-validate: $(READY) $(KUBECTL) ## check the manifests, offline: Kubernetes's schemas and the project's rules (OVERLAY=DIR: one's own too)
+	$(BIN)/python -m pytest tests/contracts/test_k8s.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
+
+k8s-kind: image $(KUBECTL) ## train on a cluster of kind until the job has finished (JOB=rl|ps|rnn|hybrid; needs kind)
+	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(if $(filter ps,$(JOB)),ps-trainers,$(JOB))" "$(IMAGE):$(TORCH)"
 
 logs: ## follow the containers' logs
 	@$(COMPOSE) logs --follow

@@ -16,7 +16,9 @@ DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 COMPOSE_TEXT = (ROOT / "compose.yaml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-SCRIPTS = sorted([*(ROOT / "docker").glob("*.sh"), *(ROOT / "docker").glob("*.py")])
+SCRIPTS = sorted(
+    path for folder in ("docker", "k8s") for kind in ("sh", "py") for path in (ROOT / folder).glob(f"*.{kind}")
+)
 
 
 def filled(value: Any) -> str:

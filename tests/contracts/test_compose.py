@@ -269,6 +269,6 @@ def test_make_runs_every_job_here(job: str) -> None:
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name)
 def test_make_can_run_the_scripts(script: Path) -> None:
     assert os.access(script, os.X_OK)
-    assert f"docker/{script.name}" in MAKEFILE
+    assert f"{script.relative_to(ROOT)}" in MAKEFILE
     metrics = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
     assert set(re.findall(r"\brolecall_[a-z0-9_]+", script.read_text())) <= metrics

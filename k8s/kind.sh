@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Train a job on a cluster of kind until it has finished: k8s/kind.sh OVERLAY IMAGE
+# CLUSTER=rolecall is made where there is none and stays: `kind delete cluster --name rolecall`. TIMEOUT is in seconds.
+set -euo pipefail
+overlay=$1 image=$2
+cluster=${CLUSTER:-rolecall} timeout=${TIMEOUT:-1800}
+kubectl=${KUBECTL:-kubectl}
+for tool in docker kind "$kubectl"; do
+  command -v "$tool" >/dev/null || { echo "k8s-kind: $tool is not installed" >&2; exit 2; }
+done
+[ -f "k8s/$overlay/settings.env" ] || { echo "k8s-kind: there is no job k8s/$overlay" >&2; exit 2; }
+rank0=$(sed -n 's/^MASTER_ADDR=\([^.]*\)\..*/\1/p' "k8s/$overlay/settings.env")
+kubectl() { command "$kubectl" --context "kind-$cluster" "$@"; }
+
+kind get clusters 2>/dev/null | grep -qx "$cluster" || kind create cluster --name "$cluster" --wait 180s
+kind load docker-image "$image" --name "$cluster"
+# pods of an earlier image with the same name
+kubectl delete pods --selector "app.kubernetes.io/instance=$overlay" --ignore-not-found
+kubectl apply -k "k8s/$overlay"
+if ! kubectl rollout status "statefulset/${rank0%-0}" --timeout=300s; then
+  kubectl get pods --selector "app.kubernetes.io/instance=$overlay"
+  kubectl describe pod "$rank0" | tail -n 20
+  exit 1
+fi
+kubectl logs --follow "$rank0" &
+logs=$!
+trap 'kill $logs 2>/dev/null || true' EXIT
+for ((left = timeout; left > 0; left -= 2)); do
+  # a rank that is just started again does not answer
+  state=$(kubectl exec "$rank0" -- python -m app.probe /metrics 2>/dev/null |
+    sed -n 's/^rolecall_gang_state{state="\([a-z]*\)"} 1.*/\1/p') || state=unknown
+  case $state in
+    finished)
+      sleep 1 # its last lines
+      echo "k8s-kind: $overlay has finished; kind delete cluster --name $cluster"
+      exit 0
+      ;;
+    failed) break ;;
+  esac
+  sleep 2
+done
+echo "k8s-kind: $overlay has not finished ($state)" >&2
+kubectl get pods --selector "app.kubernetes.io/instance=$overlay" >&2
+exit 1

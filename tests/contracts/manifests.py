@@ -1,0 +1,127 @@
+"""What the tests of the Kubernetes manifests read: an overlay as `kubectl kustomize` renders it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app import jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+K8S = ROOT / "k8s"
+JOBS = ("rl", "ps-trainers", "rnn", "hybrid")
+OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS))
+CONTAINER = "rank"
+Object = dict[str, Any]
+
+
+def kubectl() -> str:
+    """The machine's kubectl, or the one that make fetches."""
+    found = shutil.which("kubectl") or str(ROOT / "build" / "kubectl")
+    assert Path(found).exists(), "there is no kubectl: run `make kubectl`"
+    return found
+
+
+def render(directory: Path) -> list[Object]:
+    """The objects of the kustomization in `directory`."""
+    done = subprocess.run(
+        [kubectl(), "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@functools.cache
+def overlay(name: str) -> Overlay:
+    """An overlay by its folder: of k8s/, or a path."""
+    return Overlay(name, render(K8S / name))
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One rendered overlay."""
+
+    name: str
+    objects: list[Object]
+
+    def of_kind(self, kind: str) -> list[Object]:
+        return [found for found in self.objects if found["kind"] == kind]
+
+    def only(self, kind: str) -> Object:
+        found = self.of_kind(kind)
+        assert len(found) == 1, f"{kind}: {[one['metadata']['name'] for one in found]}"
+        return found[0]
+
+    @property
+    def sets(self) -> list[RankSet]:
+        return [RankSet(self, found) for found in self.of_kind("StatefulSet")]
+
+    @property
+    def first(self) -> RankSet:
+        """Rank 0's set."""
+        (found,) = [one for one in self.sets if one.role == one.job.roles[0]]
+        return found
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """The ranks of one role: a StatefulSet."""
+
+    overlay: Overlay
+    object: Object
+
+    @property
+    def name(self) -> str:
+        return str(self.object["metadata"]["name"])
+
+    @property
+    def spec(self) -> Object:
+        return dict(self.object["spec"])
+
+    @property
+    def replicas(self) -> int:
+        return int(self.spec["replicas"])
+
+    @property
+    def pod(self) -> Object:
+        return dict(self.spec["template"]["spec"])
+
+    @property
+    def container(self) -> Object:
+        (found,) = self.pod["containers"]
+        return dict(found)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.spec["template"]["metadata"]["labels"])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the container's variables are, but for those from Secrets, which may be absent."""
+        maps = {found["metadata"]["name"]: found["data"] for found in self.overlay.of_kind("ConfigMap")}
+        named = [source["configMapRef"]["name"] for source in self.container.get("envFrom", [])]
+        own = {entry["name"]: entry["value"] for entry in self.container["env"] if "value" in entry}
+        return {**{key: value for name in named for key, value in maps[name].items()}, **own}
+
+    @property
+    def secrets(self) -> dict[str, Object]:
+        """The variables from Secrets, with where they come from."""
+        return {e["name"]: e["valueFrom"]["secretKeyRef"] for e in self.container["env"] if "valueFrom" in e}
+
+    @property
+    def pods(self) -> list[str]:
+        return [f"{self.name}-{number}" for number in range(self.replicas)]
+
+    @property
+    def job(self) -> jobs.Job:
+        return jobs.get(self.environment["JOB"])
+
+    @property
+    def role(self) -> jobs.Role:
+        return next(role for role in self.job.roles if role.name == self.environment["ROLE"])

@@ -1,0 +1,271 @@
+"""The rendered Kubernetes manifests against the code, the image and the rules of the house. Needs no cluster."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from app import config, jobs
+from app.config import Settings
+from tests.contracts.containers import ROOT, image_environment, only
+from tests.contracts.manifests import JOBS, K8S, Overlay, RankSet, overlay
+
+KUBERNETES = "1.36"
+ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
+                   "secret"}  # fmt: skip
+# kinds of components that a cluster may have, which its own schemas do not know
+CUSTOM = {"PodMonitor", "PrometheusRule"}
+
+
+@pytest.fixture
+def rendered(overlay_name: str) -> Overlay:
+    return overlay(overlay_name)
+
+
+def port_number(ranks: RankSet, port: int | str) -> int:
+    """A port by its number or by the container's name for it."""
+    named = {entry["name"]: entry["containerPort"] for entry in ranks.container["ports"]}
+    return port if isinstance(port, int) else named[port]
+
+
+def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return bool(selector["matchLabels"]) and selector["matchLabels"].items() <= labels.items()
+
+
+# ---- what Kubernetes says
+
+
+def test_the_objects_fit_the_schemas(rendered: Overlay) -> None:
+    for found in rendered.objects:
+        if found["kind"] not in CUSTOM:
+            kubernetes_validate.validate(found, KUBERNETES, strict=True)
+        assert "namespace" not in found["metadata"]  # it goes where kubectl is told to
+
+
+def test_names_are_given_once(rendered: Overlay) -> None:
+    names = [(found["kind"], found["metadata"]["name"]) for found in rendered.objects]
+    assert len(names) == len(set(names))
+
+
+def test_jobs_live_side_by_side_in_a_namespace() -> None:
+    names = [(one["kind"], one["metadata"]["name"]) for job in JOBS for one in overlay(job).objects]
+    assert len(names) == len(set(names))
+
+
+def test_every_job_has_its_overlays() -> None:
+    assert [overlay(name).first.environment["JOB"] for name in JOBS] == list(jobs.JOBS)
+    for name in JOBS:
+        assert overlay(name).first.environment == {
+            key: value for key, value in overlay(f"{name}-cuda").first.environment.items() if key != "DEVICE"
+        }
+
+
+# ---- ranks and settings
+
+
+def test_a_set_is_a_role(rendered: Overlay) -> None:
+    assert {one.role.name for one in rendered.sets} == {role.name for role in rendered.first.job.roles}
+    assert len(rendered.sets) == len(rendered.first.job.roles)
+    for one in rendered.sets:
+        assert one.labels["app.kubernetes.io/component"] == one.role.name
+        assert one.environment["JOB"] == rendered.first.environment["JOB"]
+
+
+def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in rendered.sets:
+        known = {name.upper() for name in one.job.settings.model_fields}
+        assert set(one.environment) | set(one.secrets) <= known, one.name
+        for variable in known:
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in image_environment().items():
+            if variable.lower() in Settings.model_fields:
+                monkeypatch.setenv(variable, value)
+        for variable, value in one.environment.items():
+            monkeypatch.setenv(variable, value)
+        job, settings = jobs.load()
+        assert not config.misspelt(job.settings)
+        for pod in one.pods:
+            identity = jobs.identity(job, settings, pod)
+            assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
+        counts = {role.name: role for role in jobs.roles(job, settings)}
+        assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"
+        assert settings.on_finish == "linger"  # an exit would only be started again
+        for probe, port in (("metrics", settings.metrics_port), ("control", settings.control_port),
+                            ("rendezvous", settings.master_port)):  # fmt: skip
+            assert port_number(one, probe) == port
+        grace = one.pod["terminationGracePeriodSeconds"]
+        assert grace > settings.drain_timeout + settings.lease_seconds / 2 + 5  # see app/supervisor.py
+
+
+def test_the_masters_name_is_rank_0s(rendered: Overlay) -> None:
+    service = rendered.only("Service")
+    for one in rendered.sets:
+        assert one.environment["MASTER_ADDR"] == f"{rendered.first.name}-0.{service['metadata']['name']}"
+        assert one.spec["serviceName"] == service["metadata"]["name"]
+        assert one.pod["enableServiceLinks"] is False  # they are variables such as MASTER_PORT
+        assert service["spec"]["selector"].items() <= one.labels.items()
+        for entry in service["spec"]["ports"]:
+            assert port_number(one, entry["targetPort"]) == entry["port"]
+    assert service["spec"]["clusterIP"] == "None"
+    # ranks find each other before they are ready, and are ready only when they have
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:
+    directory = image_environment()["CHECKPOINT_DIR"]
+    for one in rendered.sets:
+        claims = [claim["metadata"]["name"] for claim in one.spec.get("volumeClaimTemplates", [])]
+        mounted = [mount for mount in one.container["volumeMounts"] if mount["name"] in claims]
+        assert [mount["mountPath"] for mount in mounted] == ([directory] if one.name == rendered.first.name else [])
+
+
+# ---- starting, stopping, replacing
+
+
+def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
+    served = (ROOT / "app" / "endpoints.py").read_text()
+    for one in rendered.sets:
+        probes = {kind: one.container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
+        assert {kind: found["path"] for kind, found in probes.items()} == {
+            "startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"
+        }  # fmt: skip
+        for found in probes.values():
+            assert found["port"] == "metrics"
+            assert f'web.get("{found["path"]}"' in served
+        startup = one.container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 60
+        notes = one.spec["template"]["metadata"]["annotations"]
+        assert notes["prometheus.io/scrape"] == "true"
+        assert int(notes["prometheus.io/port"]) == port_number(one, "metrics")
+        assert f'web.get("{notes["prometheus.io/path"]}"' in served
+
+
+def test_a_gang_starts_and_is_replaced_without_a_deadlock(rendered: Overlay) -> None:
+    """A rank is ready only when all that are needed are there: none may wait for another's readiness to start, nor,
+    with another image, to be replaced. One alone is replaced at once; of elastic ranks, the first new one trains.
+    """
+    for one in rendered.sets:
+        assert one.spec["podManagementPolicy"] == "Parallel"
+        strategy = one.spec["updateStrategy"]
+        if one.replicas > 1 and not one.role.elastic:
+            assert strategy == {"type": "OnDelete"}
+        else:
+            assert strategy == {"type": "RollingUpdate"}
+
+
+def test_disruptions_are_few_and_never_forbidden(rendered: Overlay) -> None:
+    budget = rendered.only("PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] >= 1
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"  # else a gang that waits blocks a node's drain
+    assert all(matches(budget["selector"], one.labels) for one in rendered.sets)
+    for one in rendered.sets:
+        for spread in one.pod["topologySpreadConstraints"]:
+            assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+            assert matches(spread["labelSelector"], one.labels)
+
+
+def test_selectors_match_their_own_pods_only(rendered: Overlay) -> None:
+    for one in rendered.sets:
+        assert matches(one.spec["selector"], one.labels)
+        for other in [*rendered.sets, *(found for job in JOBS for found in overlay(job).sets)]:
+            same = other.name == one.name
+            assert matches(one.spec["selector"], other.labels) == same, f"{one.name}, {other.name}"
+
+
+def test_a_container_has_requests_and_limits(rendered: Overlay) -> None:
+    for one in rendered.sets:
+        resources = one.container["resources"]
+        assert {"cpu", "memory"} <= set(resources["requests"])
+        assert {"cpu", "memory"} <= set(resources["limits"])
+
+
+# ---- what a pod may do
+
+
+def test_the_restricted_profile_passes(rendered: Overlay) -> None:
+    """The rules of the restricted Pod Security Standard, and a read-only root besides."""
+    for one in rendered.sets:
+        pod, container = one.pod, one.container
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers", "ephemeralContainers"} & set(pod)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+        assert user == only("USER")
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]  # the volume is the user's
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"sysctls", "seLinuxOptions", "appArmorProfile", "windowsOptions"} & set(pod["securityContext"])
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert all("hostPort" not in entry for entry in container["ports"])
+        assert not {"command", "args", "lifecycle"} & set(container)  # the image's own entry point
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} <= ALLOWED_VOLUMES
+        scratch = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume}
+        (tmp,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"]
+        assert scratch[tmp]["medium"] == "Memory"
+        assert scratch[tmp]["sizeLimit"]
+
+
+def test_no_token_but_the_jobs(rendered: Overlay) -> None:
+    assert not rendered.of_kind("Secret")  # one that stands in a repository is none
+    for one in rendered.sets:
+        assert one.pod["automountServiceAccountToken"] is False
+        assert "serviceAccountName" not in one.pod
+        name = rendered.only("Service")["metadata"]["name"]
+        assert one.secrets == {"JOB_TOKEN": {"name": name, "key": "JOB_TOKEN", "optional": True}}
+        assert not {"JOB_TOKEN", "JOB_TOKEN_FILE"} & set(one.environment)
+
+
+def test_the_network_is_the_wall(rendered: Overlay) -> None:
+    policy = rendered.only("NetworkPolicy")["spec"]
+    assert sorted(policy["policyTypes"]) == ["Egress", "Ingress"]  # what no rule lets through is denied
+    assert all(matches(policy["podSelector"], one.labels) for one in rendered.sets)
+    own = [{"podSelector": policy["podSelector"]}]
+    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    assert policy["ingress"] == [{"from": own}, {"from": monitoring, "ports": [{"port": "metrics", "protocol": "TCP"}]}]
+    mates, names = policy["egress"]
+    assert mates == {"to": own}
+    assert {(entry["port"], entry["protocol"]) for entry in names["ports"]} == {(53, "UDP"), (53, "TCP")}
+    assert all(set(to) == {"namespaceSelector"} or to["ipBlock"]["cidr"].endswith("/32") for to in names["to"])
+    for other in JOBS:
+        for one in overlay(other).sets:
+            same = one.labels["app.kubernetes.io/instance"] == rendered.first.labels["app.kubernetes.io/instance"]
+            assert matches(policy["podSelector"], one.labels) == same
+
+
+# ---- images and GPUs
+
+
+def test_gpus_are_for_ranks_that_compute_on_one(rendered: Overlay) -> None:
+    if not rendered.name.endswith("-cuda"):
+        for one in rendered.sets:
+            assert "nvidia.com/gpu" not in one.container["resources"]["limits"]
+            assert "nodeSelector" not in one.pod
+            assert "DEVICE" not in one.environment
+        return
+    cuda = [one for one in rendered.sets if "nvidia.com/gpu" in one.container["resources"]["limits"]]
+    assert cuda
+    for one in rendered.sets:
+        image = one.container["image"].rpartition(":")[2]
+        assert image == ("cuda" if one in cuda else "cpu")
+        assert ("nodeSelector" in one.pod, "tolerations" in one.pod) == (one in cuda, one in cuda)
+        assert (one.environment.get("DEVICE") == "cuda") == (one in cuda)
+    # those that compute on one under compose, but for the server of `ps`, whose updates need none
+    text = (ROOT / "docker" / "compose.cuda.yaml").read_text()
+    assert {one.name for one in cuda} == set(re.findall(r"^  ([a-z-]+): \*cuda$", text, re.MULTILINE)) & {
+        one.name for one in rendered.sets
+    } - {"ps"}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_image_is_changed_by_kustomize(job: str) -> None:
+    for name, image in ((job, "rolecall"), (f"{job}-cuda", "rolecall-cuda")):
+        text = (K8S / name / "kustomization.yaml").read_text()
+        assert f"images:\n  - name: {image}\n" in text
+    assert {one.container["image"] for one in overlay(job).sets} == {"rolecall:cpu"}
+    assert {one.container["imagePullPolicy"] for one in overlay(job).sets} == {"IfNotPresent"}

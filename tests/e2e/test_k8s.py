@@ -1,0 +1,84 @@
+"""Each job's rendered pods, run with the engine at hand until the job has finished, and after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.manifests import Overlay
+from tests.e2e.conftest import ENDLESS, _open
+from tests.e2e.pods import Pods, overlay_with
+from tests.integration.cluster import until
+
+Started = Callable[..., Pods]
+SHORT = {  # what makes a job's run a short one; the rest is as rendered
+    "rl": {"INFERENCE": "observer"},
+    "ps-trainers": {"EPOCHS": "3"},
+    "rnn": {"EPOCHS": "1", "CORPUS_BYTES": "30000", "HIDDEN_SIZE": "32", "EMBEDDING_SIZE": "32"},
+    "hybrid": {"EPOCHS": "1", "NUM_EMBEDDINGS": "50000"},
+}
+LONG = 240.0  # of a job's whole run: a fail-safe
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """A factory of started pods, gone afterwards."""
+    made: list[Pods] = []
+
+    def start(overlay: Overlay, secret: str = "") -> Pods:
+        made.append(Pods(overlay, secret))
+        _open.append(made[-1])
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for pods in made:
+        _open.remove(pods)
+        pods.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", SHORT)
+def test_a_job_runs_until_it_has_finished_and_stays_so(started: Started, tmp_path: Path, job: str) -> None:
+    overlay = overlay_with(tmp_path, job, **SHORT[job])
+    pods = started(overlay, secret="swordfish" if job == "rl" else "")
+    until(lambda: pods.passes("startupProbe"), "every pod started")
+    until(pods.finished, "the end of the job", LONG)
+    until(lambda: pods.passes("readinessProbe") and pods.passes("livenessProbe"), "every pod ready after the end")
+    generations = pods.rank0.metric("gang_generations_total")
+    assert generations >= 1
+    # a pod is always started again, and none of them begins anew; rank 0 knows it from its volume, others from rank 0
+    for ranks in overlay.sets:
+        pods.delete(ranks.pods[0])
+        pods.create(ranks, ranks.pods[0])
+    until(lambda: pods.passes("readinessProbe"), "the deleted pods are ready again")
+    assert pods.finished()
+    assert pods.rank0.metric("gang_generations_total") == 0
+    for ranks in overlay.sets:
+        for pod in ranks.pods:
+            assert pods.pod(pod).restarts == 0
+            assert "lingering" in pods.pod(pod).logs()
+            assert "swordfish" not in pods.pod(pod).logs()
+
+
+def test_pods_are_scaled_and_deleted_while_it_trains(started: Started, tmp_path: Path) -> None:
+    pods = started(overlay_with(tmp_path, "rl", **ENDLESS))
+    agent, observer = pods.overlay.sets
+    until(lambda: pods.rank0.metric("step") > 0, "a first step")
+    for number in (2, 3):
+        pods.create(observer, f"observer-{number}")
+    until(lambda: pods.rank0.metric("gang_members", role="observer") == 4, "the new replicas are in")
+    for number in (2, 3):
+        pods.delete(f"observer-{number}")
+    until(lambda: pods.rank0.metric("gang_members", role="observer") == 2, "the others go on")
+    generations = pods.rank0.metric("gang_generations_total")
+    for ranks in (observer, agent):
+        step = pods.rank0.metric("step")
+        pods.delete(ranks.pods[0])
+        pods.create(ranks, ranks.pods[0])
+        until(lambda: pods.rank0.metric("step") > step, "further steps", LONG)  # noqa: B023
+        until(lambda: pods.passes("readinessProbe"), "every pod is ready")
+    assert generations > 1
+    assert pods.rank0.logs().count("resumed") >= 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -11,13 +13,14 @@ import pytest
 from app import config, jobs
 from app.config import Settings
 from tests.contracts.containers import ROOT, image_environment, only
-from tests.contracts.manifests import JOBS, K8S, Overlay, RankSet, overlay
+from tests.contracts.manifests import JOBS, K8S, Overlay, RankSet, overlay, render
 
 KUBERNETES = "1.36"
 ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
                    "secret"}  # fmt: skip
 # kinds of components that a cluster may have, which its own schemas do not know
 CUSTOM = {"PodMonitor", "PrometheusRule"}
+EXAMPLES = re.findall(r"^```yaml\n(.+?)^```$", (ROOT / "docs" / "kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -269,3 +272,15 @@ def test_the_image_is_changed_by_kustomize(job: str) -> None:
         assert f"images:\n  - name: {image}\n" in text
     assert {one.container["image"] for one in overlay(job).sets} == {"rolecall:cpu"}
     assert {one.container["imagePullPolicy"] for one in overlay(job).sets} == {"IfNotPresent"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_documented_overlays_render(example: str, tmp_path: Path) -> None:
+    directory = tmp_path / "mine"
+    directory.mkdir()
+    (directory / "kustomization.yaml").write_text(example.replace("../k8s", os.path.relpath(K8S, directory)))
+    before, after = render(K8S / re.findall(r"\.\./k8s/(\S+)", example)[0]), render(directory)
+    assert len(before) == len(after)
+    assert before != after
+    for found in after:
+        kubernetes_validate.validate(found, KUBERNETES, strict=True)

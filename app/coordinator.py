@@ -124,7 +124,7 @@ class Coordinator:
         if not due or code not in (0, FAILED) or (code and not over) or not (history.generations or code):
             return
         state = gang.state if over else "stopped"
-        reason = "" if state == "finished" else gang.reason
+        reason = gang.reason if state == "failed" else ""
         try:
             self.journal.add(history.close())
             await self.journal.save()

@@ -113,6 +113,8 @@ def test_imports_run_one_way() -> None:
         "keeper",
         "supervisor",
         "watch",
+        "targets",
+        "watcher",
         "local",
         "__main__",
     ]

@@ -65,7 +65,8 @@ class History:
         self.ends = Counter[str]()  # by cause: generations that another followed
         self.lost = Counter[str]()  # by cause: elastic ranks that a generation went on without
         self._end = ""  # what ended the last generation, until the next starts
-        self._origin: float | None = None  # monotonic time of 0 seconds; of this process
+        self._started = False  # a generation, in this process
+        self._origin: float | None = None  # monotonic time of 0 seconds; set when it has begun to train
 
     # ---- live
 
@@ -74,18 +75,22 @@ class History:
         rows: list[Row] = []
         for kind, step, at, value in notes:
             if kind == "start":
-                self._origin = at - self.seconds
+                self._started, self._origin = True, None
                 after = (self._end or "restarted") if self.generations else ""
                 seconds = round(self.seconds, 3)
                 rows.append(
                     {"kind": "start", "generation": int(value), "step": step, "seconds": seconds,
                      "time": round(time.time(), 3), "after": after}
                 )  # fmt: skip
-            elif self._origin is None or not math.isfinite(value):
+            elif kind == "train":
+                self._origin = at - self.seconds
+                continue
+            elif not self._started or not math.isfinite(value):
                 continue
             elif kind == "goal":
                 rows.append({"kind": "goal", "value": value})
             else:
+                self._origin = at - self.seconds if self._origin is None else self._origin
                 self.seconds = max(self.seconds, at - self._origin)
                 point = Point(step, round(self.seconds, 3), value)
                 self._look(kind, point)

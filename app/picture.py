@@ -78,12 +78,11 @@ def _curves(axes: Axes, run: History, summary: dict[str, Any]) -> None:
         other.spines["right"].set_visible(True)
         handles += _line(other, run.curves["loss"], ORANGE, "training loss", 1.2)
         other.set_ylabel("training loss", color=ORANGE)
-        axes.set_zorder(other.get_zorder() + 1)
-        axes.patch.set_visible(False)
     if run.generations > 1:
         handles.append(axes.plot([], [], color=GREY, linewidth=0.7, label="a generation's start")[0])
-    if handles:
-        axes.legend(handles=handles, frameon=False, fontsize=10, loc="best")
+    assert axes.figure is not None
+    axes.figure.legend(handles=handles, frameon=False, fontsize=10, ncols=len(handles) or 1, columnspacing=1.4,
+                       loc="upper right", bbox_to_anchor=(0.995, 1.0))  # fmt: skip
 
 
 def _line(axes: Axes, points: list[Point], colour: str, label: str, width: float) -> list[Any]:

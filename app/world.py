@@ -70,8 +70,8 @@ class World:
 
     Rank 0's function returns an `Outcome`; the others' functions serve until the process is ended. `report(step)` is
     the progress that decides over failures; a rank 0 looks at `draining` between two steps. `note(kind, step, value)`,
-    of rank 0, goes to the run's history: the curve's `score`, the training `loss`, the `goal`, and what is `done`, all
-    in all, of the unit that the job's rate counts.
+    of rank 0, goes to the run's history: `train` when training begins, the curve's `score`, the training `loss`, the
+    `goal`, and what is `done`, all in all, of the unit that the job's rate counts.
     """
 
     settings: Settings

@@ -114,6 +114,7 @@ class Master:
         self.log.info("training", dataset=s.dataset, samples=self.data.samples, classes=self.data.classes,
                       epoch=self.epoch + 1, step=self.step, rows=s.num_embeddings, width=s.embedding_dim,
                       servers=len(self.servers), trainers=len(self.trainers))  # fmt: skip
+        self.world.note("train", self.step, 0)
         while self.epoch < s.epochs:
             if not self._learn():
                 return Outcome("drained", self.step)

@@ -70,6 +70,7 @@ class Lead(Server):
         self.log.info("training", dataset=self.settings.dataset, update_mode=self.settings.update_mode,
                       epoch=self.ledger.epoch, update=self.ledger.version, trainers=len(self.ledger.trainers),
                       parameters=flat.numel())  # fmt: skip
+        self.world.note("train", self.ledger.version, 0)
         for peer in self.world.peers("trainer"):  # in sync all wait for one whose gradient does not come
             rolecall_rpc.watch(peer.name, lambda name: self.inbox.put(("gone", name)))
         while not self.ledger.over:

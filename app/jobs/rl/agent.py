@@ -83,6 +83,7 @@ class Agent:
         }
         self.log.info("training", env_id=self.settings.env_id, iteration=self.iteration, observers=len(self.observers),
                       inference=self.settings.inference, threshold=self.threshold)  # fmt: skip
+        self.world.note("train", self.iteration, 0)
         if self.threshold is not None:
             self.world.note("goal", self.iteration, self.threshold)
         started, before, logged = time.monotonic(), self.seconds, (time.monotonic(), self.samples)

@@ -112,6 +112,7 @@ class Trainer:
         self._logged_at, self._logged_loss = self._started, self.loss
         self.log.info("training", corpus=s.corpus, vocabulary=len(self.text.vocabulary), epoch=self.epoch + 1,
                       step=self.step, steps_an_epoch=steps, tokens=len(self.text.train))  # fmt: skip
+        self._call(server.note, self.step, {"train": 0})
         while self.epoch < s.epochs:
             self.metrics.rnn_epoch.set(self.epoch + 1)
             while self.position < steps:

@@ -77,9 +77,8 @@ class History:
             if kind == "start":
                 self._started, self._origin = True, None
                 after = (self._end or "restarted") if self.generations else ""
-                seconds = round(self.seconds, 3)
                 rows.append(
-                    {"kind": "start", "generation": int(value), "step": step, "seconds": seconds,
+                    {"kind": "start", "generation": int(value), "step": step, "seconds": self.seconds,
                      "time": round(time.time(), 3), "after": after}
                 )  # fmt: skip
             elif kind == "train":
@@ -91,8 +90,8 @@ class History:
                 rows.append({"kind": "goal", "value": value})
             else:
                 self._origin = at - self.seconds if self._origin is None else self._origin
-                self.seconds = max(self.seconds, at - self._origin)
-                point = Point(step, round(self.seconds, 3), value)
+                self.seconds = max(self.seconds, round(at - self._origin, 3))
+                point = Point(step, self.seconds, value)
                 self._look(kind, point)
                 kept = self.curves[kind]
                 if kept and point.seconds - kept[-1].seconds < self.seconds / SPACING:
@@ -174,10 +173,8 @@ class History:
             "ends": dict(self.ends - causes),
             "lost": dict(self.lost),
         }
-        found: list[Row] = [{"kind": "start", **asdict(start)} for start in self.starts]
+        found: list[Row] = [{"kind": "start", **asdict(start)} for start in self.starts]  # first: they cut no more
         found += [{"kind": kind, **asdict(point)} for kind, points in self.curves.items() for point in points]
-        # a start after the points that it goes on from, and before its own
-        found.sort(key=lambda row: (row["seconds"], row["step"], row["kind"] == "start"))
         goal = [] if self.goal is None else [{"kind": "goal", "value": self.goal}]
         return [head, *goal, *found, *([{"kind": "end", "cause": self._end}] if self._end else [])]
 

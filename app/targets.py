@@ -81,14 +81,14 @@ class Folder:
 def parse(text: str) -> Source:
     """What TARGET says: a folder, a port, host:port, host, or a URL. Raises UsageError where it is none of these."""
     problem = f"TARGET {text!r}: is no folder of a local run, port, host:port or URL"
-    if Path(text).is_dir() and not text.isdecimal():
+    if text and Path(text).is_dir() and not text.isdecimal():
         return Folder(Path(text))
     if text.isdecimal():
         text = f"127.0.0.1:{text}"
     scheme, divider, _ = text.partition("://")
     if divider and scheme not in ("http", "https"):
         raise UsageError(problem)
-    if not divider and ("/" in text or not re.fullmatch(r"[\w.:\[\]%-]+", text)):
+    if not divider and ("/" in text or not re.fullmatch(r"[\w:\[][\w.:\[\]%-]*", text)):
         raise UsageError(f"TARGET {text!r}: there is no such folder" if "/" in text else problem)
     try:
         if not divider and text.count(":") > 1 and "[" not in text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app import checkpoint, rundir
-from tests.integration.cluster import Cluster, alive, until
+from app import checkpoint, history, rundir
+from tests.integration.cluster import Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
 RANKS = ("agent-0", "observer-1")
@@ -158,6 +159,7 @@ def test_rank_0_killed_at_the_finish(cluster: MakeCluster) -> None:
     job.agent.start()
     assert [each.wait() for each in job.ranks.values()] == [0, 0]
     assert (rundir.read_done(job.checkpoints) or {})["solved"] is True
+    assert reported(job.checkpoints)[0]["state"] == "finished"
 
 
 # ---- no update twice, none that was acknowledged lost
@@ -265,9 +267,14 @@ def test_a_volume_that_fills_up_does_not_stop_training(cluster: MakeCluster, vol
     job.is_whole()
     good = checkpoint.newest_first(volume / "run")[0]
     checkpoint.read(good, "rl")
-    written = job.agent.appears("checkpoint file=")
+    written, step = job.agent.appears("checkpoint file="), job.iterations()
     filler.unlink()
     until(written, "a checkpoint once there is room")
+    # what was noted while there was none is not lost
+    until(lambda: history.read(volume / "run").curves["done"][-1].step > step, "the history to go on")
+    noted = [point.step for point in history.read(volume / "run").curves["done"]]
+    assert max(after - before for before, after in itertools.pairwise(noted)) < step / 10
+    assert job.agent.text().count("history cannot be kept") <= 1
     job.is_whole()
 
 

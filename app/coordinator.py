@@ -125,17 +125,19 @@ class Coordinator:
             return
         state = gang.state if over else "stopped"
         reason = gang.reason if state == "failed" else ""
+        problem, missing = "", rundir.SUMMARY
         try:
             self.journal.add(history.close())
             await self.journal.save()
             found = report.summary(self.job, self.settings, jobs.get(self.job).watch, history, state, reason,
                                    gang.generation.members, gang.summary, time.time())  # fmt: skip
             await asyncio.to_thread(report.write, directory, found)
+            missing = rundir.CURVE
             problem = await report.draw(directory)
         except Exception as error:  # of whatever kind
             problem = str(error) or type(error).__name__
         if problem:
-            self.log.warning("no summary or no picture of this run", directory=str(directory), problem=problem)
+            self.log.warning("no report of this run", missing=missing, directory=str(directory), problem=problem)
         else:
             self.log.info("report", summary=rundir.SUMMARY, picture=rundir.CURVE)
 

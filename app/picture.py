@@ -42,7 +42,7 @@ def draw(run: History, summary: dict[str, Any]) -> Figure:
         axes.grid(color="#e3e6ea", linewidth=0.8)
         axes.set_axisbelow(True)
         for start in run.starts[1:]:
-            axes.axvline(start.step, color=GREY, linewidth=0.7, alpha=0.6, zorder=0.5)
+            axes.axvline(start.step, color=GREY, linewidth=0.8, zorder=0.9)
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     below.set_xlim(0, max(1, summary["steps"]))
     _time(above, run)
@@ -53,9 +53,8 @@ def title(summary: dict[str, Any]) -> str:
     """Such as `rl, finished: return 476.1 after 70 steps in 13.2 s`."""
     final = summary["curve"]["final"]
     told = "" if final is None else f"{summary['curve']['label']} {final:.4g} "
-    seconds, generations = summary["training_seconds"], summary["generations"]
-    several = f", {generations} generations" if generations > 1 else ""
-    return f"{summary['job']}, {summary['state']}: {told}after {summary['steps']:,} steps in {lasted(seconds)}{several}"
+    after = f"after {summary['steps']:,} steps in {lasted(summary['training_seconds'])}"
+    return f"{summary['job']}, {summary['state']}: {told}{after}"
 
 
 def lasted(seconds: float) -> str:
@@ -79,7 +78,7 @@ def _curves(axes: Axes, run: History, summary: dict[str, Any]) -> None:
         handles += _line(other, run.curves["loss"], ORANGE, "training loss", 1.2)
         other.set_ylabel("training loss", color=ORANGE)
     if run.generations > 1:
-        handles.append(axes.plot([], [], color=GREY, linewidth=0.7, label="a generation's start")[0])
+        handles.append(axes.plot([], [], color=GREY, linewidth=0.7, label=f"{run.generations} generations")[0])
     assert axes.figure is not None
     axes.figure.legend(handles=handles, frameon=False, fontsize=10, ncols=len(handles) or 1, columnspacing=1.4,
                        loc="upper right", bbox_to_anchor=(0.995, 1.0))  # fmt: skip

@@ -23,7 +23,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,10 @@ ps-status: ## show the containers and what their ranks do
 
 metrics: ## print every running rank's metrics
 	@docker/ranks.sh metrics
+
+watch: $(READY) ## the live display of the running containers (Linux: the host reaches their network)
+	@addresses=$$(docker/ranks.sh addresses) && test -n "$$addresses" || { echo "no rank's container runs" >&2; exit 2; }; \
+	  $(BIN)/python -m app watch $$addresses
 
 stop: ## let the containers write a checkpoint and end; up-JOB goes on from there
 	@$(COMPOSE) stop

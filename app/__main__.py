@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,17 @@ def _parser() -> argparse.ArgumentParser:
     for name in jobs.counts():
         local.add_argument(f"--{name.lower().replace('_', '-')}", dest=name, metavar="N", help=f"the variable {name}")
     local.set_defaults(run=_local)
+    watch = commands.add_parser("watch", help="the live display of ranks that run anywhere, from their metrics")
+    watch.add_argument(
+        "targets",
+        nargs="+",
+        metavar="TARGET",
+        help="a port, host:port or URL of a rank's metrics, or a local run's folder",
+    )
+    watch.add_argument("--plain", action="store_true", help="lines instead of the live display")
+    watch.add_argument("--once", action="store_true", help="show what there is once, and end")
+    watch.add_argument("--timeout", type=_seconds, default=30.0, help="seconds without any answer to end after (30)")
+    watch.set_defaults(run=_watch)
     show = commands.add_parser("config", help="list the variables")
     show.add_argument("job", nargs="?", choices=jobs.JOBS)
     show.add_argument("--markdown", action="store_true", help="as a Markdown table")
@@ -78,6 +90,19 @@ def _local(arguments: argparse.Namespace) -> int:
 
     counts = {name: getattr(arguments, name) for name in jobs.counts() if getattr(arguments, name) is not None}
     return local.run(arguments.job, counts, arguments.plain)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from app import watcher
+
+    return watcher.run(arguments.targets, arguments.plain, arguments.once, arguments.timeout)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
 
 
 def _config(arguments: argparse.Namespace) -> int:

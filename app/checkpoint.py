@@ -40,7 +40,7 @@ class Checkpoints:
     """A directory of checkpoints with one writer.
 
     `fence` is asked before every write: it returns the newest generation, and a writer of an older one writes
-    nothing. `complain(message)` hears of files that could not be used.
+    nothing. `complain(message)` hears of files that could not be used, and `begin(step)` of what is gone on from.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Checkpoints:
         keep: int = 3,
         fence: Callable[[], int] | None = None,
         complain: Callable[[str], None] = lambda message: None,
+        begin: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.directory = directory
         self.job = job
@@ -58,6 +59,7 @@ class Checkpoints:
         self.keep = keep
         self._fence = fence
         self._complain = complain
+        self._begin = begin
         self._bad: set[Path] = set()
 
     def files(self) -> list[Path]:
@@ -70,13 +72,18 @@ class Checkpoints:
         Raises UsageError where there are checkpoints and not one of them can be used: starting anew beside them would
         throw their training away without a word.
         """
+        found = self._newest()
+        self._begin(found.step if found else 0)
+        return found
+
+    def _newest(self) -> Snapshot | None:
         problems = []
         for path in self.files():
             try:
                 return read(path, self.job)
             except CheckpointError as error:
                 if not path.exists():
-                    return self.newest()  # one who writes replaced it by a newer one meanwhile
+                    return self._newest()  # one who writes replaced it by a newer one meanwhile
                 problems.append(str(error))
                 self._bad.add(path)
                 self._complain(str(error))

@@ -16,9 +16,10 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from app import endpoints, protocol, rundir, telemetry
-from app.config import Settings, UsageError
-from app.gang import Gang
+from app import endpoints, jobs, protocol, report, rundir, telemetry
+from app.config import FAILED, Settings, UsageError
+from app.gang import OVER, Gang
+from app.history import Journal, Note
 from app.protocol import Effect, Order, RejectedError, Report
 
 PATH = "/v1/beat"
@@ -51,6 +52,7 @@ class Coordinator:
         self._persisted = rundir.Persisted()
         self._runner: web.AppRunner | None = None
         self._lock: rundir.Lock | None = None
+        self._trained = False  # by this process
 
     async def start(self, metrics: Any) -> None:
         """Raises UsageError where the directory or the port cannot be had."""
@@ -80,6 +82,7 @@ class Coordinator:
                 "this job has finished already; RESUME=0 or another CHECKPOINT_DIR starts anew",
                 directory=str(directory),
             )
+        self.journal = Journal(directory)
         # a new run also finds out, before anyone trains, whether the directory can be written
         self._write_generation(persisted.number, persisted.members, must=persisted.number == 0 or not s.resume)
         app = web.Application(client_max_size=MAX_BODY)
@@ -100,10 +103,43 @@ class Coordinator:
             self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
         return rundir.Persisted(earlier.number, self.job)
 
-    async def settled(self) -> None:
-        """Return when the job is over and every member has heard so, or had the time to."""
-        while not self.gang.settled(time.monotonic()):
+    async def settled(self, signalled: asyncio.Event) -> None:
+        """Rank 0 goes last: return when every member has heard how the job ended, or had time to, or on a signal."""
+        while not self.gang.settled(time.monotonic()) and not signalled.is_set():
             await asyncio.wait([asyncio.create_task(self._wake.wait())], timeout=TICK)
+
+    def note(self, notes: list[Note]) -> None:
+        """Take what rank 0's worker tells for the run's history."""
+        self._trained = True
+        self.journal.add(self.journal.history.note(notes))
+
+    async def report(self, code: int) -> None:
+        """The run is over here, with exit code `code`: leave its summary and picture beside the checkpoints. Whatever
+        goes wrong is a warning: the job's end stays what it is.
+        """
+        gang, history, directory = self.gang, self.journal.history, self.settings.checkpoint_dir
+        over = gang.state in OVER
+        # not of what was refused, interrupted in its drain, or finished and reported before
+        due = self._trained or (over and not (directory / rundir.SUMMARY).exists())
+        if not due or code not in (0, FAILED) or (code and not over) or not (history.generations or code):
+            return
+        state = gang.state if over else "stopped"
+        reason = gang.reason if state == "failed" else ""
+        problem, missing = "", rundir.SUMMARY
+        try:
+            self.journal.add(history.close())
+            await self.journal.save()
+            found = report.summary(self.job, self.settings, jobs.get(self.job).watch, history, state, reason,
+                                   gang.generation.members, gang.summary, time.time())  # fmt: skip
+            await asyncio.to_thread(report.write, directory, found)
+            missing = rundir.CURVE
+            problem = await report.draw(directory)
+        except Exception as error:  # of whatever kind
+            problem = str(error) or type(error).__name__
+        if problem:
+            self.log.warning("no report of this run", missing=missing, directory=str(directory), problem=problem)
+        else:
+            self.log.info("report", summary=rundir.SUMMARY, picture=rundir.CURVE)
 
     async def stop(self, ended: bool) -> None:
         """`ended` says that the run ended in order; what is started next here is another."""
@@ -170,11 +206,16 @@ class Coordinator:
         return True
 
     def _tell(self, kind: str, details: dict[str, Any]) -> None:
+        history = self.journal.history
         match kind:
             case "generation":
                 self.metrics.gang_generations.inc()
             case "stopped" | "lost":
                 self.metrics.gang_restarts.labels(details["cause"]).inc()
+                happened = history.ended if kind == "stopped" else history.went
+                self.journal.add(happened(details["cause"]))
+            case "finished" | "failed":
+                self.journal.add(history.ended(kind))
             case "recovered":
                 self.metrics.recovery_seconds.observe(details["seconds"])
         if kind == "failed":

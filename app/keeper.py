@@ -10,6 +10,7 @@ from typing import Any
 
 from app import config, process, telemetry
 from app.config import Settings, UsageError
+from app.history import Note
 from app.jobs import Job
 from app.process import WorkerProcess
 from app.protocol import Order
@@ -31,6 +32,7 @@ class Keeper:
         self.metrics, self.files = metrics, files
         self.worker: WorkerProcess | None = None
         self.log = telemetry.log()
+        self.noted: Callable[[list[Note]], None] = lambda notes: None  # what the worker tells for the run's history
         self._changed = changed
         self._watched_at = time.monotonic()
 
@@ -71,7 +73,7 @@ class Keeper:
             self.files.clean()
             self.metrics.worker_starts.inc()
             task = Task(self.settings.job, self.settings, me, members, order.generation, lost)
-            self.worker = WorkerProcess(task, self._worker_changed)
+            self.worker = WorkerProcess(task, self._worker_changed, self.noted)
             await self.worker.start()
         elif worker.alive:
             for name in lost:

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-import aiohttp
 from rich.console import Console
 from rich.live import Live
 
-from app import config, jobs, telemetry
+from app import config, jobs, rundir, targets, telemetry
 from app.config import FAILED, USAGE, Settings, UsageError
-from app.watch import Target, Watch
+from app.targets import Address
+from app.watch import Target, Watch, follow
 
 PORTS = range(20000, 32000)  # below those that the kernel hands out by itself
 SETTLED = 10.0  # a rank that ran for so long counts as started well
@@ -117,10 +117,10 @@ class Local:
         self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
         self._temporary = Path(tempfile.mkdtemp(prefix="rolecall-local-"))
         self.ranks = self._plan(counts)
-        targets = [
-            Target(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics") for rank in self.ranks
+        self.addresses = [
+            Address(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics") for rank in self.ranks
         ]
-        self.watch = Watch(f"rolecall {job}", targets, jobs.get(job).watch)
+        self.watch = Watch([Target(one.name, one.url) for one in self.addresses], job)
 
     def _plan(self, counts: dict[str, str]) -> list[Rank]:
         logs = self.directory / "logs"
@@ -157,6 +157,7 @@ class Local:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stopped)
+        told = self._tell()
         keeps = [asyncio.create_task(rank.keep()) for rank in self.ranks]
         display = asyncio.create_task(self._show() if self.live else asyncio.Event().wait())
         try:
@@ -169,8 +170,19 @@ class Local:
             display.cancel()
             await asyncio.wait({display})
             shutil.rmtree(self._temporary, ignore_errors=True)
-        print(f"rolecall: {self._verdict(code)}; checkpoints and logs in {self.directory}", flush=True)
+            if told:
+                (self.directory / targets.RANKS).unlink(missing_ok=True)
+        there = [name for name in (rundir.SUMMARY, rundir.CURVE) if (self.directory / name).exists()]
+        what = ", ".join(["checkpoints", "logs", *there])
+        print(f"rolecall: {self._verdict(code)}; {what} in {self.directory}", flush=True)
         return code
+
+    def _tell(self) -> bool:
+        """Let `watch` know where the ranks are."""
+        try:
+            return targets.tell(self.directory, self.addresses)
+        except OSError as error:
+            raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
 
     async def _until_over(self, keeps: list[asyncio.Task[int]]) -> int:
         """Until rank 0 has ended for good, or another did with an error, or a signal came; then let the rest follow."""
@@ -219,16 +231,8 @@ class Local:
 
     async def _show(self) -> None:
         console = Console()
-        timeout = aiohttp.ClientTimeout(total=2)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            with Live(console=console, auto_refresh=False, transient=False) as live:
-                try:
-                    while True:
-                        await self.watch.poll(session)
-                        live.update(self.watch.render(console.width), refresh=True)
-                        await asyncio.sleep(0.5)
-                finally:
-                    live.update(self.watch.render(console.width), refresh=True)
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            await follow(self.watch, lambda: live.update(self.watch.render(console.width), refresh=True))
 
 
 async def _all(tasks: set[asyncio.Task[int]]) -> None:

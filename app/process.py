@@ -20,6 +20,7 @@ import psutil
 from app.config import UsageError
 
 if TYPE_CHECKING:
+    from app.history import Note
     from app.world import Task
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -57,9 +58,12 @@ def _run(task: Task, connection: Any) -> None:
 
 
 class WorkerProcess:
-    """One worker, from `start` to its end. `changed` is called whenever there is something new to report."""
+    """One worker, from `start` to its end. `changed` is called whenever there is something new to report, `noted` with
+    what it tells for the run's history."""
 
-    def __init__(self, task: Task, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, task: Task, changed: Callable[[], None], noted: Callable[[list[Note]], None] = lambda notes: None
+    ) -> None:
         self.task = task
         self.state = "starting"
         self.outcome = ""
@@ -71,6 +75,7 @@ class WorkerProcess:
         self.heard_at = time.monotonic()
         self.ended = asyncio.Event()
         self._changed = changed
+        self._noted = noted
         self._why = ""
         self._pid = 0
         self._pidfd = -1
@@ -139,6 +144,7 @@ class WorkerProcess:
             case "beat":
                 first = self.step == 0 and rest[0] > 0
                 self.step = rest[0]
+                self._noted(rest[1])
                 if not first:
                     return
             case "running":

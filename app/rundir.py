@@ -1,4 +1,4 @@
-"""What lies beside a run's checkpoints: the newest generation's number, whether the job is DONE, and the locks."""
+"""What lies beside a run's checkpoints: the newest generation's number, DONE, the report, the locks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ COORDINATOR_LOCK = ".coordinator.lock"
 WRITER_LOCK = ".writer.lock"
 GENERATION = "generation.json"
 DONE = "DONE"
+HISTORY = "history.jsonl"
+SUMMARY = "summary.json"
+CURVE = "curve.png"
+OF_A_RUN = (DONE, HISTORY, SUMMARY, CURVE)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
 
@@ -99,7 +103,7 @@ def write_done(directory: Path, summary: dict[str, Any]) -> None:
 
 
 def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
-    """Move an earlier run's checkpoints and DONE to a directory of their own, and return that; None if there are none.
+    """Move an earlier run's files to a directory of their own, and return that; None if there are none.
 
     `number` is the earlier run's newest generation. Interrupted, it goes on where it stopped when it is called again.
     Raises UsageError where a worker still writes, or files cannot be moved.
@@ -107,7 +111,7 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
     writer = lock(directory, WRITER_LOCK, timeout)
     aside = directory / f"earlier-{number:06d}"
     try:
-        found = [path for path in directory.iterdir() if path.name == DONE or NAME.fullmatch(path.name)]
+        found = [path for path in directory.iterdir() if path.name in OF_A_RUN or NAME.fullmatch(path.name)]
         if not found:
             return None
         aside.mkdir(exist_ok=True)

@@ -71,16 +71,25 @@ class Supervisor:
             if self.first:
                 lead = Coordinator(self.settings.job, self.settings, self.roles, self.incarnation, self.node)
                 await lead.start(self.metrics)
+                self.keeper.noted = lead.note
             await self.keeper.check()
-            loops = [self._beat_loop(), self._obey_loop(), self._watch_loop(), *([lead.tick_forever()] if lead else [])]
+            loops = [
+                self._beat_loop(),
+                self._obey_loop(),
+                self._watch_loop(),
+                *([lead.tick_forever(), lead.journal.keep()] if lead else []),
+            ]
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             await self._until_done()
+            report = asyncio.create_task(lead.report(FAILED if self.code is None else self.code)) if lead else None
             finished = self.order is not None and self.order.kind == "finished"
             if self.settings.on_finish == "linger" and finished and not self.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, whoever asks how it ended
                 await self._signalled.wait()
             elif lead and self._heard:
-                await self._wait_settled(lead)
+                await lead.settled(self._signalled)
+            if report:
+                await report
             return self.code if self.code is not None else FAILED
         finally:
             for task in self._tasks:
@@ -268,13 +277,6 @@ class Supervisor:
             if task.done():
                 task.result()
         await waiter
-
-    async def _wait_settled(self, lead: Coordinator) -> None:
-        """Rank 0 goes last, so that every member hears how the job ended; a signal cuts that short."""
-        waits = {asyncio.create_task(lead.settled()), asyncio.create_task(self._signalled.wait())}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
 
     # ---- what the endpoints say
 

@@ -21,6 +21,7 @@ import torch
 from app import jobs, rpc, rundir, telemetry
 from app.checkpoint import Checkpoints
 from app.config import UsageError
+from app.history import Note
 from app.world import Outcome, Task, World
 
 BEAT_SECONDS = 0.5
@@ -36,24 +37,37 @@ class Line:
         self._lock = threading.Lock()
         self._step = 0
         self._sent = 0.0
+        self._notes: list[Note] = []
 
     def send(self, *message: Any) -> None:
         with self._lock:
-            try:
-                self._connection.send(message)
-            except OSError:
-                os._exit(1)
-            self._sent = time.monotonic()
+            self._send(message)
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            os._exit(1)
+        self._sent = time.monotonic()
+
+    def note(self, kind: str, step: int, value: float) -> None:
+        with self._lock:
+            self._notes.append((kind, step, time.monotonic(), float(value)))
+
+    def beat(self) -> None:
+        with self._lock:
+            notes, self._notes = self._notes, []
+            self._send(("beat", self._step, notes))
 
     def report(self, step: int) -> None:
         first = self._step == 0
         self._step = step
         if first or time.monotonic() - self._sent > BEAT_SECONDS / 2:
-            self.send("beat", step)
+            self.beat()
 
     def beat_forever(self) -> None:
         while True:
-            self.send("beat", self._step)
+            self.beat()
             time.sleep(BEAT_SECONDS)  # the period of a heartbeat; nothing waits for it
 
     def obey_forever(self, world: World) -> None:
@@ -95,6 +109,7 @@ def main(task: Task, connection: Connection) -> None:
             result = ("result", "lost", rpc.first_line(error), 0, {})
         else:
             result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
+    line.beat()  # with the last notes
     line.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone
 
@@ -112,8 +127,9 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
         members=task.members,
         generation=task.generation,
         metrics=telemetry.build_worker(declared, task.me.role, first),
-        checkpoints=_checkpoints(task) if first else None,
+        checkpoints=_checkpoints(task, line) if first else None,
         report=line.report,
+        note=line.note,
         tell_lost=lambda peer: line.send("gave up", peer.role, peer.ordinal),
         refuse_drain=lambda why: line.send("drain failed", why),
         lost=set(task.lost),
@@ -128,7 +144,7 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
     return "result", outcome.kind, "", outcome.step, outcome.summary
 
 
-def _checkpoints(task: Task) -> Checkpoints:
+def _checkpoints(task: Task, line: Line) -> Checkpoints:
     settings = task.settings
     directory: Path = settings.checkpoint_dir
     global _lock
@@ -145,6 +161,7 @@ def _checkpoints(task: Task) -> Checkpoints:
         settings.checkpoint_keep,
         fence=lambda: rundir.read_generation(directory).number,
         complain=lambda message: log.warning("checkpoint", problem=message),
+        begin=lambda step: line.note("start", step, task.generation),
     )
 
 

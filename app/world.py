@@ -69,7 +69,9 @@ class World:
     """A rank's view of its generation.
 
     Rank 0's function returns an `Outcome`; the others' functions serve until the process is ended. `report(step)` is
-    the progress that decides over failures; a rank 0 looks at `draining` between two steps.
+    the progress that decides over failures; a rank 0 looks at `draining` between two steps. `note(kind, step, value)`,
+    of rank 0, goes to the run's history: `train` when training begins, the curve's `score`, the training `loss`, the
+    `goal`, and what is `done`, all in all, of the unit that the job's rate counts.
     """
 
     settings: Settings
@@ -79,6 +81,7 @@ class World:
     metrics: Any
     checkpoints: Checkpoints | None = None
     report: Callable[[int], None] = lambda step: None
+    note: Callable[[str, int, float], None] = lambda kind, step, value: None
     tell_lost: Callable[[Peer], None] = lambda peer: None
     refuse_drain: Callable[[str], None] = lambda why: None
     lost: set[str] = field(default_factory=set)

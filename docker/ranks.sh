@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ask every running rank of this project: docker/ranks.sh metrics | status
+# Ask every running rank of this project: docker/ranks.sh metrics | status; or tell where their metrics are: addresses
 set -euo pipefail
 
 ranks() { docker compose --profile '*' ps --format '{{.ID}} {{.Name}}' | sort -k2; }
@@ -10,6 +10,13 @@ case ${1:-} in
     ranks | while read -r id name; do
       echo "# ======== $name"
       ask "$id" </dev/null || true # it says itself what is wrong
+    done
+    ;;
+  addresses)
+    # on the network `metrics`: the host itself reaches it, though it is internal
+    ranks | while read -r id name; do
+      docker inspect --format '{{range $name, $net := .NetworkSettings.Networks}}{{$name}} {{$net.IPAddress}}{{"\n"}}{{end}}' \
+        "$id" </dev/null | awk '$1 ~ /_metrics$/ && $2 { print $2 ":8000" }'
     done
     ;;
   status)
@@ -27,7 +34,7 @@ case ${1:-} in
     done
     ;;
   *)
-    echo "usage: docker/ranks.sh metrics|status" >&2
+    echo "usage: docker/ranks.sh metrics|status|addresses" >&2
     exit 2
     ;;
 esac

@@ -45,6 +45,7 @@ class Role:
 class Watched:
     """The metrics of a job that the live display draws: `curve` over time, under the name `curve_label` and with its
     `goal`; the counter `rate` per second, in `rate_label`; and `left`, the seconds that the job will still take.
+    `lower` says that a lower value of the curve is a better one.
     """
 
     curve: str
@@ -53,6 +54,7 @@ class Watched:
     rate_label: str
     goal: str = ""
     left: str = ""
+    lower: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -18,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import jobs
+from app import history, jobs, rundir
+from app.history import History
 from app.local import PORTS, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,6 +306,18 @@ class Cluster:
                     os.killpg(rank.pid, signal.SIGKILL)
                 rank.process.wait(DEADLINE)
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def reported(directory: Path) -> tuple[dict[str, Any], History]:
+    """The summary and the history that a run has left, once its picture has been looked at."""
+    with Image.open(directory / rundir.CURVE) as image:
+        assert image.format == "PNG"
+        assert image.size == (1200, 600)
+        assert len(image.convert("RGB").getcolors(2**24) or ()) > 20
+    found = history.read(directory)
+    for points in found.curves.values():
+        assert [point.step for point in points] == sorted({point.step for point in points})
+    return json.loads((directory / rundir.SUMMARY).read_text()), found
 
 
 def alive(pid: int) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app import checkpoint, rundir
-from tests.integration.cluster import Cluster, alive, until
+from app import checkpoint, history, rundir
+from tests.integration.cluster import Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
 RANKS = ("agent-0", "observer-1")
@@ -158,6 +158,7 @@ def test_rank_0_killed_at_the_finish(cluster: MakeCluster) -> None:
     job.agent.start()
     assert [each.wait() for each in job.ranks.values()] == [0, 0]
     assert (rundir.read_done(job.checkpoints) or {})["solved"] is True
+    assert reported(job.checkpoints)[0]["state"] == "finished"
 
 
 # ---- no update twice, none that was acknowledged lost
@@ -251,6 +252,11 @@ def remount(mode: str, volume: Path) -> list[str]:
     return ["mount", "-o", f"remount,{mode}", str(volume)]
 
 
+def steps_noted(directory: Path, more_than: float) -> list[int]:
+    found = [point.step for point in history.read(directory).curves["done"]]
+    return found if found and found[-1] > more_than else []
+
+
 def test_a_volume_that_fills_up_does_not_stop_training(cluster: MakeCluster, volume: Path) -> None:
     job = training(cluster, CHECKPOINT_DIR=str(volume / "run"))
     filler = volume / "filler"
@@ -265,9 +271,13 @@ def test_a_volume_that_fills_up_does_not_stop_training(cluster: MakeCluster, vol
     job.is_whole()
     good = checkpoint.newest_first(volume / "run")[0]
     checkpoint.read(good, "rl")
-    written = job.agent.appears("checkpoint file=")
+    written, step = job.agent.appears("checkpoint file="), job.iterations()
     filler.unlink()
     until(written, "a checkpoint once there is room")
+    # what was noted while there was none is not lost
+    noted = until(lambda: steps_noted(volume / "run", more_than=step), "the history to go on")
+    assert noted[: int(step)] == list(range(1, int(step) + 1))
+    assert job.agent.text().count("history cannot be kept") <= 1
     job.is_whole()
 
 

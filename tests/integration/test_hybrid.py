@@ -17,7 +17,7 @@ from app import checkpoint
 from app.jobs.hybrid import HybridSettings, data
 from app.jobs.hybrid.master import KEPT
 from app.jobs.hybrid.model import Whole
-from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, until
+from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
 hybrid = pytest.mark.parametrize("kept", ["hybrid"], indirect=True)
@@ -104,6 +104,11 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
         job.ranks[hurt].kill_worker()
         until(resumed, "the next generation")
     found = finished(job)
+    summary, _ = reported(job.checkpoints)
+    assert summary["generations"] >= 3
+    assert sum(summary["restarts"].values()) == summary["generations"] - 1
+    assert summary["steps"] == found.step
+    assert summary["curve"]["final"] == summary["result"]["accuracy"]
     plain = finished(cluster(JOB="hybrid", CHECKPOINT_INTERVAL="86400", **own).start(TRAINERS))
     assert found.step == plain.step
     expected = in_one_process(settings(**own))

@@ -15,7 +15,7 @@ import pytest
 
 from app import jobs, telemetry
 from app.local import free_ports
-from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, until
+from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]
 QUICK_ID = "tests.integration.environments:Quick-v0"
@@ -37,19 +37,42 @@ def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
+def watch(*arguments: str) -> subprocess.Popen[str]:
+    """`python -m app watch`, without a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "app", "watch", *arguments], cwd=ROOT, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
 @pytest.mark.parametrize("inference", ["agent", "observer"])
 def test_local_solves_a_quick_task(tmp_path: Path, inference: str) -> None:
-    process = local(tmp_path, ENV_ID=QUICK_ID, INFERENCE=inference, NUM_ENVS="16", ROLLOUT_STEPS="16")
+    own = {"ENV_ID": QUICK_ID, "INFERENCE": inference, "NUM_ENVS": "16", "ROLLOUT_STEPS": "16"}
+    process = local(tmp_path, JOB_TOKEN="a-secret-of-ours", **own)
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out + err
     assert "Solved! Running reward is now" in out
     done = json.loads((tmp_path / "DONE").read_text())
     assert done["solved"] is True
     assert done["running_return"] > 3.6
+    assert "summary.json, curve.png in" in out.splitlines()[-1]
+    summary, history = reported(tmp_path)
+    assert (summary["state"], summary["steps"], summary["result"]) == ("finished", done["iterations"], done)
+    assert summary["world"] == {"agent": 1, "observer": 1}
+    assert summary["curve"]["final"] == history.curves["score"][-1].value == done["running_return"]
+    assert summary["curve"]["goal"] == 3.6
+    assert summary["throughput"]["total"] == done["env_steps"]
+    assert summary["throughput"]["per_second"] > 0
+    assert summary["training_seconds"] == pytest.approx(done["seconds"], abs=0.5)
+    assert {name: summary["settings"][name] for name in ("ENV_ID", "INFERENCE")} == {
+        name: own[name] for name in ("ENV_ID", "INFERENCE")
+    }
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"a-secret-of-ours" not in written
     evaluated = command("eval", "rl", "--checkpoint", str(tmp_path), "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["mean_return"] > 3.6
@@ -62,6 +85,7 @@ def test_without_a_threshold_it_ends_at_max_iterations_and_says_so(tmp_path: Pat
     assert "Stopped at MAX_ITERATIONS=5" in out
     assert "has no reward threshold" in out
     assert json.loads((tmp_path / "DONE").read_text())["solved"] is False
+    assert reported(tmp_path)[0]["curve"]["goal"] is None
 
 
 def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(tmp_path: Path) -> None:
@@ -75,13 +99,15 @@ def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(tmp_path: P
 
 
 def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    both = [local(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")]
+    both, watching = [local(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")], None
     try:
         for name in ("one", "two"):
             log = tmp_path / name / "logs" / "agent-0.log"
             until(lambda log=log: log.exists() and "Episode 1\t" in log.read_text(), f"{name} to train")
         processes = [child for process in both for child in descendants(process)]
         assert len(processes) >= 2 * 2 * 2
+        watching = watch(str(tmp_path / "two"))
+        until(lambda: "gang running" in watching.stdout.readline(), "a line of what is watched")  # type: ignore[union-attr]
         for process in both:
             process.send_signal(signal.SIGINT)
         for process in both:
@@ -89,8 +115,12 @@ def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
             assert process.returncode == 130, out + err
         until(lambda: not any(child.is_running() for child in processes), "every process to be gone")
         assert list((tmp_path / "one").glob("checkpoint-*"))
+        assert reported(tmp_path / "one")[0]["state"] == "stopped"
+        out, err = watching.communicate(timeout=DEADLINE)
+        assert watching.returncode == 0, out + err
+        assert out.splitlines()[-1].startswith("rolecall: rl stopped: return ")
     finally:
-        for process in both:
+        for process in (*both, *([watching] if watching else [])):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -111,6 +141,11 @@ def test_finished_job_lingers_and_stays_finished(cluster: MakeCluster) -> None:
     until(lambda: (job.checkpoints / "DONE").exists(), "DONE")
     for rank in job.ranks.values():
         until(lambda rank=rank: "lingering" in rank.text() and rank.get("/readyz")[0] == 200, f"{rank.name} to linger")
+    until(lambda: "summary=summary.json" in job.agent.text(), "the report")
+    before = reported(job.checkpoints)[0]
+    times = {
+        name: (job.checkpoints / name).stat().st_mtime_ns for name in ("summary.json", "curve.png", "history.jsonl")
+    }
     for name in ("observer-0", "agent-0"):
         rank = job.ranks[name]
         rank.kill()
@@ -120,6 +155,8 @@ def test_finished_job_lingers_and_stays_finished(cluster: MakeCluster) -> None:
     for rank in job.ranks.values():
         rank.terminate()
         assert rank.wait() == 0
+    assert reported(job.checkpoints)[0] == before
+    assert {name: (job.checkpoints / name).stat().st_mtime_ns for name in times} == times
 
 
 def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from app import checkpoint
 from tests.integration import learning
-from tests.integration.cluster import ROOT, Cluster, alive, until
+from tests.integration.cluster import ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
 HERE = "tests.integration.learning:"
@@ -71,6 +71,10 @@ def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster:
     assert accuracy >= 0.75
     assert f"Finished: test accuracy {accuracy:.2%} after 20 epochs" in job.first.text()
     assert evaluated(found) == pytest.approx(accuracy)
+    summary, history = reported(job.checkpoints)
+    assert summary["curve"]["final"] == accuracy
+    assert summary["throughput"]["total"] == summary["result"]["samples"]
+    assert history.curves["loss"]
     assert all(line.count("[error") == 0 for rank in job.ranks.values() for line in rank.text().splitlines())
 
 

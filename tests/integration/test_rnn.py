@@ -19,7 +19,7 @@ from torch.nn import functional
 from app import checkpoint
 from app.jobs.rnn import RnnSettings, corpus
 from app.jobs.rnn.model import LanguageModel
-from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, until
+from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
 rnn = pytest.mark.parametrize("kept", ["rnn"], indirect=True)
@@ -115,6 +115,14 @@ def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(clust
                 rank.start()
     found = finished(job)
     assert job.first.text().count("resumed") >= 3
+    summary, history = reported(job.checkpoints)
+    assert summary["generations"] == job.first.text().count("resumed") + 1
+    assert summary["restarts"]["drained"] == 1
+    assert sum(summary["restarts"].values()) == summary["generations"] - 1
+    perplexities = [math.exp(validation) for _, validation in found.state["history"]]
+    assert [point.value for point in history.curves["score"]] == pytest.approx(perplexities)
+    assert summary["curve"]["best"]["value"] == pytest.approx(min(perplexities))
+    assert summary["steps"] == found.step
     whole = finished(cluster(JOB="rnn", CHECKPOINT_INTERVAL="3600", **own).start(1))
     torch.testing.assert_close(found.state["history"], whole.state["history"], rtol=1e-4, atol=1e-5)
 
@@ -197,6 +205,9 @@ def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> 
     job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1e38").start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     assert "the loss or its gradient is not finite; lower LR" in job.member(0).text()
+    summary, _ = reported(job.checkpoints)
+    assert summary["state"] == "failed"
+    assert "the loss or its gradient is not finite; lower LR" in summary["reason"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")

@@ -26,7 +26,15 @@ from app.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persiste
 
 NODE = "3b40cf1c355c:8000"
 OTHER = "9d1f00c2ab11:8000"
-NAMES = ("checkpoint-000001-0000000005.pt", "checkpoint-000002-0000000007.pt", "checkpoint-000002-0000000009.pt", DONE)
+NAMES = (
+    "checkpoint-000001-0000000005.pt",
+    "checkpoint-000002-0000000007.pt",
+    "checkpoint-000002-0000000009.pt",
+    DONE,
+    "history.jsonl",
+    "summary.json",
+    "curve.png",
+)
 STAYS = (
     GENERATION,
     "notes.txt",

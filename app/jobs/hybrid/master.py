@@ -114,6 +114,7 @@ class Master:
         self.log.info("training", dataset=s.dataset, samples=self.data.samples, classes=self.data.classes,
                       epoch=self.epoch + 1, step=self.step, rows=s.num_embeddings, width=s.embedding_dim,
                       servers=len(self.servers), trainers=len(self.trainers))  # fmt: skip
+        self.world.note("train", self.step, 0)
         while self.epoch < s.epochs:
             if not self._learn():
                 return Outcome("drained", self.step)
@@ -175,11 +176,13 @@ class Master:
         self.metrics.step.set(self.step)
         self.world.report(self.step)
         done = self._done()
+        self.world.note("done", self.step, done)
         left = (self.settings.epochs * self.data.samples - done) * (now - self._started) / (done - self._first)
         self.metrics.hybrid_left_seconds.set(left)
         if self.step // self.settings.log_interval > before // self.settings.log_interval:
             mean = self._loss / (done - self._logged)
             self.metrics.hybrid_loss.set(mean)
+            self.world.note("loss", self.step, mean)
             per_second = (done - self._logged) / (now - self._logged_at)
             self.log.info(f"Epoch {self.epoch + 1}\tstep {self.step}\tloss {mean:.4f}",
                           samples_per_s=round(per_second), left_s=round(left))  # fmt: skip
@@ -194,6 +197,7 @@ class Master:
             correct = self._wait(self._order(Evaluate(), 1 + self.data.tests // trainer.BAGS))
         self.accuracy = sum(correct) / self.data.tests
         self.metrics.hybrid_accuracy_ratio.set(self.accuracy)
+        self.world.note("score", self.step, self.accuracy)
         self.log.info(f"Epoch {self.epoch}\ttest accuracy {self.accuracy:.2%}", samples=self.data.tests,
                       seconds=round(timer.seconds, 3))  # fmt: skip
         self._looked = time.monotonic()

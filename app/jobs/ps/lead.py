@@ -70,6 +70,7 @@ class Lead(Server):
         self.log.info("training", dataset=self.settings.dataset, update_mode=self.settings.update_mode,
                       epoch=self.ledger.epoch, update=self.ledger.version, trainers=len(self.ledger.trainers),
                       parameters=flat.numel())  # fmt: skip
+        self.world.note("train", self.ledger.version, 0)
         for peer in self.world.peers("trainer"):  # in sync all wait for one whose gradient does not come
             rolecall_rpc.watch(peer.name, lambda name: self.inbox.put(("gone", name)))
         while not self.ledger.over:
@@ -184,10 +185,12 @@ class Lead(Server):
         self.metrics.ps_epoch.set(min(self.ledger.epoch + 1, s.epochs))
         self.metrics.ps_left_seconds.set((total - done) / rate if rate else float("nan"))
         self.world.report(version)
+        self.world.note("done", version, done)
         ended = self.ledger.epoch > self._epoch
         if version % s.log_interval == 0 or ended:
             loss = sum(mean * n for mean, n in self._losses) / sum(n for _, n in self._losses)
             self.metrics.ps_loss.set(loss)
+            self.world.note("loss", version, loss)
             per_second = (done - self._logged) / (now - self._logged_at)
             self.log.info(f"Epoch {self._epoch + 1}\tupdate {version}\tloss {loss:.4f}",
                           samples_per_s=round(per_second), left_s=round((total - done) / rate))  # fmt: skip
@@ -217,20 +220,23 @@ class Lead(Server):
         if self._evaluation is None or self._evaluation.done():
             if self._evaluation:
                 self._evaluation.result()  # raises what it raised
-            self._evaluation = self._pool.submit(self._test, self._gather()[0], self._epoch, self.buffers)
+            self._evaluation = self._pool.submit(
+                self._test, self._gather()[0], self._epoch, self.ledger.version, self.buffers
+            )
 
-    def _test(self, flat: Tensor, epoch: int, buffers: tuple[Tensor, ...]) -> None:
+    def _test(self, flat: Tensor, epoch: int, version: int, buffers: tuple[Tensor, ...]) -> None:
         with telemetry.Timer() as timer:
             model.unflatten(flat, self.model)
             model.load_buffers(self.model, buffers)
             self.accuracy = accuracy(self.model, self.test, self.world.threads)
         self.metrics.ps_accuracy_ratio.set(self.accuracy)
+        self.world.note("score", version, self.accuracy)
         self.log.info(f"Epoch {epoch}\ttest accuracy {self.accuracy:.2%}", samples=len(self.test),
                       seconds=round(timer.seconds, 3))  # fmt: skip
 
     def _finish(self) -> Outcome:
         self._pool.shutdown()
-        self._test(self._gather()[0], self.ledger.epoch, self.buffers)
+        self._test(self._gather()[0], self.ledger.epoch, self.ledger.version, self.buffers)
         seconds = self._seconds()
         self.log.info(f"Finished: test accuracy {self.accuracy:.2%} after {self.ledger.epoch} epochs",
                       updates=self.ledger.version, seconds=round(seconds, 1))  # fmt: skip

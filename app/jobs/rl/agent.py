@@ -83,6 +83,9 @@ class Agent:
         }
         self.log.info("training", env_id=self.settings.env_id, iteration=self.iteration, observers=len(self.observers),
                       inference=self.settings.inference, threshold=self.threshold)  # fmt: skip
+        self.world.note("train", self.iteration, 0)
+        if self.threshold is not None:
+            self.world.note("goal", self.iteration, self.threshold)
         started, before, logged = time.monotonic(), self.seconds, (time.monotonic(), self.samples)
         while not self._over():
             if self.world.draining and self._save(drain=True):
@@ -94,6 +97,7 @@ class Agent:
             self._score(returns)
             self.seconds = before + time.monotonic() - started
             self.world.report(self.iteration)
+            self.world.note("done", self.iteration, self.samples)
             if self.iteration % self.settings.log_interval == 0:
                 now = time.monotonic(), self.samples
                 self.log.info(
@@ -227,6 +231,7 @@ class Agent:
             self.running = 0.95 * self.running + 0.05 * self.last
         self.metrics.rl_return_last.set(self.last)
         self.metrics.rl_return_running.set(self.running)
+        self.world.note("score", self.iteration, self.running)
         self.metrics.rl_return_threshold.set(float("nan") if self.threshold is None else self.threshold)
 
     def _inferred(self, size: int, seconds: float) -> None:

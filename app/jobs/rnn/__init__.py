@@ -72,5 +72,5 @@ JOB = Job(
     evaluate="app.jobs.rnn.evaluate:evaluate",
     complete="app.jobs.rnn.evaluate:complete",
     metrics="app.jobs.rnn.metrics",
-    watch=Watched("rnn_perplexity", "perplexity", "rnn_tokens_total", "tokens", left="rnn_left_seconds"),
+    watch=Watched("rnn_perplexity", "perplexity", "rnn_tokens_total", "tokens", left="rnn_left_seconds", lower=True),
 )

@@ -208,6 +208,13 @@ def clip(context: int, squares: float, step: int) -> tuple[float, bool]:
     return norm, due or server.world.draining
 
 
+def note(step: int, values: dict[str, float]) -> None:
+    """Take what goes to the run's history, which rank 0 keeps: values by kind, as of `World.note`."""
+    world = here().world
+    for kind, value in values.items():
+        world.note(kind, step, value)
+
+
 def load(optimizers: list[Any]) -> None:
     """Give the optimizers that are here the state that the newest checkpoint has of them."""
     server = here()

@@ -112,6 +112,7 @@ class Trainer:
         self._logged_at, self._logged_loss = self._started, self.loss
         self.log.info("training", corpus=s.corpus, vocabulary=len(self.text.vocabulary), epoch=self.epoch + 1,
                       step=self.step, steps_an_epoch=steps, tokens=len(self.text.train))  # fmt: skip
+        self._call(server.note, self.step, {"train": 0})
         while self.epoch < s.epochs:
             self.metrics.rnn_epoch.set(self.epoch + 1)
             while self.position < steps:
@@ -181,6 +182,7 @@ class Trainer:
         if self.step % s.log_interval == 0:
             mean = (self.loss - self._logged_loss) / (done - self._logged)
             self.metrics.rnn_loss.set(mean)
+            self._call(server.note, self.step, {"loss": mean, "done": done})
             per_second = (done - self._logged) / (now - self._logged_at)
             self.log.info(f"Epoch {self.epoch + 1}\tstep {self.step}\tloss {mean:.4f}",
                           perplexity=round(_perplexity(mean), 1), tokens_per_s=round(per_second),
@@ -190,6 +192,7 @@ class Trainer:
     def _end_epoch(self) -> None:
         trained, found = self.loss / self.tokens, self._validate()
         self.metrics.rnn_perplexity.set(_perplexity(found))
+        self._call(server.note, self.step, {"score": _perplexity(found), "done": self._done()})
         self.log.info(f"Epoch {self.epoch + 1}\tvalidation loss {found:.4f}\tperplexity {_perplexity(found):.2f}",
                       training_loss=round(trained, 4))  # fmt: skip
         self.history.append([trained, found])

@@ -20,7 +20,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid logs ps-status metrics stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-monitoring logs ps-status metrics stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,11 @@ up-rnn: image ## train the language model in containers until its epochs are don
 up-hybrid: image ## train the hybrid job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
 	@docker/up.sh hybrid master
 
+up-monitoring: ## Prometheus and Grafana beside any job, on this machine's loopback (PROMETHEUS_PORT=9090 GRAFANA_PORT=3000)
+	@docker compose --profile monitoring up --detach --no-build
+	@echo "Grafana: http://$$(docker compose --profile monitoring port grafana 3000)"
+	@echo "Prometheus: http://$$(docker compose --profile monitoring port prometheus 9090)"
+
 logs: ## follow the containers' logs
 	@$(COMPOSE) logs --follow
 
@@ -122,8 +127,9 @@ bench-hybrid: $(READY) ## the hybrid job's speed by size of the table, and its a
 chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and check what becomes of it (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
-docs: $(READY) ## write the tables of settings and metrics in docs/ anew
+docs: $(READY) ## write anew what is made from the code: tables in docs/, Grafana's dashboards, the PrometheusRule
 	$(BIN)/python -m tests.contracts.tables
+	$(BIN)/python -m tests.contracts.dashboards
 
 clean: ## delete what was made here: caches, runs, .venv
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs build dist *.egg-info

@@ -23,7 +23,7 @@ endif
 export TORCH TORCH_INDEX IMAGE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,11 @@ k8s-validate: $(READY) $(KUBECTL) ## check the manifests, offline: Kubernetes's 
 
 k8s-kind: image $(KUBECTL) ## train on a cluster of kind until the job has finished (JOB=rl|ps|rnn|hybrid; needs kind)
 	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(if $(filter ps,$(JOB)),ps-trainers,$(JOB))" "$(IMAGE):$(TORCH)"
+up-monitoring: ## Prometheus and Grafana beside any job, on this machine's loopback (PROMETHEUS_PORT=9090 GRAFANA_PORT=3000)
+	@docker compose --profile monitoring up --detach --no-build
+	@for one in grafana:3000 prometheus:9090; do \
+	  echo "$${one%:*}: http://127.0.0.1:$$(docker compose --profile monitoring port "$${one%:*}" "$${one#*:}" | cut -d : -f 2)"; \
+	done
 
 logs: ## follow the containers' logs
 	@$(COMPOSE) logs --follow
@@ -145,8 +150,9 @@ bench-hybrid: $(READY) ## the hybrid job's speed by size of the table, and its a
 chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and check what becomes of it (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
-docs: $(READY) ## write the tables of settings and metrics in docs/ anew
+docs: $(READY) ## write anew what is made from the code: tables in docs/, Grafana's dashboards, the PrometheusRule
 	$(BIN)/python -m tests.contracts.tables
+	$(BIN)/python -m tests.contracts.dashboards
 
 clean: ## delete what was made here: caches, runs, .venv
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs build dist *.egg-info

@@ -87,14 +87,19 @@ class Admission:
             chosen += welcome if role.elastic and len(welcome) >= role.minimum else here
         return chosen
 
+    def wanted(self, name: str, waited: float) -> int:
+        """How many of the role `name` a start waits for, `waited` seconds after the gathering began."""
+        role = self._roles[name]
+        enough = role.elastic and waited >= self._rules.join_grace
+        return role.minimum if enough else max(role.minimum, self._wanted[role.name])
+
     def missing(self, members: Members, waited: float, now: float) -> list[str]:
         """What a start still waits for, in words, `waited` seconds after the gathering began."""
         missing = []
         chosen = self.chosen(members, now)
         for role in self._roles.values():
             have = sum(key[0] == role.name for key in chosen)
-            enough = role.elastic and waited >= self._rules.join_grace
-            want = role.minimum if enough else max(role.minimum, self._wanted[role.name])
+            want = self.wanted(role.name, waited)
             if have < want:
                 missing.append(f"{role.name} ({have} of {want} in)")
         missing += [f"the old worker of {name_of(key)} to stop" for key, member in members.items() if not member.idle]

@@ -57,6 +57,8 @@ class Coordinator:
     async def start(self, metrics: Any) -> None:
         """Raises UsageError where the directory or the port cannot be had."""
         self.metrics = metrics
+        metrics.checkpoint_interval_seconds.set(self.settings.checkpoint_interval)
+        telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
         directory = self.settings.checkpoint_dir
         self._lock = rundir.lock(directory, rundir.COORDINATOR_LOCK, self.settings.lease_seconds)
         persisted = rundir.read_generation(directory)
@@ -103,9 +105,9 @@ class Coordinator:
             self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
         return rundir.Persisted(earlier.number, self.job)
 
-    async def settled(self, signalled: asyncio.Event) -> None:
-        """Rank 0 goes last: return when every member has heard how the job ended, or had time to, or on a signal."""
-        while not self.gang.settled(time.monotonic()) and not signalled.is_set():
+    async def settled(self) -> None:
+        """Return when the job is over and every member has heard so, or had the time to."""
+        while not self.gang.settled(time.monotonic()):
             await asyncio.wait([asyncio.create_task(self._wake.wait())], timeout=TICK)
 
     def note(self, notes: list[Note]) -> None:
@@ -168,9 +170,10 @@ class Coordinator:
         gang.events.clear()
         telemetry.one_hot(self.metrics.gang_state, telemetry.GANG_STATES, gang.state)
         for role in self._roles:
-            members, registered = gang.counts(role.name)
+            members, registered, wanted = gang.counts(role.name, now)
             self.metrics.gang_members.labels(role.name).set(members)
             self.metrics.gang_registered.labels(role.name).set(registered)
+            self.metrics.gang_wanted.labels(role.name).set(wanted)
         if gang.state == "gathering" and now - max(self._said, gang.since) > SAY:
             self._said = now
             self.log.info("waiting", missing=", ".join(gang.missing(now)), deadline_s=self.settings.rejoin_timeout)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import os
 import resource
+import time
+from collections import deque
 from collections.abc import Callable
 
 from aiohttp import web
@@ -13,6 +18,36 @@ from prometheus_client.exposition import choose_encoder
 from app.config import Settings, UsageError
 
 DESCRIPTORS = 65536
+SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # the header by which Prometheus's own scrapes are known
+LONGEST = 60.0  # seconds between two scrapes, beyond which nobody waits for the next
+
+
+class Scrapes:
+    """When Prometheus came for the metrics. A rank whose job is over stays until it comes once more: otherwise how it
+    ended, and its last values, are seen by chance only. Nobody is waited for who does not come regularly.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: deque[float] = deque(maxlen=4)
+        self._came = asyncio.Event()
+
+    def note(self) -> None:
+        self._times.append(self._clock())
+        self._came.set()
+
+    def patience(self) -> float:
+        """Seconds within which the next scrape must come; 0 where none is to be expected."""
+        times = [*self._times]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        if not gaps or max(gaps) > LONGEST:
+            return 0.0
+        return max(0.0, times[-1] + 1.5 * max(gaps) + 1.0 - self._clock())
+
+    async def once_more(self) -> None:
+        self._came.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), self.patience())
 
 
 async def serve(
@@ -21,8 +56,10 @@ async def serve(
     refresh: Callable[[], None],
     unhealthy: Callable[[], str],
     unready: Callable[[], str],
+    scrapes: Scrapes | None = None,
 ) -> web.AppRunner:
-    """Start serving. `refresh` is called before a scrape; the other two say what is wrong, or nothing.
+    """Start serving. `refresh` is called before a scrape; the other two say what is wrong, or nothing. Those of
+    Prometheus are noted in `scrapes`.
 
     Raises UsageError where the port cannot be had.
     """
@@ -30,7 +67,10 @@ async def serve(
     async def metrics(request: web.Request) -> web.Response:
         refresh()
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+        body = encode(registry)
+        if scrapes and SCRAPER in request.headers:
+            scrapes.note()
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     def says(problem: Callable[[], str]) -> Callable[[web.Request], web.Response]:
         async def answer(request: web.Request) -> web.Response:

@@ -238,10 +238,9 @@ class Gang:
 
     def _end(self, state: str, now: float) -> None:
         """The job is over. Whoever is away for a moment is to hear so too."""
-        away = [] if self.state == "gathering" else self.generation.members
-        self._unheard = {
-            key for key in (*self.members, *away) if not self._leaving(key) and self.generation.lost.get(key) != "left"
-        }
+        away = () if self.state == "gathering" else self.generation.members
+        keys, lost = (*self.members, *away), self.generation.lost
+        self._unheard = {key for key in keys if not self._leaving(key) and lost.get(key) != "left"}
         self._enter(state, now)
 
     def _gone(self, key: Key, cause: str, reason: str, now: float) -> None:
@@ -280,9 +279,10 @@ class Gang:
         """The job is over and every member has heard so, or had the time to."""
         return self.state in OVER and (self._unheard <= {self.master} or now - self.since > self.rules.finish_grace)
 
-    def counts(self, role: str) -> tuple[int, int]:
-        """(members of the running generation, members with a good lease) of a role."""
-        return self._count(role), sum(key[0] == role for key in self.members)
+    def counts(self, role: str, now: float) -> tuple[int, int, int]:
+        """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
+        here = sum(key[0] == role for key in self.members)
+        return self._count(role), here, self._admission.wanted(role, now - self.since)
 
     # ---- questions
 

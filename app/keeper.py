@@ -30,6 +30,7 @@ class Keeper:
     ) -> None:
         self.job, self.settings, self.role = job, settings, role
         self.metrics, self.files = metrics, files
+        telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None
         self.log = telemetry.log()
         self.noted: Callable[[list[Note]], None] = lambda notes: None  # what the worker tells for the run's history

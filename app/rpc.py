@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from app import config
+from app import config, telemetry
 from app.config import Settings, UsageError
 from app.telemetry import Timer
 from app.world import World
@@ -31,6 +31,7 @@ SCHEME = "rolecall"
 # what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
 GONE = re.compile(r"originated at tensorpipe|RPCErr:1:|gloo/transport/|ncclRemoteError")
 _metrics: Any = None
+_methods: set[str] = set()  # that were called
 _threads = threading.local()
 _rendezvous: Store | None = None
 _staying: list[torch.futures.Future[None]] = []  # calls of `watch` that are here
@@ -195,6 +196,9 @@ def call(to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.
     `timeout` -1 means RPC_TIMEOUT. The call is counted and timed under the function's name.
     """
     method = function.__name__
+    if method not in _methods:
+        _methods.add(method)
+        telemetry.begin(_metrics.rpc_failures, [method])
     started = time.perf_counter()
     _metrics.rpc_calls.labels(method).inc()
     _metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))

@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 import warnings
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class Supervisor:
         self._done = asyncio.Event()
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._scrapes = endpoints.Scrapes()
 
     async def run(self) -> int:
         directory = Path(tempfile.mkdtemp(prefix="rolecall-"))
@@ -64,7 +66,7 @@ class Supervisor:
         self._make_metrics(directory)
         try:
             runner = await endpoints.serve(
-                self.settings, self._registry, self._refresh, self.keeper.unhealthy, self._ready
+                self.settings, self._registry, self._refresh, self.keeper.unhealthy, self._ready, self._scrapes
             )
             self._handle_signals()
             self.keeper.prepare(directory)
@@ -86,8 +88,10 @@ class Supervisor:
             if self.settings.on_finish == "linger" and finished and not self.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, whoever asks how it ended
                 await self._signalled.wait()
-            elif lead and self._heard:
-                await lead.settled(self._signalled)
+            elif self._heard:
+                if lead:
+                    await self._or_signal(lead.settled())  # it goes last, so that every member hears how the job ended
+                await self._or_signal(self._scrapes.once_more())
             if report:
                 await report
             return self.code if self.code is not None else FAILED
@@ -277,6 +281,13 @@ class Supervisor:
             if task.done():
                 task.result()
         await waiter
+
+    async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Wait for something that a signal cuts short."""
+        waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     # ---- what the endpoints say
 

@@ -40,6 +40,7 @@ CAUSES = (
     "stopped",
     "refused",
 )
+WORKER_CAUSES = ("killed", "crashed", "failed", "silent", "lost", "refused")  # of these, how a worker may end too early
 WORKER_STATES = ("none", "starting", "running", "ended")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
 
@@ -95,6 +96,7 @@ COORDINATOR = (
     Metric("gauge", "gang_state", "1 for the gang's state, 0 for the others.", ("state",)),
     Metric("gauge", "gang_members", "Ranks in the running generation, by role.", ("role",)),
     Metric("gauge", "gang_registered", "Ranks whose lease is good, by role.", ("role",)),
+    Metric("gauge", "gang_wanted", "Ranks that a start waits for, by role.", ("role",)),
     Metric("counter", "gang_generations_total", "Generations started."),
     Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
     Metric("counter", "gang_refused_total", "Requests to the control port that were refused, by reason.", ("reason",)),
@@ -104,6 +106,7 @@ COORDINATOR = (
         "Time from the end of a generation to the first step of the next.",
         buckets=DURATION,
     ),
+    Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),
 )
 WORKER = (
     Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
@@ -118,6 +121,8 @@ WORKER = (
     ),
     Metric("counter", "checkpoint_failures_total", "Checkpoints that could not be written.", roles=("rank 0",)),
     Metric("gauge", "step", "Step (iteration) that this rank's worker has reached.", roles=("rank 0",)),
+    Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
+    Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
 )  # fmt: skip
 
 
@@ -149,6 +154,12 @@ def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
     """Set a gauge with a `state` label to 1 for `state` and 0 for the others."""
     for name in states:
         gauge.labels(name).set(name == state)
+
+
+def begin(counter: Any, values: Iterable[str]) -> None:
+    """Have a counter of one label begin at 0 for each of `values`: what appears as 1 is no increase to Prometheus."""
+    for value in values:
+        counter.labels(value)
 
 
 def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]]:

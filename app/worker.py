@@ -134,6 +134,7 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
         refuse_drain=lambda why: line.send("drain failed", why),
         lost=set(task.lost),
     )
+    world.metrics.evaluating.set(0)  # the worker before this one may have ended in the middle of it
     threading.Thread(target=line.obey_forever, args=(world,), daemon=True).start()
     rpc.connect(world)
     line.send("running")

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,21 @@ class World:
         self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
         log.info("checkpoint", file=path.name, seconds=round(timer.seconds, 3))
         return True
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Training stands still meanwhile, and is not to be taken for stuck."""
+        self.metrics.evaluating.set(1)
+        try:
+            yield
+        finally:
+            self.metrics.evaluating.set(0)
+
+    def require_finite(self, *values: float, hint: str) -> None:
+        """Raises FloatingPointError, and counts it, where a loss or the norm of its gradient is not finite."""
+        if not all(map(math.isfinite, values)):
+            self.metrics.nonfinite_losses.inc()
+            raise FloatingPointError(hint)
 
     def lose(self, name: str) -> None:
         """`name` is no longer part of this generation: its calls are refused, calls to it are given up."""

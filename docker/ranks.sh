@@ -2,7 +2,13 @@
 # Ask every running rank of this project: docker/ranks.sh metrics | status; or tell where their metrics are: addresses
 set -euo pipefail
 
-ranks() { docker compose --profile '*' ps --format '{{.ID}} {{.Name}}' | sort -k2; }
+# but for those that only watch
+ranks() {
+  local watchers
+  watchers=" $(docker compose --profile monitoring config --services | tr '\n' ' ')"
+  docker compose --profile '*' ps --format '{{.Service}} {{.ID}} {{.Name}}' |
+    awk -v watchers="$watchers" '!index(watchers, " " $1 " ") { print $2, $3 }' | sort -k2
+}
 ask() { docker exec "$1" python -m app.probe /metrics; }
 
 case ${1:-} in

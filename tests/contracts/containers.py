@@ -15,7 +15,13 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 COMPOSE_TEXT = (ROOT / "compose.yaml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+MONITORING = "monitoring"  # the profile of those that watch, and are no ranks
+SERVICES: dict[str, dict[str, Any]] = {
+    name: service for name, service in COMPOSE["services"].items() if service["profiles"] != [MONITORING]
+}
+WATCHERS: dict[str, dict[str, Any]] = {
+    name: service for name, service in COMPOSE["services"].items() if name not in SERVICES
+}
 SCRIPTS = sorted(
     path for folder in ("docker", "k8s") for kind in ("sh", "py") for path in (ROOT / folder).glob(f"*.{kind}")
 )
@@ -47,7 +53,7 @@ def siblings(name: str) -> list[str]:
 
 def networks(name: str) -> dict[str, list[str]]:
     """A service's networks with its aliases there."""
-    given = SERVICES[name].get("networks", ["default"])
+    given = COMPOSE["services"][name].get("networks", ["default"])
     if isinstance(given, list):
         return {network: [] for network in given}
     return {network: (options or {}).get("aliases", []) for network, options in given.items()}

@@ -202,9 +202,22 @@ def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tm
 
 
 def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> None:
+    """Which a Prometheus hears of too: ranks stay until it has come once more."""
     job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1e38").start(1)
+    seen: dict[str, float] = {}
+
+    def over() -> bool:
+        for rank, name, labels in (
+            (job.first, "gang_state", {"state": "failed"}),
+            (job.member(0), "nonfinite_losses_total", {}),
+        ):
+            seen[name] = rank.metric(name, scraper=True, **labels) or seen.get(name, 0.0)
+        return all(rank.process and rank.process.poll() is not None for rank in job.ranks.values())
+
+    until(over, "the end of the job")
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     assert "the loss or its gradient is not finite; lower LR" in job.member(0).text()
+    assert seen == {"gang_state": 1, "nonfinite_losses_total": 3}
     summary, _ = reported(job.checkpoints)
     assert summary["state"] == "failed"
     assert "the loss or its gradient is not finite; lower LR" in summary["reason"]

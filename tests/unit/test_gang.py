@@ -150,10 +150,11 @@ def test_starts_at_once_with_every_count() -> None:
     play.join("observer", 0)
     play.settle()
     assert play.gang.missing(play.now) == ["observer (1 of 2 in)"]
+    assert play.gang.counts("observer", play.now) == (0, 1, 2)
     play.join("observer", 1)
     play.settle()
     assert play.effects == [Effect("begin", 1, (("agent", 0), ("observer", 0), ("observer", 1)))]
-    assert play.gang.counts("observer") == (2, 2)
+    assert play.gang.counts("observer", play.now) == (2, 2, 1)
     assert all(member.order.generation == 1 for member in play.members)
 
 
@@ -164,8 +165,10 @@ def test_starts_with_the_minimum_after_the_join_grace() -> None:
     play.settle()
     play.wait(RULES.join_grace - 0.5)
     assert play.running == []
+    assert play.gang.counts("observer", play.now) == (0, 1, 2)
     play.wait(0.5)
     assert play.running == [("agent", 0), ("observer", 1)]
+    assert play.gang.counts("observer", play.now) == (1, 1, 1)
 
 
 def test_fixed_ranks_are_waited_for_longer_than_the_join_grace() -> None:
@@ -585,7 +588,7 @@ def test_newcomers_are_taken_in_together() -> None:
     agent.ends("drained", step=30)
     play.settle()
     assert play.gang.number == 2
-    assert play.gang.counts("observer") == (4, 4)
+    assert play.gang.counts("observer", play.now) == (4, 4, 1)
     assert play.causes("stopped") == ["drained"]
 
 

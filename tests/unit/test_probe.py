@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -198,3 +200,59 @@ def test_the_address_that_is_listened_on(
             await runner.cleanup()
 
     asyncio.run(asyncio.wait_for(steps(), 30))
+
+
+# ---- who comes for the metrics
+
+
+def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
+    now = 0.0
+    scrapes = endpoints.Scrapes(lambda: now)
+    assert scrapes.patience() == 0
+    scrapes.note()
+    assert scrapes.patience() == 0  # once is no rhythm
+    now = 10.0
+    scrapes.note()
+    assert scrapes.patience() == 16  # the next one, half as late again, and a second
+    now = 25.0
+    assert scrapes.patience() == 1
+    now = 27.0
+    assert scrapes.patience() == 0  # it comes no more
+
+
+def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
+    now = 0.0
+    scrapes = endpoints.Scrapes(lambda: now)
+    scrapes.note()
+    now = endpoints.LONGEST + 1
+    scrapes.note()
+    assert scrapes.patience() == 0
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_wait_ends_with_the_scrape_or_its_time(comes: bool) -> None:
+    """Nobody else than Prometheus counts, and what it asks for is served first."""
+    registry = CollectorRegistry()
+    headers = {endpoints.SCRAPER: "1"} if comes else {}
+
+    async def steps() -> float:
+        scrapes = endpoints.Scrapes()
+        scrapes.note()
+        await asyncio.sleep(0.4)  # the scrapes' rhythm
+        scrapes.note()
+        settings = config.load(Settings, metrics_port=free_ports(1)[0])
+        runner = await endpoints.serve(settings, registry, lambda: None, str, str, scrapes)
+        try:
+            started = time.monotonic()
+            waiting = asyncio.create_task(scrapes.once_more())
+            async with aiohttp.ClientSession() as session:
+                url = f"http://127.0.0.1:{settings.metrics_port}/metrics"
+                async with session.get(url, headers=headers) as answer:
+                    assert answer.status == 200
+            await waiting
+            return time.monotonic() - started
+        finally:
+            await runner.cleanup()
+
+    seconds = asyncio.run(asyncio.wait_for(steps(), 30))
+    assert (seconds < 1) == comes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -167,8 +166,7 @@ class Master:
         learned = self._wait(sent.calls)
         self._looked = now = time.monotonic()
         loss, samples = sum(one.loss for one in learned), sent.position - self.position
-        if not math.isfinite(loss):
-            raise FloatingPointError("the loss is not finite; lower LR, or check the data of DATASET")
+        self.world.require_finite(loss, hint="the loss is not finite; lower LR, or check the data of DATASET")
         self.step, self.position = sent.step, sent.position
         self._per_step = (now - started) / (self.step - before)
         self._loss += loss
@@ -193,7 +191,7 @@ class Master:
 
     def _evaluate(self) -> None:
         """Test what was learned, on all trainers."""
-        with telemetry.Timer() as timer:
+        with telemetry.Timer() as timer, self.world.evaluating():
             correct = self._wait(self._order(Evaluate(), 1 + self.data.tests // trainer.BAGS))
         self.accuracy = sum(correct) / self.data.tests
         self.metrics.hybrid_accuracy_ratio.set(self.accuracy)

@@ -167,8 +167,8 @@ class Lead(Server):
         tower.publish(self.ledger.version, self.shard.flat)
 
     def _count(self, report: Report) -> None:
-        if report.loss != report.loss:
-            raise FloatingPointError("the loss is not a number; lower LR, or check the data of DATASET")
+        hint = "the loss is not finite; lower LR, or check the data of DATASET"
+        self.world.require_finite(report.loss, hint=hint)
         self.buffers = report.buffers or self.buffers
         self._losses.append((report.loss, report.samples))
         self.metrics.ps_samples.inc(report.samples)
@@ -236,7 +236,8 @@ class Lead(Server):
 
     def _finish(self) -> Outcome:
         self._pool.shutdown()
-        self._test(self._gather()[0], self.ledger.epoch, self.ledger.version, self.buffers)
+        with self.world.evaluating():
+            self._test(self._gather()[0], self.ledger.epoch, self.ledger.version, self.buffers)
         seconds = self._seconds()
         self.log.info(f"Finished: test accuracy {self.accuracy:.2%} after {self.ledger.epoch} epochs",
                       updates=self.ledger.version, seconds=round(seconds, 1))  # fmt: skip

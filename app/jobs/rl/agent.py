@@ -209,8 +209,8 @@ class Agent:
             self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
         with telemetry.Timer() as timer:
             stats = self.learner.update(trajectories)
-        if not all(np.isfinite(value) for value in stats.values()):
-            raise FloatingPointError(f"the update is not finite ({stats}); lower LR or check the rewards of ENV_ID")
+        hint = f"the update is not finite ({stats}); lower LR or check the rewards of ENV_ID"
+        self.world.require_finite(*stats.values(), hint=hint)
         self.iteration += 1
         self.samples += int(stats["samples"])
         self.metrics.rl_update_seconds.observe(timer.seconds)

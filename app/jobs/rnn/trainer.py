@@ -161,8 +161,8 @@ class Trainer:
             with self.metrics.rnn_optimizer_seconds.time():
                 norm, due = self._call(server.clip, context, optimizer.square_norm(context), self.step)
                 loss = float(mean.detach())
-                if not math.isfinite(loss) or not math.isfinite(norm):
-                    raise FloatingPointError("the loss or its gradient is not finite; lower LR or MAX_GRAD_NORM")
+                hint = "the loss or its gradient is not finite; lower LR or MAX_GRAD_NORM"
+                self.world.require_finite(loss, norm, hint=hint)
                 optimizer.scale(context, norm, s.max_grad_norm)
                 for one in self.optimizers:
                     one.step(context)
@@ -190,7 +190,8 @@ class Trainer:
             self._logged, self._logged_at, self._logged_loss = done, now, self.loss
 
     def _end_epoch(self) -> None:
-        trained, found = self.loss / self.tokens, self._validate()
+        with self.world.evaluating():
+            trained, found = self.loss / self.tokens, self._validate()
         self.metrics.rnn_perplexity.set(_perplexity(found))
         self._call(server.note, self.step, {"score": _perplexity(found), "done": self._done()})
         self.log.info(f"Epoch {self.epoch + 1}\tvalidation loss {found:.4f}\tperplexity {_perplexity(found):.2f}",

@@ -1,0 +1,142 @@
+"""The dashboards and every query, those of the alerts too, against the code. Needs neither Grafana nor Prometheus."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+
+from app import jobs, telemetry
+from tests.contracts.asked import (
+    BOARDS,
+    EVERY_QUERY,
+    METRICS,
+    OF_ALERTS,
+    RECORDED,
+    SAMPLES,
+    SELECTOR,
+    TARGET,
+    UNITS,
+    panels,
+    samples,
+)
+from tests.contracts.dashboards.files import DASHBOARDS, RULE, made
+from tests.contracts.dashboards.panels import WIDTH
+
+# ---- queries
+
+
+@pytest.mark.parametrize("name", EVERY_QUERY)
+def test_what_is_asked_for_exists(name: str) -> None:
+    assert EVERY_QUERY[name]
+    for query in EVERY_QUERY[name]:
+        found = SELECTOR.findall(query)
+        assert found, query
+        for metric, selector in found:
+            if metric.startswith("rolecall_"):
+                assert metric in SAMPLES, query
+                known = {*SAMPLES[metric].labels, *TARGET}
+            else:
+                assert metric in {*RECORDED, "up", "ALERTS"}, query
+                known = OF_ALERTS if metric == "ALERTS" else TARGET
+            assert set(re.findall(r"(\w+)(?==|!=|=~|!~)", selector)) <= known, query
+
+
+@pytest.mark.parametrize("name", EVERY_QUERY)
+def test_labels_that_are_grouped_by_are_on_a_metric_of_the_query(name: str) -> None:
+    for query in EVERY_QUERY[name]:
+        made_up = {"job", "role", "ordinal", "namespace", "instance", "le", "state"}
+        known = made_up.union(*(SAMPLES[metric].labels for metric, _ in SELECTOR.findall(query) if metric in SAMPLES))
+        for group in re.findall(r"\b(?:by|on|ignoring|group_left) \(([^)]*)\)", query):
+            assert {label.strip() for label in group.split(",") if label.strip()} <= known, query
+
+
+def test_states_that_are_asked_for_exist() -> None:
+    for query in itertools.chain(*EVERY_QUERY.values()):
+        for metric, selector in SELECTOR.findall(query):
+            states = {"rolecall_gang_state": telemetry.GANG_STATES, "rolecall_worker_state": telemetry.WORKER_STATES}
+            for value in re.findall(r'state=~?"([^"]*)"', selector):
+                assert set(value.split("|")) <= set(states.get(metric, ("firing", "pending"))), query
+        for value in re.findall(r'cause!?=~?"([^"]*)"', query):
+            assert set(value.split("|")) <= set(telemetry.CAUSES), query
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    asked = {metric for name in BOARDS for query in EVERY_QUERY[name] for metric, _ in SELECTOR.findall(query)}
+    assert [name for name, metric in METRICS.items() if not samples(metric) & asked] == []
+
+
+@pytest.mark.parametrize("name", EVERY_QUERY)
+def test_nothing_relies_on_the_scrapers_own_name_of_the_job(name: str) -> None:
+    """It is another one under compose, a PodMonitor and annotations; rolecall_rank_info says which job it is."""
+    for query in EVERY_QUERY[name]:
+        for metric, selector in SELECTOR.findall(query):
+            assert "job" not in selector or metric in ("rolecall_rank_info", "ALERTS"), query
+
+
+# ---- dashboards
+
+
+def test_files_are_what_is_made() -> None:
+    assert {path: path.read_text() for path in made()} == made(), "run `make docs`"
+    assert {path.name for path in DASHBOARDS.glob("*.json")} == {path.name for path in made() if path != RULE}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_dashboard_can_be_imported_elsewhere(name: str) -> None:
+    board = BOARDS[name]
+    assert board["uid"] == f"rolecall-{name.removesuffix('.json')}"
+    assert "id" not in board
+    assert [one["name"] for one in board["templating"]["list"]] == ["datasource", "namespace", "job"]
+    assert board["templating"]["list"][0]["type"] == "datasource"
+    text = json.dumps({**board, "templating": {"list": board["templating"]["list"][1:]}})
+    assert set(re.findall(r'"type": "prometheus", "uid": "([^"]*)"', text)) == {"${datasource}"}
+    assert set(re.findall(r"\$\{?([a-z_]\w*)", text)) <= {"datasource", "namespace", "job", "__rate_interval", "__all"}
+    assert len({one["uid"] for one in BOARDS.values()}) == len(BOARDS)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_panel_says_what_it_shows(name: str) -> None:
+    board = BOARDS[name]
+    everything = [*board["panels"], *(inner for panel in board["panels"] for inner in panel.get("panels", ()))]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    titles = [(panel["title"], panel["gridPos"]["y"]) for panel in everything]
+    assert len(set(titles)) == len(titles)
+    for panel in panels(board):
+        assert panel["title"], panel
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["targets"], panel["title"]
+        units = {panel["fieldConfig"]["defaults"].get("unit")}
+        units |= {one["value"] for override in panel["fieldConfig"]["overrides"] for one in override["properties"]}
+        assert units <= UNITS, panel["title"]
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")"), target["expr"]
+            if panel["type"] in ("timeseries", "state-timeline"):
+                assert "{{job}}" in target["legendFormat"], panel["title"]
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_panels_lie_side_by_side(name: str) -> None:
+    board = BOARDS[name]
+    for group in (board["panels"], *(panel["panels"] for panel in board["panels"] if panel.get("panels"))):
+        taken: set[tuple[int, int]] = set()
+        for panel in group:
+            at = panel["gridPos"]
+            cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+            assert max(x for x, _ in cells) < WIDTH
+            assert not cells & taken, panel["title"]
+            taken |= cells
+
+
+def test_every_job_has_its_row() -> None:
+    rows = {panel["title"]: panel for panel in BOARDS["overview.json"]["panels"] if panel["type"] == "row"}
+    for job in jobs.JOBS:
+        asked = {metric for panel in rows[job]["panels"] for target in panel["targets"]
+                 for metric, _ in SELECTOR.findall(target["expr"])}  # fmt: skip
+        assert {metric for metric in jobs.metrics(jobs.get(job)) if not samples(metric) & asked} <= {
+            metric
+            for metric in jobs.metrics(jobs.get(job))
+            if metric.name.endswith(("left_seconds", "epoch", "version"))
+        }

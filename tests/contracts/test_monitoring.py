@@ -1,0 +1,179 @@
+"""Prometheus's files, Grafana's and the operator's against compose.yaml, the code and the runbook. Needs none of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config import Settings
+from tests.contracts.asked import ALERTING, BOARDS, PROMETHEUS, SAMPLES, TARGET, TESTS
+from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERVICES, WATCHERS, filled, networks
+from tests.contracts.dashboards.files import ALERTS, DASHBOARDS, RULE
+from tests.contracts.test_compose import UNWANTED
+
+GRAFANA = ROOT / "docker" / "grafana"
+CONFIG: dict[str, Any] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+
+
+# ---- alerts
+
+
+@pytest.mark.parametrize("name", ALERTING)
+def test_an_alert_says_how_grave_what_and_what_to_do(name: str) -> None:
+    rule = ALERTING[name]
+    assert name.startswith("Rolecall")
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"]["summary"]
+    assert "$value" in rule["annotations"]["description"] or "$labels" in rule["annotations"]["description"]
+    link = rule["annotations"]["runbook_url"]
+    prefix, _, anchor = link.partition("#")
+    assert prefix == '{{ or $externalLabels.rolecall_runbook "docs/runbook.md" }}'
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert anchor in anchors, f"docs/runbook.md has no section for {name}"
+    assert f"`{name}`" in (ROOT / "docs" / "monitoring.md").read_text()
+
+
+@pytest.mark.parametrize("name", ALERTING)
+def test_an_alert_is_tested_firing_and_silent(name: str) -> None:
+    cases = [case for test in TESTS for case in test["alert_rule_test"] if case["alertname"] == name]
+    firing = [case for case in cases if case.get("exp_alerts")]
+    # a silent case of a test in which it never fires: not only the time before it does
+    silent = [
+        test for test in TESTS
+        if {bool(case.get("exp_alerts")) for case in test["alert_rule_test"] if case["alertname"] == name} == {False}
+    ]  # fmt: skip
+    assert firing
+    assert silent
+    assert {case["alertname"] for test in TESTS for case in test["alert_rule_test"]} <= set(ALERTING)
+
+
+def test_tests_speak_of_metrics_that_exist() -> None:
+    for series in (one["series"] for test in TESTS for one in test["input_series"]):
+        name, _, labels = series.partition("{")
+        assert name == "up" or name in SAMPLES, series
+        own = set(SAMPLES[name].labels) if name in SAMPLES else set()
+        given = set(re.findall(r"(\w+)=", labels))
+        assert given <= own | TARGET | {"pod"}, series
+        if name != "rolecall_rank_info":
+            assert own <= given, series
+
+
+def test_the_operator_gets_the_same_rules() -> None:
+    rule = yaml.safe_load(RULE.read_text())
+    assert rule["kind"] == "PrometheusRule"
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
+
+
+# ---- Prometheus, Grafana and compose.yaml
+
+
+def test_prometheus_finds_every_service_with_ranks() -> None:
+    (scrape,) = CONFIG["scrape_configs"]
+    (found,) = scrape["dns_sd_configs"]
+    assert found["names"] == list(SERVICES)
+    assert (found["type"], found["port"]) == ("A", Settings.model_fields["metrics_port"].default)
+    assert CONFIG["rule_files"] == [ALERTS.name]
+    assert "honor_labels" not in scrape
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_a_watcher_may_do_no_more_than_a_rank(name: str) -> None:
+    service, rank = WATCHERS[name], SERVICES["agent"]
+    for option in ("read_only", "tmpfs", "cap_drop", "security_opt", "restart", "logging"):
+        assert service[option] == rank[option], option
+    allowed = {"ports", "command", "healthcheck"}
+    assert not (set(UNWANTED.split()) - allowed) & set(service)
+    assert int(service["user"].split(":")[0]) > 0
+    limits = service["deploy"]["resources"]["limits"]
+    assert float(filled(limits["cpus"])) > 0
+    assert re.fullmatch(r"[1-9]\d*[mg]", filled(limits["memory"]))
+    assert limits["pids"] > 0
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_a_watcher_is_published_on_loopback_only(name: str) -> None:
+    assert WATCHERS[name]["profiles"] == [MONITORING]
+    (port,) = WATCHERS[name]["ports"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", filled(port))
+    assert f"{name.upper()}_PORT" in port
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_a_watchers_version_is_pinned(name: str) -> None:
+    image = WATCHERS[name]["image"]
+    assert image.startswith(f"${{{name.upper()}_IMAGE:-")
+    assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", filled(image))
+
+
+def test_watchers_reach_no_rank_but_for_its_metrics() -> None:
+    assert set(networks("prometheus")) == {"metrics", "web"}
+    assert set(networks("grafana")) == {"web"}
+    assert all("web" not in networks(name) for name in SERVICES)
+    assert COMPOSE["networks"]["web"]["driver_opts"] == {"com.docker.network.bridge.enable_ip_masquerade": "false"}
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_a_watcher_writes_its_own_volume_only(name: str) -> None:
+    volumes = [filled(volume).split(":") for volume in WATCHERS[name]["volumes"]]
+    written = [source for source, _, *options in volumes if options != ["ro"]]
+    assert written == [f"{name}-data"]
+    assert set(written) <= set(COMPOSE["volumes"])
+    assert all((ROOT / source).is_dir() for source, _, *options in volumes if options == ["ro"])
+
+
+def test_what_the_watchers_are_given_lies_where_they_look() -> None:
+    mounted = {target: ROOT / source for name in WATCHERS for source, target, *options in
+               (filled(volume).split(":") for volume in WATCHERS[name]["volumes"]) if options == ["ro"]}  # fmt: skip
+    assert mounted["/etc/prometheus"] == PROMETHEUS
+    assert "--config.file=/etc/prometheus/prometheus.yml" in WATCHERS["prometheus"]["command"]
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
+    assert source["jsonData"]["timeInterval"] == CONFIG["global"]["scrape_interval"]
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/rolecall.yml").read_text())["providers"]
+    assert mounted[provider["options"]["path"]] == DASHBOARDS
+    home = WATCHERS["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/overview.json"
+    assert mounted["/etc/grafana/provisioning"] == GRAFANA / "provisioning"
+
+
+def test_nobody_can_log_in_and_nothing_is_asked_outside() -> None:
+    given = WATCHERS["grafana"]["environment"]
+    assert given["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert given["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == given["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    for name in ("GF_AUTH_BASIC_ENABLED", "GF_ANALYTICS_REPORTING_ENABLED", "GF_ANALYTICS_CHECK_FOR_UPDATES"):
+        assert given[name] == "false"
+
+
+def test_make_starts_the_watchers() -> None:
+    recipe = re.search(r"^up-monitoring: ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    assert recipe
+    assert f"docker compose --profile {MONITORING} up" in recipe.group(1)
+
+
+# ---- Kubernetes
+
+
+def test_every_dashboard_is_a_config_map() -> None:
+    given = yaml.safe_load((DASHBOARDS / "kustomization.yaml").read_text())
+    files = [file.partition("=")[2] for one in given["configMapGenerator"] for file in one["files"]]
+    assert sorted(files) == list(BOARDS)
+    assert given["generatorOptions"]["disableNameSuffixHash"] is True
+    assert given["generatorOptions"]["labels"]["grafana_dashboard"] == "1"
+    # what kubectl apply keeps of an object, in an annotation with every quote escaped
+    assert all(len(json.dumps(path.read_text())) < 250_000 for path in DASHBOARDS.glob("*.json"))
+
+
+def test_the_pod_monitor_finds_every_rank() -> None:
+    component = yaml.safe_load((RULE.parent / "kustomization.yaml").read_text())
+    assert component["kind"] == "Component"
+    assert all((RULE.parent / resource).exists() for resource in component["resources"])
+    monitor = yaml.safe_load((RULE.parent / "podmonitor.yaml").read_text())
+    assert monitor["spec"]["selector"] == {"matchLabels": {"app.kubernetes.io/name": "rolecall"}}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
+    assert not {"honorLabels", "relabelings", "metricRelabelings"} & set(endpoint)

@@ -110,6 +110,7 @@ k8s-validate: $(READY) $(KUBECTL) ## check the manifests, offline: Kubernetes's 
 
 k8s-kind: image $(KUBECTL) ## train on a cluster of kind until the job has finished (JOB=rl|ps|rnn|hybrid; needs kind)
 	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(if $(filter ps,$(JOB)),ps-trainers,$(JOB))" "$(IMAGE):$(TORCH)"
+
 up-monitoring: ## Prometheus and Grafana beside any job, on this machine's loopback (PROMETHEUS_PORT=9090 GRAFANA_PORT=3000)
 	@docker compose --profile monitoring up --detach --no-build
 	@for one in grafana:3000 prometheus:9090; do \

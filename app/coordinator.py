@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import time
+from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
@@ -34,7 +35,7 @@ def order_json(order: Order) -> str:
 
 
 class Coordinator:
-    """Serves the gang of one job. `start` takes the run's directory and the port, `tick_forever` keeps it going."""
+    """Serves the gang of one job. `start` takes the run's directory and the port, `loops` keep it going."""
 
     def __init__(
         self, job: str, settings: Settings, roles: tuple[protocol.Role, ...], incarnation: str, node: str
@@ -153,8 +154,12 @@ class Coordinator:
         if self._lock:
             self._lock.release()
 
-    async def tick_forever(self) -> None:
-        """Move the gang on with the time; its caller ends when this does."""
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """What keeps it going; its caller ends when one of them does."""
+        return [self._tick_forever(), self.journal.keep()]
+
+    async def _tick_forever(self) -> None:
+        """Move the gang on with the time."""
         while True:
             self._pump()
             await asyncio.sleep(TICK)

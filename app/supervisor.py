@@ -75,12 +75,7 @@ class Supervisor:
                 await lead.start(self.metrics)
                 self.keeper.noted = lead.note
             await self.keeper.check()
-            loops = [
-                self._beat_loop(),
-                self._obey_loop(),
-                self._watch_loop(),
-                *([lead.tick_forever(), lead.journal.keep()] if lead else []),
-            ]
+            loops = [self._beat_loop(), self._obey_loop(), self._watch_loop(), *(lead.loops() if lead else [])]
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             await self._until_done()
             report = asyncio.create_task(lead.report(FAILED if self.code is None else self.code)) if lead else None

@@ -1,4 +1,4 @@
-"""Prometheus's files, Grafana's and the operator's against compose.yaml, the code and the runbook. Needs none of them."""
+"""Prometheus's, Grafana's and the operator's files against compose.yaml, the code and the runbook."""
 
 from __future__ import annotations
 

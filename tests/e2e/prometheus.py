@@ -63,13 +63,10 @@ class Prometheus:
         found = self.get("/api/v1/alerts") or {"alerts": []}
         return [one for one in found["alerts"] if one["labels"]["alertname"] == name]
 
-    def targets(self) -> dict[str, tuple[str, str]]:
-        """(service, health) of each target."""
+    def targets(self) -> dict[str, str]:
+        """The health of each target, by its address."""
         found = self.get("/api/v1/targets") or {"activeTargets": []}
-        return {
-            one["labels"]["instance"]: (one["labels"].get("service", ""), one["health"])
-            for one in found["activeTargets"]
-        }
+        return {one["labels"]["instance"]: one["health"] for one in found["activeTargets"]}
 
     def rules(self) -> list[dict[str, Any]]:
         found = self.get("/api/v1/rules") or {"groups": []}

@@ -113,7 +113,7 @@ k8s-kind: image $(KUBECTL) ## train on a cluster of kind until the job has finis
 
 up-monitoring: ## Prometheus and Grafana beside any job, on this machine's loopback (PROMETHEUS_PORT=9090 GRAFANA_PORT=3000)
 	@docker compose --profile monitoring up --detach --no-build
-	@for one in grafana:3000 prometheus:9090; do \
+	@for one in grafana:3000 prometheus:8000; do \
 	  echo "$${one%:*}: http://127.0.0.1:$$(docker compose --profile monitoring port "$${one%:*}" "$${one#*:}" | cut -d : -f 2)"; \
 	done
 

@@ -182,7 +182,7 @@ class Project:
         )
 
     def close(self) -> None:
-        self.run("docker", "compose", "--profile", self.profile, "down", "--volumes", "--remove-orphans",
+        self.run("docker", "compose", "--profile", "*", "down", "--volumes", "--remove-orphans",
                  "--timeout", "0")  # fmt: skip
         assert not self.left()
 

@@ -19,14 +19,21 @@ JOB = "{{namespace}} {{job}}"
 RANK = "{{namespace}} {{job}} {{role}} {{ordinal}}"
 
 
-def ranked(expr: str) -> str:
-    """`expr` of the chosen jobs, with the labels job, role and ordinal. A binary operation needs its brackets."""
-    return f"{expr} * on (instance) group_left (job, role, ordinal) {RANKS}"
+def ranked(expr: str, *labels: str) -> str:
+    """`expr` of the chosen jobs, with the labels job, role and ordinal, or with job and `labels`. A binary operation
+    needs its brackets.
+    """
+    return f"{expr} * on (instance) group_left ({', '.join(('job', *(labels or ('role', 'ordinal'))))}) {RANKS}"
 
 
 def total(expr: str, *by: str, how: str = "sum") -> str:
-    """`expr` summed (or averaged ...) over the ranks of each job, or over all that agree in `by` as well."""
+    """`expr` summed (or what `how` says) over the ranks of each job, or over all that agree in `by` as well."""
     return f"{how} by ({', '.join(('namespace', 'job', *by))}) ({ranked(expr)})"
+
+
+def gang(metric: str, *by: str) -> str:
+    """A metric of rank 0 that has a role of its own, which is not rank 0's."""
+    return f"sum by ({', '.join(('namespace', 'job', *by))}) ({ranked(metric, 'ordinal')})"
 
 
 def rate(metric: str, selector: str = "") -> str:

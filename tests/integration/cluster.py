@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,10 +215,12 @@ class Rank:
 
 
 class Cluster:
-    """The ranks of JOB (rl) on ports of their own, forked from `server` where there is one."""
+    """The ranks of JOB (rl) on ports of their own, forked from `server` but for those named in `cold`."""
 
-    def __init__(self, directory: Path, server: warm.Server | None = None, **settings: str) -> None:
-        self.directory, self.server = directory, server
+    def __init__(
+        self, directory: Path, server: warm.Server | None = None, cold: Container[str] = (), **settings: str
+    ) -> None:
+        self.directory, self.server, self.cold = directory, server, cold
         self.job = jobs.get(settings.get("JOB", "rl"))
         self.others = self.job.roles[-1]
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
@@ -246,7 +248,8 @@ class Cluster:
         known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB")}
         own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(ports(1)[0])}
         environment = {**known, **self.settings, **own, **settings}
-        rank = Rank(role, ordinal, environment, self.directory / f"{role}-{ordinal}.log", server=self.server)
+        rank = Rank(role, ordinal, environment, self.directory / f"{role}-{ordinal}.log")
+        rank.server = None if rank.name in self.cold else self.server
         self._everyone.append(rank)
         self.ranks[rank.name] = rank
         return rank

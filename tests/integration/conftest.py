@@ -64,14 +64,14 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, tmp_path: Path, server: Server) -> Iterator[Callable[..., Cluster]]:
-    """A factory of clusters; further ones share nothing with the first. Those of a `cold` one start as users' do."""
+    """A factory of clusters; further ones share nothing with the first. Ranks named in `cold` start as users' do."""
     clusters: list[Cluster] = []
     request.node.clusters = clusters
 
-    def make(cold: bool = False, **settings: str) -> Cluster:
+    def make(**settings: Any) -> Cluster:
         directory = tmp_path / f"cluster-{len(clusters)}"
         directory.mkdir()
-        clusters.append(Cluster(directory, None if cold else server, **settings))
+        clusters.append(Cluster(directory, server, **settings))
         return clusters[-1]
 
     yield make

@@ -1,8 +1,8 @@
 """Ranks that start within milliseconds: forked from a process that has imported already all that ranks import.
 
-Started as users start it, a rank takes up to five seconds of a core, nearly all of them to import torch. A forked one is
-the same in all else: a process with a session, an environment and an output of its own that runs the command's `main`,
-with its own fork server and workers. What a cold start is like is seen where tests ask for one (`Cluster.cold`), in
+Started as users start it, a rank takes up to five seconds of a core, nearly all of them to import torch. A forked one
+is the same in all else: a process with a session, an environment and an output of its own that runs the command's
+`main`, with its own fork server and workers. What a cold start is like is seen where tests ask for one (`cold`), in
 those of `local`, and in containers.
 """
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -44,7 +45,8 @@ class Server:
             # ends with the connection; Ctrl-C is not for it
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command], cwd=ROOT, pass_fds=[theirs.fileno()], start_new_session=True,
-                env=config.child_environment(TORCH_CPP_LOG_LEVEL="ERROR"),  # torch reads what supervisors set but once
+                # what supervisors set, torch reads but once
+                env=config.child_environment(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1"),
             )  # fmt: skip
 
     def ask(self, request: tuple[dict[str, str], Path] | int) -> int | None:
@@ -137,16 +139,17 @@ def _be(environment: dict[str, str], log: Path, begins: int) -> None:
 
 
 def _run(function: Callable[[], int | None]) -> NoReturn:
-    """Call it and end, without taking torch's modules apart as an interpreter does."""
+    """Call it and end, without taking torch's modules apart as an interpreter does; nothing gets past this."""
     code: int | None = 1
     try:
         code = function()
+        if not sys.stdout.closed:
+            sys.stdout.flush()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
         os._exit(code or 0)
 
 
@@ -155,12 +158,16 @@ def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    _run(lambda: _run_alone(arguments[-1], {0, 1, 2, *map(int, descriptors)}))
+
+
+def _run_alone(code: str, kept: set[int]) -> None:
+    """Run `code` in this fork of a supervisor with nothing of it left but some descriptors."""
     gc.freeze()  # what the supervisor holds does not close descriptors here that are others' by then
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    kept = sorted({0, 1, 2, *map(int, descriptors)})
-    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+    for low, high in pairwise([*sorted(kept), os.sysconf("SC_OPEN_MAX")]):
         os.closerange(low + 1, high)
     importlib.reload(multiprocessing.forkserver)  # its lock is held by the thread that forked
-    _run(lambda: exec(arguments[-1], {}))
+    exec(code, {})

@@ -40,7 +40,8 @@ class Keeper:
     def prepare(self, directory: Path) -> None:
         """Start the process that workers are forked from; their metrics go to `directory`."""
         telemetry.use_directory(directory)
-        config.export_default(TORCH_CPP_LOG_LEVEL="ERROR")  # it warns of every peer that ends
+        # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
+        config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
         process.prepare(next(role.preload for role in self.job.roles if role.name == self.role))
 
     async def check(self) -> None:

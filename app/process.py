@@ -116,6 +116,8 @@ class WorkerProcess:
 
     def kill(self, why: str) -> None:
         """End it now. `why` is the outcome to report, unless it had ended before, or told of its end itself."""
+        if self._pid and self._pidfd < 0:
+            return  # its end was seen, and what it was is being found out
         if self._pidfd < 0 or not _over(self._pidfd, self._pid):
             self._why = self._why or why
         if self._pidfd >= 0:

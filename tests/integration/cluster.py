@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app import endpoints, history, jobs, rundir
 from app.history import History
 from app.local import PORTS, free_ports
+from tests.integration import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60.0  # of every wait; a fail-safe, no measurement
@@ -101,8 +102,9 @@ class Rank:
     ordinal: int
     environment: dict[str, str]
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | warm.Process | None = None
     prefix: list[str] = field(default_factory=list)  # of the command
+    server: warm.Server | None = None  # to be forked from; a cold start otherwise
 
     @property
     def name(self) -> str:
@@ -114,6 +116,9 @@ class Rank:
         return self.process.pid
 
     def start(self) -> Rank:
+        if self.server:
+            self.process = warm.Process(self.server, self.environment, self.log)
+            return self
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self.prefix, sys.executable, "-m", "app"],
@@ -216,10 +221,12 @@ class Rank:
 
 
 class Cluster:
-    """The ranks of JOB (rl) on ports of their own."""
+    """The ranks of JOB (rl) on ports of their own, forked from `server` but for those named in `cold`."""
 
-    def __init__(self, directory: Path, **settings: str) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, server: warm.Server | None = None, cold: Container[str] = (), **settings: str
+    ) -> None:
+        self.directory, self.server, self.cold = directory, server, cold
         self.job = jobs.get(settings.get("JOB", "rl"))
         self.others = self.job.roles[-1]
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
@@ -246,9 +253,9 @@ class Cluster:
         """A rank, not yet started."""
         known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB")}
         own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(ports(1)[0])}
-        rank = Rank(
-            role, ordinal, {**known, **self.settings, **own, **settings}, self.directory / f"{role}-{ordinal}.log"
-        )
+        environment = {**known, **self.settings, **own, **settings}
+        rank = Rank(role, ordinal, environment, self.directory / f"{role}-{ordinal}.log")
+        rank.server = None if rank.name in self.cold else self.server
         self._everyone.append(rank)
         self.ranks[rank.name] = rank
         return rank

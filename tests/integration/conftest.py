@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import Cluster, until
+from tests.integration.warm import Server
 
 KEPT = pytest.StashKey[Cluster]()
 
@@ -37,8 +38,15 @@ def _close_kept(config: pytest.Config) -> None:
     del config.stash[KEPT]
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """What ranks are forked from."""
+    with Server() as made:
+        yield made
+
+
 @pytest.fixture
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Server) -> Cluster:
     """A training job with checkpoints every 0.2 s, left by the test before this one or new; rl, or the parameter.
 
     A test that uses it must leave it whole: starting ranks costs more than most of what is done to them.
@@ -47,7 +55,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if KEPT in stash and stash[KEPT].settings["JOB"] != job:
         _close_kept(request.config)
     if KEPT not in stash:
-        made = Cluster(tmp_path_factory.mktemp("kept"), JOB=job, CHECKPOINT_INTERVAL="0.2")
+        made = Cluster(tmp_path_factory.mktemp("kept"), server, JOB=job, CHECKPOINT_INTERVAL="0.2")
         stash[KEPT] = made.start(2 if made.others.count else 1)
     stash[KEPT].is_whole()
     until(stash[KEPT].first.appears("checkpoint file="), "a checkpoint")
@@ -55,15 +63,15 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """A factory of clusters; further ones share nothing with the first."""
+def cluster(request: pytest.FixtureRequest, tmp_path: Path, server: Server) -> Iterator[Callable[..., Cluster]]:
+    """A factory of clusters; further ones share nothing with the first. Ranks named in `cold` start as users' do."""
     clusters: list[Cluster] = []
     request.node.clusters = clusters
 
-    def make(**settings: str) -> Cluster:
+    def make(**settings: Any) -> Cluster:
         directory = tmp_path / f"cluster-{len(clusters)}"
         directory.mkdir()
-        clusters.append(Cluster(directory, **settings))
+        clusters.append(Cluster(directory, server, **settings))
         return clusters[-1]
 
     yield make

@@ -49,10 +49,8 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("inference", ["agent", "observer"])
-def test_local_solves_a_quick_task(tmp_path: Path, inference: str) -> None:
-    own = {"ENV_ID": QUICK_ID, "INFERENCE": inference, "NUM_ENVS": "16", "ROLLOUT_STEPS": "16"}
-    process = local(tmp_path, JOB_TOKEN="a-secret-of-ours", **own)
+def test_local_solves_a_quick_task(tmp_path: Path) -> None:
+    process = local(tmp_path, ENV_ID=QUICK_ID, NUM_ENVS="16", ROLLOUT_STEPS="16", JOB_TOKEN="a-secret-of-ours")
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out + err
     assert "Solved! Running reward is now" in out
@@ -78,21 +76,26 @@ def test_local_solves_a_quick_task(tmp_path: Path, inference: str) -> None:
     assert json.loads(evaluated.stdout)["mean_return"] > 3.6
 
 
-def test_without_a_threshold_it_ends_at_max_iterations_and_says_so(tmp_path: Path) -> None:
-    process = local(tmp_path, ENV_ID="tests.integration.environments:NoThreshold-v0", MAX_ITERATIONS="5")
-    out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, out + err
-    assert "Stopped at MAX_ITERATIONS=5" in out
-    assert "has no reward threshold" in out
-    assert json.loads((tmp_path / "DONE").read_text())["solved"] is False
-    assert reported(tmp_path)[0]["curve"]["goal"] is None
+def test_observers_with_the_policy_solve_a_quick_task(cluster: MakeCluster) -> None:
+    job = cluster(ENV_ID=QUICK_ID, INFERENCE="observer").start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    assert "Solved! Running reward is now" in job.agent.text()
+    assert json.loads((job.checkpoints / "DONE").read_text())["running_return"] > 3.6
 
 
-def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(tmp_path: Path) -> None:
-    process = local(tmp_path, ENV_ID="tests.integration.environments:Negative-v0", MAX_ITERATIONS="2")
-    out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, out + err
-    done = json.loads((tmp_path / "DONE").read_text())
+def test_without_a_threshold_it_ends_at_max_iterations_and_says_so(cluster: MakeCluster) -> None:
+    job = cluster(ENV_ID="tests.integration.environments:NoThreshold-v0", MAX_ITERATIONS="5").start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    assert "Stopped at MAX_ITERATIONS=5" in job.agent.text()
+    assert "has no reward threshold" in job.agent.text()
+    assert json.loads((job.checkpoints / "DONE").read_text())["solved"] is False
+    assert reported(job.checkpoints)[0]["curve"]["goal"] is None
+
+
+def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(cluster: MakeCluster) -> None:
+    job = cluster(ENV_ID="tests.integration.environments:Negative-v0", MAX_ITERATIONS="2").start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    done = json.loads((job.checkpoints / "DONE").read_text())
     assert done["iterations"] == 2
     assert done["solved"] is False
     assert done["running_return"] < -0.8
@@ -195,8 +198,6 @@ def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
     [
         ({"NUM_ENVS": "many", "GAMMA": "2", "SEED": "-1"}, ["NUM_ENVS='many'", "GAMMA='2'", "SEED='-1'"]),
         ({"ENV_ID": "NoSuchThing-v7"}, ["ENV_ID=NoSuchThing-v7"]),
-        ({"ENV_ID": "Pendulum-v1"}, ["ENV_ID=Pendulum-v1", "Discrete"]),
-        ({"POLICY": "no.such:thing"}, ["POLICY=no.such:thing"]),
         ({"DEVICE": "tpu"}, ["DEVICE='tpu'"]),
         ({"MIN_OBSERVERS": "5"}, ["OBSERVERS=1", "MIN_OBSERVERS=5"]),
     ],
@@ -211,6 +212,24 @@ def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, s
         assert text in complaints[0]
     assert "Traceback" not in err
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"ENV_ID": "Pendulum-v1"}, ["ENV_ID=Pendulum-v1", "Discrete"]),
+        ({"POLICY": "no.such:thing"}, ["POLICY=no.such:thing"]),
+    ],
+)
+def test_what_a_check_refuses_is_one_clear_line(
+    cluster: MakeCluster, settings: dict[str, str], expected: list[str]
+) -> None:
+    job = cluster(**settings).start(1)
+    for rank in job.ranks.values():
+        assert rank.wait() == 2
+        (line,) = rank.text().splitlines()
+        assert all(text in line for text in expected)
+    assert not list(job.checkpoints.glob("checkpoint-*"))
 
 
 def test_unreachable_master_ends_at_the_deadline(cluster: MakeCluster) -> None:

@@ -164,7 +164,7 @@ def test_a_server_killed_whole(cluster: MakeCluster) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(cluster: MakeCluster, tmp_path: Path) -> None:
     own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "CHECKPOINT_DIR": str(tmp_path / "shared")}
-    finished(cluster(JOB="ps", EPOCHS="1", **own).start(1))
+    finished(cluster(JOB="ps", EPOCHS="1", cold={"ps-0", "trainer-0"}, **own).start(1))
     (tmp_path / "shared" / "DONE").unlink()
     kept = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
     other = cluster(JOB="ps", **{**own, "MODEL": HERE + "normed"}).start(1)

@@ -64,7 +64,7 @@ def in_one_process(own: RnnSettings) -> LanguageModel:
 
 def test_it_is_one_process(cluster: MakeCluster) -> None:
     own = {"EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
-    found = finished(cluster(JOB="rnn", **own).start(1))
+    found = finished(cluster(JOB="rnn", cold={"ps-0", "trainer-0"}, **own).start(1))
     expected = in_one_process(settings(**own))
     assert found.step > 5
     for name, part in expected.named_children():

@@ -93,7 +93,7 @@ class Gang:
         """What a worker of the newest generation does, or how it ended."""
         if key == self.master:
             self._hear_first(report, now)
-        if report.state != "ended" or self._finishing or not self._live(key):
+        if report.state != "ended" or self._finishing or not (self._live(key) or self.generation.gave_up(key, report)):
             return
         reason = f"{name_of(key)}: {report.error}"
         if key == self.master and report.outcome == "drained":

@@ -45,6 +45,10 @@ class Generation:
         """Whether `member`, in its present incarnation, belongs to it."""
         return member is not None and key not in self.lost and self.members.get(key) == member.report.incarnation
 
+    def gave_up(self, key: Key, report: Report) -> bool:
+        """Whether `report` is of one that rank 0's worker gave up, maybe before its supervisor told how it ended."""
+        return self.lost.get(key) == "unreachable" and self.members.get(key) == report.incarnation
+
 
 class Roster:
     """Gives each report its place. `incarnation` is rank 0's own: nobody else can be rank 0."""

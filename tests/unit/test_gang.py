@@ -793,6 +793,28 @@ def test_failures_without_progress_end_the_job_with_the_first_cause() -> None:
         assert (member.order.kind, member.order.code, member.order.reason) == ("failed", FAILED, "trainer 0: one")
 
 
+def test_a_failure_counts_though_rank_0_had_given_the_rank_up_before_it_was_told() -> None:
+    play, (agent, *observers) = trains()
+    for count in (1, 2, 3):
+        assert play.gang.number == count
+        agent.says(gave_up=tuple(one.key for one in observers))
+        play.tick()
+        assert play.gang.state == "stopping"
+        agent.says(gave_up=())  # its next worker has given nobody up
+        fails(play, observers[0], "it is broken")
+    assert (play.gang.state, play.gang.code, play.gang.reason) == ("failed", FAILED, "observer 0: it is broken")
+
+
+def test_what_a_rank_that_was_given_up_says_of_another_generation_counts_for_nothing() -> None:
+    play, (agent, one, _) = trains()
+    agent.says(gave_up=(one.key,))
+    play.tick()
+    for _ in range(5):
+        one.says(generation=0, state="ended", outcome="refused", error="no such environment")
+        play.tick()
+    assert play.gang.state == "running"
+
+
 def test_progress_forgives_failures() -> None:
     play, (ps, first, _) = trains(PS)
     for step in range(2, 20):

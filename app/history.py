@@ -92,8 +92,10 @@ class History:
                 self._origin = at - self.seconds if self._origin is None else self._origin
                 self.seconds = max(self.seconds, round(at - self._origin, 3))
                 point = Point(step, self.seconds, value)
-                self._look(kind, point)
                 kept = self.curves[kind]
+                if kept and step <= kept[-1].step:
+                    continue  # an evaluation that is made again after its checkpoint
+                self._look(kind, point)
                 if kept and point.seconds - kept[-1].seconds < self.seconds / SPACING:
                     continue
                 rows.append({"kind": kind, **asdict(point)})

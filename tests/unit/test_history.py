@@ -79,6 +79,12 @@ def test_a_resume_cuts_what_came_after_its_checkpoint() -> None:
     assert state(again(rows)) == state(run)
 
 
+def test_a_value_that_is_made_again_at_the_step_of_the_checkpoint_is_there_once() -> None:
+    run, _ = interrupted()
+    run.note([*generation(3, 3, 900.0), *steps(3, 4, at=900.0)])
+    assert [step for step, _ in shown(run)] == [1, 2, 3, 4]
+
+
 def test_a_resume_from_nothing_keeps_the_time_and_the_causes() -> None:
     run, _ = interrupted()
     run.note(generation(3, 0, 900.0))

@@ -12,16 +12,14 @@ import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import psutil
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
-from app import __version__, config, endpoints, jobs, telemetry
+from app import config, endpoints, jobs, telemetry
 from app.config import FAILED, USAGE, Settings, UsageError
 from app.coordinator import Coordinator
 from app.jobs import Identity, Job
@@ -104,21 +102,12 @@ class Supervisor:
     # ---- before joining
 
     def _make_metrics(self, directory: Path) -> None:
-        registry = CollectorRegistry()
-        declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if self.first else ())
-        self.metrics = telemetry.build(declared, registry)
-        self.metrics.up_since_seconds.set_to_current_time()
+        self._registry, self.metrics, files = telemetry.build_supervisor(directory, self.first)
         self._info(self.identity.ordinal)
-        files = telemetry.WorkerFiles(directory, self.metrics.metric_files_dropped.inc)
-        registry.register(files)
-        self._registry = registry
         self.keeper = Keeper(self.job, self.settings, self.identity.role, self.metrics, files, self._changed.set)
 
     def _info(self, ordinal: int | None) -> None:
-        with warnings.catch_warnings(action="ignore"):  # of workers' files, which it is not kept in
-            self.metrics.rank_info.clear()
-        shown = "" if ordinal is None else str(ordinal)
-        self.metrics.rank_info.labels(self.settings.job, self.identity.role, shown, __version__).set(1)
+        telemetry.name_rank(self.metrics.rank_info, self.settings.job, self.identity.role, ordinal)
 
     def _handle_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -280,9 +269,11 @@ class Supervisor:
     async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
         """Wait for something that a signal cuts short."""
         waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
+        done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in left:
             wait.cancel()
+        for wait in done:
+            wait.result()
 
     # ---- what the endpoints say
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from prometheus_client import CollectorRegistry, values
 from prometheus_client.core import Metric as Samples
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from app import config
+from app import __version__, config
 
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -131,6 +132,25 @@ def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None)
     registry = registry or CollectorRegistry()
     prometheus_client.disable_created_metrics()  # a second series for each counter, of no use here
     return SimpleNamespace(**{metric.attribute: metric.make(registry) for metric in declared})
+
+
+def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
+    """What a supervisor serves: the registry; in it its own metrics, with the coordinator's at rank 0 (the `first`); and
+    those of its workers, in files in `directory`.
+    """
+    registry = CollectorRegistry()
+    metrics = build(SUPERVISOR + (COORDINATOR if first else ()), registry)
+    metrics.up_since_seconds.set_to_current_time()
+    files = WorkerFiles(directory, metrics.metric_files_dropped.inc)
+    registry.register(files)
+    return registry, metrics, files
+
+
+def name_rank(info: Any, job: str, role: str, ordinal: int | None) -> None:
+    """Say in the gauge `rank_info`, and nowhere else in it, which rank this is."""
+    with warnings.catch_warnings(action="ignore"):  # of workers' files, which it is not kept in
+        info.clear()
+    info.labels(job, role, "" if ordinal is None else str(ordinal), __version__).set(1)
 
 
 def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:

@@ -135,8 +135,8 @@ def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None)
 
 
 def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
-    """What a supervisor serves: the registry; in it its own metrics, with the coordinator's at rank 0 (the `first`); and
-    those of its workers, in files in `directory`.
+    """What a supervisor serves: the registry, its own metrics in it (with the coordinator's for rank 0, the `first`),
+    and those of its workers, in files in `directory`.
     """
     registry = CollectorRegistry()
     metrics = build(SUPERVISOR + (COORDINATOR if first else ()), registry)

@@ -38,16 +38,16 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 run-rl: $(READY) ## train the reinforcement learning job here: one agent, two observers
-	$(BIN)/python -m app local rl
+	$(BIN)/python -m rolecall local rl
 
 run-ps: $(READY) ## train the parameter server job here: one server, two trainers
-	$(BIN)/python -m app local ps
+	$(BIN)/python -m rolecall local ps
 
 run-rnn: $(READY) ## train the language model here: embedding and decoder in one process, LSTM in another
-	$(BIN)/python -m app local rnn
+	$(BIN)/python -m rolecall local rnn
 
 run-hybrid: $(READY) ## train the hybrid job here: a master, a server with the table, two trainers under DDP
-	$(BIN)/python -m app local hybrid
+	$(BIN)/python -m rolecall local hybrid
 
 test: $(READY) $(KUBECTL) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -128,7 +128,7 @@ metrics: ## print every running rank's metrics
 
 watch: $(READY) ## the live display of the running containers (Linux: the host reaches their network)
 	@addresses=$$(docker/ranks.sh addresses) && test -n "$$addresses" || { echo "no rank's container runs" >&2; exit 2; }; \
-	  $(BIN)/python -m app watch $$addresses
+	  $(BIN)/python -m rolecall watch $$addresses
 
 stop: ## let the containers write a checkpoint and end; up-JOB goes on from there
 	@$(COMPOSE) stop

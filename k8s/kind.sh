@@ -27,7 +27,7 @@ logs=$!
 trap 'kill $logs 2>/dev/null || true' EXIT
 for ((left = timeout; left > 0; left -= 2)); do
   # a rank that is just started again does not answer
-  state=$(kubectl exec "$rank0" -- python -m app.probe /metrics 2>/dev/null |
+  state=$(kubectl exec "$rank0" -- python -m rolecall.rank.probe /metrics 2>/dev/null |
     sed -n 's/^rolecall_gang_state{state="\([a-z]*\)"} 1.*/\1/p') || state=unknown
   case $state in
     finished)

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rolecall import config, telemetry
+from rolecall.job import registry
+from rolecall.job import rpc as rolecall_rpc
+from rolecall.job.checkpoint import Checkpoints
+from rolecall.job.context import Peer, Context
+from rolecall.jobs.ps import PsSettings, model, server
+from rolecall.jobs.ps.server import Report
 from torch import Tensor
 from torch.distributed import rpc
 
-from app import config, jobs, telemetry
-from app import rpc as rolecall_rpc
-from app.checkpoint import Checkpoints
-from app.jobs.ps import PsSettings, model, server
-from app.jobs.ps.server import Report
-from app.world import Peer, World
 from tests.benchmarks import launch, ranks
 
 TRAINERS = (1, 2, 4, 8, 16, 32, 64)
@@ -129,9 +130,9 @@ def _lead(
         others = [f"ps_{number}" for number in range(1, servers)]
         started = [rpc.rpc_async(name, _serve, args=(update_mode, servers, count, directory)) for name in others]
         torch.futures.wait_all(started)
-        world, thread = _serve(update_mode, servers, count, directory)
+        context, thread = _serve(update_mode, servers, count, directory)
         rates.append(_push(_settings(update_mode, servers), count, seconds))
-        world.drain()
+        context.drain()
         thread.join(POINT_SECONDS)
         if thread.is_alive():
             raise TimeoutError(f"the lead did not drain with {count} trainers")
@@ -165,17 +166,17 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
         *(Peer("ps", number, number) for number in range(servers)),
         *(Peer("trainer", ordinal, servers + place) for place, ordinal in enumerate(_ordinals(trainers))),
     )
-    metrics = telemetry.build([*telemetry.WORKER, *jobs.metrics(jobs.get("ps"))])
+    metrics = telemetry.build([*telemetry.WORKER, *registry.metrics(registry.get("ps"))])
     telemetry.setup_logging("text", "error")
     # a process is one server, once, and `connect` sets its metrics; here it is several in turn, connected already
     rolecall_rpc._metrics = metrics
     server._server = type(server._server)()
     path = Path(directory, f"{trainers}")
     path.mkdir(exist_ok=True)
-    world = World(settings, members[own], members, 1, metrics, Checkpoints(path, "ps", 1))
-    thread = threading.Thread(target=server.run, args=(world,), daemon=True)
+    context = Context(settings, members[own], members, 1, metrics, Checkpoints(path, "ps", 1))
+    thread = threading.Thread(target=server.run, args=(context,), daemon=True)
     thread.start()
-    return (world, thread) if own == 0 else None
+    return (context, thread) if own == 0 else None
 
 
 # ---- the trainers

@@ -1,4 +1,4 @@
-"""Runs of Rolecall itself, started as a user starts them: `python -m app local JOB`."""
+"""Runs of Rolecall itself, started as a user starts them: `python -m rolecall local JOB`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from app import config
-from app.config import Settings
+from rolecall import config
+from rolecall.config import Settings
 
 
 def clean_environment(settings: type[Settings]) -> None:
@@ -60,7 +59,7 @@ def run(job: str, deadline: float, variables: dict[str, object]) -> Iterator[Run
     environment = {name: str(value) for name, value in variables.items()}
     with tempfile.TemporaryDirectory(prefix=f"bench-{job}-", ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "local", job, "--plain"],
+            [sys.executable, "-m", "rolecall", "local", job, "--plain"],
             env={**os.environ, **environment, "CHECKPOINT_DIR": directory, "LOG_FORMAT": "json"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

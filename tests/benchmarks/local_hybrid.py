@@ -6,13 +6,12 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from rolecall import config
+from rolecall.job.context import cores
+from rolecall.jobs.hybrid import HybridSettings, data, evaluate
+from rolecall.jobs.hybrid.model import Whole
 from torch import nn
 from torch.nn import functional
-
-from app import config
-from app.jobs.hybrid import HybridSettings, data, evaluate
-from app.jobs.hybrid.model import Whole
-from app.world import cores
 
 TRAINERS, BATCH, INDICES, WIDTH, CLASSES = 2, 64, 20, 64, 8
 LEARNING_RATE = 0.05

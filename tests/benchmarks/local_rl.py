@@ -12,12 +12,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-
-from app import config
-from app.jobs.rl import RlSettings
-from app.jobs.rl.envs import Envs, Recorder, Trajectory
-from app.jobs.rl.learner import Learner
-from app.jobs.rl.model import Actor, build
+from rolecall import config
+from rolecall.jobs.rl import RlSettings
+from rolecall.jobs.rl.envs import Envs, Recorder, Trajectory
+from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.model import Actor, build
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app import jobs
-from app.checkpoint import Checkpoints
+from rolecall.job import registry
+from rolecall.job.checkpoint import Checkpoints
+
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
 
@@ -40,14 +41,14 @@ class Soak:
 
 def shape(name: str) -> Shape:
     soak = SOAKS[name]
-    elastic = next((role.name for role in jobs.get(name).roles if role.elastic), "")
+    elastic = next((role.name for role in registry.get(name).roles if role.elastic), "")
     ranks = tuple(f"{role}-{n}" for role, count in soak.counts.items() for n in range(count))
     return Shape(ranks, elastic, soak.least, soak.most)
 
 
 def environment(name: str, settings: Mapping[str, str], seed: int) -> dict[str, str]:
     """A rank's environment: `settings`, and defaults for the rest, whatever is set where the tool was started."""
-    job = jobs.get(name)
+    job = registry.get(name)
     known = {field.upper() for field in job.settings.model_fields}
     counts = {role.count: str(SOAKS[name].counts[role.name]) for role in job.roles if role.count}
     inherited = {key: value for key, value in os.environ.items() if key not in known}
@@ -55,8 +56,8 @@ def environment(name: str, settings: Mapping[str, str], seed: int) -> dict[str, 
 
 
 def evaluate(name: str, checkpoints: Path) -> dict[str, float]:
-    """What `python -m app eval` says of the newest checkpoint. Raises RuntimeError where it fails."""
-    command = [sys.executable, "-m", "app", "eval", name, "--checkpoint", str(checkpoints), "--json"]
+    """What `python -m rolecall eval` says of the newest checkpoint. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", "rolecall", "eval", name, "--checkpoint", str(checkpoints), "--json"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(name, {}, 1), capture_output=True, text=True, timeout=EVALUATION_DEADLINE
     )
@@ -76,7 +77,7 @@ def _judge_ps(checkpoints: Path, log: str) -> tuple[str, bool]:
     """At most a point below what training without any disturbance comes to."""
     found = evaluate("ps", checkpoints)["accuracy"]
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "app", "local", "ps", "--plain"]
+        command = [sys.executable, "-m", "rolecall", "local", "ps", "--plain"]
         settings = {**environment("ps", {}, 1), "CHECKPOINT_DIR": directory}
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=EVALUATION_DEADLINE, check=True)
         undisturbed = evaluate("ps", Path(directory))["accuracy"]
@@ -95,7 +96,7 @@ def _judge_rnn(checkpoints: Path, log: str) -> tuple[str, bool]:
     found, newest = evaluate("rnn", checkpoints), Checkpoints(checkpoints, "rnn").newest()
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "app", "local", "rnn", "--plain"]
+        command = [sys.executable, "-m", "rolecall", "local", "rnn", "--plain"]
         own = {**RNN, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
         settings = environment("rnn", own, newest.state["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
@@ -117,7 +118,7 @@ def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:
     newest = Checkpoints(checkpoints, "hybrid").newest()
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "app", "local", "hybrid", "--plain"]
+        command = [sys.executable, "-m", "rolecall", "local", "hybrid", "--plain"]
         own = {**HYBRID, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
         settings = environment("hybrid", own, newest.state["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.local import free_ports
+from rolecall.watch.local import free_ports
+
 from tests.chaos import jobs, series
 from tests.chaos.hurt import SoakError, Strike, strike, wait
 from tests.chaos.measure import Measured, Recording, line, measure

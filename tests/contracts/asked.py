@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 import yaml
+from rolecall import telemetry
+from rolecall.job import registry
 
-from app import jobs, telemetry
 from tests.contracts.containers import ROOT
 from tests.contracts.dashboards.files import ALERTS, DASHBOARDS
 
@@ -24,7 +25,7 @@ METRICS = {
     metric.full_name: metric
     for metric in (
         *telemetry.SUPERVISOR, *telemetry.COORDINATOR, *telemetry.WORKER,
-        *(metric for name in jobs.JOBS for metric in jobs.metrics(jobs.get(name))),
+        *(metric for name in registry.JOBS for metric in registry.metrics(registry.get(name))),
     )
 }  # fmt: skip
 # what Prometheus adds by itself or by what discovers targets, and what the queries make of rolecall_rank_info's

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from app import jobs
+from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -32,11 +31,11 @@ def filled(value: Any) -> str:
     return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", str(value))
 
 
-def job_of(name: str) -> jobs.Job:
-    return jobs.get(SERVICES[name]["profiles"][0])
+def job_of(name: str) -> registry.Job:
+    return registry.get(SERVICES[name]["profiles"][0])
 
 
-def role_of(name: str) -> jobs.Role:
+def role_of(name: str) -> registry.Role:
     return next(role for role in job_of(name).roles if role.name == SERVICES[name]["environment"]["ROLE"])
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from app import jobs
+from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
@@ -119,9 +118,9 @@ class RankSet:
         return [f"{self.name}-{number}" for number in range(self.replicas)]
 
     @property
-    def job(self) -> jobs.Job:
-        return jobs.get(self.environment["JOB"])
+    def job(self) -> registry.Job:
+        return registry.get(self.environment["JOB"])
 
     @property
-    def role(self) -> jobs.Role:
+    def role(self) -> registry.Role:
         return next(role for role in self.job.roles if role.name == self.environment["ROLE"])

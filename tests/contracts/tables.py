@@ -6,14 +6,14 @@ import contextlib
 import io
 from pathlib import Path
 
-from app import jobs
-from app.__main__ import main
+from rolecall.__main__ import main
+from rolecall.job import registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 HEADS = {
     "config": """# Settings
 
-Every variable that a rank understands. `python -m app config [JOB]` prints the same. A wrong value ends the process
+Every variable that a rank understands. `python -m rolecall config [JOB]` prints the same. A wrong value ends the process
 with one line and exit code 2; a name that looks misspelt is warned about. Written by `make docs`.
 """,
     "metrics": """# Metrics
@@ -26,7 +26,7 @@ FILES = {"config": DOCS / "settings.md", "metrics": DOCS / "metrics.md"}
 
 
 def table(command: str, job: str) -> list[str]:
-    """The lines of `python -m app COMMAND JOB --markdown`."""
+    """The lines of `python -m rolecall COMMAND JOB --markdown`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main([command, *([job] if job else []), "--markdown"]) == 0
@@ -37,7 +37,7 @@ def page(command: str) -> str:
     """A whole page: what all jobs share, then what each adds."""
     shared = table(command, "")
     parts = [HEADS[command], "## Every job\n", "\n".join(shared) + "\n"]
-    for job in jobs.JOBS:
+    for job in registry.JOBS:
         own = [line for line in table(command, job) if line not in shared]
         parts += [f"## `{job}`\n", "\n".join([*shared[:2], *own]) + "\n"]
     return "\n".join(parts)

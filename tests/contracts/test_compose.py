@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from rolecall import config, telemetry
+from rolecall.config import Settings
+from rolecall.job import registry
 
-from app import config, jobs, telemetry
-from app.config import Settings
 from tests.contracts.containers import (
     COMPOSE,
     COMPOSE_TEXT,
@@ -52,14 +53,14 @@ UNWANTED = (
 
 
 def test_every_job_has_a_profile() -> None:
-    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == set(jobs.JOBS)
+    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == set(registry.JOBS)
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_is_a_role_of_one_job(name: str) -> None:
     service = SERVICES[name]
     assert service["profiles"] == [service["environment"]["JOB"]]
-    assert service["environment"]["JOB"] in jobs.JOBS
+    assert service["environment"]["JOB"] in registry.JOBS
     roles = {SERVICES[other]["environment"]["ROLE"] for other in siblings(name)}
     assert roles == {role.name for role in job_of(name).roles}
     # rank 0 has a service of its own: it alone keeps something
@@ -120,13 +121,13 @@ def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -
     for variable, value in image_environment().items():
         if variable.lower() in Settings.model_fields:
             monkeypatch.setenv(variable, value)
-    job, settings = jobs.load()
+    job, settings = registry.load()
     assert job is job_of(name)
     assert config.load(job.settings) == settings
-    identity = jobs.identity(job, settings, "3b40cf1c355c")
+    identity = registry.identity(job, settings, "3b40cf1c355c")
     assert identity.role == role_of(name).name
-    assert [role.count for role in jobs.roles(job, settings)] == [
-        role.count for role in jobs.roles(job, job.settings.model_construct())
+    assert [role.count for role in registry.roles(job, settings)] == [
+        role.count for role in registry.roles(job, job.settings.model_construct())
     ]
 
 
@@ -202,7 +203,7 @@ def test_a_stop_leaves_the_time_to_drain(name: str) -> None:
     fields = job_of(name).settings.model_fields
     grace = re.fullmatch(r"(\d+)s", filled(SERVICES[name]["stop_grace_period"]))
     assert grace
-    # the supervisor itself gives up after the first two (app/supervisor.py); then it ends its worker
+    # the supervisor itself gives up after the first two (app/rolecall/rank/supervisor.py); then it ends its worker
     least = fields["drain_timeout"].default + fields["lease_seconds"].default / 2 + 5
     assert int(grace.group(1)) > least
 
@@ -259,16 +260,16 @@ def test_make_starts_every_profile(profile: str) -> None:
     assert f"docker/up.sh {profile} {first}\n" in recipe.group(1)
 
 
-@pytest.mark.parametrize("job", jobs.JOBS)
+@pytest.mark.parametrize("job", registry.JOBS)
 def test_make_runs_every_job_here(job: str) -> None:
     recipe = re.search(rf"^run-{job}: .* ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe, f"no target run-{job}"
-    assert f"python -m app local {job}\n" in recipe.group(1)
+    assert f"python -m rolecall local {job}\n" in recipe.group(1)
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name)
 def test_make_can_run_the_scripts(script: Path) -> None:
     assert os.access(script, os.X_OK)
     assert f"{script.relative_to(ROOT)}" in MAKEFILE
-    metrics = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
+    metrics = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.metrics(registry.get(job)))}
     assert set(re.findall(r"\brolecall_[a-z0-9_]+", script.read_text())) <= metrics

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from rolecall.config import Settings
+from rolecall.rank import probe
 
-from app import probe
-from app.config import Settings
 from tests.contracts.containers import (
     DOCKERFILE,
     EVERYTHING,
@@ -47,7 +47,7 @@ def test_what_builds_the_image_stays_out_of_it() -> None:
 
 def test_the_image_runs_a_rank() -> None:
     tini, dashes, *command = json.loads(only("ENTRYPOINT"))
-    assert (Path(tini).name, dashes, command) == ("tini", "--", ["python", "-m", "app"])
+    assert (Path(tini).name, dashes, command) == ("tini", "--", ["python", "-m", "rolecall"])
     installed = " ".join(rest for word, rest in STAGES[-1] if word == "RUN" and "apt-get install" in rest)
     assert re.search(r"\btini\b", installed)
     assert "CMD" not in [word for word, _ in STAGES[-1]]

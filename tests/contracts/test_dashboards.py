@@ -7,8 +7,9 @@ import json
 import re
 
 import pytest
+from rolecall import telemetry
+from rolecall.job import registry
 
-from app import jobs, telemetry
 from tests.contracts.asked import (
     BOARDS,
     EVERY_QUERY,
@@ -132,11 +133,11 @@ def test_panels_lie_side_by_side(name: str) -> None:
 
 def test_every_job_has_its_row() -> None:
     rows = {panel["title"]: panel for panel in BOARDS["overview.json"]["panels"] if panel["type"] == "row"}
-    for job in jobs.JOBS:
+    for job in registry.JOBS:
         asked = {metric for panel in rows[job]["panels"] for target in panel["targets"]
                  for metric, _ in SELECTOR.findall(target["expr"])}  # fmt: skip
-        assert {metric for metric in jobs.metrics(jobs.get(job)) if not samples(metric) & asked} <= {
+        assert {metric for metric in registry.metrics(registry.get(job)) if not samples(metric) & asked} <= {
             metric
-            for metric in jobs.metrics(jobs.get(job))
+            for metric in registry.metrics(registry.get(job))
             if metric.name.endswith(("left_seconds", "epoch", "version"))
         }

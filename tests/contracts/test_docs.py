@@ -7,16 +7,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.job import registry
 
-from app import jobs, telemetry
-from app.config import Settings
 from tests.contracts.tables import FILES, page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
-VARIABLES = {name.upper() for job in jobs.JOBS for name in jobs.get(job).settings.model_fields}
-METRICS = {row[0] for job in jobs.JOBS for row in telemetry.catalogue(jobs.metrics(jobs.get(job)))}
+VARIABLES = {name.upper() for job in registry.JOBS for name in registry.get(job).settings.model_fields}
+METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.metrics(registry.get(job)))}
 # environment variables and constants in the pages that are not settings of a rank
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
 OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {
@@ -29,7 +30,7 @@ def test_tables_are_those_of_the_code(command: str) -> None:
     assert FILES[command].read_text() == page(command), "run `make docs`"
 
 
-@pytest.mark.parametrize("cls", [Settings, *(jobs.get(job).settings for job in jobs.JOBS)])
+@pytest.mark.parametrize("cls", [Settings, *(registry.get(job).settings for job in registry.JOBS)])
 def test_every_variable_says_what_it_means(cls: type[Settings]) -> None:
     assert not [name for name, field in cls.model_fields.items() if not field.description]
 
@@ -59,7 +60,7 @@ def test_readme_names_every_file_of_the_program() -> None:
     assert not {name for name in top if f"{name} " not in README}
 
 
-@pytest.mark.parametrize("job", jobs.JOBS)
+@pytest.mark.parametrize("job", registry.JOBS)
 def test_every_job_has_its_page(job: str) -> None:
     assert PAGES[f"docs/{job}.md"].startswith(f"# The job `{job}`\n")
     assert f"](docs/{job}.md)" in README

@@ -9,9 +9,10 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from rolecall import config
+from rolecall.config import Settings
+from rolecall.job import registry
 
-from app import config, jobs
-from app.config import Settings
 from tests.contracts.containers import ROOT, image_environment, only
 from tests.contracts.manifests import JOBS, K8S, Overlay, RankSet, overlay, render
 
@@ -59,7 +60,7 @@ def test_jobs_live_side_by_side_in_a_namespace() -> None:
 
 
 def test_every_job_has_its_overlays() -> None:
-    assert [overlay(name).first.environment["JOB"] for name in JOBS] == list(jobs.JOBS)
+    assert [overlay(name).first.environment["JOB"] for name in JOBS] == list(registry.JOBS)
     for name in JOBS:
         assert overlay(name).first.environment == {
             key: value for key, value in overlay(f"{name}-cuda").first.environment.items() if key != "DEVICE"
@@ -88,19 +89,19 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
                 monkeypatch.setenv(variable, value)
         for variable, value in one.environment.items():
             monkeypatch.setenv(variable, value)
-        job, settings = jobs.load()
+        job, settings = registry.load()
         assert not config.misspelt(job.settings)
         for pod in one.pods:
-            identity = jobs.identity(job, settings, pod)
+            identity = registry.identity(job, settings, pod)
             assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
-        counts = {role.name: role for role in jobs.roles(job, settings)}
+        counts = {role.name: role for role in registry.roles(job, settings)}
         assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"
         assert settings.on_finish == "linger"  # an exit would only be started again
         for probe, port in (("metrics", settings.metrics_port), ("control", settings.control_port),
                             ("rendezvous", settings.master_port)):  # fmt: skip
             assert port_number(one, probe) == port
         grace = one.pod["terminationGracePeriodSeconds"]
-        assert grace > settings.drain_timeout + settings.lease_seconds / 2 + 5  # see app/supervisor.py
+        assert grace > settings.drain_timeout + settings.lease_seconds / 2 + 5  # see app/rolecall/rank/supervisor.py
 
 
 def test_the_masters_name_is_rank_0s(rendered: Overlay) -> None:
@@ -129,7 +130,7 @@ def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:
 
 
 def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
-    served = (ROOT / "app" / "endpoints.py").read_text()
+    served = (ROOT / "app" / "rolecall" / "rank" / "endpoints.py").read_text()
     for one in rendered.sets:
         probes = {kind: one.container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
         assert {kind: found["path"] for kind, found in probes.items()} == {

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from rolecall import telemetry
+from rolecall.job import registry
 
-from app import jobs, telemetry
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +197,7 @@ class Project:
         assert not self.left()
 
 
-def each_role_serves_its_metrics(project: Project, job: jobs.Job, not_yet: str) -> None:
+def each_role_serves_its_metrics(project: Project, job: registry.Job, not_yet: str) -> None:
     """One rank of each role, asked from the metrics network, serves what is declared for it, and nothing else. An event
     that has not happened yet has no sample: `not_yet` is a regular expression of such names.
     """
@@ -210,7 +211,7 @@ def each_role_serves_its_metrics(project: Project, job: jobs.Job, not_yet: str) 
         rank = project.rank0 if first else others[0]
         text = run_python(project.network("metrics"), fetch, f"http://{rank.name}:8000/metrics")
         declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if first else ())
-        declared += tuple(telemetry.of_role(telemetry.WORKER + jobs.metrics(job), role.name, first))
+        declared += tuple(telemetry.of_role(telemetry.WORKER + registry.metrics(job), role.name, first))
         names = {metric.full_name for metric in declared if not re.search(not_yet, metric.name)}
         missing = names - served(text) - {"rolecall_recovery_seconds"}
         assert not missing, f"{role.name}: {sorted(missing)}"

@@ -91,7 +91,7 @@ class Pods:
         return all(self.answers(pod, path) for pod, path in paths.items())
 
     def answers(self, pod: str, path: str) -> bool:
-        return bool(re.search(r"^ok$", docker("exec", f"{self.name}-{pod}", "python", "-m", "app.probe", path,
+        return bool(re.search(r"^ok$", docker("exec", f"{self.name}-{pod}", "python", "-m", "rolecall.rank.probe", path,
                                               check=False), re.MULTILINE))  # fmt: skip
 
     def finished(self) -> bool:

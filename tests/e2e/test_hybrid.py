@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from rolecall.job import registry
 
-from app import jobs
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,
@@ -16,7 +16,7 @@ from tests.e2e.containers import (
 )
 from tests.integration.cluster import until
 
-JOB = jobs.get("hybrid")
+JOB = registry.get("hybrid")
 FINISHED = r"Finished: test accuracy ([\d.]+)% after (\d+) epochs"
 SMALL = {"NUM_EMBEDDINGS": "50000", "EMBEDDING_DIM": "16", "HIDDEN_SIZE": "16"}
 

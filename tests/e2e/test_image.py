@@ -6,8 +6,8 @@ import json
 import subprocess
 
 import pytest
+from rolecall.job import registry
 
-from app import jobs
 from tests.e2e.containers import DEADLINE, IMAGE, docker
 
 LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
@@ -28,7 +28,7 @@ def test_it_is_small_and_says_what_it_is() -> None:
     assert labels["org.opencontainers.image.title"] == "rolecall"
     assert labels["org.opencontainers.image.version"]
     assert image["Config"]["User"] == "10001:10001"
-    assert image["Config"]["Entrypoint"] == ["/usr/bin/tini", "--", "python", "-m", "app"]
+    assert image["Config"]["Entrypoint"] == ["/usr/bin/tini", "--", "python", "-m", "rolecall"]
 
 
 def test_it_holds_no_compiler_no_pip_and_no_cache() -> None:
@@ -51,7 +51,7 @@ def test_its_commands_run() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, f"rolecall: JOB='': is missing ({', '.join(jobs.JOBS)})"),
+        ({}, f"rolecall: JOB='': is missing ({', '.join(registry.JOBS)})"),
         ({"JOB": "rl", "ROLE": "judge"}, "rolecall: ROLE='judge': no such role (agent, observer)"),
         (
             {"JOB": "rl", "ROLE": "agent", "GAMMA": "2", "NUM_ENVS": "no"},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from rolecall.job import registry
 
-from app import jobs
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import Project, each_role_serves_its_metrics
 from tests.integration.cluster import until
 
-JOB = jobs.get("ps")
+JOB = registry.get("ps")
 FINISHED = r"Finished: test accuracy ([\d.]+)% after (\d+) epochs .*\bupdates=(\d+)"
 SAMPLES = 1438  # digits to train with
 ENDLESS = {

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from rolecall.job import registry
 
-from app import jobs
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, each_role_serves_its_metrics, open_ports
 from tests.integration.cluster import until
 
-JOB = jobs.get("rl")
+JOB = registry.get("rl")
 
 
 def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> None:

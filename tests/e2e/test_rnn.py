@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from rolecall.job import registry
 
-from app import jobs
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,
@@ -16,7 +16,7 @@ from tests.e2e.containers import (
     stopped_it_goes_on_from_its_checkpoint,
 )
 
-JOB = jobs.get("rnn")
+JOB = registry.get("rnn")
 FINISHED = r"Finished: validation perplexity ([\d.]+) after (\d+) epochs"
 SMALL = {"VOCABULARY": "500", "EMBEDDING_SIZE": "16", "HIDDEN_SIZE": "16", "LOG_INTERVAL": "10"}
 

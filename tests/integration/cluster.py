@@ -21,10 +21,12 @@ from typing import Any
 import psutil
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from rolecall.job import registry
+from rolecall.rank import endpoints
+from rolecall.run import history, rundir
+from rolecall.run.history import History
+from rolecall.watch.local import PORTS, free_ports
 
-from app import endpoints, history, jobs, rundir
-from app.history import History
-from app.local import PORTS, free_ports
 from tests.integration import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +123,7 @@ class Rank:
             return self
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "app"],
+                [*self.prefix, sys.executable, "-m", "rolecall"],
                 env=self.environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -227,7 +229,7 @@ class Cluster:
         self, directory: Path, server: warm.Server | None = None, cold: Container[str] = (), **settings: str
     ) -> None:
         self.directory, self.server, self.cold = directory, server, cold
-        self.job = jobs.get(settings.get("JOB", "rl"))
+        self.job = registry.get(settings.get("JOB", "rl"))
         self.others = self.job.roles[-1]
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
         # short, for the sockets that lie in it

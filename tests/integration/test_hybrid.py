@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from rolecall.job import checkpoint
+from rolecall.jobs.hybrid import HybridSettings, data
+from rolecall.jobs.hybrid.master import KEPT
+from rolecall.jobs.hybrid.model import Whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app import checkpoint
-from app.jobs.hybrid import HybridSettings, data
-from app.jobs.hybrid.master import KEPT
-from app.jobs.hybrid.model import Whole
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -87,8 +87,8 @@ def test_it_is_one_process(cluster: MakeCluster) -> None:
 
 
 def evaluated(job: Cluster, found: checkpoint.Snapshot) -> dict[str, Any]:
-    """What `python -m app eval` says of a checkpoint."""
-    command = [sys.executable, "-m", "app", "eval", "hybrid", "--checkpoint", str(found.path), "--json"]
+    """What `python -m rolecall eval` says of a checkpoint."""
+    command = [sys.executable, "-m", "rolecall", "eval", "hybrid", "--checkpoint", str(found.path), "--json"]
     done = subprocess.run(command, cwd=ROOT, env=job.first.environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rolecall import telemetry
+from rolecall.job import registry
+from rolecall.watch.local import free_ports
 
-from app import jobs, telemetry
-from app.local import free_ports
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -22,25 +23,25 @@ QUICK_ID = "tests.integration.environments:Quick-v0"
 
 
 def local(directory: Path, **settings: str) -> subprocess.Popen[str]:
-    """`python -m app local rl` in a session of its own."""
+    """`python -m rolecall local rl` in a session of its own."""
     environment = {**os.environ, **QUICK, "OBSERVERS": "1", "CHECKPOINT_DIR": str(directory), **settings}
     return subprocess.Popen(
-        [sys.executable, "-m", "app", "local", "rl", "--plain"], env=environment, cwd=ROOT, start_new_session=True,
+        [sys.executable, "-m", "rolecall", "local", "rl", "--plain"], env=environment, cwd=ROOT, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "app", *arguments], env={**os.environ, **settings}, cwd=ROOT, timeout=DEADLINE,
+        [sys.executable, "-m", "rolecall", *arguments], env={**os.environ, **settings}, cwd=ROOT, timeout=DEADLINE,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
 def watch(*arguments: str) -> subprocess.Popen[str]:
-    """`python -m app watch`, without a terminal."""
+    """`python -m rolecall watch`, without a terminal."""
     return subprocess.Popen(
-        [sys.executable, "-m", "app", "watch", *arguments], cwd=ROOT, start_new_session=True,
+        [sys.executable, "-m", "rolecall", "watch", *arguments], cwd=ROOT, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -164,7 +165,7 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
     job = cluster(CHECKPOINT_INTERVAL="0.2").start(1)
     job.trains()
     until(lambda: job.agent.metric("checkpoint_seconds_count"), "a checkpoint")
-    own = jobs.metrics(jobs.get("rl"))
+    own = registry.metrics(registry.get("rl"))
     for rank in job.ranks.values():
         until(lambda rank=rank: rank.get("/readyz")[0] == 200, f"{rank.name} to be ready")
         assert rank.get("/healthz") == (200, "ok\n")

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rolecall.job import checkpoint
 from torch.nn import functional
 
-from app import checkpoint
 from tests.integration import learning
 from tests.integration.cluster import ROOT, Cluster, alive, reported, until
 
@@ -33,8 +33,8 @@ def finished(job: Cluster) -> checkpoint.Snapshot:
 
 
 def evaluated(found: checkpoint.Snapshot) -> float:
-    """What `python -m app eval` says of a checkpoint."""
-    command = [sys.executable, "-m", "app", "eval", "ps", "--checkpoint", str(found.path), "--json"]
+    """What `python -m rolecall eval` says of a checkpoint."""
+    command = [sys.executable, "-m", "rolecall", "eval", "ps", "--checkpoint", str(found.path), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     return float(json.loads(done.stdout)["accuracy"])
 

@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
+from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.autograd import Tower, forward
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-from app.jobs.ps import PsSettings, model
-from app.jobs.ps.autograd import Tower, forward
 from tests.benchmarks import ranks
 from tests.integration import learning
 
 SETTINGS = PsSettings(job="ps", update_mode="autograd", model="tests.integration.learning:small")
 
 
-def gradient(tower: rpc.RRef[Tower], context: int) -> tuple[Tensor, int, int]:
-    """Called at the server: the flat gradient in `context`, its version, and how many tensors autograd holds there."""
-    held = len(dist_autograd.get_gradients(context))  # type: ignore[attr-defined]
-    found, version, _ = tower.local_value().gradient(context)
+def gradient(tower: rpc.RRef[Tower], context_id: int) -> tuple[Tensor, int, int]:
+    """Called at the server: the flat gradient in `context_id`, its version, and how many tensors autograd holds there."""
+    held = len(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
+    found, version, _ = tower.local_value().gradient(context_id)
     return found, version, held
 
 
@@ -39,11 +39,11 @@ def expected(flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def _pass(tower: rpc.RRef[Tower], trainer: str, inputs: Tensor, targets: Tensor, between: Any) -> tuple[Any, ...]:
     """Forward, `between()`, backward; what the server then holds."""
-    with dist_autograd.context() as context:
-        loss = model.loss(rpc.rpc_sync("server", forward, (tower, trainer, context, inputs)), targets)
+    with dist_autograd.context() as context_id:
+        loss = model.loss(rpc.rpc_sync("server", forward, (tower, trainer, context_id, inputs)), targets)
         between()
-        dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
-        found: tuple[Any, ...] = rpc.rpc_sync("server", gradient, (tower, context))
+        dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
+        found: tuple[Any, ...] = rpc.rpc_sync("server", gradient, (tower, context_id))
         return found
 
 
@@ -70,7 +70,7 @@ def _overlap(tell: Any) -> list[tuple[float, int, int]]:
 
 
 def test_passes_that_overlap_have_the_gradients_of_the_parameters_they_began_with() -> None:
-    """What the tutorial checks: the context has gradients at the server. And what it cannot do: a step in between."""
+    """What the tutorial checks: the context_id has gradients at the server. And what it cannot do: a step in between."""
     found = ranks.run(["trainer", "server"], _overlap, deadline=60)
     assert [version for _, version, _ in found] == [7, 8]
     assert [held for *_, held in found] == [4, 4]  # two layers' weights and biases

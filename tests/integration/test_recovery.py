@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from rolecall.job import checkpoint
 
-from app import checkpoint
 from tests.integration.cluster import DEADLINE, ROOT, Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]
@@ -30,7 +30,7 @@ def test_agents_worker_killed(kept: Cluster) -> None:
 def test_watched_by_its_ports(kept: Cluster) -> None:
     """In another order than that of the ranks; one by two names; and a port that nobody listens on."""
     ports = [rank.environment["METRICS_PORT"] for rank in reversed(kept.ranks.values())]
-    command = [sys.executable, "-m", "app", "watch", *ports, f"127.0.0.1:{ports[0]}"]
+    command = [sys.executable, "-m", "rolecall", "watch", *ports, f"127.0.0.1:{ports[0]}"]
     done = subprocess.run([*command, "1", "--once"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

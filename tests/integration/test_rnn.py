@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from rolecall.job import checkpoint
+from rolecall.jobs.rnn import RnnSettings, corpus
+from rolecall.jobs.rnn.model import LanguageModel
 from torch import nn
 from torch.nn import functional
 
-from app import checkpoint
-from app.jobs.rnn import RnnSettings, corpus
-from app.jobs.rnn.model import LanguageModel
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -90,8 +90,8 @@ def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(clust
 
 
 def evaluated(job: Cluster, found: checkpoint.Snapshot, *arguments: str) -> dict[str, Any]:
-    """What `python -m app eval` says of a checkpoint."""
-    command = [sys.executable, "-m", "app", "eval", "rnn", "--checkpoint", str(found.path), "--json", *arguments]
+    """What `python -m rolecall eval` says of a checkpoint."""
+    command = [sys.executable, "-m", "rolecall", "eval", "rnn", "--checkpoint", str(found.path), "--json", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=job.first.environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -193,7 +193,7 @@ def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tm
     finished(cluster(JOB="rnn", **own).start(1))
     (tmp_path / "shared" / "DONE").unlink()
     kept = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
-    for name, value in (("HIDDEN_SIZE", "9"), ("CORPUS", "app")):
+    for name, value in (("HIDDEN_SIZE", "9"), ("CORPUS", "tests")):
         other = cluster(JOB="rnn", **{**own, name: value}).start(1)
         assert other.member(0).wait() == 2
         assert f"{name}={value}: the newest checkpoint" in other.member(0).text()

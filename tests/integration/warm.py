@@ -25,12 +25,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from app import __main__, config, jobs
+from rolecall import __main__, config
+from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"app.supervisor", "app.worker"} | {
+MODULES = {"rolecall.rank.supervisor", "rolecall.rank.worker"} | {
     module
-    for job in map(jobs.get, jobs.JOBS)
+    for job in map(registry.get, registry.JOBS)
     for module in [job.check.partition(":")[0], *(name for role in job.roles for name in role.preload)]
 }
 
@@ -82,7 +83,7 @@ class Process:
         if self.returncode is None:
             select.select([self._pidfd], [], [], timeout)
         if self.poll() is None:
-            raise subprocess.TimeoutExpired("python -m app", timeout)
+            raise subprocess.TimeoutExpired("python -m rolecall", timeout)
         assert self.returncode is not None
         return self.returncode
 
@@ -125,7 +126,7 @@ def serve(descriptor: int) -> None:
 
 
 def _be(environment: dict[str, str], log: Path, begins: int) -> None:
-    """Be `python -m app` with this environment and this output."""
+    """Be `python -m rolecall` with this environment and this output."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,11 +1,12 @@
-"""A model of app/coordinator.py: it feeds the gang under test with reports, and puts its effects on the disk."""
+"""A model of rolecall/rank/coordinator.py, around the gang under test."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.gang import OVER
-from app.protocol import Effect, Key, RejectedError
+from rolecall.gang.gang import OVER
+from rolecall.gang.protocol import Effect, Key, RejectedError
+
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
 from tests.simulation.rules import LEASE, NAP, RULES, TICK

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.protocol import Order, Report
+from rolecall.gang.protocol import Order, Report
+
 from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app.gang import ACTIVE, OVER, Gang
-from app.protocol import ALIVE, Effect, Key, name_of
+from rolecall.gang.gang import ACTIVE, OVER, Gang
+from rolecall.gang.protocol import ALIVE, Effect, Key, name_of
+
 from tests.simulation.rank import Rank
 from tests.simulation.rules import AWAKE, FENCE, LEASE, ORPHAN, RULES, SETTLE
 

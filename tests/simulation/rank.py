@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.protocol import Role
+from rolecall.gang.protocol import Role
 
 if TYPE_CHECKING:
     from tests.simulation.supervisor import Supervisor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.protocol import Role, Rules
+from rolecall.gang.protocol import Role, Rules
 
 LEASE = 6.0
 FENCE = 0.8  # of a lease without an answer, and a supervisor ends its worker

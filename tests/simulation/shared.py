@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.protocol import Key
+from rolecall.gang.protocol import Key
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation

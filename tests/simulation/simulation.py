@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from app.gang import OVER, Gang
-from app.protocol import Key
+from rolecall.gang.gang import OVER, Gang
+from rolecall.gang.protocol import Key
+
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Lead

@@ -1,11 +1,12 @@
-"""A model of app/supervisor.py and what belongs to it: the beats, the orders, the watch over the worker."""
+"""A model of rolecall/rank/supervisor.py."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.config import FAILED, USAGE
-from app.protocol import Order, Report
+from rolecall.config import FAILED, USAGE
+from rolecall.gang.protocol import Order, Report
+
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Lead
 from tests.simulation.network import Post

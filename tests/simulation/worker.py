@@ -1,11 +1,12 @@
-"""A model of the worker process (app/worker.py): it connects to its peers, makes steps and writes checkpoints."""
+"""A model of the worker process (rolecall/rank/worker.py): it connects to its peers, makes steps and writes checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from app.protocol import Key, Order, name_of
+from rolecall.gang.protocol import Key, Order, name_of
+
 from tests.simulation.clock import Process
 from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, LEASE, ORPHAN, STEP, STOP
 

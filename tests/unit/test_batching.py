@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rolecall.job.rpc import PeerLostError
+from rolecall.jobs.rl.batching import Answer, Batcher, Source
+from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Recorder, Trajectory, pack
 from torch.futures import Future
-
-from app.jobs.rl.batching import Answer, Batcher, Source
-from app.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Recorder, Trajectory, pack
-from app.rpc import PeerLostError
 
 FAILSAFE = 30.0  # no test waits for it; one that would hang fails instead
 LONG = 600.0  # a `wait` that no test outlives: what leaves, leaves for another reason

@@ -22,11 +22,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from app import checkpoint, rundir
-from app.checkpoint import CheckpointError, Checkpoints, Snapshot, read
-from app.config import UsageError
-from app.rundir import Persisted
+from rolecall.config import UsageError
+from rolecall.job import checkpoint
+from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot, read
+from rolecall.run import rundir
+from rolecall.run.rundir import Persisted
 
 ROOT = Path(checkpoint.__file__).parents[1]
 FAILSAFE = 120.0
@@ -718,7 +718,7 @@ class Holder:
     """Another process that takes a lock and holds it until it is killed."""
 
     CODE = (
-        "import sys; from pathlib import Path; from app import rundir; "
+        "import sys; from pathlib import Path; from rolecall.run import rundir; "
         "lock = rundir.lock(Path(sys.argv[1]), sys.argv[2], 0); print('held', flush=True); sys.stdin.read()"
     )
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pydantic
 import pytest
-
-from app import config, jobs
-from app.config import Settings, UsageError
-from app.jobs import Identity
-from app.jobs.rl import RlSettings
+from rolecall import config
+from rolecall.config import Settings, UsageError
+from rolecall.job import registry
+from rolecall.job.registry import Identity
+from rolecall.jobs.rl import RlSettings
 
 SECRET = "correct-horse-battery"
-RL = jobs.get("rl")
+RL = registry.get("rl")
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_the_jobs_errors_and_everyones_are_told_together(monkeypatch: pytest.Mon
     for name, value in {"JOB": "rl", "MASTER_PORT": "0", "LR": "-1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as refused:
-        jobs.load()
+        registry.load()
     assert "MASTER_PORT='0'" in str(refused.value)
     assert "LR='-1'" in str(refused.value)
 
@@ -284,22 +284,22 @@ def test_misspelt_names_are_looked_for_in_the_environment(monkeypatch: pytest.Mo
 def test_an_unknown_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, says in (("", "is missing"), ("rll", "no such job"), ("os", "no such job"), ("../rl", "no such job")):
         with pytest.raises(UsageError, match=rf"JOB={name!r}: {says} \(rl"):
-            jobs.get(name)
+            registry.get(name)
     with pytest.raises(UsageError, match="JOB='': is missing"):
-        jobs.load()
+        registry.load()
     monkeypatch.setenv("JOB", "chess")
     with pytest.raises(UsageError, match="JOB='chess': no such job"):
-        jobs.load()
+        registry.load()
 
 
 def test_the_job_from_the_environment_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBSERVERS", "3")
-    for job, settings in (jobs.load("rl"), jobs.load("rl", seed=4)):
+    for job, settings in (registry.load("rl"), registry.load("rl", seed=4)):
         assert job is RL
         assert isinstance(settings, RlSettings)
         assert (settings.job, settings.observers) == ("rl", 3)
     monkeypatch.setenv("JOB", "rl")
-    assert jobs.load()[1] == jobs.load("rl")[1]
+    assert registry.load()[1] == registry.load("rl")[1]
 
 
 @pytest.mark.parametrize(
@@ -310,11 +310,11 @@ def test_a_count_lies_between_its_minimum_and_maximum(counts: tuple[int, int, in
     settings = RlSettings(observers=counts[0], min_observers=counts[1], max_observers=counts[2])
     if wrong:
         says = "OBSERVERS={} .*MIN_OBSERVERS={} .*MAX_OBSERVERS={}".format(*counts)
-        for ask in (lambda: jobs.roles(RL, settings), lambda: jobs.identity(RL, settings, "agent-0")):
+        for ask in (lambda: registry.roles(RL, settings), lambda: registry.identity(RL, settings, "agent-0")):
             with pytest.raises(UsageError, match=says):
                 ask()
         return
-    agent, observer = jobs.roles(RL, settings)
+    agent, observer = registry.roles(RL, settings)
     assert (agent.name, agent.count, agent.minimum, agent.maximum, agent.elastic) == ("agent", 1, 1, 1, False)
     assert (observer.count, observer.minimum, observer.maximum, observer.elastic) == (*counts, True)
 
@@ -323,7 +323,7 @@ def test_a_count_lies_between_its_minimum_and_maximum(counts: tuple[int, int, in
 
 
 def identity(host: str = "3b40cf1c355c", **changed: Any) -> tuple[str, int | None]:
-    found = jobs.identity(RL, RlSettings(**changed), host)
+    found = registry.identity(RL, RlSettings(**changed), host)
     assert isinstance(found, Identity)
     return found.role, found.ordinal
 

@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-
-from app import world
-from app.config import Settings
-from app.world import Peer, World, cores
+from rolecall.config import Settings
+from rolecall.job import context
+from rolecall.job.context import Peer, Context, cores
 
 V2, QUOTA, PERIOD = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 
@@ -99,7 +98,7 @@ def test_never_more_than_the_affinity(
 
 
 def test_threads_are_the_cores_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "cores", lambda: 7)
+    monkeypatch.setattr(context, "cores", lambda: 7)
     me = Peer("agent", 0, 0)
-    assert World(Settings(threads=0), me, (me,), 1, None).threads == 7
-    assert World(Settings(threads=3), me, (me,), 1, None).threads == 3
+    assert Context(Settings(threads=0), me, (me,), 1, None).threads == 7
+    assert Context(Settings(threads=3), me, (me,), 1, None).threads == 3

@@ -16,10 +16,9 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from app.config import UsageError
-from app.jobs.rl import envs
-from app.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Envs, Recorder, Trajectory, pack, unpack
+from rolecall.config import UsageError
+from rolecall.jobs.rl import envs
+from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Envs, Recorder, Trajectory, pack, unpack
 
 BOTH = 3  # an environment may say that it terminated and was truncated
 # environment -> its episodes, over and over: how many steps, and how they end

@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import rolecall.gang
+from rolecall.config import FAILED, USAGE
+from rolecall.gang.gang import Gang
+from rolecall.gang.protocol import Effect, Key, Order, RejectedError, Report, Role, Rules
 
-import app
-from app.config import FAILED, USAGE
-from app.gang import Gang
-from app.protocol import Effect, Key, Order, RejectedError, Report, Role, Rules
 from tests.simulation.ambushes import PHASES
 from tests.simulation.explore import explore, replay, run
 from tests.simulation.rules import SAFE
@@ -1056,13 +1056,13 @@ MUTATIONS = {
 def mutant(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> type[Gang]:
     """Gang, with `before` in the source of it or its helpers replaced by `after`."""
     names = ("roster", "admission", "gang")
-    sources = {name: (Path(app.__file__).parent / f"{name}.py").read_text() for name in names}
+    sources = {name: (Path(rolecall.gang.__file__).parent / f"{name}.py").read_text() for name in names}
     assert sum(source.count(before) for source in sources.values()) == 1, f"{before!r} is not there, or twice"
     for name in names:
-        module = ModuleType(f"app.{name}")
+        module = ModuleType(f"rolecall.gang.{name}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(sources[name].replace(before, after), f"{name}.py", "exec"), module.__dict__)
-    found: type[Gang] = sys.modules["app.gang"].__dict__["Gang"]
+    found: type[Gang] = sys.modules["rolecall.gang.gang"].__dict__["Gang"]
     return found
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from app import history, rundir
-from app.history import SPACING, History, Journal, Point
+from rolecall.run import history, rundir
+from rolecall.run.history import SPACING, History, Journal, Point
 
 
 def steps(*numbers: int, at: float = 0.0, kind: str = "score") -> list[history.Note]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from rolecall import config
+from rolecall.config import UsageError
+from rolecall.job import rpc, stdlib
+from rolecall.jobs.hybrid import HybridSettings, data, server, snapshot
+from rolecall.jobs.hybrid.table import Bags, Plan, Table
 from torch import Tensor, nn
-
-from app import config, rpc
-from app.config import UsageError
-from app.jobs import stdlib
-from app.jobs.hybrid import HybridSettings, data, server, snapshot
-from app.jobs.hybrid.table import Bags, Plan, Table
 
 SMALL = {"num_embeddings": 50, "embedding_dim": 3, "lr": 0.5}
 

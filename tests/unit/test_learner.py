@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
+from rolecall.config import UsageError
+from rolecall.jobs.rl import RlSettings, learner, model
+from rolecall.jobs.rl.batching import Batcher
+from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Envs, Recorder, Trajectory, pack
+from rolecall.jobs.rl.learner import Learner, discounted_returns
+from rolecall.jobs.rl.model import Actor, ActorCritic
 from torch import Tensor, nn
-
-from app.config import UsageError
-from app.jobs.rl import RlSettings, learner, model
-from app.jobs.rl.batching import Batcher
-from app.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Envs, Recorder, Trajectory, pack
-from app.jobs.rl.learner import Learner, discounted_returns
-from app.jobs.rl.model import Actor, ActorCritic
 
 CPU = torch.device("cpu")
 OBSERVATION, ACTION = Box(-10, 10, (4,), np.float32), Discrete(2)

@@ -16,10 +16,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
-
-from app import config, endpoints, probe
-from app.config import USAGE, Settings
-from app.local import free_ports
+from rolecall import config
+from rolecall.config import USAGE, Settings
+from rolecall.rank import endpoints, probe
+from rolecall.watch.local import free_ports
 
 ROOT = Path(probe.__file__).parents[1]
 
@@ -157,7 +157,7 @@ def test_the_address_that_is_asked(
 def test_as_a_program() -> None:
     """It runs every few seconds beside a rank that trains, so it leaves what is slow to import alone."""
     environment = config.child_environment(METRICS_PORT="0")
-    command = [sys.executable, "-X", "importtime", "-m", "app.probe"]
+    command = [sys.executable, "-X", "importtime", "-m", "rolecall.rank.probe"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]

@@ -10,11 +10,10 @@ import time
 from typing import Any
 
 import pytest
-
-from app import process
-from app.config import Settings
-from app.process import WorkerProcess
-from app.world import Peer, Task
+from rolecall.config import Settings
+from rolecall.job.context import Peer, Task
+from rolecall.rank import worker_process
+from rolecall.rank.worker_process import WorkerProcess
 
 TASK = Task("rl", Settings(job="rl"), Peer("agent", 0, 0))
 
@@ -25,7 +24,7 @@ def sleeps(task: Task, connection: Any) -> None:
 
 def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """An order to end the worker comes while the supervisor is finding out how it ended."""
-    monkeypatch.setattr(process, "_run", sleeps)
+    monkeypatch.setattr(worker_process, "_run", sleeps)
 
     async def outcome() -> str:
         ended, told = asyncio.Event(), threading.Event()

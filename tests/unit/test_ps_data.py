@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rolecall.config import UsageError
+from rolecall.jobs.ps import PsSettings, data
+from rolecall.run import rundir
 from torch.nn import functional
-
-from app import rundir
-from app.config import UsageError
-from app.jobs.ps import PsSettings, data
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SIZES = {"train": 12, "t10k": 5}

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from rolecall.config import UsageError
+from rolecall.job import registry
+from rolecall.jobs.ps import PsSettings, evaluate, model
 from torch import Tensor, nn
-
-from app import jobs
-from app.config import UsageError
-from app.jobs.ps import PsSettings, evaluate, model
 
 MODELS = """
     import torch
@@ -187,7 +186,7 @@ def test_the_same_seed_builds_the_same_model(name: str) -> None:
 )
 def test_a_factory_that_cannot_be_had_is_refused(target: str) -> None:
     with pytest.raises(UsageError, match=f"MODEL={target}: "):
-        jobs.factory("MODEL", target)
+        registry.factory("MODEL", target)
 
 
 def test_a_factory_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +194,7 @@ def test_a_factory_beside_the_working_directory(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "here" / "beside.py").write_text("def made():\n    return 7\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path / "here")
-    assert jobs.factory("MODEL", "beside:made")() == 7
+    assert registry.factory("MODEL", "beside:made")() == 7
 
 
 # ---- accuracy

@@ -8,15 +8,14 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from rolecall.config import UsageError
+from rolecall.job.context import Peer, Context
+from rolecall.jobs.ps import PsSettings, data, model, server
+from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
+from rolecall.jobs.ps.model import Part
+from rolecall.jobs.ps.shard import Key, Shard, join_states, refuse_other
 from torch import Tensor, nn
 from torch.futures import Future
-
-from app.config import UsageError
-from app.jobs.ps import PsSettings, data, model, server
-from app.jobs.ps.ledger import Gradient, Ledger, Update
-from app.jobs.ps.model import Part
-from app.jobs.ps.shard import Key, Shard, join_states, refuse_other
-from app.world import Peer, World
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -222,8 +221,8 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     done.set_result(None)
     monkeypatch.setattr(server.rolecall_rpc, "call", lambda *_, **__: done)
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
-    world = World(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
-    served = server.Server(world)
+    context = Context(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
+    served = server.Server(context)
     answers: dict[str, Future[Any]] = {"trainer_0": Future(), "trainer_1": Future()}
     total = model.flatten(served.model).numel()
     served.inbox.put((torch.zeros(total), {}, Future()))
@@ -231,7 +230,7 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     for name, answer in answers.items():
         gradient = torch.ones(len(served.shard.flat))
         served.inbox.put(server.Arrival((name, 1), part, gradient, None, answer))
-    world.lose("trainer_0")
+    context.lose("trainer_0")
     weights: dict[Key, float] = {("trainer_0", 1): 0.5, ("trainer_1", 1): 0.5}
     served.inbox.put(Update(1, weights, 1.0, {key: [] for key in weights}))
     served.inbox.put((1, Enough()))

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from app import history, jobs, picture, report, rundir
-from app.history import History
+from rolecall.job import registry
+from rolecall.run import history, picture, report, rundir
+from rolecall.run.history import History
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -29,7 +29,7 @@ def trained(job: str = "rl", **own: str) -> tuple[History, dict[str, Any]]:
     run.ended("killed")
     run.note([("start", 90, 200.0, 4), ("train", 90, 201.0, 0), ("score", 100, 211.0, 250.0)])
     run.note([("loss", 100, 211.0, 0.5), ("done", 100, 211.0, 6400.0)])
-    loaded, settings = jobs.load(job, **own)
+    loaded, settings = registry.load(job, **own)
     found = report.summary(
         job, settings, loaded.watch, run, "finished", "", [("agent", 0), ("observer", 0), ("observer", 3)],
         {"solved": True, "accuracy": float("nan")}, run.began + 3600,
@@ -74,8 +74,8 @@ def test_no_secret_is_in_it(tmp_path: Path, by_file: bool) -> None:
 
 
 def test_a_run_that_has_not_come_far_has_a_summary_too() -> None:
-    _, settings = jobs.load("ps")
-    watched = jobs.get("ps").watch
+    _, settings = registry.load("ps")
+    watched = registry.get("ps").watch
     found = report.summary("ps", settings, watched, History(), "failed", "ps 0: broken", [], {}, 1.0)
     assert (found["steps"], found["started"], found["reason"]) == (0, None, "ps 0: broken")
     assert found["curve"]["best"] is found["throughput"]["per_second"] is None
@@ -125,8 +125,8 @@ def test_what_the_picture_says(job: str) -> None:
 def test_next_to_nothing_can_be_drawn(tmp_path: Path, points: int) -> None:
     run = History()
     run.note([("start", 0, 0.0, 1), ("train", 0, 0.0, 0), *[("score", 1, 0.0, 3.0)] * points])
-    _, settings = jobs.load("ps")
-    found = report.summary("ps", settings, jobs.get("ps").watch, run, "stopped", "", [], {}, 1.0)
+    _, settings = registry.load("ps")
+    found = report.summary("ps", settings, registry.get("ps").watch, run, "stopped", "", [], {}, 1.0)
     assert picture.main([str(left(tmp_path, run, found))]) == 0
     assert (tmp_path / rundir.CURVE).read_bytes().startswith(PNG)
 

@@ -15,14 +15,16 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
-
-from app import coordinator, jobs, rundir, telemetry
-from app.config import UsageError
-from app.coordinator import Coordinator
-from app.jobs.rl import RlSettings
-from app.local import free_ports
-from app.protocol import Report
-from app.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
+from rolecall import telemetry
+from rolecall.config import UsageError
+from rolecall.gang.protocol import Report
+from rolecall.job import registry
+from rolecall.jobs.rl import RlSettings
+from rolecall.rank import coordinator
+from rolecall.rank.coordinator import Coordinator
+from rolecall.run import rundir
+from rolecall.run.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
+from rolecall.watch.local import free_ports
 
 NODE = "3b40cf1c355c:8000"
 OTHER = "9d1f00c2ab11:8000"
@@ -182,7 +184,7 @@ async def rank_0(directory: Path, resume: bool, node: str = NODE, ended: bool = 
         control_port=free_ports(1)[0],
         lease_seconds=1,
     )
-    lead = Coordinator("rl", settings, jobs.roles(jobs.get("rl"), settings), "first", node)
+    lead = Coordinator("rl", settings, registry.roles(registry.get("rl"), settings), "first", node)
     try:
         await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
         yield lead

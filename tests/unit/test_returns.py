@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from app.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Trajectory
-from app.jobs.rl.learner import discounted_returns
+from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Trajectory
+from rolecall.jobs.rl.learner import discounted_returns
 
 NUMBERS = st.floats(-100, 100, width=32)
 GAMMAS = st.one_of(st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.floats(0, 1))

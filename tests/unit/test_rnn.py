@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rolecall import config
+from rolecall.config import UsageError
+from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, model
+from rolecall.jobs.rnn.corpus import Vocabulary
 from torch.nn import functional
-
-from app import config
-from app.config import UsageError
-from app.jobs.rnn import RnnSettings, corpus, evaluate, model
-from app.jobs.rnn.corpus import Vocabulary
 
 
 def settings(**own: object) -> RnnSettings:

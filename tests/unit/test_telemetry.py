@@ -17,9 +17,9 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.parser import text_string_to_metric_families
-
-from app import jobs, telemetry
-from app.telemetry import Metric, WorkerFiles
+from rolecall import telemetry
+from rolecall.job import registry
+from rolecall.telemetry import Metric, WorkerFiles
 
 ROOT = Path(telemetry.__file__).parents[1]
 FAILSAFE = 120.0
@@ -29,13 +29,13 @@ KINDS = {
     "gauge_mostrecent_worker.db": "step",
     "histogram_worker.db": "seconds_count",
 }
-RL = jobs.metrics(jobs.get("rl"))
+RL = registry.metrics(registry.get("rl"))
 
 # A worker of its own: counts, and then ends as it is told.
 WORKER = """
 import os, signal, sys
-from app import telemetry
-from app.telemetry import Metric
+from rolecall import telemetry
+from rolecall.telemetry import Metric
 declared = [
     Metric("counter", "calls_total", "Calls.", ("method",)),
     Metric("counter", "steps_total", "Steps."),
@@ -287,7 +287,7 @@ def test_declarations_are_sound() -> None:
     declared = (*telemetry.SUPERVISOR, *telemetry.COORDINATOR, *telemetry.WORKER, *RL)
     assert len({metric.name for metric in declared}) == len(declared)
     assert len({metric.attribute for metric in declared}) == len(declared)
-    roles = {role.name for role in jobs.get("rl").roles} | {"rank 0"}
+    roles = {role.name for role in registry.get("rl").roles} | {"rank 0"}
     for metric in declared:
         assert metric.full_name.startswith("rolecall_")
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name

@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rich.console import Console
-
-from app import rundir, targets, watch, watcher
-from app.config import FAILED, UsageError
-from app.targets import Address, Folder, Server, Source, parse
-from app.telemetry import GANG_STATES, PREFIX, WORKER_STATES
-from app.watch import Target, Watch, sparkline
-from app.watcher import Lines, Watcher
+from rolecall.config import FAILED, UsageError
+from rolecall.run import rundir
+from rolecall.telemetry import GANG_STATES, PREFIX, WORKER_STATES
+from rolecall.watch import command, display, targets
+from rolecall.watch.command import Lines, Watcher
+from rolecall.watch.display import Target, Watch, sparkline
+from rolecall.watch.targets import Address, Folder, Server, Source, parse
 
 NAN = float("nan")
 
 
-def sampled(job: str, role: str, ordinal: str, gang: str = "", **values: float) -> watch.Samples:
+def sampled(job: str, role: str, ordinal: str, gang: str = "", **values: float) -> display.Samples:
     """What a rank serves; `gang` makes it rank 0."""
-    found: watch.Samples = {
+    found: display.Samples = {
         (PREFIX + "rank_info", (("job", job), ("ordinal", ordinal), ("role", role), ("version", "1"))): 1.0,
         **{(PREFIX + "worker_state", (("state", name),)): float(name == "running") for name in WORKER_STATES},
         **{(PREFIX + name, ()): value for name, value in values.items()},
@@ -124,7 +124,7 @@ def test_a_folder_whose_run_is_over(tmp_path: Path) -> None:
     file.write_text(json.dumps(mine)[:-5])
     assert targets.ranks_of(tmp_path) == []
     with pytest.raises(UsageError, match="no local run is under way"):
-        watcher.run([str(tmp_path)], plain=True, once=True, timeout=1)
+        command.run([str(tmp_path)], plain=True, once=True, timeout=1)
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[Address]:
@@ -248,7 +248,7 @@ def test_it_ends_where_rank_0_stays_up_after_the_end(monkeypatch: pytest.MonkeyP
     made = watching(rank("a", "rl", "agent", "0", "finished"))
     assert not made.over()
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + watcher.LINGER + 1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + command.LINGER + 1)
     assert made.over()
     assert made.code == 0
 
@@ -298,7 +298,7 @@ def test_once_takes_two_looks_and_waits_little_for_the_rest(monkeypatch: pytest.
     made = watching(rank("a", "rl", "agent", "0", "running"), down("b"), once=True)
     assert [made.over(), made.over()] == [False, False]
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + watcher.ONCE + 0.1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + command.ONCE + 0.1)
     assert made.over()
 
 
@@ -371,7 +371,7 @@ async def scraped(text: str, status: int) -> Target:
     await site.start()
     target = Target("a", f"http://127.0.0.1:{runner.addresses[0][1]}/metrics")
     try:
-        await watch.follow(Watch([target]), lambda: None, lambda: True)
+        await display.follow(Watch([target]), lambda: None, lambda: True)
     finally:
         await runner.cleanup()
     return target

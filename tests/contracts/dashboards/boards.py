@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from app import jobs, telemetry
+from rolecall import telemetry
+from rolecall.job import registry
+
 from tests.contracts.dashboards.jobs import ROWS
 from tests.contracts.dashboards.panels import Panel, Row, dashboard, graph, number, table, timeline
 from tests.contracts.dashboards.queries import (
@@ -20,7 +22,7 @@ from tests.contracts.dashboards.queries import (
     total,
 )
 
-WATCHED = {name: jobs.get(name).watch for name in jobs.JOBS}
+WATCHED = {name: registry.get(name).watch for name in registry.JOBS}
 WORKING = 'rolecall_worker_state{state="running"}'
 ACTIVE = 'rolecall_gang_state{state=~"gathering|running|draining|stopping"}'
 AGE = total("(time() - rolecall_checkpoint_timestamp_seconds)", how="max")

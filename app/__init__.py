@@ -1,3 +1,0 @@
-"""Rolecall: torch.distributed.rpc training as containers, one image whose role is chosen by environment variables."""
-
-__version__ = "0.1.0"

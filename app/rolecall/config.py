@@ -1,0 +1,226 @@
+"""Settings. The only reader of the process environment.
+
+Every variable that a rank understands is a field of a settings class: `Settings` holds those that all jobs share, a
+job's own class (in its folder) adds to it. `load` turns the environment into an instance or raises one `UsageError`
+that names every bad variable.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__version__ = "0.1.0"
+
+# exit codes; 1 is Python's own, of a bug in the program
+USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable master
+FAILED = 3  # the job failed, for every rank: starting it again would not help
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class UsageError(Exception):
+    """Bad input: its text is the one line that the user reads, and the process exits with code 2."""
+
+
+class Settings(BaseSettings):
+    """What every rank of every job understands."""
+
+    model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True, frozen=True)
+
+    job: str = Field("", description="the job to take part in: see `python -m rolecall jobs`")
+    role: str = Field("", description="this rank's role in the job")
+    ordinal: int | None = Field(
+        None,
+        ge=0,
+        le=9999,
+        description="number within the role; otherwise taken from a host name <role>-<n>, otherwise assigned",
+    )
+    rank: int | None = Field(
+        None, ge=0, le=9999, description="torch's own variable, used where ROLE is not given: 0 is the first role"
+    )
+    world_size: int | None = Field(None, ge=1, le=10000, description="torch's own variable, checked against the counts")
+    master_addr: str = Field("127.0.0.1", min_length=1, description="where rank 0 is reached; resolved anew each time")
+    master_port: Port = Field(29500, description="rank 0's port for the RPC rendezvous")
+    control_port: Port = Field(29400, description="rank 0's port for the gang: membership and orders")
+    metrics_port: Port = Field(8000, description="this rank's port for /metrics, /healthz and /readyz")
+    bind_addr: str = Field(
+        "0.0.0.0", min_length=1, description="name or address that rank 0's MASTER_PORT and CONTROL_PORT listen on"
+    )
+    metrics_bind_addr: str = Field("", description="name or address that METRICS_PORT listens on; empty: BIND_ADDR")
+    job_token: SecretStr | None = Field(None, description="secret that every rank of the job shares; never logged")
+    job_token_file: Path | None = Field(None, description="file that holds JOB_TOKEN")
+    checkpoint_dir: Path = Field(Path("checkpoints"), description="rank 0's directory for checkpoints and DONE")
+    resume: bool = Field(
+        True,
+        description="train on from the newest checkpoint; 0: move an earlier run's checkpoints aside and start anew",
+    )
+    checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
+    checkpoint_keep: int = Field(3, ge=1, le=1000, description="newest checkpoints kept")
+    on_finish: Literal["exit", "linger"] = Field(
+        "exit", description="after the job: exit, or stay up and serve metrics (for pods, which are always restarted)"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where this rank computes")
+    threads: int = Field(
+        0, ge=0, le=1024, description="torch's threads for large computations, per rank; 0: all cores of this process"
+    )
+    seed: int = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
+    log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
+    lease_seconds: Seconds = Field(6.0, ge=1, description="silence after which a rank or a worker is given up")
+    join_grace: Seconds = Field(
+        10.0, description="how long a start waits for an elastic role's count before its minimum is enough"
+    )
+    rejoin_interval: Seconds = Field(10.0, description="least time between two regroups that take newcomers in")
+    rejoin_timeout: Seconds = Field(600.0, description="how long ranks wait for rank 0, and rank 0 for missing ranks")
+    connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous")
+    rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call")
+    drain_timeout: Seconds = Field(20.0, description="deadline of a drain: finish the step, write a checkpoint, leave")
+    max_failures: int = Field(
+        3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
+    )
+
+    @field_validator("job_token_file")
+    @classmethod
+    def _usable(cls, file: Path | None, info: ValidationInfo) -> Path | None:
+        if file is not None and info.data.get("job_token") is None:
+            _read_token(file)
+        return file
+
+    @model_validator(mode="after")
+    def _token(self) -> Self:
+        if self.job_token_file is not None and self.job_token is None:
+            object.__setattr__(self, "job_token", SecretStr(_read_token(self.job_token_file)))
+        return self
+
+    @property
+    def token(self) -> str:
+        """The shared secret, or the empty string where none is set."""
+        return self.job_token.get_secret_value() if self.job_token else ""
+
+
+def _read_token(file: Path) -> str:
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError("holds no text") from None
+    if not token:
+        raise ValueError("is empty")
+    return token
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(cls: type[S], **overrides: Any) -> S:
+    """The settings of `cls` from the environment; `overrides` (by field name) win.
+
+    Raises UsageError, whose text names every variable that is wrong, what it holds and what would be right.
+    """
+    try:
+        return cls(**overrides)
+    except ValidationError as error:
+        raise UsageError("wrong settings: " + "; ".join(_complaints(cls, error))) from None
+
+
+def _complaints(cls: type[Settings], error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_url=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            yield message
+            continue
+        name = str(problem["loc"][0])
+        field = cls.model_fields.get(name)
+        shown = "***" if name == "job_token" else repr(str(problem["input"]))
+        expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
+        yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
+
+
+def type_of(field: FieldInfo) -> str:
+    """A field's type in a user's words."""
+    annotation = str(field.annotation if not isinstance(field.annotation, type) else field.annotation.__name__)
+    literal = re.search(r"Literal\[(.*)\]", annotation)
+    if literal:
+        return "|".join(part.strip(" '") for part in literal.group(1).split(","))
+    return annotation.replace(" | None", "").replace("SecretStr", "secret").replace("Path", "path").rsplit(".", 1)[-1]
+
+
+def bounds_of(field: FieldInfo) -> str:
+    """A field's bounds, such as `1 to 65535`; empty where it has none."""
+    lows: list[tuple[float, str]] = []
+    highs: list[tuple[float, str]] = []
+    for rule in field.metadata:
+        match rule:
+            case Ge(ge=int() | float() as value):
+                lows.append((value, f"{value}"))
+            case Gt(gt=int() | float() as value):
+                lows.append((value, f"above {value}"))
+            case Le(le=int() | float() as value):
+                highs.append((value, f"{value}"))
+            case Lt(lt=int() | float() as value):
+                highs.append((value, f"below {value}"))
+            case MinLen():
+                return "not empty"
+    low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
+    return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
+
+
+def variables(cls: type[Settings]) -> list[tuple[str, str, str, str, str]]:
+    """Every variable of `cls` as (name, type, default, bounds, meaning)."""
+    rows = []
+    for name, field in cls.model_fields.items():
+        default = "" if field.default is None else str(field.default)
+        rows.append((name.upper(), type_of(field), default, bounds_of(field), field.description or ""))
+    return rows
+
+
+def misspelt(cls: type[Settings], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Names in the environment that look like a misspelt variable, with the variable they look like."""
+    known = {name.upper() for name in cls.model_fields}
+    found = []
+    for name in sorted(set(os.environ if environ is None else environ) - known):
+        if len(name) < 3 or name.startswith("_"):
+            continue
+        close = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.85)
+        if close and close[0] != name.upper():
+            found.append((name, close[0]))
+    return found
+
+
+def job_name() -> str:
+    """JOB, which says what settings there are to load."""
+    return os.environ.get("JOB", "")
+
+
+def host_name() -> str:
+    """This machine's name; a StatefulSet's pod carries its ordinal in it."""
+    return socket.gethostname().split(".")[0]
+
+
+def export(**names: str) -> None:
+    """Set variables that libraries read, here and in every process started from here."""
+    os.environ.update(names)
+
+
+def export_default(**names: str) -> None:
+    """As `export`, for those that are not set."""
+    export(**{name: value for name, value in names.items() if name not in os.environ})
+
+
+def child_environment(**names: str) -> dict[str, str]:
+    """This process's environment with `names` on top, for a process to be started."""
+    return {**os.environ, **names}

@@ -1,0 +1,1 @@
+"""Who is in, and which generation runs. Pure logic: no I/O, no clock."""

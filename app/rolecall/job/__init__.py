@@ -1,0 +1,1 @@
+"""What a job's function is given, and what it calls."""

@@ -1,0 +1,186 @@
+"""Checkpoints: atomic, checksummed snapshots, ordered by (generation, step).
+
+A file is one line of JSON (format, job, generation, step, length of the rest, and SHA-256 of all that) and a
+`torch.save` of the state, which is read with `weights_only=True`. It is written under another name, synced and renamed,
+so a reader never sees half of one; a file that is torn all the same is set aside and the one before it used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rolecall.config import UsageError
+from rolecall.run.rundir import NAME, write_atomically
+
+FORMAT = 1
+HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used, or cannot be written; says which file and why."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint's contents, and where it stands."""
+
+    path: Path
+    generation: int
+    step: int
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """A directory of checkpoints with one writer.
+
+    `fence` is asked before every write: it returns the newest generation, and a writer of an older one writes
+    nothing. `complain(message)` hears of files that could not be used, and `begin(step)` of what is gone on from.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        job: str,
+        generation: int = 0,
+        keep: int = 3,
+        fence: Callable[[], int] | None = None,
+        complain: Callable[[str], None] = lambda message: None,
+        begin: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.directory = directory
+        self.job = job
+        self.generation = generation
+        self.keep = keep
+        self._fence = fence
+        self._complain = complain
+        self._begin = begin
+        self._bad: set[Path] = set()
+
+    def files(self) -> list[Path]:
+        """The checkpoints' files, newest first."""
+        return newest_first(self.directory)
+
+    def newest(self) -> Snapshot | None:
+        """The newest checkpoint that is whole, or None where there is none at all.
+
+        Raises UsageError where there are checkpoints and not one of them can be used: starting anew beside them would
+        throw their training away without a word.
+        """
+        found = self._newest()
+        self._begin(found.step if found else 0)
+        return found
+
+    def _newest(self) -> Snapshot | None:
+        problems = []
+        for path in self.files():
+            try:
+                return read(path, self.job)
+            except CheckpointError as error:
+                if not path.exists():
+                    return self._newest()  # one who writes replaced it by a newer one meanwhile
+                problems.append(str(error))
+                self._bad.add(path)
+                self._complain(str(error))
+        if problems:
+            raise UsageError(
+                f"no usable checkpoint in CHECKPOINT_DIR={self.directory} ({problems[0]}); "
+                "repair or move the files away, or name another directory"
+            )
+        return None
+
+    def write(self, step: int, state: dict[str, Any]) -> Path:
+        """Write `state` as the checkpoint of `step`, then delete all but the newest ones.
+
+        Raises CheckpointError where it could not be written; what was there before is then untouched.
+        """
+        import torch
+
+        try:
+            owner = self._fence() if self._fence else 0
+        except UsageError as error:
+            raise CheckpointError(f"{error}: nothing written") from error
+        if owner > self.generation:
+            raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        body = buffer.getbuffer()
+        head = {
+            "format": FORMAT,
+            "job": self.job,
+            "generation": self.generation,
+            "step": step,
+            "length": len(body),
+        }
+        head["sha256"] = _digest(head, body)
+        path = self.directory / f"checkpoint-{self.generation:06d}-{step:010d}.pt"
+        try:
+            write_atomically(path, json.dumps(head).encode() + b"\n", body)
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be written to {self.directory}: {error.strerror}") from error
+        self._bad.discard(path)
+        files = self.files()
+        kept = [file for file in files if file not in self._bad][: self.keep]  # a bad one is no spare
+        unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed; this one is alone
+        for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                self._complain(f"{old.name} cannot be deleted: {error.strerror}")
+        return path
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """The checkpoints' files in `directory`, newest first."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if match := NAME.fullmatch(path.name):
+            found.append((int(match.group(1)), int(match.group(2)), path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def read(path: Path, job: str) -> Snapshot:
+    """Read one checkpoint. Raises CheckpointError where it is torn, of another job, or of a newer version."""
+    import torch
+
+    try:
+        with path.open("rb") as file:
+            head = _head(path, file)
+            if head["format"] > FORMAT:
+                raise CheckpointError(f"{path.name} is of format {head['format']}, newer than this program's {FORMAT}")
+            if head["job"] != job:
+                raise CheckpointError(f"{path.name} is of job {head['job']}, not of {job}")
+            body = file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    if len(body) != head["length"]:
+        raise CheckpointError(f"{path.name} is torn: {len(body)} bytes of {head['length']}")
+    if _digest(head, body) != head["sha256"]:
+        raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
+    try:
+        state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises, the file holds what may not or cannot be loaded
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path.name} cannot be loaded: {first}") from error
+    return Snapshot(path, head["generation"], head["step"], state)
+
+
+def _digest(head: dict[str, Any], body: bytes | memoryview) -> str:
+    digest = hashlib.sha256(json.dumps([head[key] for key in HEAD if key != "sha256"]).encode())
+    digest.update(body)
+    return digest.hexdigest()
+
+
+def _head(path: Path, file: IO[bytes]) -> dict[str, Any]:
+    try:
+        head = json.loads(file.readline(4096))
+        if not isinstance(head, dict) or not all(type(head.get(key)) is kind for key, kind in HEAD.items()):
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path.name} is torn or no checkpoint: its first line cannot be read") from None
+    return head

@@ -1,0 +1,93 @@
+"""Parameter server: trainers compute gradients, servers hold the parameters and update them.
+
+After "Implementing a parameter server using distributed RPC framework" of the PyTorch tutorials; what differs and why
+is in docs/ps.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rolecall.config import Seconds, Settings
+from rolecall.job.registry import Job, Role, Watched
+
+
+class PsSettings(Settings):
+    """The variables of `ps`."""
+
+    servers: int = Field(1, ge=1, le=64, description="servers that the parameters are sharded over, rank 0 included")
+    trainers: int = Field(2, ge=1, le=1024, description="trainers that a start waits for")
+    min_trainers: int = Field(1, ge=1, le=1024, description="fewest trainers to train with")
+    max_trainers: int = Field(64, ge=1, le=1024, description="most trainers taken in")
+    update_mode: Literal["sync", "async", "autograd"] = Field(
+        "sync",
+        description="sync: one update from the mean of all trainers' gradients; async: one from each gradient; "
+        "autograd: as async, with the model itself on the server and distributed autograd",
+    )
+    max_staleness: int = Field(
+        64,
+        ge=0,
+        le=100_000,
+        description="updates that parameters may have had since a gradient was computed with them; older gradients "
+        "are refused and their batches computed again (async, autograd)",
+    )
+    wire_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="type of gradients and parameters on the network"
+    )
+    batch_size: int = Field(32, ge=1, le=1_000_000, description="samples of one trainer's gradient")
+    epochs: int = Field(30, ge=1, le=1_000_000, description="passes over the training data")
+    eval_interval: int = Field(1, ge=1, le=1_000_000, description="epochs between evaluations")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="the servers' optimizer")
+    lr: float = Field(0.03, gt=0, le=10, description="learning rate")
+    lr_schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="cosine: the learning rate falls from LR to 0 over EPOCHS, on a half cosine"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    dropout: float = Field(0.25, ge=0, lt=0.5, description="the ConvNet's first dropout; the second is twice that")
+    dataset: str = Field(
+        "digits",
+        min_length=1,
+        description="digits (in scikit-learn), mnist (in DATA_DIR), or package.module:function that returns the "
+        "training and the test dataset",
+    )
+    data_dir: Path = Field(Path("data"), description="directory of mnist's files; downloaded there where absent")
+    model: str = Field(
+        "",
+        description="package.module:factory of a torch module from inputs to class logits or log-probabilities; "
+        "empty: the tutorial's ConvNet",
+    )
+    num_gpus: int = Field(
+        0, ge=0, le=2, description="GPUs of the server's model in UPDATE_MODE=autograd: convolutions, then the rest"
+    )
+    step_timeout: Seconds = Field(60.0, description="deadline of one trainer's gradient")
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Self:
+        if self.update_mode == "autograd" and self.servers > 1:
+            raise ValueError(f"SERVERS={self.servers}: UPDATE_MODE=autograd has the whole model on one server")
+        return self
+
+
+JOB = Job(
+    summary="parameter server: trainers push gradients, servers update and hand out parameters",
+    settings=PsSettings,
+    roles=(
+        # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
+        Role("ps", "rolecall.jobs.ps.server:run", "SERVERS", preload=("rolecall.jobs.ps.server", "torch._dynamo")),
+        Role(
+            "trainer",
+            "rolecall.jobs.ps.trainer:run",
+            "TRAINERS",
+            "MIN_TRAINERS",
+            "MAX_TRAINERS",
+            preload=("rolecall.jobs.ps.trainer",),
+        ),
+    ),
+    check="rolecall.jobs.ps.model:check",
+    evaluate="rolecall.jobs.ps.evaluate:evaluate",
+    metrics="rolecall.jobs.ps.metrics",
+    watch=Watched("ps_accuracy_ratio", "accuracy", "ps_samples_total", "samples", left="ps_left_seconds"),
+)

@@ -1,0 +1,29 @@
+"""The metrics of `rnn`. Bytes and latency of each call are in the metrics of remote calls, by method."""
+
+from __future__ import annotations
+
+from rolecall.telemetry import Metric
+
+FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+
+def _time(name: str, meaning: str, role: str) -> Metric:
+    return Metric("histogram", f"rnn_{name}_seconds", meaning, buckets=FAST, roles=(role,))
+
+
+METRICS = (
+    Metric("counter", "rnn_tokens_total", "Training tokens that were learned from.", roles=("trainer",)),
+    Metric("gauge", "rnn_epoch", "Epoch in hand, counted from 1.", roles=("trainer",)),
+    Metric("gauge", "rnn_loss", "Mean training loss of a token since the last line of the log.", roles=("trainer",)),
+    Metric("gauge", "rnn_perplexity", "Perplexity of the validation text.", roles=("trainer",)),
+    Metric("gauge", "rnn_left_seconds", "Estimated time until the last epoch is done.", roles=("trainer",)),
+    Metric("gauge", "rnn_grad_norm", "Global norm of the last step's gradient before clipping.", roles=("trainer",)),
+    Metric("counter", "rnn_gradient_bytes_total", "Gradients that the backward pass sends and receives, as computed.",
+           labels=("direction",), roles=("trainer",)),
+    _time("embedding", "Time of a micro-batch's lookup.", "ps"),
+    _time("decoder", "Time of a micro-batch's logits, loss and their gradients.", "ps"),
+    _time("lstm", "Time of a micro-batch's forward pass through the LSTM.", "trainer"),
+    _time("wait", "Time in which the trainer had nothing to do in a step's forward pass.", "trainer"),
+    _time("backward", "Time of a step's distributed backward pass.", "trainer"),
+    _time("optimizer", "Time of a step's clipping and optimizers, on both ranks.", "trainer"),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""What a rank serves on METRICS_PORT: /metrics, /healthz (liveness) and /readyz."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from rolecall.config import Settings, UsageError
+
+DESCRIPTORS = 65536
+SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # the header by which Prometheus's own scrapes are known
+LONGEST = 60.0  # seconds between two scrapes, beyond which nobody waits for the next
+
+
+class Scrapes:
+    """When Prometheus came for the metrics. A rank whose job is over stays until it comes once more: otherwise how it
+    ended, and its last values, are seen by chance only. Nobody is waited for who does not come regularly.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: deque[float] = deque(maxlen=4)
+        self._came = asyncio.Event()
+
+    def note(self) -> None:
+        self._times.append(self._clock())
+        self._came.set()
+
+    def patience(self) -> float:
+        """Seconds within which the next scrape must come; 0 where none is to be expected."""
+        times = [*self._times]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        if not gaps or max(gaps) > LONGEST:
+            return 0.0
+        return max(0.0, times[-1] + 1.5 * max(gaps) + 1.0 - self._clock())
+
+    async def once_more(self) -> None:
+        self._came.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), self.patience())
+
+
+async def serve(
+    settings: Settings,
+    registry: CollectorRegistry,
+    refresh: Callable[[], None],
+    unhealthy: Callable[[], str],
+    unready: Callable[[], str],
+    scrapes: Scrapes | None = None,
+) -> web.AppRunner:
+    """Start serving. `refresh` is called before a scrape; the other two say what is wrong, or nothing. Those of
+    Prometheus are noted in `scrapes`.
+
+    Raises UsageError where the port cannot be had.
+    """
+
+    async def metrics(request: web.Request) -> web.Response:
+        refresh()
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        body = encode(registry)
+        if scrapes and SCRAPER in request.headers:
+            scrapes.note()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    def says(problem: Callable[[], str]) -> Callable[[web.Request], web.Response]:
+        async def answer(request: web.Request) -> web.Response:
+            wrong = problem()
+            return web.Response(text=(wrong or "ok") + "\n", status=503 if wrong else 200)
+
+        return answer  # type: ignore[return-value]
+
+    app = web.Application(client_max_size=1024)
+    app.add_routes(
+        [web.get("/metrics", metrics), web.get("/healthz", says(unhealthy)), web.get("/readyz", says(unready))]  # type: ignore[arg-type]
+    )
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # scrapers ask more often
+    await runner.setup()
+    _allow_descriptors()
+    await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
+    return runner
+
+
+def _allow_descriptors() -> None:
+    """A thousand idle strangers on this process's ports must not keep ranks from connecting."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:
+    """Let `runner` serve on `host`. Raises UsageError where the port, which `variable` names, cannot be had."""
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        # asyncio's own text is long; a name's resolution has an errno of another kind
+        problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise UsageError(f"{variable}={port}: cannot listen on it at {host} ({problem}); choose another") from error

@@ -1,0 +1,44 @@
+"""Ask this rank's own endpoint, from beside it: the container's health check, and a way to its metrics without a port.
+
+A program of its own, not a command of `rolecall`, because a health check runs often and this imports little.
+"""
+
+from __future__ import annotations
+
+import http.client
+import sys
+
+from rolecall import config
+from rolecall.config import USAGE, Settings, UsageError
+
+TIMEOUT = 5.0
+
+
+def main(arguments: list[str]) -> int:
+    """Print what the rank answers on a path (/healthz where none is given); returns 0 where its status is 200."""
+    path = arguments[0] if arguments else "/healthz"
+    try:
+        settings = config.load(Settings)
+    except UsageError as error:
+        print(f"rolecall: {error}", file=sys.stderr)
+        return USAGE
+    host = settings.metrics_bind_addr or settings.bind_addr
+    # that address means every interface; the loopback one will do
+    connection = http.client.HTTPConnection(
+        "127.0.0.1" if host == "0.0.0.0" else host, settings.metrics_port, timeout=TIMEOUT
+    )
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        sys.stdout.write(answer.read().decode(errors="replace"))
+        return 0 if answer.status == 200 else 1
+    except (OSError, http.client.HTTPException) as error:
+        problem = str(error).strip() or type(error).__name__
+        print(f"METRICS_PORT={settings.metrics_port}: no answer ({problem})", file=sys.stderr)
+        return 1
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

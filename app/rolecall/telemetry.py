@@ -1,0 +1,275 @@
+"""Metrics and logs.
+
+A metric is declared once, as a `Metric`, in `SUPERVISOR` or `WORKER` below or in a job's `metrics` module. A worker's
+live in memory-mapped files (prometheus_client's multiprocess mode), so that they outlast the worker; its supervisor
+reads them when it is scraped, beside its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import prometheus_client
+import structlog
+from prometheus_client import CollectorRegistry, values
+from prometheus_client.core import Metric as Samples
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from rolecall import config
+from rolecall.config import __version__
+
+PREFIX = "rolecall_"
+LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
+CAUSES = (
+    "killed",
+    "crashed",
+    "failed",
+    "silent",
+    "restarted",
+    "unreachable",
+    "lost",
+    "left",
+    "drained",
+    "stopped",
+    "refused",
+)
+WORKER_CAUSES = ("killed", "crashed", "failed", "silent", "lost", "refused")  # of these, how a worker may end too early
+WORKER_STATES = ("none", "starting", "running", "ended")
+GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's declaration. `name` is without the prefix; `roles` empty means every role has it."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: Sequence[float] = LATENCY
+    roles: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def attribute(self) -> str:
+        """The name under which `build` hands it out."""
+        return self.name.removesuffix("_total")
+
+    def make(self, registry: CollectorRegistry) -> Any:
+        name = self.full_name
+        match self.kind:
+            case "counter":
+                return prometheus_client.Counter(name, self.help, self.labels, registry=registry)
+            case "gauge":
+                return prometheus_client.Gauge(
+                    name, self.help, self.labels, registry=registry, multiprocess_mode="mostrecent"
+                )
+            case "histogram":
+                return prometheus_client.Histogram(
+                    name, self.help, self.labels, buckets=self.buckets, registry=registry
+                )
+
+
+SUPERVISOR = (
+    Metric("gauge", "rank_info", "Which rank this is; always 1.", ("job", "role", "ordinal", "version")),
+    Metric("gauge", "up_since_seconds", "Unix time at which this rank's supervisor started."),
+    Metric("gauge", "generation", "Number of the generation that this rank is in; 0 for none."),
+    Metric("gauge", "worker_state", "1 for the worker's state, 0 for the others.", ("state",)),
+    Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process."),
+    Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process."),
+    Metric("counter", "worker_starts_total", "Worker processes that this rank started."),
+    Metric("counter", "worker_restarts_total", "Workers of this rank that ended early, by cause.", ("cause",)),
+    Metric("counter", "gang_unreachable_total", "Requests to rank 0's control port that got no answer."),
+    Metric("counter", "metric_files_dropped_total", "Metric files that were torn and had to be dropped."),
+)
+COORDINATOR = (
+    Metric("gauge", "gang_state", "1 for the gang's state, 0 for the others.", ("state",)),
+    Metric("gauge", "gang_members", "Ranks in the running generation, by role.", ("role",)),
+    Metric("gauge", "gang_registered", "Ranks whose lease is good, by role.", ("role",)),
+    Metric("gauge", "gang_wanted", "Ranks that a start waits for, by role.", ("role",)),
+    Metric("counter", "gang_generations_total", "Generations started."),
+    Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
+    Metric("counter", "gang_refused_total", "Requests to the control port that were refused, by reason.", ("reason",)),
+    Metric(
+        "histogram",
+        "recovery_seconds",
+        "Time from the end of a generation to the first step of the next.",
+        buckets=DURATION,
+    ),
+    Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),
+)
+WORKER = (
+    Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
+    Metric("counter", "rpc_failures_total", "Remote calls that failed, by method.", ("method",)),
+    Metric("counter", "rpc_sent_bytes_total", "Payload sent with remote calls, by method.", ("method",)),
+    Metric("counter", "rpc_received_bytes_total", "Payload received in answers, by method.", ("method",)),
+    Metric("histogram", "rpc_latency_seconds", "Time from a remote call to its answer, by method.", ("method",)),
+    Metric("gauge", "rpc_connect_seconds", "How long the newest generation's RPC rendezvous took."),
+    Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint written.", roles=("rank 0",)),
+    Metric(
+        "histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)
+    ),
+    Metric("counter", "checkpoint_failures_total", "Checkpoints that could not be written.", roles=("rank 0",)),
+    Metric("gauge", "step", "Step (iteration) that this rank's worker has reached.", roles=("rank 0",)),
+    Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
+    Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
+)  # fmt: skip
+
+
+def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:
+    """Make the metrics and hand them out as attributes: `rpc_calls_total` as `.rpc_calls`."""
+    registry = registry or CollectorRegistry()
+    prometheus_client.disable_created_metrics()  # a second series for each counter, of no use here
+    return SimpleNamespace(**{metric.attribute: metric.make(registry) for metric in declared})
+
+
+def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
+    """What a supervisor serves: the registry, its own metrics in it (with the coordinator's for rank 0, the `first`),
+    and those of its workers, in files in `directory`.
+    """
+    registry = CollectorRegistry()
+    metrics = build(SUPERVISOR + (COORDINATOR if first else ()), registry)
+    metrics.up_since_seconds.set_to_current_time()
+    files = WorkerFiles(directory, metrics.metric_files_dropped.inc)
+    registry.register(files)
+    return registry, metrics, files
+
+
+def name_rank(info: Any, job: str, role: str, ordinal: int | None) -> None:
+    """Say in the gauge `rank_info`, and nowhere else in it, which rank this is."""
+    with warnings.catch_warnings(action="ignore"):  # of workers' files, which it is not kept in
+        info.clear()
+    info.labels(job, role, "" if ordinal is None else str(ordinal), __version__).set(1)
+
+
+def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
+    """A worker's metrics: those of its role, kept in files named by slot, so that a new worker goes on counting."""
+    values.ValueClass = values.MultiProcessValue(lambda: "worker")
+    return build(of_role(declared, role, first))
+
+
+def of_role(declared: Iterable[Metric], role: str, first: bool) -> list[Metric]:
+    """Those of `declared` that a rank with `role` has; `first` says that it is rank 0."""
+    roles = {role, "rank 0"} if first else {role}
+    return [metric for metric in declared if not metric.roles or roles & set(metric.roles)]
+
+
+def use_directory(directory: Path) -> None:
+    """Keep the workers' metrics in `directory`. The caller imported prometheus_client before: its own stay apart."""
+    config.export(PROMETHEUS_MULTIPROC_DIR=str(directory))
+
+
+def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
+    """Set a gauge with a `state` label to 1 for `state` and 0 for the others."""
+    for name in states:
+        gauge.labels(name).set(name == state)
+
+
+def begin(counter: Any, values: Iterable[str]) -> None:
+    """Have a counter of one label begin at 0 for each of `values`: what appears as 1 is no increase to Prometheus."""
+    for value in values:
+        counter.labels(value)
+
+
+def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]]:
+    """Every metric as (name, kind, labels, where, meaning)."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for where, declared in (("every rank", SUPERVISOR), ("rank 0", COORDINATOR), ("every rank", (*WORKER, *job))):
+        for metric in declared:
+            place = ", ".join(metric.roles) or where
+            rows.append((metric.full_name, metric.kind, ", ".join(metric.labels), place, metric.help))
+    return rows
+
+
+class WorkerFiles:
+    """The collector of a worker's metric files. A scrape leaves out what cannot be read: a file that is torn must not
+    break it, and one that a worker is just making must not be deleted under its hands. `clean` is for the time between
+    two workers: it deletes and counts torn files.
+    """
+
+    def __init__(self, directory: Path, dropped: Callable[[], None]) -> None:
+        self.directory = directory
+        self._dropped = dropped
+
+    def clean(self) -> None:
+        """Delete and count what cannot be read. Only while there is no worker, whom a torn file would stop."""
+        for path in self.directory.glob("*.db"):
+            if not _readable(path):
+                path.unlink(missing_ok=True)
+                self._dropped()
+
+    def collect(self) -> Iterator[Samples]:
+        yield from MultiProcessCollector.merge([str(path) for path in self.directory.glob("*.db") if _readable(path)])
+
+
+def _readable(path: Path) -> bool:
+    try:
+        MultiProcessCollector.merge([str(path)])
+    except Exception:  # of many kinds, by where the file is torn
+        return False
+    return True
+
+
+def setup_logging(format: str, level: str, stream: Any = None, **bound: Any) -> None:
+    """One event a line on standard output, with `bound` (role, ordinal, generation) on each."""
+    text = structlog.dev.ConsoleRenderer(
+        colors=sys.stdout.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+    )
+    renderer: Any = structlog.processors.JSONRenderer() if format == "json" else text
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([structlog.processors.format_exc_info] if format == "json" else []),
+            _bound(bound),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(stream or sys.stdout),
+        cache_logger_on_first_use=False,
+    )
+
+
+def _bound(bound: dict[str, Any]) -> structlog.typing.Processor:
+    # not contextvars: a worker's RPC threads start with an empty context
+    def add(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {**event, **{key: value for key, value in bound.items() if key not in event and value is not None}}
+
+    return add
+
+
+def log(**bound: Any) -> Any:
+    """A logger."""
+    return structlog.get_logger(**bound)
+
+
+def cause(text: str) -> dict[str, str]:
+    """A cause for an event: its last line, and the whole of it where it is a traceback."""
+    lines = text.strip().splitlines()
+    return {} if not lines else {"cause": lines[-1]} if len(lines) == 1 else {"cause": lines[-1], "exception": text}
+
+
+class Timer:
+    """`with Timer() as timer: ...; timer.seconds`."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Timer:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start

@@ -1,0 +1,1 @@
+"""Who looks on, and who starts all ranks here."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rolecall.jobs.hybrid import HybridSettings
 
+from rolecall.jobs.hybrid import HybridSettings
 from tests.benchmarks import command, launch, local_hybrid, rolecall_hybrid, tutorial_hybrid
 from tests.benchmarks.display import Display
 

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
+
 from rolecall import config
 from rolecall.jobs.ps import PsSettings, model
-
 from tests.benchmarks import command, growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
 from tests.benchmarks.display import Display
 from tests.benchmarks.results_ps import BARRED, CANDIDATES, MODES, TRAINERS, Measured, tables

@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.envs import Envs, pack
 from rolecall.jobs.rl.observer import group_sizes
-
 from tests.benchmarks import command, launch, local_rl, rolecall_rl, round_trip, tutorial_rl
 from tests.benchmarks.display import Display
 

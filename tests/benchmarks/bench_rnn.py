@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rolecall.jobs.rnn import RnnSettings
 
+from rolecall.jobs.rnn import RnnSettings
 from tests.benchmarks import command, launch, local_rnn, rolecall_rnn, tutorial_rnn
 from tests.benchmarks.display import Display
 

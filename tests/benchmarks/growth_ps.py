@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.distributed import rpc
+
 from rolecall import config, telemetry
 from rolecall.job import registry
 from rolecall.job import rpc as rolecall_rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Peer, Context
+from rolecall.job.context import Context, Peer
 from rolecall.jobs.ps import PsSettings, model, server
 from rolecall.jobs.ps.server import Report
-from torch import Tensor
-from torch.distributed import rpc
-
 from tests.benchmarks import launch, ranks
 
 TRAINERS = (1, 2, 4, 8, 16, 32, 64)

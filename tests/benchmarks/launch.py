@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from rolecall import config
 from rolecall.config import Settings
 

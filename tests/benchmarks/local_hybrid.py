@@ -6,12 +6,13 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from torch import nn
+from torch.nn import functional
+
 from rolecall import config
 from rolecall.job.context import cores
 from rolecall.jobs.hybrid import HybridSettings, data, evaluate
 from rolecall.jobs.hybrid.model import Whole
-from torch import nn
-from torch.nn import functional
 
 TRAINERS, BATCH, INDICES, WIDTH, CLASSES = 2, 64, 20, 64, 8
 LEARNING_RATE = 0.05

@@ -11,13 +11,13 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import rpc
+
 from rolecall import config
 from rolecall.job.context import cores
 from rolecall.jobs.ps import PsSettings, data, model
 from rolecall.rank.worker import keep_memory
-from torch import Tensor
-from torch.distributed import rpc
-
 from tests.benchmarks import ranks
 
 WARM_SECONDS = 1.5

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+
 from rolecall import config
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.envs import Envs, Recorder, Trajectory

@@ -10,12 +10,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import psutil
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
 from rolecall import config
 from rolecall.job.context import cores
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate
 from rolecall.jobs.rnn.model import LanguageModel
-from torch import Tensor, nn
-from torch.nn import functional
 
 # word_language_model's on wikitext-2
 VOCABULARY, WIDTH, LAYERS, SEQUENCE, BATCH = 33_278, 200, 2, 35, 20

@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from rolecall.job.rpc import interface
 from torch.distributed import rpc
+
+from rolecall.job.rpc import interface
 
 HOST = "127.0.0.1"
 Tell = Callable[[Any], None]

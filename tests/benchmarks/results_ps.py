@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
+
 from rolecall import config
 from rolecall.jobs.ps import PsSettings
-
 from tests.benchmarks import command, growth_ps, rolecall_ps
 
 MODES = ("sync", "async", "autograd")

@@ -11,9 +11,9 @@ from datetime import datetime
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.model import build, parts
-
 from tests.benchmarks import launch
 
 EPOCH = re.compile(r"Epoch (\d+)\tupdate (\d+)\tloss")

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.autograd as dist_autograd
-from rolecall.job.context import cores
-from rolecall.jobs.ps import data
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from rolecall.job.context import cores
+from rolecall.jobs.ps import data
 from tests.benchmarks import local_ps, ranks
 
 BATCH_SIZE = 32

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from rolecall.job.context import cores
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional
 
+from rolecall.job.context import cores
 from tests.benchmarks import ranks
 from tests.benchmarks.local_rnn import BATCH, LAYERS, SEQUENCE, VOCABULARY, WARM, WIDTH, Meter, random_text
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rolecall.job import registry
 from rolecall.job.checkpoint import Checkpoints
-
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
 

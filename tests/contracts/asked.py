@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import yaml
+
 from rolecall import telemetry
 from rolecall.job import registry
-
 from tests.contracts.containers import ROOT
 from tests.contracts.dashboards.files import ALERTS, DASHBOARDS
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]

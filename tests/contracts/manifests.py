@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]

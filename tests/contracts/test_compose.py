@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+
 from rolecall import config, telemetry
 from rolecall.config import Settings
 from rolecall.job import registry
-
 from tests.contracts.containers import (
     COMPOSE,
     COMPOSE_TEXT,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+
 from rolecall.config import Settings
 from rolecall.rank import probe
-
 from tests.contracts.containers import (
     DOCKERFILE,
     EVERYTHING,

@@ -7,10 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job import registry
-
 from tests.contracts.tables import FILES, page
 
 ROOT = Path(__file__).resolve().parents[2]

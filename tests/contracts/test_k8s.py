@@ -9,10 +9,10 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+
 from rolecall import config
 from rolecall.config import Settings
 from rolecall.job import registry
-
 from tests.contracts.containers import ROOT, image_environment, only
 from tests.contracts.manifests import JOBS, K8S, Overlay, RankSet, overlay, render
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from rolecall.config import Settings
 
+from rolecall.config import Settings
 from tests.contracts.asked import ALERTING, BOARDS, PROMETHEUS, SAMPLES, TARGET, TESTS
 from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERVICES, WATCHERS, filled, networks
 from tests.contracts.dashboards.files import ALERTS, DASHBOARDS, RULE

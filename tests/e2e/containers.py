@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
 from rolecall import telemetry
 from rolecall.job import registry
-
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]

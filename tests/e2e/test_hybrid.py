@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from rolecall.job import registry
 
+from rolecall.job import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,

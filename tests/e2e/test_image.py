@@ -6,8 +6,8 @@ import json
 import subprocess
 
 import pytest
-from rolecall.job import registry
 
+from rolecall.job import registry
 from tests.e2e.containers import DEADLINE, IMAGE, docker
 
 LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")

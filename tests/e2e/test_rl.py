@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from rolecall.job import registry
 
+from rolecall.job import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, each_role_serves_its_metrics, open_ports
 from tests.integration.cluster import until

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from rolecall.job import registry
 
+from rolecall.job import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,

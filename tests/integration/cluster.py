@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+
 from rolecall.job import registry
 from rolecall.rank import endpoints
 from rolecall.run import history, rundir
 from rolecall.run.history import History
 from rolecall.watch.local import PORTS, free_ports
-
 from tests.integration import warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from rolecall.job import checkpoint
 from rolecall.run import history, rundir
-
 from tests.integration.cluster import Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
 from rolecall.job import checkpoint
 from rolecall.jobs.hybrid import HybridSettings, data
 from rolecall.jobs.hybrid.master import KEPT
 from rolecall.jobs.hybrid.model import Whole
-from torch import Tensor, nn
-from torch.nn import functional
-
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]

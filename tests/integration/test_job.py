@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from rolecall import telemetry
 from rolecall.job import registry
 from rolecall.watch.local import free_ports
-
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]

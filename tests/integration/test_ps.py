@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rolecall.job import checkpoint
 from torch.nn import functional
 
+from rolecall.job import checkpoint
 from tests.integration import learning
 from tests.integration.cluster import ROOT, Cluster, alive, reported, until
 

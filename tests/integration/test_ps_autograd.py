@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.autograd import Tower, forward
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.autograd import Tower, forward
 from tests.benchmarks import ranks
 from tests.integration import learning
 

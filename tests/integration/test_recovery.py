@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from rolecall.job import checkpoint
 
+from rolecall.job import checkpoint
 from tests.integration.cluster import DEADLINE, ROOT, Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]

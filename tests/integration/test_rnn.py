@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from rolecall.job import checkpoint
-from rolecall.jobs.rnn import RnnSettings, corpus
-from rolecall.jobs.rnn.model import LanguageModel
 from torch import nn
 from torch.nn import functional
 
+from rolecall.job import checkpoint
+from rolecall.jobs.rnn import RnnSettings, corpus
+from rolecall.jobs.rnn.model import LanguageModel
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]

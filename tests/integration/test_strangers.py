@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+
 from rolecall.rank.coordinator import MAX_BODY, PATH
 from rolecall.watch.local import free_ports
-
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]

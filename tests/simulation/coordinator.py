@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rolecall.gang.gang import OVER
 from rolecall.gang.protocol import Effect, Key, RejectedError
-
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
 from tests.simulation.rules import LEASE, NAP, RULES, TICK

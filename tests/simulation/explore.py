@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
-from rolecall.gang.gang import Gang
 
+from rolecall.gang.gang import Gang
 from tests.simulation.rules import SAFE, Safeguards
 from tests.simulation.simulation import Simulation
 from tests.simulation.story import Result, Violation

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import Order, Report
-
 from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:

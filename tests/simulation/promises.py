@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from rolecall.gang.gang import ACTIVE, OVER, Gang
 from rolecall.gang.protocol import ALIVE, Effect, Key, name_of
-
 from tests.simulation.rank import Rank
 from tests.simulation.rules import AWAKE, FENCE, LEASE, ORPHAN, RULES, SETTLE
 

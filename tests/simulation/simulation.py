@@ -7,7 +7,6 @@ from random import Random
 
 from rolecall.gang.gang import OVER, Gang
 from rolecall.gang.protocol import Key
-
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Lead

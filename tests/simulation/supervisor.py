@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rolecall.config import FAILED, USAGE
 from rolecall.gang.protocol import Order, Report
-
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Lead
 from tests.simulation.network import Post

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import Key, Order, name_of
-
 from tests.simulation.clock import Process
 from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, LEASE, ORPHAN, STEP, STOP
 

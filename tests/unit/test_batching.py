@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.futures import Future
+
 from rolecall.job.rpc import PeerLostError
 from rolecall.jobs.rl.batching import Answer, Batcher, Source
 from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Recorder, Trajectory, pack
-from torch.futures import Future
 
 FAILSAFE = 30.0  # no test waits for it; one that would hang fails instead
 LONG = 600.0  # a `wait` that no test outlives: what leaves, leaves for another reason

@@ -22,13 +22,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rolecall.config import UsageError
 from rolecall.job import checkpoint
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot, read
 from rolecall.run import rundir
 from rolecall.run.rundir import Persisted
 
-ROOT = Path(checkpoint.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FAILSAFE = 120.0
 
 

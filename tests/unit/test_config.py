@@ -10,6 +10,7 @@ from typing import Any
 
 import pydantic
 import pytest
+
 from rolecall import config
 from rolecall.config import Settings, UsageError
 from rolecall.job import registry

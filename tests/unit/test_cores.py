@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+
 from rolecall.config import Settings
 from rolecall.job import context
-from rolecall.job.context import Peer, Context, cores
+from rolecall.job.context import Context, Peer, cores
 
 V2, QUOTA, PERIOD = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 

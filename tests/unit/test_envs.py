@@ -16,6 +16,7 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from rolecall.config import UsageError
 from rolecall.jobs.rl import envs
 from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Envs, Recorder, Trajectory, pack, unpack

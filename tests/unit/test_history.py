@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rolecall.run import history, rundir
 from rolecall.run.history import SPACING, History, Journal, Point
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from rolecall import config
 from rolecall.config import UsageError
 from rolecall.job import rpc, stdlib
 from rolecall.jobs.hybrid import HybridSettings, data, server, snapshot
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
-from torch import Tensor, nn
 
 SMALL = {"num_embeddings": 50, "embedding_dim": 3, "lr": 0.5}
 

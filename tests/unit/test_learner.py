@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
+from torch import Tensor, nn
+
 from rolecall.config import UsageError
 from rolecall.jobs.rl import RlSettings, learner, model
 from rolecall.jobs.rl.batching import Batcher
 from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Envs, Recorder, Trajectory, pack
 from rolecall.jobs.rl.learner import Learner, discounted_returns
 from rolecall.jobs.rl.model import Actor, ActorCritic
-from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 OBSERVATION, ACTION = Box(-10, 10, (4,), np.float32), Discrete(2)

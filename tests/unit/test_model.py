@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
+from torch import Tensor, nn
+
 from rolecall.config import UsageError
 from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.model import Actor, ActorCritic
-from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 OBSERVATION, ACTION = Box(-1, 1, (4,), np.float32), Discrete(3)

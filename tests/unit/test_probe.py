@@ -16,12 +16,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
+
 from rolecall import config
 from rolecall.config import USAGE, Settings
 from rolecall.rank import endpoints, probe
 from rolecall.watch.local import free_ports
 
-ROOT = Path(probe.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+
 from rolecall.config import Settings
 from rolecall.job.context import Peer, Task
 from rolecall.rank import worker_process

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
+
 from rolecall.config import UsageError
 from rolecall.jobs.ps import PsSettings, data
 from rolecall.run import rundir
-from torch.nn import functional
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SIZES = {"train": 12, "t10k": 5}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from rolecall.jobs.ps.ledger import Gradient, Indices, Ledger, Update
 
 DEPTH = 2  # a trainer's gradients under way at once

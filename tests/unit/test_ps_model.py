@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from rolecall.config import UsageError
 from rolecall.job import registry
 from rolecall.jobs.ps import PsSettings, evaluate, model
-from torch import Tensor, nn
 
 MODELS = """
     import torch

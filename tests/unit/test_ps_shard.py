@@ -8,14 +8,15 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
 from rolecall.config import UsageError
-from rolecall.job.context import Peer, Context
+from rolecall.job.context import Context, Peer
 from rolecall.jobs.ps import PsSettings, data, model, server
 from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.shard import Key, Shard, join_states, refuse_other
-from torch import Tensor, nn
-from torch.futures import Future
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [

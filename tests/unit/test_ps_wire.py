@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.wire import DTYPES, Encoder
-from torch import nn
 
 EPSILON = 2.0**-8  # of bfloat16: rounding is wrong by at most this share of the number
 CONVNET = 1_199_882  # parameters

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from rolecall.job import registry
 from rolecall.run import history, picture, report, rundir
 from rolecall.run.history import History

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
+
 from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.gang.protocol import Report

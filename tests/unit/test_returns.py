@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Trajectory
 from rolecall.jobs.rl.learner import discounted_returns
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
+
 from rolecall import config
 from rolecall.config import UsageError
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, model
 from rolecall.jobs.rnn.corpus import Vocabulary
-from torch.nn import functional
 
 
 def settings(**own: object) -> RnnSettings:

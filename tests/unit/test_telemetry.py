@@ -17,11 +17,12 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.parser import text_string_to_metric_families
+
 from rolecall import telemetry
 from rolecall.job import registry
 from rolecall.telemetry import Metric, WorkerFiles
 
-ROOT = Path(telemetry.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FAILSAFE = 120.0
 # a worker's files, and one thing that is in each
 KINDS = {

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from rich.console import Console
+
 from rolecall.config import FAILED, UsageError
 from rolecall.run import rundir
 from rolecall.telemetry import GANG_STATES, PREFIX, WORKER_STATES

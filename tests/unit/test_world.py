@@ -6,9 +6,10 @@ import math
 
 import pytest
 from prometheus_client import CollectorRegistry
+
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job.context import Peer, Context
+from rolecall.job.context import Context, Peer
 
 
 @pytest.fixture

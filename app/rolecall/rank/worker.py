@@ -22,7 +22,7 @@ from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job import registry, rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Outcome, Task, Context
+from rolecall.job.context import Context, Outcome, Task
 from rolecall.run import rundir
 from rolecall.run.history import Note
 

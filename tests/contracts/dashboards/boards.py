@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rolecall import telemetry
 from rolecall.job import registry
-
 from tests.contracts.dashboards.jobs import ROWS
 from tests.contracts.dashboards.panels import Panel, Row, dashboard, graph, number, table, timeline
 from tests.contracts.dashboards.queries import (

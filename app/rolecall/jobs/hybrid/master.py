@@ -16,7 +16,7 @@ from torch.distributed.nn.api.remote_module import RemoteModule
 from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job import rpc as rolecall_rpc
-from rolecall.job.context import Outcome, Context
+from rolecall.job.context import Context, Outcome
 from rolecall.jobs.hybrid import HybridSettings, server, snapshot, trainer
 from rolecall.jobs.hybrid.trainer import Dense, Describe, Described, Evaluate, Join, Learn, Learned
 

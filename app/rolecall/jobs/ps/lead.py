@@ -14,7 +14,7 @@ from torch import Tensor
 from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job import rpc as rolecall_rpc
-from rolecall.job.context import Outcome, Context
+from rolecall.job.context import Context, Outcome
 from rolecall.job.rpc import PeerLostError
 from rolecall.jobs.ps import data, model, server
 from rolecall.jobs.ps.autograd import Tower

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from rolecall.job import rpc as rolecall_rpc
-from rolecall.job.context import Outcome, Context
+from rolecall.job.context import Context, Outcome
 from rolecall.job.rpc import PeerLostError
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.ledger import Indices, Update

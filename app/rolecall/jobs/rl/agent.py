@@ -14,7 +14,7 @@ from torch.distributed import rpc
 
 from rolecall import telemetry
 from rolecall.job import rpc as rolecall_rpc
-from rolecall.job.context import Outcome, Context
+from rolecall.job.context import Context, Outcome
 from rolecall.job.rpc import PeerLostError
 from rolecall.jobs.rl import RlSettings, envs, model
 from rolecall.jobs.rl.batching import Answer, Batcher

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from rolecall import telemetry
-from rolecall.job.context import Outcome, Context
+from rolecall.job.context import Context, Outcome
 from rolecall.job.rpc import PeerLostError
 from rolecall.jobs.rnn import RnnSettings, model, optimizer
 from rolecall.jobs.rnn.model import Decoder, Embedding

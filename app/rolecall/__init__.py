@@ -1,1 +1,38 @@
-"""Rolecall: torch.distributed.rpc training as containers, one image whose role is chosen by environment variables."""
+"""Rolecall: fault-tolerant torch.distributed.rpc programs, as processes, containers or pods.
+
+The public API. Names are imported when they are first used: a supervisor has no torch, and a health check little else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
+    from rolecall.job.context import Context, Outcome, Peer, PeerLostError, choose_device
+    from rolecall.job.rpc import RankObject
+    from rolecall.job.spec import Job, Role
+    from rolecall.job.stdlib import standard_library
+    from rolecall.telemetry import Metric
+
+__all__ = [
+    "Context", "Epochs", "Job", "Metric", "Outcome", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
+    "Settings", "UsageError", "__version__", "choose_device", "standard_library",
+]  # fmt: skip
+
+_MODULES = {
+    "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
+    "job.context": ("Context", "Outcome", "Peer", "PeerLostError", "choose_device"),
+    "job.rpc": ("RankObject",),
+    "job.spec": ("Job", "Role"),
+    "job.stdlib": ("standard_library",),
+    "telemetry": ("Metric",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"rolecall.{module}"), name)
+    raise AttributeError(f"module 'rolecall' has no attribute {name!r}")

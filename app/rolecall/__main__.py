@@ -119,7 +119,7 @@ def _metrics(arguments: argparse.Namespace) -> int:
 
 
 def _job_metrics(name: str | None) -> tuple[telemetry.Metric, ...]:
-    return registry.metrics(registry.get(name)) if name else ()
+    return registry.get(name).metrics if name else ()
 
 
 def _jobs(arguments: argparse.Namespace) -> int:

@@ -7,10 +7,14 @@ that names every bad variable.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
+import math
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -28,10 +32,25 @@ FAILED = 3  # the job failed, for every rank: starting it again would not help
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]
 
 
 class UsageError(Exception):
     """Bad input: its text is the one line that the user reads, and the process exits with code 2."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def wrap(cls, problem: str, *kinds: type[Exception], advice: str = "") -> Iterator[None]:
+        """Turns errors of `kinds` (any, if none is given) that the block raises into one UsageError:
+        `PROBLEM (TYPE: FIRST LINE); ADVICE`. A UsageError passes as it is.
+        """
+        try:
+            yield
+        except UsageError:
+            raise
+        except kinds or Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise cls(f"{problem} ({type(error).__name__}: {first})" + (f"; {advice}" if advice else "")) from error
 
 
 class Settings(BaseSettings):
@@ -109,6 +128,26 @@ class Settings(BaseSettings):
     def token(self) -> str:
         """The shared secret, or the empty string where none is set."""
         return self.job_token.get_secret_value() if self.job_token else ""
+
+    @property
+    def cpu_threads(self) -> int:
+        """Threads for a large computation: THREADS, or all cores that this process may use."""
+        return self.threads or cores()
+
+    def build(self, name: str, *arguments: Any) -> Any:
+        """Calls the user's callable that the setting `name` holds as `package.module:callable`; modules in the working
+        directory count too. Raises UsageError where it cannot be imported, or for whatever it raises.
+        """
+        target, variable = getattr(self, name), name.upper()
+        module, _, attribute = target.partition(":")
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        with UsageError.wrap(f"{variable}={target}: cannot be imported", advice="write package.module:name"):
+            function = getattr(importlib.import_module(module), attribute)
+        if not callable(function):
+            raise UsageError(f"{variable}={target}: is not callable")
+        with UsageError.wrap(f"{variable}={target}: raised an error"):
+            return function(*arguments)
 
 
 def _read_token(file: Path) -> str:
@@ -224,3 +263,14 @@ def export_default(**names: str) -> None:
 def child_environment(**names: str) -> dict[str, str]:
     """This process's environment with `names` on top, for a process to be started."""
     return {**os.environ, **names}
+
+
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its affinity, capped by a container's CPU limit (cgroup v2 or v1)."""
+    count = len(os.sched_getaffinity(0))
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # not this version, or no limit ("max")
+            quota, period = (int(word) for file in files for word in (cgroup / file).read_text().split())
+            if quota > 0:
+                count = min(count, math.ceil(quota / period))
+    return count

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import prometheus_client
 import structlog
@@ -57,6 +57,10 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: Sequence[float] = LATENCY
     roles: tuple[str, ...] = ()
+
+    # bucket bounds in seconds
+    LATENCY: ClassVar = LATENCY
+    DURATION: ClassVar = DURATION
 
     @property
     def full_name(self) -> str:
@@ -122,7 +126,13 @@ WORKER = (
         "histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)
     ),
     Metric("counter", "checkpoint_failures_total", "Checkpoints that could not be written.", roles=("rank 0",)),
-    Metric("gauge", "step", "Step (iteration) that this rank's worker has reached.", roles=("rank 0",)),
+    Metric("gauge", "step", "Steps (updates, iterations) made.", roles=("rank 0",)),
+    Metric("gauge", "epoch", "Current epoch, counted from 1.", roles=("rank 0",)),
+    Metric("counter", "done_total", "Work done by training: steps, samples or tokens, by job.", roles=("rank 0",)),
+    Metric("gauge", "left_seconds", "Estimated time until training is done.", roles=("rank 0",)),
+    Metric("gauge", "loss", "Mean training loss since the last progress line of the log.", roles=("rank 0",)),
+    Metric("gauge", "score", "Newest point of the job's curve: return, accuracy, perplexity.", roles=("rank 0",)),
+    Metric("gauge", "goal", "Score at which the job counts as solved.", roles=("rank 0",)),
     Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
     Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
 )  # fmt: skip

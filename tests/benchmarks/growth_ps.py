@@ -166,7 +166,7 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
         *(Peer("ps", number, number) for number in range(servers)),
         *(Peer("trainer", ordinal, servers + place) for place, ordinal in enumerate(_ordinals(trainers))),
     )
-    metrics = telemetry.build([*telemetry.WORKER, *registry.metrics(registry.get("ps"))])
+    metrics = telemetry.build([*telemetry.WORKER, *registry.get("ps").metrics])
     telemetry.setup_logging("text", "error")
     # a process is one server, once, and `connect` sets its metrics; here it is several in turn, connected already
     rolecall_rpc._metrics = metrics

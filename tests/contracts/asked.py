@@ -25,7 +25,7 @@ METRICS = {
     metric.full_name: metric
     for metric in (
         *telemetry.SUPERVISOR, *telemetry.COORDINATOR, *telemetry.WORKER,
-        *(metric for name in registry.JOBS for metric in registry.metrics(registry.get(name))),
+        *(metric for name in registry.JOBS for metric in registry.get(name).metrics),
     )
 }  # fmt: skip
 # what Prometheus adds by itself or by what discovers targets, and what the queries make of rolecall_rank_info's

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 VARIABLES = {name.upper() for job in registry.JOBS for name in registry.get(job).settings.model_fields}
-METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.metrics(registry.get(job)))}
+METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
 # environment variables and constants in the pages that are not settings of a rank
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
 OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {

@@ -211,7 +211,7 @@ def each_role_serves_its_metrics(project: Project, job: registry.Job, not_yet: s
         rank = project.rank0 if first else others[0]
         text = run_python(project.network("metrics"), fetch, f"http://{rank.name}:8000/metrics")
         declared = telemetry.SUPERVISOR + (telemetry.COORDINATOR if first else ())
-        declared += tuple(telemetry.of_role(telemetry.WORKER + registry.metrics(job), role.name, first))
+        declared += tuple(telemetry.of_role(telemetry.WORKER + job.metrics, role.name, first))
         names = {metric.full_name for metric in declared if not re.search(not_yet, metric.name)}
         missing = names - served(text) - {"rolecall_recovery_seconds"}
         assert not missing, f"{role.name}: {sorted(missing)}"

@@ -165,7 +165,7 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
     job = cluster(CHECKPOINT_INTERVAL="0.2").start(1)
     job.trains()
     until(lambda: job.agent.metric("checkpoint_seconds_count"), "a checkpoint")
-    own = registry.metrics(registry.get("rl"))
+    own = registry.get("rl").metrics
     for rank in job.ranks.values():
         until(lambda rank=rank: rank.get("/readyz")[0] == 200, f"{rank.name} to be ready")
         assert rank.get("/healthz") == (200, "ok\n")

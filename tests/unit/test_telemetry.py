@@ -30,7 +30,7 @@ KINDS = {
     "gauge_mostrecent_worker.db": "step",
     "histogram_worker.db": "seconds_count",
 }
-RL = registry.metrics(registry.get("rl"))
+RL = registry.get("rl").metrics
 
 # A worker of its own: counts, and then ends as it is told.
 WORKER = """

@@ -2,7 +2,7 @@
 
 A file is one line of JSON (format, job, generation, step, length of the rest, and SHA-256 of all that) and a
 `torch.save` of the state, which is read with `weights_only=True`. It is written under another name, synced and renamed,
-so a reader never sees half of one; a file that is torn all the same is set aside and the one before it used.
+so a reader never sees a partial file. A file that is torn all the same is skipped, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rolecall.config import UsageError
+from rolecall.config import Settings, UsageError
 from rolecall.run.rundir import NAME, write_atomically
 
 FORMAT = 1
@@ -28,19 +28,37 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint's contents, and where it stands."""
+    """A checkpoint's contents, and its file."""
 
     path: Path
     generation: int
     step: int
     state: dict[str, Any]
 
+    def require_settings(self, settings: Settings) -> None:
+        """Raises UsageError where a setting that the checkpoint depends on has another value now."""
+        for name, before in self.state.get("settings", {}).items():
+            if (now := getattr(settings, name, before)) != before:
+                raise UsageError(
+                    f"{name.upper()}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {before}; set that, "
+                    "or another directory"
+                )
+
+    def require_digest(self, digest: str, setting: str) -> None:
+        """Raises UsageError where the data that `setting` (NAME=value) names are not those of the checkpoint."""
+        if self.state.get("digest") != digest:
+            raise UsageError(
+                f"{setting}: the data are not those that {self.path.name} was trained on; restore them, or set another "
+                "CHECKPOINT_DIR"
+            )
+
 
 class Checkpoints:
     """A directory of checkpoints with one writer.
 
-    `fence` is asked before every write: it returns the newest generation, and a writer of an older one writes
-    nothing. `complain(message)` hears of files that could not be used, and `begin(step)` of what is gone on from.
+    `fence` is called before every write and returns the newest generation: a writer of an older one writes nothing.
+    `complain(message)` is called for every file that cannot be used, `begin(step)` with the step that training resumes
+    from.
     """
 
     def __init__(
@@ -67,14 +85,14 @@ class Checkpoints:
         return newest_first(self.directory)
 
     def newest(self) -> Snapshot | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+        """The newest intact checkpoint, or None where there is none at all.
 
-        Raises UsageError where there are checkpoints and not one of them can be used: starting anew beside them would
-        throw their training away without a word.
+        Raises UsageError where there are checkpoints and none can be read: starting over beside them would silently
+        discard their training.
         """
-        found = self._newest()
-        self._begin(found.step if found else 0)
-        return found
+        snapshot = self._newest()
+        self._begin(snapshot.step if snapshot else 0)
+        return snapshot
 
     def _newest(self) -> Snapshot | None:
         problems = []
@@ -83,7 +101,7 @@ class Checkpoints:
                 return read(path, self.job)
             except CheckpointError as error:
                 if not path.exists():
-                    return self._newest()  # one who writes replaced it by a newer one meanwhile
+                    return self._newest()  # the writer has replaced it by a newer one
                 problems.append(str(error))
                 self._bad.add(path)
                 self._complain(str(error))
@@ -97,7 +115,7 @@ class Checkpoints:
     def write(self, step: int, state: dict[str, Any]) -> Path:
         """Write `state` as the checkpoint of `step`, then delete all but the newest ones.
 
-        Raises CheckpointError where it could not be written; what was there before is then untouched.
+        Raises CheckpointError where it could not be written; the files that were there before are then unchanged.
         """
         import torch
 
@@ -125,8 +143,10 @@ class Checkpoints:
             raise CheckpointError(f"{path.name} cannot be written to {self.directory}: {error.strerror}") from error
         self._bad.discard(path)
         files = self.files()
-        kept = [file for file in files if file not in self._bad][: self.keep]  # a bad one is no spare
-        unfinished = self.directory.glob(".checkpoint-*.tmp")  # of writers that were killed; this one is alone
+        kept = [file for file in files if file not in self._bad][: self.keep]  # an unreadable one is no spare
+        unfinished = self.directory.glob(
+            ".checkpoint-*.tmp"
+        )  # of writers that were killed; there is one writer at a time
         for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
             try:
                 old.unlink(missing_ok=True)
@@ -137,11 +157,11 @@ class Checkpoints:
 
 def newest_first(directory: Path) -> list[Path]:
     """The checkpoints' files in `directory`, newest first."""
-    found = []
+    numbered = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if match := NAME.fullmatch(path.name):
-            found.append((int(match.group(1)), int(match.group(2)), path))
-    return [path for *_, path in sorted(found, reverse=True)]
+            numbered.append((int(match.group(1)), int(match.group(2)), path))
+    return [path for *_, path in sorted(numbered, reverse=True)]
 
 
 def read(path: Path, job: str) -> Snapshot:

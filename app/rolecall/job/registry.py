@@ -1,81 +1,19 @@
-"""The registry: job -> settings, roles, and the functions that its ranks run (imported when they are needed).
-
-A new topology is a folder beside this file, whose `__init__` holds a `JOB`, and its name in `JOBS`.
-"""
+"""The jobs by name, and which rank of one a process is."""
 
 from __future__ import annotations
 
 import importlib
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
 from rolecall.gang import protocol
-from rolecall.telemetry import Metric
+from rolecall.job.spec import Job
 
 JOBS = ("rl", "ps", "rnn", "hybrid")
-
-
-@dataclass(frozen=True)
-class Role:
-    """One role of a job. The first role of a job has one member: rank 0, which coordinates and writes checkpoints.
-
-    `run` is a `module:function` that is called with a `Context`. The counts name settings: `count` is what a start waits
-    for; `minimum` and `maximum` bound an elastic role, whose members come and go while the job trains. `preload` are
-    modules that take long to import and are imported before a worker is forked, not in each worker.
-    """
-
-    name: str
-    run: str
-    count: str = ""
-    minimum: str = ""
-    maximum: str = ""
-    preload: tuple[str, ...] = ()
-
-    @property
-    def elastic(self) -> bool:
-        return bool(self.minimum)
-
-
-@dataclass(frozen=True)
-class Watched:
-    """The metrics of a job that the live display draws: `curve` over time, under the name `curve_label` and with its
-    `goal`; the counter `rate` per second, in `rate_label`; and `left`, the seconds that the job will still take.
-    `lower` says that a lower value of the curve is a better one.
-    """
-
-    curve: str
-    curve_label: str
-    rate: str
-    rate_label: str
-    goal: str = ""
-    left: str = ""
-    lower: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """A topology: its settings, its roles, and where its functions are.
-
-    `check` is called with the settings before a rank joins, and raises UsageError for what can never work.
-    `evaluate` is called with the settings and a checkpoint's state by `python -m rolecall eval JOB`; `complete`, of a job
-    whose model writes text, with a prompt too where one is given.
-    `metrics` names the module that holds the job's metrics; `watch` is what the live display draws of them.
-    """
-
-    summary: str
-    settings: type[Settings]
-    roles: tuple[Role, ...]
-    check: str
-    evaluate: str
-    metrics: str
-    watch: Watched
-    complete: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,51 +32,30 @@ def get(name: str) -> Job:
 
 
 def load(name: str = "", **overrides: Any) -> tuple[Job, Settings]:
-    """The job that the environment (or `name`) names, and its settings."""
+    """The job that JOB (or `name`) names, and its settings. Raises UsageError for wrong settings."""
     name = name or config.job_name()
     job = get(name)
     return job, config.load(job.settings, job=name, **overrides)
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
+    """Imports the function that `target`, a `module:function` of this package, names."""
     module, _, name = target.partition(":")
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 
-def factory(variable: str, target: str) -> Callable[..., Any]:
-    """The user's callable that `variable` names as `package.module:name`; modules beside the working directory count
-    too. Raises UsageError where there is none."""
-    module, _, name = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's code: whatever its import raises is theirs to see
-        problem = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{variable}={target}: cannot be imported ({problem}); write package.module:name") from error
-    if not callable(found):
-        raise UsageError(f"{variable}={target}: is not callable")
-    return cast(Callable[..., Any], found)
-
-
 def counts() -> tuple[str, ...]:
-    """The variables that count ranks, of all jobs."""
+    """The variables that count ranks, over all jobs."""
     return tuple(dict.fromkeys(role.count for name in JOBS for role in get(name).roles if role.count))
 
 
-def metrics(job: Job) -> tuple[Metric, ...]:
-    """The metrics that the job's workers have beside those of every worker."""
-    return cast(tuple[Metric, ...], importlib.import_module(job.metrics).METRICS)
-
-
 def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
-    """The job's roles with their counts filled in. Raises UsageError where the counts contradict each other."""
+    """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
 
     def number(name: str, default: int) -> int:
         return int(getattr(settings, name.lower())) if name else default
 
-    found = []
+    specs = []
     for role in job.roles:
         count = number(role.count, 1)
         low, high = number(role.minimum, count), number(role.maximum, count)
@@ -146,8 +63,8 @@ def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
             raise UsageError(
                 f"wrong settings: {role.count}={count} must lie between {role.minimum}={low} and {role.maximum}={high}"
             )
-        found.append(protocol.Role(role.name, count, low, high, role.elastic))
-    return tuple(found)
+        specs.append(protocol.Role(role.name, count, low, high, role.elastic))
+    return tuple(specs)
 
 
 def identity(job: Job, settings: Settings, host: str) -> Identity:

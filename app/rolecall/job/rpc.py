@@ -13,8 +13,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
@@ -24,21 +25,15 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job.context import Context
+from rolecall.job.context import Context, PeerLostError
 from rolecall.telemetry import Timer
 
 SCHEME = "rolecall"
 # what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
 GONE = re.compile(r"originated at tensorpipe|RPCErr:1:|gloo/transport/|ncclRemoteError")
-_metrics: Any = None
-_methods: set[str] = set()  # that were called
+T = TypeVar("T")
 _threads = threading.local()
-_rendezvous: Store | None = None
-_staying: list[torch.futures.Future[None]] = []  # calls of `watch` that are here
-
-
-class PeerLostError(RuntimeError):
-    """A peer that this rank cannot do without is gone or silent; the gang regroups, it is no failure of this rank."""
+_staying: list[torch.futures.Future[None]] = []  # calls of `on_disconnect` that are served here
 
 
 def is_lost(error: BaseException) -> bool:
@@ -46,96 +41,170 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and bool(GONE.search(str(error))))
 
 
-def connect(context: Context) -> None:
-    """Join the RPC of `context`'s generation. Raises UsageError for a port that stays taken, PeerLostError too late.
+class RankObject(Generic[T]):
+    """The object that calls to this rank act on: `set` by the role's function, found with `get` by the called ones.
 
-    The rendezvous is a store that lives in rank 0's worker. Its keys carry the generation's number, so a worker that
-    comes too late, from a generation that is over, meets nobody.
+    RPC serves from the moment it connects, so the first call may arrive before the role's function has begun.
     """
-    global _metrics, _rendezvous
-    _metrics = context.metrics
+
+    deadline = float(Settings.model_fields["connect_timeout"].default)  # seconds; `connect` sets the generation's own
+
+    def __init__(self) -> None:
+        self._future: Future[T] = Future()
+
+    def set(self, value: T) -> T:
+        """Sets the object, once, and returns it."""
+        self._future.set_result(value)
+        return value
+
+    def get(self) -> T:
+        """The object. Raises PeerLostError where it is not set within CONNECT_TIMEOUT."""
+        keep_thread()
+        try:
+            return self._future.result(self.deadline)
+        except TimeoutError:
+            raise PeerLostError(f"this rank was not ready within CONNECT_TIMEOUT={self.deadline:g} s") from None
+
+
+_context: RankObject[Context[Any]] = RankObject()
+
+
+def connect(context: Context[Any]) -> None:
+    """Joins the RPC of `context`'s generation, and makes it the context's transport.
+
+    The rendezvous is a store in rank 0's worker. Its keys carry the generation's number, so a worker of an earlier
+    generation that arrives late meets nobody. Raises UsageError for a port that stays taken, and PeerLostError where
+    not all members connect in time.
+    """
     settings = context.settings
+    RankObject.deadline = settings.connect_timeout
     config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
     # init_rpc gathers device maps through a backend of its own that torch itself warns of
     warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+    _context.set(context)
     with Timer() as timer:
         try:
-            store = _rendezvous = _store(context)
+            store = _store(context)
+            context.transport = TorchRpc(context.metrics, store)
             register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, context.me.rank, len(context.members))]))
-            options = _options(context, store)
-            rpc.init_rpc(
-                context.me.name, rank=context.me.rank, world_size=len(context.members), rpc_backend_options=options
-            )
+            rpc.init_rpc(context.me.name, rank=context.me.rank, world_size=len(context.members),
+                         rpc_backend_options=_options(context, store))  # fmt: skip
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
     rpc._set_rpc_timeout(settings.rpc_timeout)  # type: ignore[attr-defined]
-    _metrics.rpc_connect_seconds.set(timer.seconds)
+    context.metrics.rpc_connect_seconds.set(timer.seconds)
 
 
-def _options(context: Context, store: Store) -> rpc.TensorPipeRpcBackendOptions:
+class TorchRpc:
+    """A `Transport` over torch's TensorPipe."""
+
+    def __init__(self, metrics: Any, store: Store) -> None:
+        self._metrics, self._store = metrics, store
+        self._methods: set[str] = set()  # that were called
+        self._forwarded: torch.futures.Future[None] | None = None
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+        """See `Context.call`."""
+        method, metrics = function.__name__, self._metrics
+        if method not in self._methods:
+            self._methods.add(method)
+            telemetry.begin(metrics.rpc_failures, [method])
+        started = time.perf_counter()
+        metrics.rpc_calls.labels(method).inc()
+        metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
+        future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
+
+        def done(answered: torch.futures.Future[Any]) -> None:
+            keep_thread()
+            metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
+            try:
+                received = payload_bytes(answered.value())
+            except Exception:  # the caller gets it from the future; here it only counts
+                metrics.rpc_failures.labels(method).inc()
+            else:
+                metrics.rpc_received_bytes.labels(method).inc(received)
+
+        future.add_done_callback(done)
+        return future
+
+    def wait_all(self, calls: list[torch.futures.Future[Any]]) -> list[Any]:
+        """See `Context.wait_all`."""
+        try:
+            return torch.futures.wait_all(calls)
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise PeerLostError(f"a peer does not answer: {first_line(error)}") from error
+
+    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
+        """See `Context.on_disconnect`."""
+        # no deadline: the answer never comes, the call fails with the connection
+        rpc.rpc_async(to, _stay, timeout=0).add_done_callback(lambda _: gone(to))
+
+    def join_group(self, context: Context[Any], role: str, timeout: float) -> None:
+        """See `Context.join_group`."""
+        store, members = PrefixStore(f"group-{role}", self._store), context.peers(role)
+        place, device = members.index(context.me), context.device
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        try:
+            store.set(f"gpu-{place}", gpu)
+            gpus = {store.get(f"gpu-{number}") for number in range(len(members))}
+            backend = "nccl" if len(gpus) == len(members) and b"" not in gpus else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=place, world_size=len(members), timeout=timedelta(seconds=timeout)
+            )
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
+
+    def forward(self, context: Context[Any], method: str, *args: Any, **values: Any) -> None:
+        """Calls a method of rank 0's `Progress`, in order: the call before must have been answered."""
+        if self._forwarded is not None:
+            self._forwarded.wait()
+        self._forwarded = rpc.rpc_async(context.members[0].name, _progress, args=(method, args, values))
+
+
+def _progress(method: str, args: tuple[Any, ...], values: dict[str, Any]) -> None:
+    getattr(_context.get().progress, method)(*args, **values)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _stay() -> torch.futures.Future[None]:
+    _staying.append(torch.futures.Future())
+    return _staying[-1]
+
+
+def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
     """RPC's options. Where two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
-    cuda = context.device.type == "cuda"
+    device = context.device.type
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{SCHEME}://",
         num_worker_threads=16,
         rpc_timeout=context.settings.connect_timeout,
         _transports=["uv"],
         # not cuda_ipc, which aborts where a process does not see the other's GPU
-        _channels=["basic", "cuda_basic"] if cuda else ["basic"],
+        _channels=["basic", "cuda_basic"] if device == "cuda" else ["basic"],
     )
-    store.set(f"device-{context.me.rank}", context.device.type)
-    for peer in context.members if cuda else ():
+    store.set(f"device-{context.me.rank}", device)
+    for peer in context.members if device == "cuda" else ():
         if peer != context.me and store.get(f"device-{peer.rank}") == b"cuda":
             options.set_device_map(peer.name, {0: 0})
             context.mapped.add(peer.name)
     return options
 
 
-def join_group(context: Context, role: str, timeout: float) -> None:
-    """Make torch's default process group, of the members with `role`: all of them call this, after `connect`.
-
-    Collectives have `timeout` seconds. NCCL where each has a GPU of its own, gloo otherwise. Raises PeerLostError.
-    """
-    assert _rendezvous is not None
-    store, members = PrefixStore(f"group-{role}", _rendezvous), context.peers(role)
-    place = members.index(context.me)
-    own = str(torch.cuda.get_device_properties(context.device).uuid) if context.device.type == "cuda" else ""
-    try:
-        store.set(f"gpu-{place}", own)
-        gpus = {store.get(f"gpu-{number}") for number in range(len(members))}
-        backend = "nccl" if len(gpus) == len(members) and b"" not in gpus else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=place, world_size=len(members), timeout=timedelta(seconds=timeout)
-        )
-    except (RuntimeError, dist.DistError) as error:
-        raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
-
-
-def _store(context: Context) -> Store:
-    settings = context.settings
-    timeout = timedelta(seconds=settings.connect_timeout)
-    size = len(context.members)
-    if context.me.rank == 0:
-        listener = _listen(settings)
-        store = TCPStore(
-            settings.master_addr,
-            settings.master_port,
-            size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    else:
+def _store(context: Context[Any]) -> Store:
+    settings, first = context.settings, context.me.rank == 0
+    listener = _listen(settings).detach() if first else None
+    if listener is None:
         _await_listener(settings)
-        store = TCPStore(
-            settings.master_addr, settings.master_port, size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+    store = TCPStore(settings.master_addr, settings.master_port, len(context.members), is_master=first,
+                     timeout=timedelta(seconds=settings.connect_timeout), wait_for_workers=False,
+                     master_listen_fd=listener)  # fmt: skip
     return PrefixStore(f"generation-{context.generation}", store)
 
 
 def _listen(settings: Settings) -> socket.socket:
-    # sooner than the others give rank 0 up: its own line names the setting
+    # shorter than the others' wait for rank 0: its own error names the setting
     end = time.monotonic() + settings.connect_timeout / 2
     while True:
         listener = socket.socket()
@@ -155,7 +224,7 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _await_listener(settings: Settings) -> None:
-    """Wait until rank 0's worker listens: refused, the store's own client waits a second before it tries again."""
+    """Waits until rank 0's worker listens: once refused, the store's own client waits a second before it retries."""
     end = time.monotonic() + settings.connect_timeout
     while True:
         try:
@@ -175,68 +244,25 @@ def interface(address: str) -> str:
             probe.connect((address, 9))
         except OSError as error:
             raise PeerLostError(f"MASTER_ADDR={address} cannot be resolved or routed to: {error.strerror}") from error
-        own = probe.getsockname()[0]
+        local = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == own for found in addresses):
+        if any(entry.address == local for entry in addresses):
             return str(name)
-    raise PeerLostError(f"MASTER_ADDR={address}: no interface has the address {own}")
+    raise PeerLostError(f"MASTER_ADDR={address}: no interface has the address {local}")
 
 
 def keep_thread() -> None:
-    """Let this thread of RPC's keep its Python state, for as long as it lives.
+    """Keeps the Python thread state of this RPC thread for as long as the thread lives.
 
-    Otherwise every call into Python makes one anew and unmaps it again: a tenth of the time of a short call.
+    Otherwise every call into Python makes a new state and unmaps it again, a tenth of the time of a short call.
     """
     if not getattr(_threads, "kept", False):
         _threads.kept = True
         ctypes.pythonapi.PyGILState_Ensure()  # without its counterpart
 
 
-def call(to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> torch.futures.Future[Any]:
-    """Call `function(*args)` at the worker `to`; the future raises where the call fails or `timeout` seconds pass.
-
-    `timeout` -1 means RPC_TIMEOUT. The call is counted and timed under the function's name.
-    """
-    method = function.__name__
-    if method not in _methods:
-        _methods.add(method)
-        telemetry.begin(_metrics.rpc_failures, [method])
-    started = time.perf_counter()
-    _metrics.rpc_calls.labels(method).inc()
-    _metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
-    future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
-
-    def done(answered: torch.futures.Future[Any]) -> None:
-        keep_thread()
-        _metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
-        try:
-            received = payload_bytes(answered.value())
-        except Exception:  # whatever the call raised, its waiter hears of it; here it only counts
-            _metrics.rpc_failures.labels(method).inc()
-        else:
-            _metrics.rpc_received_bytes.labels(method).inc(received)
-
-    future.add_done_callback(done)
-    return future
-
-
-def watch(to: str, gone: Callable[[str], None]) -> None:
-    """Call `gone(to)`, from another thread, as soon as the worker `to` has ended or its connection broke.
-
-    For a peer that is not called while it works. One that falls silent is the gang's to notice.
-    """
-    # no deadline: nobody waits for the answer, which never comes; the call fails with the connection
-    rpc.rpc_async(to, _stay, timeout=0).add_done_callback(lambda _: gone(to))
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _stay() -> torch.futures.Future[None]:
-    _staying.append(torch.futures.Future())
-    return _staying[-1]
-
-
 def payload_bytes(value: Any) -> int:
-    """Bytes of the tensors, arrays and byte strings in `value`: what weighs in a message."""
+    """Bytes of the tensors, arrays and byte strings in `value`, which make up most of a message."""
     match value:
         case torch.Tensor():
             return value.numel() * value.element_size()
@@ -251,4 +277,5 @@ def payload_bytes(value: Any) -> int:
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type's name."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""The source of the Python standard library that runs this program: text that is there without a download."""
+"""The source of the Python standard library that runs this program: text that needs no download."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import os
 import sysconfig
 from pathlib import Path
 
-# the standard library's own, but not what it is tested with
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
-def root() -> Path:
-    """Where it lies."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def sources() -> list[Path]:
-    """Its modules' files, sorted."""
-    found = []
-    for directory, below, names in os.walk(root()):
-        below[:] = [name for name in below if name not in SKIPPED]
-        found += [Path(directory, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+def standard_library() -> tuple[Path, list[Path]]:
+    """Its folder, and the files of its modules without their tests, sorted."""
+    root, files = Path(sysconfig.get_path("stdlib")), list[Path]()
+    for directory, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
+    return root, sorted(files)

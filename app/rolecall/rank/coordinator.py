@@ -25,7 +25,7 @@ from rolecall.gang.protocol import Effect, Order, RejectedError, Report
 from rolecall.job import registry
 from rolecall.rank import endpoints
 from rolecall.run import report, rundir
-from rolecall.run.history import Journal, Note
+from rolecall.run.history import Journal, Record
 
 PATH = "/v1/beat"
 MAX_BODY = 64 * 1024
@@ -115,7 +115,7 @@ class Coordinator:
         while not self.gang.settled(time.monotonic()):
             await asyncio.wait([asyncio.create_task(self._wake.wait())], timeout=TICK)
 
-    def note(self, notes: list[Note]) -> None:
+    def note(self, notes: list[Record]) -> None:
         """Take what rank 0's worker tells for the run's history."""
         self._trained = True
         self.journal.add(self.journal.history.note(notes))
@@ -136,9 +136,10 @@ class Coordinator:
         try:
             self.journal.add(history.close())
             await self.journal.save()
-            found = report.summary(self.job, self.settings, registry.get(self.job).watch, history, state, reason,
-                                   gang.generation.members, gang.summary, time.time())  # fmt: skip
-            await asyncio.to_thread(report.write, directory, found)
+            job = registry.get(self.job)
+            summary = report.summary(self.job, self.settings, history, state, reason, gang.generation.members,
+                                     gang.summary, time.time(), score=job.score, unit=job.unit, lower=job.lower)  # fmt: skip
+            await asyncio.to_thread(report.write, directory, summary)
             missing = rundir.CURVE
             problem = await report.draw(directory)
         except Exception as error:  # of whatever kind

@@ -23,7 +23,8 @@ from rolecall import config, telemetry
 from rolecall.config import FAILED, USAGE, Settings, UsageError
 from rolecall.gang.protocol import Order, Report
 from rolecall.job import registry
-from rolecall.job.registry import Identity, Job
+from rolecall.job.registry import Identity
+from rolecall.job.spec import Job
 from rolecall.rank import endpoints
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link

@@ -1,5 +1,5 @@
-"""The worker: one process a rank and generation, forked from one that has imported torch. It connects, runs the job's
-function for its role, tells its supervisor how that ended, and is gone.
+"""The worker: one process per rank and generation, forked from one that has imported torch. It connects, runs the
+job's function for its role, reports the outcome to its supervisor, and exits.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job import registry, rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context, Outcome, Task
+from rolecall.job.context import Context, Outcome, PeerLostError, Task
+from rolecall.job.progress import Curve, Supervision
 from rolecall.run import rundir
-from rolecall.run.history import Note
+from rolecall.run.history import Record
 
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _lock: rundir.Lock | None = None
 
 
-class Line:
+class Pipe(Supervision):
     """The worker's end of the pipe to its supervisor. Where the supervisor is gone, the process ends at once."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._step = 0
-        self._sent = 0.0
-        self._notes: list[Note] = []
+        self._sent_at = 0.0
+        self._records: list[Record] = []
 
     def send(self, *message: Any) -> None:
+        """Sends a message; ends the process where nobody receives it."""
         with self._lock:
             self._send(message)
 
@@ -50,29 +52,42 @@ class Line:
             self._connection.send(message)
         except OSError:
             os._exit(1)
-        self._sent = time.monotonic()
+        self._sent_at = time.monotonic()
 
-    def note(self, kind: str, step: int, value: float) -> None:
+    def heartbeat(self) -> None:
+        """Sends the current step, and the records since the last heartbeat."""
         with self._lock:
-            self._notes.append((kind, step, time.monotonic(), float(value)))
+            records, self._records = self._records, []
+            self._send(("heartbeat", self._step, records))
 
-    def beat(self) -> None:
-        with self._lock:
-            notes, self._notes = self._notes, []
-            self._send(("beat", self._step, notes))
+    def heartbeat_forever(self) -> None:
+        """Sends heartbeats at a fixed period."""
+        while True:
+            self.heartbeat()
+            time.sleep(HEARTBEAT_SECONDS)  # a period; nothing waits for it
 
-    def report(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
+        """Keeps `step` for the next heartbeat; the first step is sent at once."""
         first = self._step == 0
         self._step = step
-        if first or time.monotonic() - self._sent > BEAT_SECONDS / 2:
-            self.beat()
+        if first or time.monotonic() - self._sent_at > HEARTBEAT_SECONDS / 2:
+            self.heartbeat()
 
-    def beat_forever(self) -> None:
-        while True:
-            self.beat()
-            time.sleep(BEAT_SECONDS)  # the period of a heartbeat; nothing waits for it
+    def record(self, kind: Curve, step: int, value: float) -> None:
+        """Keeps a value of the run's history for the next heartbeat."""
+        with self._lock:
+            self._records.append((kind, step, time.monotonic(), float(value)))
 
-    def obey_forever(self, context: Context) -> None:
+    def report_lost(self, role: str, ordinal: int) -> None:
+        """Reports a peer that was found dead or silent."""
+        self.send("lost peer", role, ordinal)
+
+    def refuse_drain(self, why: str) -> None:
+        """Reports that the drain's checkpoint could not be written."""
+        self.send("drain failed", why)
+
+    def obey_forever(self, context: Context[Any]) -> None:
+        """Passes the supervisor's commands on to `context`."""
         while True:
             try:
                 kind, *arguments = self._connection.recv()
@@ -85,9 +100,9 @@ class Line:
 
 
 def main(task: Task, connection: Connection) -> None:
-    """The process's entry."""
+    """The process's entry point: runs `task`, sends the result over `connection`, and exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
-    line = Line(connection)
+    pipe = Pipe(connection)
     settings = task.settings
     telemetry.setup_logging(
         settings.log_format,
@@ -96,11 +111,11 @@ def main(task: Task, connection: Connection) -> None:
         ordinal=task.me.ordinal,
         generation=task.generation or None,
     )
-    threading.Thread(target=line.beat_forever, daemon=True).start()
+    threading.Thread(target=pipe.heartbeat_forever, daemon=True).start()
     result: tuple[Any, ...]
     try:
         if task.members:
-            result = _work(task, line)
+            result = _work(task, pipe)
         else:
             registry.resolve(registry.get(task.job).check)(settings)
             result = ("result", "finished", "", 0, {})
@@ -111,35 +126,32 @@ def main(task: Task, connection: Connection) -> None:
             result = ("result", "lost", rpc.first_line(error), 0, {})
         else:
             result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
-    line.beat()  # with the last notes
-    line.send(*result)
+    pipe.heartbeat()  # with the last records
+    pipe.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone
 
 
-def _work(task: Task, line: Line) -> tuple[Any, ...]:
+def _work(task: Task, pipe: Pipe) -> tuple[Any, ...]:
     job, settings = registry.get(task.job), task.settings
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
     torch.set_num_threads(1)  # see Context.threads
     keep_memory()
-    declared = [*telemetry.WORKER, *registry.metrics(job)]
     context = Context(
         settings=settings,
         me=task.me,
         members=task.members,
         generation=task.generation,
-        metrics=telemetry.build_worker(declared, task.me.role, first),
-        checkpoints=_checkpoints(task, line) if first else None,
-        report=line.report,
-        note=line.note,
-        tell_lost=lambda peer: line.send("gave up", peer.role, peer.ordinal),
-        refuse_drain=lambda why: line.send("drain failed", why),
+        metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.me.role, first),
+        job=job,
+        checkpoints=_checkpoints(task, pipe) if first else None,
+        supervision=pipe,
         lost=set(task.lost),
     )
-    context.metrics.evaluating.set(0)  # the worker before this one may have ended in the middle of it
-    threading.Thread(target=line.obey_forever, args=(context,), daemon=True).start()
+    context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
+    threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
     rpc.connect(context)
-    line.send("running")
+    pipe.send("running")
     role = next(role for role in job.roles if role.name == task.me.role)
     outcome = registry.resolve(role.run)(context)
     if not first or not isinstance(outcome, Outcome):
@@ -147,15 +159,15 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
     return "result", outcome.kind, "", outcome.step, outcome.summary
 
 
-def _checkpoints(task: Task, line: Line) -> Checkpoints:
+def _checkpoints(task: Task, pipe: Pipe) -> Checkpoints:
     settings = task.settings
     directory: Path = settings.checkpoint_dir
     global _lock
-    # the worker before this one may take a moment to be gone; the lock lives as long as this process
+    # the previous worker may take a moment to end; the lock lives as long as this process
     try:
         _lock = rundir.lock(directory, rundir.WRITER_LOCK, settings.lease_seconds)
     except rundir.TakenError as error:  # frozen, perhaps: the next generation tries again
-        raise rpc.PeerLostError(f"the worker before this one has not ended: {error}") from error
+        raise PeerLostError(f"the previous worker has not ended: {error}") from error
     log = telemetry.log()
     return Checkpoints(
         directory,
@@ -164,15 +176,15 @@ def _checkpoints(task: Task, line: Line) -> Checkpoints:
         settings.checkpoint_keep,
         fence=lambda: rundir.read_generation(directory).number,
         complain=lambda message: log.warning("checkpoint", problem=message),
-        begin=lambda step: line.note("start", step, task.generation),
+        begin=lambda step: pipe.record("start", step, task.generation),
     )
 
 
 def keep_memory() -> None:
-    """Have the C library keep the memory of tensors that are gone, up to 512 MiB, for those to come.
+    """Has glibc keep up to 512 MiB of freed memory for new tensors. Without effect on other C libraries.
 
-    By default it hands megabytes back to the system and asks for them again at every step, page by page: a fifth of
-    what a step of the ConvNet takes. Other C libraries than glibc do as they do.
+    By default glibc returns megabytes to the system and requests them again at every step, page by page, which takes a
+    fifth of a step of the ConvNet.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -181,7 +193,7 @@ def keep_memory() -> None:
 
 
 def seed(seed: int, rank: int, generation: int) -> None:
-    """Seed what is random in this process, differently for each rank and generation."""
+    """Seeds Python's, numpy's and torch's generators, differently for each rank and generation."""
     mixed = int(np.random.SeedSequence((seed, rank, generation)).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)

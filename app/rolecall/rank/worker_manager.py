@@ -12,10 +12,10 @@ from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import Order
 from rolecall.job.context import Peer, Task
-from rolecall.job.registry import Job
+from rolecall.job.spec import Job
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.run.history import Note
+from rolecall.run.history import Record
 from rolecall.telemetry import WorkerFiles
 
 QUIET = ("killed", "silent", "lost")  # nothing that this rank did wrong
@@ -34,7 +34,7 @@ class Keeper:
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None
         self.log = telemetry.log()
-        self.noted: Callable[[list[Note]], None] = lambda notes: None  # what the worker tells for the run's history
+        self.noted: Callable[[list[Record]], None] = lambda notes: None  # what the worker tells for the run's history
         self._changed = changed
         self._watched_at = time.monotonic()
 

@@ -21,7 +21,7 @@ from rolecall.config import UsageError
 
 if TYPE_CHECKING:
     from rolecall.job.context import Task
-    from rolecall.run.history import Note
+    from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
@@ -62,7 +62,7 @@ class WorkerProcess:
     what it tells for the run's history."""
 
     def __init__(
-        self, task: Task, changed: Callable[[], None], noted: Callable[[list[Note]], None] = lambda notes: None
+        self, task: Task, changed: Callable[[], None], noted: Callable[[list[Record]], None] = lambda notes: None
     ) -> None:
         self.task = task
         self.state = "starting"
@@ -143,7 +143,7 @@ class WorkerProcess:
     def _take(self, kind: str, *rest: Any) -> None:
         self.heard_at = time.monotonic()
         match kind:
-            case "beat":
+            case "heartbeat":
                 first = self.step == 0 and rest[0] > 0
                 self.step = rest[0]
                 self._noted(rest[1])
@@ -154,7 +154,7 @@ class WorkerProcess:
             case "drain failed":
                 self.drains_failed += 1
                 self.error = rest[0]
-            case "gave up":
+            case "lost peer":
                 self.gave_up.append((rest[0], rest[1]))
             case "result":
                 self.outcome, self.error, self.step, self.summary = rest

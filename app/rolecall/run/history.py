@@ -26,7 +26,7 @@ SPACING = 500  # a point is kept when 1/500 of the training time has passed sinc
 MOST_LINES = 50_000  # then the file is written anew, without what was cut
 MOST_STARTS = 500
 PERIOD = 1.0  # seconds between two writes
-Note = tuple[str, int, float, float]  # what a worker tells: kind, step, monotonic time, value
+Record = tuple[str, int, float, float]  # what a worker tells: kind, step, monotonic time, value
 Row = dict[str, Any]
 
 
@@ -71,7 +71,7 @@ class History:
 
     # ---- live
 
-    def note(self, notes: Iterable[Note]) -> list[Row]:
+    def note(self, notes: Iterable[Record]) -> list[Row]:
         """Take what a worker tells; returns the rows that are to be kept."""
         rows: list[Row] = []
         for kind, step, at, value in notes:

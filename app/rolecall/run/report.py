@@ -15,7 +15,6 @@ from typing import Any
 
 from rolecall.config import Settings, __version__
 from rolecall.gang.protocol import Key
-from rolecall.job.registry import Watched
 from rolecall.run import rundir
 from rolecall.run.history import History, Point
 
@@ -27,18 +26,21 @@ LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "wo
 def summary(
     job: str,
     settings: Settings,
-    watched: Watched,
     history: History,
     state: str,
     reason: str,
     members: Iterable[Key],
     result: dict[str, Any],
     now: float,
+    *,
+    score: str,
+    unit: str,
+    lower: bool,
 ) -> dict[str, Any]:
     """What became of a run, as JSON's types. `state` is finished, stopped or failed, for `reason`; `members` are those
     of the last generation, `result` is the job's own summary, `now` Unix time.
     """
-    done, score = history.last.get("done"), history.last.get("score")
+    done, final = history.last.get("done"), history.last.get("score")
     return {
         "job": job,
         "state": state,
@@ -54,13 +56,13 @@ def summary(
         "ranks_lost": dict(history.lost),
         "world": dict(Counter(role for role, _ in members)),
         "curve": {
-            "label": watched.curve_label,
-            "final": _value(score),
-            "best": _told(history.least if watched.lower else history.greatest),
+            "label": score,
+            "final": _value(final),
+            "best": _told(history.least if lower else history.greatest),
             "goal": history.goal,
         },
         "throughput": {
-            "unit": watched.rate_label,
+            "unit": unit,
             "total": _value(done),
             "per_second": _number(history.per_second()),
         },

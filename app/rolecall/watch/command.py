@@ -105,7 +105,7 @@ class Watcher:
 
     def _end(self, state: str) -> bool:
         self.code = FAILED if state == "failed" else 0
-        self.said = f"{self.watch.job} {state}: {self.watch.watched.curve_label} {self.watch.score()}"
+        self.said = f"{self.watch.job} {state}: {self.watch.spec.score} {self.watch.score()}"
         return True
 
     def line(self) -> str:
@@ -113,7 +113,7 @@ class Watcher:
         ranks = ", ".join(f"{target.rank} {target.shown}" for target in self.watch.targets)
         if not self.watch.job:
             return ranks
-        score = f"{self.watch.watched.curve_label} {self.watch.score()}"
+        score = f"{self.watch.spec.score} {self.watch.score()}"
         return f"{self.watch.job}  {self.watch.summary()}  {score}  ({ranks})"
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from rolecall.config import UsageError
 from rolecall.job import registry
+from rolecall.job.spec import Job
 from rolecall.telemetry import PREFIX
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -80,8 +81,9 @@ class Watch:
         self.started = time.monotonic()
 
     @property
-    def watched(self) -> registry.Watched:
-        return registry.get(self.job).watch
+    def spec(self) -> Job:
+        """The job that is displayed."""
+        return registry.get(self.job)
 
     @property
     def first(self) -> Target | None:
@@ -95,11 +97,11 @@ class Watch:
         self._learn_job()
         if not self.job:
             return
-        total = sum(target.total(self.watched.rate) for target in self.targets)
+        total = sum(target.total("done_total") for target in self.targets)
         if self._rates and total < self._rates[-1][1]:
             self._rates.clear()  # a rank was started again, and counts from 0
         self._rates.append((time.monotonic(), total))
-        point = self._value(self.watched.curve)
+        point = self._value("score")
         if point is not None and (not self.points or point != self.points[-1]):
             self.points.append(point)
 
@@ -150,16 +152,16 @@ class Watch:
         if not self.job:
             return "no rank has been reached yet"
         gang = f"gang {self.first.state('gang_state')}" if self.first else "rank 0 not reached"
-        seconds = self._value(self.watched.left)
+        seconds = self._value("left_seconds")
         left = "" if seconds is None else f"  {seconds:.0f} s left"
         return (
             f"{gang}  step {_number(self.first.value('step') if self.first else None)}  "
-            f"{self.per_second():,.0f} {self.watched.rate_label}/s  {time.monotonic() - self.started:.0f} s{left}"
+            f"{self.per_second():,.0f} {self.spec.unit}/s  {time.monotonic() - self.started:.0f} s{left}"
         )
 
     def score(self) -> str:
         """The curve's newest value, and its goal."""
-        bar = self._value(self.watched.goal)
+        bar = self._value("goal")
         return (f"{self.points[-1]:.4g}" if self.points else "-") + ("" if bar is None else f" of {bar:g}")
 
     def render(self, width: int = 100) -> RenderableType:
@@ -179,9 +181,9 @@ class Watch:
         head = Text.assemble((f"rolecall {self.job}  ", "bold"), self.summary())
         body: list[RenderableType] = [head, table]
         if self.job:
-            bar = self._value(self.watched.goal)
+            bar = self._value("goal")
             curve = Text(sparkline(self.points, max(10, width - 30), top=bar), style="cyan")
-            body.append(Text.assemble(self.watched.curve_label + " ", (self.score(), "bold"), "  ", curve))
+            body.append(Text.assemble(self.spec.score + " ", (self.score(), "bold"), "  ", curve))
         if self.lines:
             body.append(Text("\n".join(self.lines), style="dim", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*body))

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rolecall.config import Seconds, Settings
-from rolecall.job.registry import Job, Role, Watched
+from rolecall import Epochs, Job, Role, Seconds, Settings
+from rolecall.jobs.hybrid.metrics import METRICS
 
 
 class HybridSettings(Settings):
@@ -24,7 +24,7 @@ class HybridSettings(Settings):
     embedding_dim: int = Field(64, ge=1, le=65536, description="width of a row")
     hidden_size: int = Field(64, ge=0, le=65536, description="width of the dense network's hidden layer; 0: none")
     batch_size: int = Field(64, ge=1, le=1_000_000, description="samples of one trainer in a step")
-    epochs: int = Field(5, ge=1, le=1_000_000, description="passes over the training data")
+    epochs: Epochs = 5
     optimizer: Literal["adagrad", "sgd"] = Field(
         "adagrad", description="adagrad (row-wise for the table) or sgd, each where its parameters are"
     )
@@ -52,6 +52,9 @@ JOB = Job(
     ),
     check="rolecall.jobs.hybrid.data:check",
     evaluate="rolecall.jobs.hybrid.evaluate:evaluate",
-    metrics="rolecall.jobs.hybrid.metrics",
-    watch=Watched("hybrid_accuracy_ratio", "accuracy", "hybrid_samples_total", "samples", left="hybrid_left_seconds"),
+    metrics=METRICS,
+    score="accuracy",
+    unit="samples",
+    # what the weights and the order of the samples depend on
+    pinned=("dataset", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "seed"),
 )  # fmt: skip

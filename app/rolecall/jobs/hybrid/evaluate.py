@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from rolecall.config import UsageError
-from rolecall.job import context
 from rolecall.jobs.hybrid import HybridSettings, data
 from rolecall.jobs.hybrid.data import Samples
 from rolecall.jobs.hybrid.model import Whole
@@ -28,7 +27,7 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
     found = data.load(settings)
     if found.digest != state["digest"]:
         raise UsageError(f"DATASET={settings.dataset}: the samples are not those that the checkpoint learned from")
-    torch.set_num_threads(settings.threads or context.cores())
+    torch.set_num_threads(settings.cpu_threads)
     return {
         "accuracy": accuracy(trained, found.test),
         "samples": float(len(found.test)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolecall.telemetry import Metric
+from rolecall import Metric
 
 FAST = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -12,11 +12,6 @@ def _time(name: str, meaning: str, role: str) -> Metric:
 
 
 METRICS = (
-    Metric("counter", "hybrid_samples_total", "Training samples that were learned from.", roles=("master",)),
-    Metric("gauge", "hybrid_epoch", "Epoch in hand, counted from 1.", roles=("master",)),
-    Metric("gauge", "hybrid_loss", "Mean training loss since the last line of the log.", roles=("master",)),
-    Metric("gauge", "hybrid_accuracy_ratio", "Share classified right of the test data.", roles=("master",)),
-    Metric("gauge", "hybrid_left_seconds", "Estimated time until the last epoch is done.", roles=("master",)),
     Metric("counter", "hybrid_lookups_total", "Rows that were looked up, each as often as it was.", roles=("ps",)),
     Metric("counter", "hybrid_rows_total", "Rows that were updated, each once a step.", roles=("ps",)),
     Metric("counter", "hybrid_stall_seconds_total", "Time in which a rank stood still, by cause.", labels=("cause",),

@@ -11,8 +11,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall.config import Seconds, Settings
-from rolecall.job.registry import Job, Role, Watched
+from rolecall import Epochs, Job, Role, Seconds, Settings
+from rolecall.jobs.ps.metrics import METRICS
 
 
 class PsSettings(Settings):
@@ -38,7 +38,7 @@ class PsSettings(Settings):
         "float32", description="type of gradients and parameters on the network"
     )
     batch_size: int = Field(32, ge=1, le=1_000_000, description="samples of one trainer's gradient")
-    epochs: int = Field(30, ge=1, le=1_000_000, description="passes over the training data")
+    epochs: Epochs = 30
     eval_interval: int = Field(1, ge=1, le=1_000_000, description="epochs between evaluations")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="the servers' optimizer")
     lr: float = Field(0.03, gt=0, le=10, description="learning rate")
@@ -88,6 +88,8 @@ JOB = Job(
     ),
     check="rolecall.jobs.ps.model:check",
     evaluate="rolecall.jobs.ps.evaluate:evaluate",
-    metrics="rolecall.jobs.ps.metrics",
-    watch=Watched("ps_accuracy_ratio", "accuracy", "ps_samples_total", "samples", left="ps_left_seconds"),
+    metrics=METRICS,
+    score="accuracy",
+    unit="samples",
+    pinned=("dataset", "model", "seed"),
 )

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from rolecall.config import UsageError
-from rolecall.job import context
 from rolecall.jobs.ps import PsSettings, data, model
 
 CHUNK = 128  # samples in one pass
@@ -47,7 +46,7 @@ def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
     model.load_buffers(trained, buffers)
     torch.set_num_threads(1)
     return {
-        "accuracy": accuracy(trained, test, settings.threads or context.cores()),
+        "accuracy": accuracy(trained, test, settings.cpu_threads),
         "samples": float(len(test)),
         "epochs": float(ledger["epoch"]),
         "updates": float(ledger["version"]),

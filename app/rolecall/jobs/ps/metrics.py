@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from rolecall.telemetry import DURATION, Metric
+from rolecall import Metric
 
 STALENESS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 METRICS = (
-    Metric("counter", "ps_samples_total", "Training samples whose gradients were applied.", roles=("rank 0",)),
-    Metric("counter", "ps_updates_total", "Updates of the parameters.", roles=("rank 0",)),
-    Metric("gauge", "ps_epoch", "Epoch in hand, counted from 1.", roles=("rank 0",)),
-    Metric("gauge", "ps_loss", "Mean training loss since the last line of the log.", roles=("rank 0",)),
     Metric("gauge", "ps_train_accuracy_ratio", "Share classified right of the last batch.", roles=("rank 0",)),
-    Metric("gauge", "ps_accuracy_ratio", "Share classified right of the test data.", roles=("rank 0",)),
-    Metric("gauge", "ps_left_seconds", "Estimated time until the last epoch is done.", roles=("rank 0",)),
     Metric(
         "histogram",
         "ps_staleness_updates",
@@ -31,7 +25,7 @@ METRICS = (
         "histogram",
         "ps_compute_seconds",
         "Time of a batch's forward and backward pass.",
-        buckets=DURATION,
+        buckets=Metric.DURATION,
         roles=("trainer",),
     ),
     Metric(

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rolecall.config import Seconds, Settings
-from rolecall.job.registry import Job, Role, Watched
+from rolecall import Job, Role, Seconds, Settings
+from rolecall.jobs.rl.metrics import METRICS
 
 
 class RlSettings(Settings):
@@ -78,6 +78,8 @@ JOB = Job(
     ),
     check="rolecall.jobs.rl.model:check",
     evaluate="rolecall.jobs.rl.evaluate:evaluate",
-    metrics="rolecall.jobs.rl.metrics",
-    watch=Watched("rl_return_running", "return", "rl_env_steps_total", "steps", goal="rl_return_threshold"),
+    metrics=METRICS,
+    score="return",
+    unit="steps",
+    pinned=("env_id", "policy", "hidden_size", "dropout"),
 )

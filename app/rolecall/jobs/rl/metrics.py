@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from rolecall.telemetry import DURATION, Metric
+from rolecall import Metric
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 METRICS = (
     Metric("counter", "rl_env_steps_total", "Environment steps taken.", roles=("observer",)),
     Metric("counter", "rl_episodes_total", "Episodes completed.", roles=("observer",)),
-    Metric("counter", "rl_samples_total", "Environment steps that the agent learned from.", roles=("agent",)),
     Metric(
         "counter", "rl_iterations_total", "Iterations: a rollout of every observer and an update.", roles=("agent",)
     ),
     Metric("gauge", "rl_return_last", "Worst observer's mean episode return in the last iteration.", roles=("agent",)),
-    Metric("gauge", "rl_return_running", "Running return: 0.95 of itself and 0.05 of the last.", roles=("agent",)),
-    Metric("gauge", "rl_return_threshold", "Return at which the environment counts as solved.", roles=("agent",)),
     Metric("gauge", "rl_policy_version", "Version of the policy in use: updates made to it."),
     Metric(
         "histogram",
@@ -26,8 +23,8 @@ METRICS = (
     ),
     Metric("histogram", "rl_inference_batch_observations", "Observations in one forward pass.", buckets=COUNTS),
     Metric("histogram", "rl_inference_seconds", "Time of one forward pass, sampling included."),
-    Metric("histogram", "rl_rollout_seconds", "Time of an iteration's rollouts.", buckets=DURATION, roles=("agent",)),
-    Metric("histogram", "rl_update_seconds", "Time of an iteration's update.", buckets=DURATION, roles=("agent",)),
+    Metric("histogram", "rl_rollout_seconds", "Time of an iteration's rollouts.", buckets=Metric.DURATION, roles=("agent",)),
+    Metric("histogram", "rl_update_seconds", "Time of an iteration's update.", buckets=Metric.DURATION, roles=("agent",)),
     Metric("gauge", "rl_policy_loss", "Policy loss of the last update.", roles=("agent",)),
     Metric("gauge", "rl_baseline_loss", "Baseline loss of the last update.", roles=("agent",)),
     Metric("gauge", "rl_policy_entropy_nats", "Mean entropy of the policy in the last update.", roles=("agent",)),

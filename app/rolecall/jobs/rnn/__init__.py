@@ -10,8 +10,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall.config import Seconds, Settings
-from rolecall.job.registry import Job, Role, Watched
+from rolecall import Epochs, Job, Role, Seconds, Settings
+from rolecall.jobs.rnn.metrics import METRICS
 
 
 class RnnSettings(Settings):
@@ -38,7 +38,7 @@ class RnnSettings(Settings):
     micro_batches: int = Field(
         2, ge=1, le=16, description="parts of a step's streams, which the ranks work on at the same time"
     )
-    epochs: int = Field(3, ge=1, le=1_000_000, description="passes over the training text")
+    epochs: Epochs = 3
     optimizer: Literal["adam", "sgd"] = Field(
         "adam", description="adam (SparseAdam for the embedding) or sgd, each where its parameters are"
     )
@@ -71,6 +71,11 @@ JOB = Job(
     check="rolecall.jobs.rnn.corpus:check",
     evaluate="rolecall.jobs.rnn.evaluate:evaluate",
     complete="rolecall.jobs.rnn.evaluate:complete",
-    metrics="rolecall.jobs.rnn.metrics",
-    watch=Watched("rnn_perplexity", "perplexity", "rnn_tokens_total", "tokens", left="rnn_left_seconds", lower=True),
+    metrics=METRICS,
+    score="perplexity",
+    unit="tokens",
+    lower=True,
+    # what the weights and the order of the text depend on
+    pinned=("corpus", "corpus_bytes", "tokens", "vocabulary", "embedding_size", "hidden_size", "layers", "batch_size",
+            "sequence", "seed"),
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rolecall.config import UsageError
-from rolecall.job import context
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.corpus import Vocabulary
 from rolecall.jobs.rnn.model import LanguageModel, Lstm
@@ -22,7 +21,7 @@ def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
     text = corpus.load(settings)
     if text.digest != state["digest"]:
         raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint learned from")
-    torch.set_num_threads(settings.threads or context.cores())
+    torch.set_num_threads(settings.cpu_threads)
     loss = validation_loss(trained, settings, text.validation)
     return {
         "perplexity": math.exp(loss),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolecall.telemetry import Metric
+from rolecall import Metric
 
 FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -12,11 +12,6 @@ def _time(name: str, meaning: str, role: str) -> Metric:
 
 
 METRICS = (
-    Metric("counter", "rnn_tokens_total", "Training tokens that were learned from.", roles=("trainer",)),
-    Metric("gauge", "rnn_epoch", "Epoch in hand, counted from 1.", roles=("trainer",)),
-    Metric("gauge", "rnn_loss", "Mean training loss of a token since the last line of the log.", roles=("trainer",)),
-    Metric("gauge", "rnn_perplexity", "Perplexity of the validation text.", roles=("trainer",)),
-    Metric("gauge", "rnn_left_seconds", "Estimated time until the last epoch is done.", roles=("trainer",)),
     Metric("gauge", "rnn_grad_norm", "Global norm of the last step's gradient before clipping.", roles=("trainer",)),
     Metric("counter", "rnn_gradient_bytes_total", "Gradients that the backward pass sends and receives, as computed.",
            labels=("direction",), roles=("trainer",)),

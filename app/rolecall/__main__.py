@@ -150,6 +150,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if found is None:
         raise UsageError(f"--checkpoint {path}: holds no checkpoint")
+    settings = settings.model_copy(update=found.state.get("settings", {}))  # those that the checkpoint depends on
     if arguments.prompt is not None:
         text = registry.resolve(job.complete)(settings, found.state, arguments.prompt)
         print(json.dumps({"text": text}) if arguments.json else text)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
+from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
 from rolecall import telemetry
@@ -25,7 +26,8 @@ from rolecall.gang.protocol import Effect, Order, RejectedError, Report
 from rolecall.job import registry
 from rolecall.rank import endpoints
 from rolecall.run import report, rundir
-from rolecall.run.history import Journal, Record
+from rolecall.run.history import Record
+from rolecall.run.journal import Journal
 
 PATH = "/v1/beat"
 MAX_BODY = 64 * 1024
@@ -56,7 +58,7 @@ class Coordinator:
         self._said = self._complained = float("-inf")
         self._persisted = rundir.Persisted()
         self._runner: web.AppRunner | None = None
-        self._lock: rundir.Lock | None = None
+        self._lock: FileLock | None = None
         self._trained = False  # by this process
 
     async def start(self, metrics: Any) -> None:
@@ -90,6 +92,7 @@ class Coordinator:
                 directory=str(directory),
             )
         self.journal = Journal(directory)
+        self.picture = report.Picture(directory)
         # a new run also finds out, before anyone trains, whether the directory can be written
         self._write_generation(persisted.number, persisted.members, must=persisted.number == 0 or not s.resume)
         app = web.Application(client_max_size=MAX_BODY)
@@ -118,7 +121,9 @@ class Coordinator:
     def note(self, notes: list[Record]) -> None:
         """Take what rank 0's worker tells for the run's history."""
         self._trained = True
-        self.journal.add(self.journal.history.note(notes))
+        self.journal.add(self.journal.history.record(notes))
+        if any(kind == "train" for kind, *_ in notes):
+            self.picture.prepare()
 
     async def report(self, code: int) -> None:
         """The run is over here, with exit code `code`: leave its summary and picture beside the checkpoints. Whatever
@@ -141,7 +146,7 @@ class Coordinator:
                                      gang.summary, time.time(), score=job.score, unit=job.unit, lower=job.lower)  # fmt: skip
             await asyncio.to_thread(report.write, directory, summary)
             missing = rundir.CURVE
-            problem = await report.draw(directory)
+            problem = await self.picture.draw()
         except Exception as error:  # of whatever kind
             problem = str(error) or type(error).__name__
         if problem:
@@ -157,11 +162,12 @@ class Coordinator:
                 self.node = ""
                 self._write_generation(self._persisted.number, self._persisted.members)
         if self._lock:
+            self.picture.close()
             self._lock.release()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """What keeps it going; its caller ends when one of them does."""
-        return [self._tick_forever(), self.journal.keep()]
+        return [self._tick_forever(), self.journal.save_forever()]
 
     async def _tick_forever(self) -> None:
         """Move the gang on with the time."""
@@ -225,10 +231,10 @@ class Coordinator:
                 self.metrics.gang_generations.inc()
             case "stopped" | "lost":
                 self.metrics.gang_restarts.labels(details["cause"]).inc()
-                happened = history.ended if kind == "stopped" else history.went
+                happened = history.end_generation if kind == "stopped" else history.lose_rank
                 self.journal.add(happened(details["cause"]))
             case "finished" | "failed":
-                self.journal.add(history.ended(kind))
+                self.journal.add(history.end_generation(kind))
             case "recovered":
                 self.metrics.recovery_seconds.observe(details["seconds"])
         if kind == "failed":

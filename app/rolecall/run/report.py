@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rolecall.config import Settings, __version__
 from rolecall.gang.protocol import Key
@@ -29,7 +29,7 @@ def summary(
     job: str,
     settings: Settings,
     history: History,
-    state: Literal["finished", "stopped", "failed"],
+    state: str,
     reason: str,
     members: Iterable[Key],
     result: dict[str, Any],
@@ -41,7 +41,7 @@ def summary(
 ) -> dict[str, Any]:
     """The contents of summary.json, as JSON's types.
 
-    `state` is how the run ended, for `reason`; `members` are those of the last generation; `result` is the job's own
+    `state` is how the run ended: finished, stopped or failed, for `reason`; `members` are those of the last generation; `result` is the job's own
     summary; `now` is Unix time. `score` labels the curve, of which lower is better where `lower` is set; `unit` is that
     of the work done.
     """

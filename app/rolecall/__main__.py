@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # settings name the user's modules; those of libraries come first
     try:
-        return int(arguments.run(arguments))
+        return int(arguments.handler(arguments))
     except UsageError as error:
         print(f"rolecall: {error}", file=sys.stderr, flush=True)
         return USAGE
@@ -39,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
-    parser.set_defaults(run=_rank, tied=False)
+    parser.set_defaults(handler=_rank, tied=False)
     commands = parser.add_subparsers(metavar="COMMAND")
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", action="store_true", help="end with the parent process")
-    rank.set_defaults(run=_rank)
+    rank.set_defaults(handler=_rank)
     run = commands.add_parser("run", help="run every rank of a job as a process on this machine")
     jobs = run.add_subparsers(metavar="JOB", dest="job", required=True)
     for name in registry.JOBS:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
                               usage=f"rolecall run {name} [--plain] [--SETTING VALUE]...")  # fmt: skip
         job.add_argument("--plain", action="store_true", help="lines instead of the live display")
         _add_flags(job, name)
-    run.set_defaults(run=_run)
+    run.set_defaults(handler=_run)
     watch = commands.add_parser("watch", help="the live display of ranks that run anywhere, from their metrics")
     watch.add_argument(
         "targets",
@@ -61,25 +61,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     watch.add_argument("--plain", action="store_true", help="lines instead of the live display")
     watch.add_argument("--once", action="store_true", help="display the ranks once, and end")
-    watch.add_argument(
-        "--timeout", type=_seconds, default=30.0, help="end after so many seconds without an answer (30)"
-    )
-    watch.set_defaults(run=_watch)
+    watch.add_argument("--timeout", type=_seconds, default=30.0, help="seconds without an answer to end after (30)")
+    watch.set_defaults(handler=_watch)
     show = commands.add_parser("config", help="list the variables")
     show.add_argument("job", nargs="?", choices=registry.JOBS)
     show.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    show.set_defaults(run=_config)
+    show.set_defaults(handler=_config)
     metrics = commands.add_parser("metrics", help="list the metrics")
     metrics.add_argument("job", nargs="?", choices=registry.JOBS)
     metrics.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    metrics.set_defaults(run=_metrics)
+    metrics.set_defaults(handler=_metrics)
     evaluate = commands.add_parser("eval", help="evaluate a checkpoint")
     evaluate.add_argument("job", choices=registry.JOBS)
     evaluate.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or a directory of them")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead (rnn)")
-    evaluate.set_defaults(run=_evaluate)
-    commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(run=_jobs)
+    evaluate.set_defaults(handler=_evaluate)
+    commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
 
 
@@ -107,10 +105,10 @@ def _rank(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    fields = registry.get(arguments.job).settings.model_fields
-    flags = {name.upper(): value for name, value in vars(arguments).items() if name in fields and name != "job"}
     from rolecall.watch import local
 
+    fields = registry.get(arguments.job).settings.model_fields
+    flags = {name.upper(): value for name, value in vars(arguments).items() if name in fields and name not in NO_FLAG}
     return local.run(arguments.job, flags, arguments.plain)
 
 

@@ -43,11 +43,12 @@ class UsageError(Exception):
         """Turns errors of `kinds` (any, if none is given) that the block raises into one UsageError:
         `PROBLEM (TYPE: FIRST LINE); ADVICE`. A UsageError passes as it is.
         """
+        wrapped = kinds or (Exception,)
         try:
             yield
         except UsageError:
             raise
-        except kinds or Exception as error:
+        except wrapped as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise cls(f"{problem} ({type(error).__name__}: {first})" + (f"; {advice}" if advice else "")) from error
 
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
     )
     world_size: int | None = Field(None, ge=1, le=10000, description="torch's own variable, checked against the counts")
     master_addr: str = Field(
-        "127.0.0.1", min_length=1, description="rank 0's address; a name is resolved for each connection"
+        "127.0.0.1", min_length=1, description="rank 0's address; names are resolved anew each time"
     )
     master_port: Port = Field(29500, description="rank 0's port for the RPC rendezvous")
     control_port: Port = Field(29400, description="rank 0's port for the gang: heartbeats and directives")
@@ -99,21 +100,15 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
-    lease_seconds: Seconds = Field(
-        6.0, ge=1, description="seconds without a heartbeat after which a rank or a worker counts as lost"
-    )
+    lease_seconds: Seconds = Field(6.0, ge=1, description="seconds of silence after which a rank or a worker is lost")
     join_grace: Seconds = Field(
         10.0, description="seconds that a start waits for an elastic role's count before its minimum is enough"
     )
     rejoin_interval: Seconds = Field(10.0, description="least seconds between two regroups that admit new ranks")
-    rejoin_timeout: Seconds = Field(
-        600.0, description="seconds that ranks wait for rank 0, and rank 0 for missing ranks"
-    )
+    rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0, and at rank 0 for missing ranks")
     connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
     rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
-    drain_timeout: Seconds = Field(
-        20.0, description="deadline of a drain (finish the step, write a checkpoint, leave), in seconds"
-    )
+    drain_timeout: Seconds = Field(20.0, description="seconds to drain in: finish the step, write a checkpoint, leave")
     max_failures: int = Field(
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
     )

@@ -167,7 +167,7 @@ def name_rank(info: Any, job: str, role: str, ordinal: int | None) -> None:
 
 
 def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
-    """The metrics of a worker with `role`, in files that the next worker continues; `first` says that it is rank 0's."""
+    """The metrics of a worker with `role`, of rank 0 where it is `first`, in files that the next worker continues."""
     values.ValueClass = values.MultiProcessValue(lambda: "worker")
     return build(of_role(declared, role, first))
 
@@ -179,7 +179,7 @@ def of_role(declared: Iterable[Metric], role: str, first: bool) -> list[Metric]:
 
 
 def use_directory(directory: Path) -> None:
-    """Keeps the workers' metrics in `directory`. Has no effect on this process, which has imported prometheus_client."""
+    """Keeps the workers' metrics in `directory`; this process, which has imported prometheus_client, keeps its own."""
     config.export(PROMETHEUS_MULTIPROC_DIR=str(directory))
 
 
@@ -206,8 +206,8 @@ def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]
 
 
 class WorkerFiles:
-    """Collects the metrics in a worker's files. A scrape skips files that cannot be read: a torn file must not break it,
-    and one that a worker is just creating must not be deleted. `clean` deletes torn files between two workers.
+    """Collects the metrics in a worker's files. A scrape skips a file that cannot be read: it is torn, or a worker is
+    just creating it. `clean` deletes torn files between two workers.
 
     `dropped` is called for each file deleted.
     """

@@ -1,4 +1,4 @@
-"""The picture of a run: `python -m rolecall.run.picture DIRECTORY` draws curve.png of history.jsonl and summary.json there.
+"""A run's picture: `python -m rolecall.run.picture DIRECTORY` draws curve.png of history.jsonl and summary.json there.
 
 A program of its own, so that no other part of a rank loads matplotlib, or fails with it.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import matplotlib.backends.backend_agg  # noqa: F401  which is otherwise loaded to draw
+import matplotlib.backends.backend_agg  # otherwise loaded to draw
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

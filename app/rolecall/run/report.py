@@ -41,9 +41,9 @@ def summary(
 ) -> dict[str, Any]:
     """The contents of summary.json, as JSON's types.
 
-    `state` is how the run ended: finished, stopped or failed, for `reason`; `members` are those of the last generation; `result` is the job's own
-    summary; `now` is Unix time. `score` labels the curve, of which lower is better where `lower` is set; `unit` is that
-    of the work done.
+    `state` is finished, stopped or failed, for `reason`; `members` are those of the last generation; `result` is the
+    job's own summary; `now` is Unix time. `score` labels the curve, of which lower is better where `lower` is set;
+    `unit` is that of the work done.
     """
     done, final = history.last.get("done"), history.last.get("score")
     return {

@@ -233,8 +233,6 @@ def _number(value: float | None) -> str:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        number = (
-            error.os_error.errno
-        )  # asyncio's own text is long; the number is negative where the name has no address
+        number = error.os_error.errno  # asyncio's own text is long; below 0: an unknown name
         return os.strerror(number) if number and number > 0 else error.os_error.strerror or str(error.os_error)
     return str(error) or type(error).__name__

@@ -27,7 +27,7 @@ class RankProcess:
         self.stopping = False
 
     async def supervise(self) -> int:
-        """Runs the rank, and restarts it when it crashes, until the job is over or `stopping`. Returns the exit code."""
+        """Runs the rank, restarting it when it crashes, until the job is over or `stopping`. Returns the exit code."""
         crashes = 0
         with self.log.open("a") as log:
             while True:

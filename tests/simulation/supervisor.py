@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolecall.config import FAILED, USAGE
-from rolecall.gang.protocol import Order, Report
+from rolecall.gang.protocol import FAILED, USAGE, Order, Report
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Lead
 from tests.simulation.network import Post

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 import rolecall.gang
-from rolecall.config import FAILED, USAGE
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Effect, Key, Order, RejectedError, Report, Role, Rules
+from rolecall.gang.protocol import FAILED, USAGE, Effect, Key, Order, RejectedError, Report, Role, Rules
 from tests.simulation.ambushes import PHASES
 from tests.simulation.explore import explore, replay, run
 from tests.simulation.rules import SAFE

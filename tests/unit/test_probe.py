@@ -18,7 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from rolecall import config
-from rolecall.config import USAGE, Settings
+from rolecall.config import Settings
+from rolecall.gang.protocol import USAGE
 from rolecall.rank import endpoints, probe
 from rolecall.watch.local import free_ports
 

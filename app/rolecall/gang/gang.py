@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolecall.config import FAILED, USAGE
 from rolecall.gang.admission import Admission, Progress
-from rolecall.gang.protocol import ERRORS, HOLD, Effect, Key, Order, Report, Role, Rules, name_of
+from rolecall.gang.protocol import ERRORS, FAILED, HOLD, USAGE, Effect, Key, Order, Report, Role, Rules, name_of
 from rolecall.gang.roster import Generation, Member, Roster, same_node
 
 ACTIVE = ("running", "draining", "stopping")

@@ -9,6 +9,9 @@ Key = tuple[str, int]
 ALIVE = ("starting", "running")
 ERRORS = ("failed", "crashed")  # outcomes that count as failures; one killed from outside does not
 MAX_BACKOFF = 300.0
+# exit codes; 1 is Python's own, for an uncaught exception
+USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
+FAILED = 3  # the job failed, for every rank: starting it again would not help
 HOLD = 0.3  # seconds from one rank's loss of a peer until that peer's own end is known
 
 

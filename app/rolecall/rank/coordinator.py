@@ -18,10 +18,10 @@ from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
 from rolecall import telemetry
-from rolecall.config import FAILED, Settings, UsageError
+from rolecall.config import Settings, UsageError
 from rolecall.gang import protocol
 from rolecall.gang.gang import OVER, Gang
-from rolecall.gang.protocol import Effect, Order, RejectedError, Report
+from rolecall.gang.protocol import FAILED, Effect, Order, RejectedError, Report
 from rolecall.job import registry
 from rolecall.rank import endpoints
 from rolecall.run import report, rundir

@@ -9,7 +9,8 @@ import http.client
 import sys
 
 from rolecall import config
-from rolecall.config import USAGE, Settings, UsageError
+from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import USAGE
 
 TIMEOUT = 5.0
 

@@ -20,8 +20,8 @@ import psutil
 from aiohttp import web
 
 from rolecall import config, telemetry
-from rolecall.config import FAILED, USAGE, Settings, UsageError
-from rolecall.gang.protocol import Order, Report
+from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import FAILED, USAGE, Order, Report
 from rolecall.job import registry
 from rolecall.job.registry import Identity, Job
 from rolecall.rank import endpoints

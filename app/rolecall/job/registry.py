@@ -132,7 +132,7 @@ def metrics(job: Job) -> tuple[Metric, ...]:
     return cast(tuple[Metric, ...], importlib.import_module(job.metrics).METRICS)
 
 
-def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
+def roles(job: Job, settings: Settings) -> tuple[protocol.RoleSpec, ...]:
     """The job's roles with their counts filled in. Raises UsageError where the counts contradict each other."""
 
     def number(name: str, default: int) -> int:
@@ -146,7 +146,7 @@ def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
             raise UsageError(
                 f"wrong settings: {role.count}={count} must lie between {role.minimum}={low} and {role.maximum}={high}"
             )
-        found.append(protocol.Role(role.name, count, low, high, role.elastic))
+        found.append(protocol.RoleSpec(role.name, count, low, high, role.elastic))
     return tuple(found)
 
 

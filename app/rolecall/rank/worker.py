@@ -59,7 +59,7 @@ class Line:
     def beat(self) -> None:
         with self._lock:
             notes, self._notes = self._notes, []
-            self._send(("beat", self._step, notes))
+            self._send(("heartbeat", self._step, notes))
 
     def report(self, step: int) -> None:
         first = self._step == 0
@@ -132,7 +132,7 @@ def _work(task: Task, line: Line) -> tuple[Any, ...]:
         checkpoints=_checkpoints(task, line) if first else None,
         report=line.report,
         note=line.note,
-        tell_lost=lambda peer: line.send("gave up", peer.role, peer.ordinal),
+        tell_lost=lambda peer: line.send("lost peer", peer.role, peer.ordinal),
         refuse_drain=lambda why: line.send("drain failed", why),
         lost=set(task.lost),
     )

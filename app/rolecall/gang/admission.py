@@ -30,7 +30,7 @@ class Progress:
         self._broken_at = now
 
     def failed(self, generation: int, reason: str) -> str | None:
-        """A worker raised. Returns the first reason once `max_failures` generations in a row failed without progress."""
+        """A worker raised. Returns the first reason once `max_failures` generations have failed without progress."""
         self._failures.setdefault(generation, reason)
         return next(iter(self._failures.values())) if len(self._failures) >= self._max_failures else None
 

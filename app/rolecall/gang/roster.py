@@ -50,7 +50,7 @@ class Generation:
         return member is not None and key not in self.lost and self.members.get(key) == member.heartbeat.incarnation
 
     def was_unreachable(self, key: Key, heartbeat: Heartbeat) -> bool:
-        """Whether rank 0's worker gave this member up, maybe before its supervisor could report how its worker ended."""
+        """Whether rank 0's worker gave this member up, maybe before its supervisor reported how its worker ended."""
         return self.lost.get(key) == "unreachable" and self.members.get(key) == heartbeat.incarnation
 
 

@@ -166,7 +166,7 @@ class Supervisor:
         self.member.failed(now)
         if self.member.retries == 1:
             self._logged_at = now
-            self.log.info("rank 0 cannot be reached, trying on", address=f"{s.master_addr}:{s.control_port}",
+            self.log.info("rank 0 cannot be reached, retrying", address=f"{s.master_addr}:{s.control_port}",
                           problem=problem, deadline_s=s.rejoin_timeout)  # fmt: skip
         elif now - self._logged_at > REPEAT:
             self._logged_at = now

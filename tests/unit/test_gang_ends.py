@@ -167,6 +167,25 @@ def test_a_rank_that_is_away_for_a_moment_is_waited_for_too() -> None:
     assert play.gang.settled(play.now)
 
 
+def test_a_rank_that_was_restarted_during_a_pause_of_the_coordinator_is_waited_for() -> None:
+    play, (agent, one, two) = trains()
+    agent.ends("finished")
+    play.tick()
+    for member in (one, two):
+        member.obeys()
+    assert play.gang.settled(play.now)
+    play.now += RULES.lease
+    assert not play.gang.settled(play.now)  # it has not noticed its pause yet
+    play.tick()
+    assert not play.gang.settled(play.now)
+    play.leaves(two)
+    new = play.join(*two.key, incarnation="new")
+    play.wait(RULES.lease + 0.5)
+    assert not play.gang.settled(play.now)
+    new.obeys()
+    assert play.gang.settled(play.now)
+
+
 def test_who_has_left_is_not_waited_for() -> None:
     play, (agent, one, two) = trains()
     two.sends(leaving=True)

@@ -116,6 +116,7 @@ class Gang(Lifecycle):
     def _notice_pause(self, now: float) -> None:
         paused, self._ticked = now - self._ticked, now
         if paused > self.rules.lease / 3:  # this process was suspended: members get one full lease from now on
+            self._resumed_at = now
             self.since = min(self.since + paused, now)
             for member in self.members.values():
                 member.received_at = now
@@ -190,8 +191,12 @@ class Gang(Lifecycle):
         return Directive("stop", ordinal, epoch, reason=self.reason)
 
     def settled(self, now: float) -> bool:
-        """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it."""
-        informed = self._uninformed <= {self.master}
+        """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.
+
+        After a pause of this process, a member may have been restarted since it acknowledged: it gets a lease, too.
+        """
+        awake = now - self._ticked <= self.rules.lease / 3 and now - self._resumed_at > self.rules.lease
+        informed = awake and self._uninformed <= {self.master}
         return self.state in OVER and (informed or now - self.since > self.rules.finish_grace)
 
     def counts(self, role: str, now: float) -> tuple[int, int, int]:

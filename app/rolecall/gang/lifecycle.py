@@ -45,6 +45,7 @@ class Lifecycle:
         everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
         self._uninformed = set[Key]() if done is None else everyone  # members that may not know how the job ended
         self._ticked = now
+        self._resumed_at = float("-inf")  # after a pause of this process
         self._finishing = False
 
     # ---- transitions

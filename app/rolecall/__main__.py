@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolecall import config, telemetry
-from rolecall.config import USAGE, Settings, UsageError
+from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import USAGE
 from rolecall.job import checkpoint, registry
 
 

@@ -49,7 +49,7 @@ def counts() -> tuple[str, ...]:
     return tuple(dict.fromkeys(role.count for name in JOBS for role in get(name).roles if role.count))
 
 
-def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
+def roles(job: Job, settings: Settings) -> tuple[protocol.RoleSpec, ...]:
     """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
 
     def number(name: str, default: int) -> int:
@@ -63,7 +63,7 @@ def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
             raise UsageError(
                 f"wrong settings: {role.count}={count} must lie between {role.minimum}={low} and {role.maximum}={high}"
             )
-        specs.append(protocol.Role(role.name, count, low, high, role.elastic))
+        specs.append(protocol.RoleSpec(role.name, count, low, high, role.elastic))
     return tuple(specs)
 
 

@@ -10,7 +10,8 @@ import time
 from rich.console import Console
 from rich.live import Live
 
-from rolecall.config import FAILED, UsageError
+from rolecall.config import UsageError
+from rolecall.gang.protocol import FAILED
 from rolecall.watch.display import Target, Watch, follow
 from rolecall.watch.targets import Folder, Source, end_of, parse, ranks_of
 

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.live import Live
 
 from rolecall import config, telemetry
-from rolecall.config import FAILED, USAGE, Settings, UsageError
+from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job import registry
 from rolecall.run import rundir
 from rolecall.watch import targets

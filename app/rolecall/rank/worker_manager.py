@@ -11,8 +11,8 @@ from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Outcome, WorkerStatus
-from rolecall.job.context import Peer, Task
 from rolecall.job.spec import Job
+from rolecall.job.task import Peer, Task
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.run.history import Record

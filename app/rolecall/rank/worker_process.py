@@ -20,7 +20,7 @@ import psutil
 
 from rolecall.config import UsageError
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
-from rolecall.job.context import Task
+from rolecall.job.task import Task
 from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}

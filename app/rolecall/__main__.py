@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolecall import config, telemetry
-from rolecall.config import USAGE, Settings, UsageError
+from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import USAGE
 from rolecall.job import checkpoint, registry
 
 # secrets, and what `rolecall run` decides for each rank

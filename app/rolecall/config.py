@@ -25,10 +25,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 __version__ = "0.1.0"
 
-# exit codes; 1 is Python's own, for a bug
-USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable master
-FAILED = 3  # the job failed, for every rank: a restart would not help
-
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]

@@ -11,18 +11,17 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from rolecall.gang.gang import Gang
 from tests.simulation.rules import SAFE, Safeguards
-from tests.simulation.simulation import Simulation
+from tests.simulation.simulation import CODE, Code, Simulation
 from tests.simulation.story import Result, Violation
 
 
-def run(seed: int, make_gang: Callable[..., Gang] = Gang, safeguards: Safeguards = SAFE) -> Result:
+def run(seed: int, code: Code = CODE, safeguards: Safeguards = SAFE) -> Result:
     """Play the schedule of `seed`. Raises Violation, with the whole story."""
     try:
-        return Simulation(seed, make_gang, safeguards).run()
+        return Simulation(seed, code, safeguards).run()
     except Violation:
-        Simulation(seed, make_gang, safeguards, trace=True).run()
+        Simulation(seed, code, safeguards, trace=True).run()
         raise  # it did not happen again: the simulation is not a function of its seed
 
 

@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rolecall.gang.gang import ACTIVE, OVER, Gang
-from rolecall.gang.protocol import ALIVE, Effect, Key, name_of
+from rolecall.gang.gang import Gang
+from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Effect, Key, name_of
 from tests.simulation.rank import Rank
-from tests.simulation.rules import AWAKE, FENCE, LEASE, ORPHAN, RULES, SETTLE
+from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
 
 if TYPE_CHECKING:
-    from tests.simulation.coordinator import Lead
+    from tests.simulation.coordinator import Coordinator
     from tests.simulation.simulation import Simulation
     from tests.simulation.worker import Worker
 
@@ -53,14 +53,14 @@ class Promises:
 
     # -- generations
 
-    def takes_over(self, lead: Lead) -> None:
+    def takes_over(self, lead: Coordinator) -> None:
         """A new coordinator."""
         disk = self.simulation.disk
         self.say(f"coordinator {lead.owner.incarnation} starts after generation {disk.greatest}")
         if disk.done is not None and lead.gang.state != "finished":
             self.fail("the job had finished, and a new coordinator does not say so")
 
-    def begins(self, effect: Effect, lead: Lead) -> None:
+    def begins(self, effect: Effect, lead: Coordinator) -> None:
         simulation = self.simulation
         self.say(f"generation {effect.generation}: {', '.join(map(name_of, effect.members))}")
         if effect.generation <= self.newest:
@@ -71,7 +71,7 @@ class Promises:
             if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
                 self.fail(f"generation {effect.generation} begins, and another coordinator runs one")
         for key, member in lead.gang.members.items():
-            if member.report.state in ALIVE:
+            if member.heartbeat.worker.state in ALIVE:
                 self.fail(f"generation {effect.generation} begins with {name_of(key)}'s old worker believed alive")
         self.newest = effect.generation
         self.generations += 1
@@ -97,7 +97,7 @@ class Promises:
         supervisor = worker.supervisor
         excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
         if worker.rank.twins and worker.lead is not self.simulation.lead:
-            excused = max(excused, supervisor.contact + FENCE * LEASE + AWAKE)
+            excused = max(excused, supervisor.member.contact + FENCE * LEASE + AWAKE)
         if supervisor.dead:
             excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
         elif supervisor.frozen:
@@ -185,7 +185,7 @@ class Promises:
 
     # -- the end
 
-    def done(self, lead: Lead) -> None:
+    def done(self, lead: Coordinator) -> None:
         """DONE is about to be written."""
         if self.simulation.disk.done is not None:
             self.fail("DONE is written twice")
@@ -202,7 +202,7 @@ class Promises:
         """Rank 0 leaves: whoever was well has heard how the job ended."""
         for rank in self.simulation.ranks:
             supervisor = rank.supervisor
-            if supervisor is None or supervisor.dead or supervisor.heard or not supervisor.joined:
+            if supervisor is None or supervisor.dead or supervisor.member.acknowledged or not supervisor.joined:
                 continue
             if max(rank.hurt_until, supervisor.joined_at) < self.clock.now - 3:
                 self.fail(f"{rank.name} has not heard how the job ended")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Role
+from rolecall.gang.protocol import RoleSpec
 
 if TYPE_CHECKING:
     from tests.simulation.supervisor import Supervisor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Rank:
     """A container: the place of one rank on one node; restarted when it fails, with a new supervisor."""
 
-    role: Role
+    role: RoleSpec
     ordinal: int | None
     node: str
     first: bool = False

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
+from types import ModuleType
 
-from rolecall.gang.gang import OVER, Gang
-from rolecall.gang.protocol import Key
+from rolecall.gang import pump
+from rolecall.gang.gang import Gang
+from rolecall.gang.member import Member
+from rolecall.gang.protocol import OVER, Key
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
-from tests.simulation.coordinator import Lead
+from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Network
 from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
@@ -21,17 +24,29 @@ from tests.simulation.supervisor import Supervisor
 from tests.simulation.worker import Worker
 
 
+@dataclass(frozen=True)
+class Code:
+    """The code under test."""
+
+    gang: type[Gang] = Gang
+    member: type[Member] = Member
+    pump: ModuleType = pump
+
+
+CODE = Code()
+
+
 class Simulation:
     """One schedule. `run` plays it; raises Violation."""
 
     def __init__(
         self,
         seed: int,
-        make_gang: Callable[..., Gang] = Gang,
+        code: Code = CODE,
         safeguards: Safeguards = SAFE,
         trace: bool = False,
     ) -> None:
-        self.seed, self.make_gang, self.safeguards = seed, make_gang, safeguards
+        self.seed, self.code, self.safeguards = seed, code, safeguards
         self.clock = Clock(Random(f"{seed} run"))
         self.story = Story(seed, self.clock, trace)
         self.disk = Disk()
@@ -40,8 +55,8 @@ class Simulation:
         self.promises = Promises(self)
         self.ambushes = Ambushes(self)
         self.incarnations = 0
-        self.lead: Lead | None = None
-        self.leads: list[Lead] = []
+        self.lead: Coordinator | None = None
+        self.leads: list[Coordinator] = []
         self.workers: dict[tuple[int, Key], Worker] = {}
         self.all_workers: list[Worker] = []
         self.replaced: tuple[Rank, Rank] | None = None
@@ -92,7 +107,7 @@ class Simulation:
         """How it ended, if it did: the job trains, or is over and everybody has heard so."""
         if self.over:
             here = [rank.supervisor for rank in self.ranks if rank.supervisor and rank.is_up]
-            return None if any(supervisor.heard for supervisor in here) else self.over
+            return None if any(supervisor.member.acknowledged for supervisor in here) else self.over
         lead = self.lead
         if lead is None or lead.owner.dead or lead.gang.state != "running":
             return None

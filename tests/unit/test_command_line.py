@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rolecall import __main__, config
-from rolecall.config import USAGE, Settings
+from rolecall.config import Settings
+from rolecall.gang.protocol import USAGE
 from rolecall.job import registry
 from rolecall.jobs.rl import RlSettings
 from rolecall.watch.local import LocalRun

@@ -18,7 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from rolecall import config
-from rolecall.config import USAGE, Settings
+from rolecall.config import Settings
+from rolecall.gang.protocol import USAGE
 from rolecall.rank import endpoints, probe
 from rolecall.watch.local import free_ports
 
@@ -60,9 +61,9 @@ def serving(host: str, port: int) -> Iterator[None]:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    (found,) = free_ports(1)
-    monkeypatch.setenv("METRICS_PORT", str(found))
-    return found
+    (free,) = free_ports(1)
+    monkeypatch.setenv("METRICS_PORT", str(free))
+    return free
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -210,10 +211,10 @@ def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
     now = 0.0
     scrapes = endpoints.Scrapes(lambda: now)
     assert scrapes.patience() == 0
-    scrapes.note()
+    scrapes.record()
     assert scrapes.patience() == 0  # once is no rhythm
     now = 10.0
-    scrapes.note()
+    scrapes.record()
     assert scrapes.patience() == 16  # the next one, half as late again, and a second
     now = 25.0
     assert scrapes.patience() == 1
@@ -224,9 +225,9 @@ def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
 def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
     now = 0.0
     scrapes = endpoints.Scrapes(lambda: now)
-    scrapes.note()
+    scrapes.record()
     now = endpoints.LONGEST + 1
-    scrapes.note()
+    scrapes.record()
     assert scrapes.patience() == 0
 
 
@@ -238,9 +239,9 @@ def test_the_wait_ends_with_the_scrape_or_its_time(comes: bool) -> None:
 
     async def steps() -> float:
         scrapes = endpoints.Scrapes()
-        scrapes.note()
+        scrapes.record()
         await asyncio.sleep(0.4)  # the scrapes' rhythm
-        scrapes.note()
+        scrapes.record()
         settings = config.load(Settings, metrics_port=free_ports(1)[0])
         runner = await endpoints.serve(settings, registry, lambda: None, str, str, scrapes)
         try:

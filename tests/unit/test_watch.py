@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from rolecall.config import FAILED, UsageError
+from rolecall.config import UsageError
+from rolecall.gang.protocol import FAILED
 from rolecall.run import rundir
 from rolecall.telemetry import GANG_STATES, PREFIX, WORKER_STATES
 from rolecall.watch import display, targets, viewer

@@ -47,7 +47,7 @@ def resolve(target: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 
-def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
+def roles(job: Job, settings: Settings) -> tuple[protocol.RoleSpec, ...]:
     """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
 
     def number(name: str, default: int) -> int:
@@ -61,7 +61,7 @@ def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
             raise UsageError(
                 f"wrong settings: {role.count}={count} must lie between {role.minimum}={low} and {role.maximum}={high}"
             )
-        specs.append(protocol.Role(role.name, count, low, high, role.elastic))
+        specs.append(protocol.RoleSpec(role.name, count, low, high, role.elastic))
     return tuple(specs)
 
 

@@ -23,8 +23,9 @@ from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job import registry, rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context, Outcome, PeerLostError, Task
+from rolecall.job.context import Context
 from rolecall.job.progress import Curve, Supervision
+from rolecall.job.task import Outcome, PeerLostError, Task
 from rolecall.run import rundir
 from rolecall.run.history import Record
 

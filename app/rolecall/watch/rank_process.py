@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rolecall.config import FAILED, USAGE
+from rolecall.gang.protocol import FAILED, USAGE
 
 SETTLED = 10.0  # seconds after which a rank's start counts as a success
 MAX_CRASHES = 5

@@ -10,7 +10,8 @@ import time
 from rich.console import Console
 from rich.live import Live
 
-from rolecall.config import FAILED, UsageError
+from rolecall.config import UsageError
+from rolecall.gang.protocol import FAILED
 from rolecall.watch.display import Display, Target, poll_forever
 from rolecall.watch.targets import Folder, Source, final_state, parse, ranks_of
 

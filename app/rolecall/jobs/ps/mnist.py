@@ -12,6 +12,8 @@ import gzip
 import importlib
 import math
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from rolecall import UsageError
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, as shares of 255
 LOCK = ".download"  # held while one rank loads, for all that share the directory
-DOWNLOAD_SECONDS = 300.0
+LOCK_SECONDS = 300.0
+STALL_SECONDS = 30.0  # of a download that receives nothing
 IDX_TYPE = 8  # unsigned bytes
 
 
@@ -40,7 +43,7 @@ def load(directory: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
         if torchvision:
             directory.mkdir(parents=True, exist_ok=True)
         writable = os.access(directory, os.W_OK)
-        with FileLock(directory / LOCK, DOWNLOAD_SECONDS) if writable else contextlib.nullcontext():
+        with FileLock(directory / LOCK, LOCK_SECONDS) if writable else contextlib.nullcontext(), _stall_deadline():
             train, test = (_split(torchvision, directory, raw, name) for name in ("train", "t10k"))
     return train, test
 
@@ -56,6 +59,17 @@ def _torchvision() -> Any:
             "torchvision cannot be imported: MNIST's files are read without it, and not downloaded", problem=problem
         )
         return None
+
+
+@contextlib.contextmanager
+def _stall_deadline() -> Iterator[None]:
+    """torchvision downloads without a timeout of its own."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(STALL_SECONDS)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def _split(torchvision: Any, directory: Path, raw: Path, name: str) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Effect, Key, name_of
+from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Key, name_of
 from tests.simulation.rank import Rank
 from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
 
@@ -60,20 +60,20 @@ class Promises:
         if disk.done is not None and lead.gang.state != "finished":
             self.fail("the job had finished, and a new coordinator does not say so")
 
-    def begins(self, effect: Effect, lead: Coordinator) -> None:
-        simulation = self.simulation
-        self.say(f"generation {effect.generation}: {', '.join(map(name_of, effect.members))}")
-        if effect.generation <= self.newest:
-            self.fail(f"generation {effect.generation} begins after generation {self.newest}")
+    def begins(self, lead: Coordinator) -> None:
+        simulation, number = self.simulation, lead.gang.generation.number
+        self.say(f"generation {number}: {', '.join(map(name_of, lead.gang.generation.members))}")
+        if number <= self.newest:
+            self.fail(f"generation {number} begins after generation {self.newest}")
         if simulation.disk.done is not None:
-            self.fail(f"generation {effect.generation} begins after DONE")
+            self.fail(f"generation {number} begins after DONE")
         for other in simulation.leads:
             if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
-                self.fail(f"generation {effect.generation} begins, and another coordinator runs one")
+                self.fail(f"generation {number} begins, and another coordinator runs one")
         for key, member in lead.gang.members.items():
             if member.heartbeat.worker.state in ALIVE:
-                self.fail(f"generation {effect.generation} begins with {name_of(key)}'s old worker believed alive")
-        self.newest = effect.generation
+                self.fail(f"generation {number} begins with {name_of(key)}'s old worker believed alive")
+        self.newest = number
         self.generations += 1
         simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
         self.clock.at(0, None, self._watch_all)

@@ -130,7 +130,7 @@ class Coordinator:
     def close(self) -> None:
         """Rank 0 leaves; the HTTP server closes when it has answered."""
         if self.gang.state in OVER:
-            self.simulation.promises.all_have_heard()
+            self.simulation.promises.all_have_acknowledged()
             for post, key, _ in self.waiting:
                 self.simulation.network.reply(post, self.gang.directive(key))
             self.waiting.clear()

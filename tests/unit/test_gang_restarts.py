@@ -189,10 +189,10 @@ def test_refused(heartbeat: Heartbeat, reason: str) -> None:
 
 def test_places_are_assigned_and_kept() -> None:
     play = Play()
-    own = play.join("observer", 1, node="a")
+    configured = play.join("observer", 1, node="a")
     members = [play.join("observer", None, node=node) for node in "bcd"]
     assert [member.key[1] for member in members] == [0, 2, 3]
-    for member in (own, *members):
+    for member in (configured, *members):
         member.sends()
     assert [member.key[1] for member in members] == [0, 2, 3]
     with pytest.raises(RejectedError) as refused:

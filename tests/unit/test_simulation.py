@@ -39,10 +39,10 @@ def test_schedules() -> None:
         assert all(states.values())
         events = {event for result in results for event in result.events}
         assert {"recovered", "draining", "stopped silent", "stopped drained", "lost left"} <= events
-        befell = {what for result in results for what in result.befell}
-        assert {f"ambush while {phase}" for phase in PHASES} <= befell
-        assert {"freeze supervisor", "second coordinator kept out", "number refused by the disk"} <= befell
-        assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= befell
+        faults = {what for result in results for what in result.faults}
+        assert {f"ambush while {phase}" for phase in PHASES} <= faults
+        assert {"freeze supervisor", "second coordinator kept out", "number refused by the disk"} <= faults
+        assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:
@@ -126,8 +126,8 @@ MUTATIONS = {
         r"not training|old worker|runs beside|two workers",
     ),
     "the job's end is not acknowledged": ("self.acknowledged |= directive.kind in OVER", "pass", r"not training"),
-    "a failed request is not repeated": ("self.retries += 1", "self.over = True", r"not training|has not heard"),
-    "rank 0 does not wait for the others": ("settled or self._hurried", "True", r"has not heard"),
+    "a failed request is not repeated": ("self.retries += 1", "self.over = True", r"not training|does not know"),
+    "rank 0 does not wait for the others": ("settled or self._hurried", "True", r"does not know"),
 }
 
 
@@ -203,5 +203,5 @@ def test_a_broken_promise_is_printed_with_its_seed(capsys: pytest.CaptureFixture
 def test_an_exploration_that_finds_nothing_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert explore(20, 1) == 0
     printed = capsys.readouterr().out
-    for line in ("20 of 20 schedules", "what befell", "the gang told", "generations", "Every promise was kept."):
+    for line in ("20 of 20 schedules", "faults", "gang events", "generations", "Every promise was kept."):
         assert line in printed

@@ -141,9 +141,11 @@ class Context(Generic[S]):
 
         `done` is the work so far, in the job's unit, from which rate and time left follow; `loss` the mean loss over
         the work since the last call; `score` a point of the curve; `epoch` counts from 1. `values` are gauges of the
-        job, by their metrics' names. A line begins with `message`, if one is given.
+        job, by their metrics' names. A line begins with `message`, if one is given. Without `done`, `step` may be an
+        earlier one, whose score is known only now.
         """
-        self.report_step(step)
+        if done is not None:
+            self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
 
     def report_step(self, step: int) -> None:

@@ -279,7 +279,7 @@ def test_a_volume_that_fills_up_does_not_stop_training(cluster: MakeCluster, vol
     # what was noted while there was none is not lost
     noted = until(lambda: steps_noted(volume / "run", more_than=step), "the history to go on")
     assert noted[: int(step)] == list(range(1, int(step) + 1))
-    assert job.agent.text().count("history cannot be kept") <= 1
+    assert job.agent.text().count("history cannot be written") <= 1
     job.is_whole()
 
 

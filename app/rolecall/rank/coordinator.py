@@ -88,7 +88,7 @@ class Coordinator:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
-        return [self._tick_loop(), self.files.journal.keep()]
+        return [self._tick_loop(), self.files.journal.save_forever()]
 
     async def _tick_loop(self) -> None:
         while True:
@@ -124,10 +124,10 @@ class Coordinator:
                 self.metrics.gang_generations.inc()
             case "stopped" | "lost":
                 self.metrics.gang_restarts.labels(details["cause"]).inc()
-                happened = journal.history.ended if kind == "stopped" else journal.history.went
+                happened = journal.history.end_generation if kind == "stopped" else journal.history.lose_rank
                 journal.add(happened(details["cause"]))
             case "finished" | "failed":
-                journal.add(journal.history.ended(kind))
+                journal.add(journal.history.end_generation(kind))
             case "recovered":
                 self.metrics.recovery_seconds.observe(details["seconds"])
         if kind == "failed":

@@ -6,13 +6,16 @@ import asyncio
 import time
 from typing import Any
 
+from filelock import FileLock
+
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import FAILED, OVER, Effect, Key
 from rolecall.job import registry
 from rolecall.run import report, rundir
-from rolecall.run.history import Journal, Record
+from rolecall.run.history import Record
+from rolecall.run.journal import Journal
 
 REPEAT = 10.0  # seconds between two equal log lines
 
@@ -26,8 +29,9 @@ class RunFiles:
         self.log = telemetry.log()
         self.persisted = rundir.Persisted()
         self.journal: Journal
+        self.picture = report.Picture(self.directory)
         self._complained = float("-inf")
-        self._lock: rundir.Lock | None = None
+        self._lock: FileLock | None = None
         self._trained = False  # by this process
 
     def open(self) -> dict[str, Any] | None:
@@ -96,7 +100,9 @@ class RunFiles:
     def record(self, records: list[Record]) -> None:
         """Adds what rank 0's worker sends for the run's history."""
         self._trained = True
-        self.journal.add(self.journal.history.note(records))
+        self.journal.add(self.journal.history.record(records))
+        if any(kind == "train" for kind, *_ in records):
+            self.picture.prepare()
 
     async def report(self, gang: Gang, code: int) -> None:
         """Writes the summary and the picture of a run that ends here with exit code `code`.
@@ -122,7 +128,7 @@ class RunFiles:
             )  # fmt: skip
             await asyncio.to_thread(report.write, directory, summary)
             missing = rundir.CURVE
-            problem = await report.draw(directory)
+            problem = await self.picture.draw()
         except Exception as error:  # of whatever kind
             problem = str(error) or type(error).__name__
         if problem:
@@ -137,5 +143,6 @@ class RunFiles:
 
     def close(self) -> None:
         """Releases the directory."""
+        self.picture.close()
         if self._lock:
             self._lock.release()

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from rolecall import telemetry
 from rolecall.config import UsageError
@@ -30,7 +31,7 @@ from rolecall.run.history import Record
 
 HEARTBEAT_SECONDS = 0.5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_lock: rundir.Lock | None = None
+_lock: FileLock | None = None
 
 
 class Pipe(Supervision):

@@ -11,7 +11,7 @@ import pytest
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job import registry
-from tests.contracts.tables import FILES, page
+from tools.tables import FILES, page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -236,7 +236,10 @@ def curve(recording: Recording, scale: Scale) -> Iterator[str]:
     whole = f"{WIDTH - RIGHT - LEFT}"
     reveal = animate("width", [(0, "0"), (scale.key(scale.seconds), whole), (1, whole)], "linear")
     yield f'<clipPath id="seen"><rect x="{LEFT}" y="0" width="{whole}" height="{HEIGHT}">{reveal}</rect></clipPath>'
-    yield f'<path d="{path}" clip-path="url(#seen)" fill="none" stroke="{BLUE}" stroke-width="2.5" stroke-linejoin="round"/>'
+    yield (
+        f'<path d="{path}" clip-path="url(#seen)" fill="none" stroke="{BLUE}" stroke-width="2.5" '
+        f'stroke-linejoin="round"/>'
+    )
     xs, ys = ([(0.0, values[0]), *zip(keys, values, strict=True), (1.0, values[-1])]
               for values in zip(*((f"{x:g}", f"{y:g}") for x, y in points), strict=True))  # fmt: skip
     dot = animate("cx", deduplicated(xs), "linear") + animate("cy", deduplicated(ys), "linear")

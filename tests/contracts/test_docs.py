@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_the_readme_is_short_and_says_how_to_start() -> None:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     assert {name for name in PAGES if name.startswith("docs/") and f"]({name})" not in README} == set()
+
+
+def test_messages_quoted_in_the_runbook_exist() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "app").rglob("*.py")]
+    texts = [str(node.value) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    spans = re.findall(r"`([^`]+)`", PAGES["docs/runbook.md"])
+    quoted = [text for text in spans if re.fullmatch(r"(?!make )[a-z]+ [a-z0-9 ,.]+", text)]
+    assert len(quoted) > 10
+    pieces = [piece.strip() for text in quoted for piece in text.split("...")]
+    assert [piece for piece in pieces if not any(piece in text for text in texts)] == []
 
 
 @pytest.mark.parametrize("job", registry.JOBS)

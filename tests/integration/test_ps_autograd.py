@@ -20,7 +20,7 @@ SETTINGS = PsSettings(job="ps", update_mode="autograd", model="tests.integration
 
 
 def gradient(remote: rpc.RRef[ServerModel], context_id: int) -> tuple[Tensor, int, int]:
-    """Called at the server: the flat gradient in `context_id`, its version, and how many tensors autograd holds there."""
+    """Called at the server: the flat gradient in `context_id`, its version, and how many tensors autograd holds."""
     held = len(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
     flat, version, _ = remote.local_value().gradient(context_id)
     return flat, version, held
@@ -38,7 +38,9 @@ def expected(flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([parameter.grad.reshape(-1) for parameter in local.parameters() if parameter.grad is not None])
 
 
-def _pass(remote: rpc.RRef[ServerModel], trainer: str, inputs: Tensor, targets: Tensor, between: Any) -> tuple[Any, ...]:
+def _pass(
+    remote: rpc.RRef[ServerModel], trainer: str, inputs: Tensor, targets: Tensor, between: Any
+) -> tuple[Any, ...]:
     """Forward, `between()`, backward; what the server then holds."""
     with dist_autograd.context() as context_id:
         loss = model.loss(rpc.rpc_sync("server", forward, (remote, trainer, context_id, inputs)), targets)
@@ -71,7 +73,7 @@ def _overlap(tell: Any) -> list[tuple[float, int, int]]:
 
 
 def test_passes_that_overlap_have_the_gradients_of_the_parameters_they_began_with() -> None:
-    """What the tutorial checks: the context_id has gradients at the server. And what it cannot do: a step in between."""
+    """What the tutorial checks: the context has gradients at the server. And what it cannot do: a step in between."""
     passes = ranks.run(["trainer", "server"], _overlap, deadline=60)
     assert [version for _, version, _ in passes] == [7, 8]
     assert [held for *_, held in passes] == [4, 4]  # two layers' weights and biases

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
+    from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Context", "Epochs", "Job", "Metric", "Outcome", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
-    "Settings", "UsageError", "__version__", "choose_device", "standard_library",
+    "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
+    "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),

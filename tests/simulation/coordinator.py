@@ -26,7 +26,7 @@ class Coordinator:
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
         self.waiting: list[tuple[Post, Key, float]] = []  # with the time of their arrival
-        self.epoch = self.gang.epoch
+        self.epoch, self.generation = self.gang.epoch, self.gang.generation.number
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
@@ -45,6 +45,9 @@ class Coordinator:
         self.ticked = now
         before = list(gang.members)
         while self.simulation.code.pump.step(gang, now, self._persist) and not self.owner.dead:
+            if gang.generation.number != self.generation:
+                self.generation = gang.generation.number
+                promises.begins(self)
             self._enter()  # a phase that the next step ends at once is one too
         if self.owner.dead:
             return
@@ -87,7 +90,6 @@ class Coordinator:
                 simulation.story.count("number refused by the disk")
             return False
         disk.number, disk.members = effect.generation, effect.members
-        simulation.promises.begins(effect, self)
         return True
 
     def _enter(self) -> None:
@@ -128,7 +130,7 @@ class Coordinator:
     def close(self) -> None:
         """Rank 0 leaves; the HTTP server closes when it has answered."""
         if self.gang.state in OVER:
-            self.simulation.promises.all_have_heard()
+            self.simulation.promises.all_have_acknowledged()
             for post, key, _ in self.waiting:
                 self.simulation.network.reply(post, self.gang.directive(key))
             self.waiting.clear()

@@ -1,4 +1,4 @@
-"""What befalls the processes: they are frozen (SIGSTOP) and go on, workers and supervisors together or alone."""
+"""Faults of the processes: they are frozen (SIGSTOP) and go on, workers and supervisors together or alone."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Rank:
     cut_for_good: bool = False  # that does not heal
     proxied: bool = False  # what is cut one way may still connect the other way; TCP itself needs both
     slow: tuple[float, float] = (0.0, 0.0)  # until, the longest delay each way
-    hurt_until: float = 0.0  # something befell it until then, in truth
+    hurt_until: float = 0.0  # something faults it until then, in truth
     dies_young: float = 0.0
     twins: bool = False  # another container has the same ordinal
     worker: Worker | None = None

@@ -157,7 +157,7 @@ class Supervisor(Process):
         heartbeat = self.worker.last_heartbeat if self.worker else None
         outcome = self.member.tick(self.clock.now, heartbeat)
         if outcome and self.worker and self.worker.alive:
-            self.simulation.story.say(f"{self.rank.name} kills its worker: {outcome}")
+            self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
             self.worker.kill(outcome)
         self.clock.at(WATCH, self, self.tick)
         self.check_exit()

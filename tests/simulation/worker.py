@@ -236,7 +236,7 @@ class Worker(Process):
         simulation, clock = self.simulation, self.clock
         self.state, self.outcome, self.error = "ended", outcome, error
         self.exists, self.dead = False, True
-        simulation.story.say(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
+        simulation.story.log(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
         if outcome in ("failed", "refused"):
             simulation.promises.raised.append(f"{name_of(self.key)}: {error}")
         if outcome == "finished":

@@ -61,7 +61,7 @@ BAD = {
     "GAMMA": "1.0001",
     "DROPOUT": "1",
     "INFERENCE": "both",
-    "BATCH_WAIT": "1,5",
+    "CLIP_RATIO": "1,5",
     "RPC_TIMEOUT": "0",
 }
 

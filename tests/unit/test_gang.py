@@ -1,15 +1,16 @@
-"""The gang's rules: starts, losses, the disk, leases."""
+"""The gang's rules: starts, losses, and the disk."""
 
 from __future__ import annotations
 
 import pytest
 
+from rolecall.gang import pump
 from rolecall.gang.protocol import (
     FAILED,
     Effect,
     RoleSpec,
 )
-from tests.unit.gangs import PS, RL, RULES, Play, changed, trains
+from tests.unit.gangs import PS, RL, RULES, Play, trains
 
 # ---- start
 
@@ -248,43 +249,22 @@ def test_a_disk_that_takes_nothing_fails_the_job_in_the_end() -> None:
     assert play.gang.reason.endswith("for the disk to take its number")
 
 
-# ---- leases
+def test_a_job_is_finished_though_the_disk_refuses_done() -> None:
+    play, (agent, *_) = trains()
+    agent.ends("finished")
+    assert pump.step(play.gang, play.now, lambda effect: False)
+    assert play.gang.state == "finished"
 
 
-@pytest.mark.parametrize(("roles", "event"), [(PS, "stopped"), (RL, "lost")])
-def test_silence_for_a_lease(roles: tuple[RoleSpec, ...], event: str) -> None:
-    play, (*_, last) = trains(roles)
-    play.wait(RULES.lease, last)
-    assert last.key in play.gang.members
-    play.wait(0.5, last)
-    assert last.key not in play.gang.members
-    assert play.causes(event) == ["silent"]
-
-
-def test_same_heartbeat_again_is_no_sign_of_life() -> None:
-    play, (*_, last) = trains(PS)
-    for _ in range(14):
-        play.wait(0.5, last)
-        play.gang.receive(last.heartbeat, play.now)
-        play.gang.receive(
-            changed(last.heartbeat, sequence=last.heartbeat.sequence - 1, state="ended", outcome="killed"), play.now
-        )
-    assert play.causes("stopped") == ["silent"]
-
-
-def test_after_its_own_pause_the_coordinator_grants_a_whole_lease() -> None:
-    play, (*_, last) = trains(PS)
-    play.sleep(100)
-    assert play.gang.state == "running"
-    play.wait(RULES.lease, last)
-    assert play.gang.state == "running"
-    play.wait(0.5, last)
-    assert play.causes("stopped") == ["silent"]
-
-
-def test_its_own_pause_is_no_time_that_ranks_stayed_away() -> None:
-    play = Play(PS)
-    play.join("ps")
-    play.settle()
-    play.sleep(2 * RULES.rejoin_timeout)
-    assert play.gang.state == "gathering"
+def test_a_request_waits_until_there_is_something_new_or_for_a_while() -> None:
+    play, (agent, *_) = trains()
+    known, asked = agent.directive, play.now
+    assert pump.answer(play.gang, agent.key, None, asked, play.now) == known
+    assert pump.answer(play.gang, agent.key, known, asked, play.now) is None
+    latest = pump.answer_by(play.gang, asked)
+    assert pump.answer(play.gang, agent.key, known, asked, latest) == known
+    agent.ends("killed")
+    play.tick()
+    answer = pump.answer(play.gang, agent.key, known, asked, play.now)
+    assert answer is not None
+    assert answer.kind == "stop"

@@ -1,4 +1,4 @@
-"""The gang's rules: which heartbeats it believes, earlier coordinators, and each rank's place."""
+"""The gang's rules: leases, which heartbeats it believes, earlier coordinators, and each rank's place."""
 
 from __future__ import annotations
 
@@ -6,12 +6,50 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.gang.protocol import (
-    Heartbeat,
-    RejectedError,
-    RoleSpec,
-)
+from rolecall.gang.protocol import Heartbeat, RejectedError, RoleSpec
 from tests.unit.gangs import PS, RL, RULES, Play, changed, trains
+
+# ---- leases
+
+
+@pytest.mark.parametrize(("roles", "event"), [(PS, "stopped"), (RL, "lost")])
+def test_silence_for_a_lease(roles: tuple[RoleSpec, ...], event: str) -> None:
+    play, (*_, last) = trains(roles)
+    play.wait(RULES.lease, last)
+    assert last.key in play.gang.members
+    play.wait(0.5, last)
+    assert last.key not in play.gang.members
+    assert play.causes(event) == ["silent"]
+
+
+def test_same_heartbeat_again_is_no_sign_of_life() -> None:
+    play, (*_, last) = trains(PS)
+    for _ in range(14):
+        play.wait(0.5, last)
+        play.gang.receive(last.heartbeat, play.now)
+        play.gang.receive(
+            changed(last.heartbeat, sequence=last.heartbeat.sequence - 1, state="ended", outcome="killed"), play.now
+        )
+    assert play.causes("stopped") == ["silent"]
+
+
+def test_after_its_own_pause_the_coordinator_grants_a_whole_lease() -> None:
+    play, (*_, last) = trains(PS)
+    play.sleep(100)
+    assert play.gang.state == "running"
+    play.wait(RULES.lease, last)
+    assert play.gang.state == "running"
+    play.wait(0.5, last)
+    assert play.causes("stopped") == ["silent"]
+
+
+def test_its_own_pause_is_no_time_that_ranks_stayed_away() -> None:
+    play = Play(PS)
+    play.join("ps")
+    play.settle()
+    play.sleep(2 * RULES.rejoin_timeout)
+    assert play.gang.state == "gathering"
+
 
 # ---- what is believed
 
@@ -151,10 +189,10 @@ def test_refused(heartbeat: Heartbeat, reason: str) -> None:
 
 def test_places_are_assigned_and_kept() -> None:
     play = Play()
-    own = play.join("observer", 1, node="a")
+    configured = play.join("observer", 1, node="a")
     members = [play.join("observer", None, node=node) for node in "bcd"]
     assert [member.key[1] for member in members] == [0, 2, 3]
-    for member in (own, *members):
+    for member in (configured, *members):
         member.sends()
     assert [member.key[1] for member in members] == [0, 2, 3]
     with pytest.raises(RejectedError) as refused:

@@ -68,8 +68,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = probe.main(list(arguments))
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 def test_what_the_rank_answers_is_printed(port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +79,8 @@ def test_what_the_rank_answers_is_printed(port: int, capsys: pytest.CaptureFixtu
         assert ask(capsys, "/broken") == (1, "127.0.0.1 /broken is grün\n", "")
 
 
-def assert_no_answer(said: tuple[int, str, str], port: int) -> None:
-    code, out, err = said
+def assert_no_answer(answer_lines: tuple[int, str, str], port: int) -> None:
+    code, out, err = answer_lines
     assert (code, out) == (1, "")
     assert err.startswith(f"METRICS_PORT={port}: no answer (")
     assert err.count("\n") == 1
@@ -109,9 +109,9 @@ def test_somebody_else_answers(
 
         thread = threading.Thread(target=reply)
         thread.start()
-        said = ask(capsys)
+        answer_lines = ask(capsys)
         thread.join(10)
-        assert_no_answer(said, server.getsockname()[1])
+        assert_no_answer(answer_lines, server.getsockname()[1])
 
 
 def test_a_rank_that_hangs_is_not_waited_for(
@@ -162,9 +162,9 @@ def test_as_a_program() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "rolecall.rank.probe"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert (done.returncode, done.stdout, len(said)) == (USAGE, "", 1)
-    assert said[0].startswith("rolecall: wrong settings: METRICS_PORT='0'")
+    answer_lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout, len(answer_lines)) == (USAGE, "", 1)
+    assert answer_lines[0].startswith("rolecall: wrong settings: METRICS_PORT='0'")
     assert "pydantic_settings" in imports
     assert not {"torch", "numpy", "aiohttp", "gymnasium", "structlog", "rich"} & imports
 

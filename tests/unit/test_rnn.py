@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rolecall import config
-from rolecall.config import UsageError
-from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, model
+from rolecall import UsageError, config
+from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, loss, model
 from rolecall.jobs.rnn.corpus import Vocabulary
 
 
-def settings(**own: object) -> RnnSettings:
+def settings(**changes: object) -> RnnSettings:
     small = {"embedding_size": 6, "hidden_size": 5, "batch_size": 4, "sequence": 7, "vocabulary": 50, "dropout": 0.0}
-    return RnnSettings(**{**small, **own})  # type: ignore[arg-type]
+    return RnnSettings(**{**small, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -39,16 +38,16 @@ def test_tokens_are_the_text(text: str) -> None:
 
 
 def test_the_vocabulary_is_the_most_frequent_words_of_the_training_text(folder: Path) -> None:
-    found = corpus.load(settings(corpus=str(folder), vocabulary=4))
-    assert found.vocabulary.words[:3] == (corpus.UNKNOWN, " ", "three")
-    assert len(found.vocabulary) == 4
-    assert int(found.train.max()) == 3
-    assert (found.train == 0).any()
+    text = corpus.load(settings(corpus=str(folder), vocabulary=4))
+    assert text.vocabulary.words[:3] == (corpus.UNKNOWN, " ", "three")
+    assert len(text.vocabulary) == 4
+    assert int(text.train.max()) == 3
+    assert (text.train == 0).any()
 
 
 def test_no_file_is_in_both_parts(folder: Path) -> None:
-    found = corpus.load(settings(corpus=str(folder), vocabulary=1000))
-    train, validation = (found.vocabulary.decode(part.tolist()) for part in (found.train, found.validation))
+    text = corpus.load(settings(corpus=str(folder), vocabulary=1000))
+    train, validation = (text.vocabulary.decode(part.tolist()) for part in (text.train, text.validation))
     assert train.count("file") + validation.count("file") == 100
     assert validation.count("file") == 10
     numbers = [f"file {number}:" for number in range(20)]
@@ -56,9 +55,9 @@ def test_no_file_is_in_both_parts(folder: Path) -> None:
 
 
 def test_a_limit_takes_whole_files_in_an_order_of_the_seed(folder: Path) -> None:
-    def train(**own: object) -> str:
-        found = corpus.load(settings(corpus=str(folder), vocabulary=1000, corpus_bytes=1500, **own))
-        return found.vocabulary.decode(found.train.tolist())
+    def train(**changes: object) -> str:
+        text = corpus.load(settings(corpus=str(folder), vocabulary=1000, corpus_bytes=1500, **changes))
+        return text.vocabulary.decode(text.train.tolist())
 
     assert train() == train()
     assert train() != train(seed=2)
@@ -69,17 +68,17 @@ def test_a_limit_takes_whole_files_in_an_order_of_the_seed(folder: Path) -> None
 def test_a_single_file_is_cut(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(1, 128)) * 10)
-    found = corpus.load(settings(corpus=str(file), tokens="byte"))
-    assert bytes([*found.train.tolist(), *found.validation.tolist()]) == file.read_bytes()
-    assert len(found.validation) == 127
-    assert len(found.vocabulary) == 256
+    text = corpus.load(settings(corpus=str(file), tokens="byte"))
+    assert bytes([*text.train.tolist(), *text.validation.tolist()]) == file.read_bytes()
+    assert len(text.validation) == 127
+    assert len(text.vocabulary) == 256
 
 
 def test_the_standard_library_is_there() -> None:
-    found = corpus.load(RnnSettings(corpus_bytes=300_000))
-    assert len(found.train) > 50_000
-    assert "def" in found.vocabulary.words
-    assert len(found.validation) > 1000
+    text = corpus.load(RnnSettings(corpus_bytes=300_000))
+    assert len(text.train) > 50_000
+    assert "def" in text.vocabulary.words
+    assert len(text.validation) > 1000
 
 
 @pytest.mark.parametrize(
@@ -126,19 +125,19 @@ def test_more_micro_batches_than_streams_are_refused(monkeypatch: pytest.MonkeyP
 def test_the_loss_and_its_gradients_are_right(
     monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, threads: int, outer: float
 ) -> None:
-    monkeypatch.setattr(model, "ROWS", rows)
-    monkeypatch.setattr(model, "COLUMNS", columns)
-    pool = model.Pool(threads) if threads else None
+    monkeypatch.setattr(loss, "ROWS", rows)
+    monkeypatch.setattr(loss, "COLUMNS", columns)
+    pool = loss.Pool(threads) if threads else None
     torch.manual_seed(0)
     decoder = model.Decoder(settings(), 50)
     hidden, targets = torch.randn(7, 4, 5, requires_grad=True), torch.randint(50, (7, 4))
     wanted = [hidden, decoder.weight, decoder.bias]
     plain = functional.cross_entropy(decoder(hidden).view(-1, 50), targets.view(-1), reduction="sum")
     expected = torch.autograd.grad(0.5 * outer * plain, wanted)
-    found = decoder.loss(hidden, targets, 0.5, pool)
-    torch.testing.assert_close(found, 0.5 * plain)
-    for one, other in zip(torch.autograd.grad(outer * found, wanted), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    fused = decoder.loss(hidden, targets, 0.5, pool)
+    torch.testing.assert_close(fused, 0.5 * plain)
+    for gradient, other in zip(torch.autograd.grad(outer * fused, wanted), expected, strict=True):
+        torch.testing.assert_close(gradient, other)
 
 
 def test_an_improbable_target_has_a_finite_loss() -> None:
@@ -146,18 +145,18 @@ def test_an_improbable_target_has_a_finite_loss() -> None:
     with torch.no_grad():
         decoder.bias[7] = 500.0
     hidden = torch.zeros(1, 1, 5, requires_grad=True)
-    loss = decoder.loss(hidden, torch.tensor([[3]]))
-    assert float(loss.detach()) == pytest.approx(500, abs=1)
-    loss.backward()
+    total = decoder.loss(hidden, torch.tensor([[3]]))
+    assert float(total.detach()) == pytest.approx(500, abs=1)
+    total.backward()
     assert torch.isfinite(decoder.weight.grad).all()  # type: ignore[arg-type]
 
 
 # ---- weights and generated text
 
 
-def test_each_part_begins_with_weights_of_its_own_that_the_seed_gives() -> None:
-    def weights(**own: object) -> dict[str, torch.Tensor]:
-        return model.LanguageModel(settings(**own), 50).state_dict()
+def test_each_part_begins_with_other_weights_that_the_seed_gives() -> None:
+    def weights(**changes: object) -> dict[str, torch.Tensor]:
+        return model.LanguageModel(settings(**changes), 50).state_dict()
 
     one, two, other = weights(), weights(), weights(seed=2)
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -174,9 +173,9 @@ def test_text_goes_on_from_its_prompt() -> None:
         return torch.zeros(*tokens.shape, 6)
 
     lstm = model.Lstm(settings()).eval()
-    written = evaluate.continued(vocabulary, "a", 3, lstm, embed, lambda hidden: fed[-1] + 1)
+    written = evaluate.continuation(vocabulary, "a", 3, lstm, embed, lambda hidden: fed[-1] + 1)
     assert (written, fed) == ("bcd", [1, 2, 3])
-    assert evaluate.continued(vocabulary, "", 1, lstm, embed, lambda hidden: 2) == "b"
+    assert evaluate.continuation(vocabulary, "", 1, lstm, embed, lambda hidden: 2) == "b"
 
 
 def test_the_unknown_word_is_never_drawn() -> None:

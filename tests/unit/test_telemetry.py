@@ -261,7 +261,7 @@ def test_a_worker_has_its_roles_metrics(multiprocess: Path) -> None:
         assert (metric.attribute in agent) == (not metric.roles or bool({"agent", "rank 0"} & set(metric.roles)))
         assert (metric.attribute in observer) == (not metric.roles or "observer" in metric.roles)
     assert "rpc_calls" in agent & observer
-    assert {"step", "checkpoint_seconds", "score"} <= agent - observer
+    assert {"step", "checkpoint_seconds", "score", "rl_return_last"} <= agent - observer
     assert {"rl_env_steps", "rl_episodes"} <= observer - agent
 
 

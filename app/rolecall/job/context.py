@@ -201,7 +201,7 @@ class Context(Generic[S]):
         return self.draining or time.monotonic() - self._saved_at > self.settings.checkpoint_interval
 
     def save(self, step: int, state: dict[str, Any], drain: bool | None = None) -> bool:
-        """Writes the checkpoint of `step`: `state` (tensors, numbers, strings, lists, dictionaries), pinned settings and
+        """Writes the checkpoint of `step`: `state` (tensors, numbers, strings, lists, dicts), pinned settings and
         seconds of training. Returns whether the job ends with it, because a drain was ordered (`drain`: by default,
         whether one is). Where it cannot be written, training goes on, and the drain is given up.
         """

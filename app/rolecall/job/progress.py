@@ -83,6 +83,7 @@ class Progress:
         self.metrics.done.inc(done - self._done)
         self._done = done
         self.supervision.record("done", step, done)
+        self.supervision.report_step(step)  # rank 0's progress, whichever rank made the step
         if self._left is not None:
             self.metrics.left_seconds.set(self._left)
 

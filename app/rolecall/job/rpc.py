@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -102,7 +103,6 @@ class TorchRpc:
     def __init__(self, metrics: Any, store: Store) -> None:
         self._metrics, self._store = metrics, store
         self._methods: set[str] = set()  # that were called
-        self._forwarded: torch.futures.Future[None] | None = None
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """See `Context.call`."""
@@ -158,10 +158,8 @@ class TorchRpc:
             raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
 
     def forward(self, context: Context[Any], method: str, *args: Any, **values: Any) -> None:
-        """Calls a method of rank 0's `Progress`, in order: the call before must have been answered."""
-        if self._forwarded is not None:
-            self._forwarded.wait()
-        self._forwarded = rpc.rpc_async(context.members[0].name, _progress, args=(method, args, values))
+        """Calls a method of rank 0's `Progress`, and waits until it is done: what is logged is not lost at the end."""
+        rpc.rpc_sync(context.members[0].name, _progress, args=(method, args, values))
 
 
 def _progress(method: str, args: tuple[Any, ...], values: dict[str, Any]) -> None:
@@ -273,6 +271,8 @@ def payload_bytes(value: Any) -> int:
             return sum(map(payload_bytes, value))
         case dict():
             return sum(map(payload_bytes, value.values()))
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return sum(payload_bytes(getattr(value, field.name)) for field in fields(value))
         case _:
             return int(getattr(value, "nbytes", 0))
 

@@ -1,5 +1,5 @@
 """The supervisor: one per container, alive across generations. It translates between its `Member`, which decides, and
-the world: HTTP to rank 0, the worker process, signals, /metrics, /healthz and /readyz. No torch, no RPC.
+what surrounds it: HTTP to rank 0, the worker process, signals, /metrics, /healthz and /readyz. No torch, no RPC.
 """
 
 from __future__ import annotations
@@ -67,19 +67,16 @@ class Supervisor:
             runner = await endpoints.serve(
                 self.settings, self._registry, self._refresh, self._unhealthy, self._unready, self._scrapes
             )
-            self._handle_signals()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare(directory)
             if self.first:
                 lead = Coordinator(self.settings.job, self.settings, self.roles, member.incarnation, member.node)
                 await lead.start(self.metrics)
                 self.workers.record = lead.files.record
             await self.workers.check()
-            loops = [
-                self._heartbeat_loop(),
-                self._action_loop(),
-                self._liveness_loop(),
-                *(lead.loops() if lead else []),
-            ]
+            loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
+            loops += lead.loops() if lead else []
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
             report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
@@ -110,16 +107,11 @@ class Supervisor:
     def _make_metrics(self, directory: Path) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(directory, self.first)
         self._name_rank(self.identity.ordinal)
-        self.workers = WorkerManager(
-            self.job, self.settings, self.identity.role, self.metrics, files, self._changed.set
-        )
+        changed = self._changed.set
+        self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files, changed)
 
     def _name_rank(self, ordinal: int | None) -> None:
         telemetry.name_rank(self.metrics.rank_info, self.settings.job, self.identity.role, ordinal)
-
-    def _handle_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
 
     # ---- the member's loops
 
@@ -143,7 +135,7 @@ class Supervisor:
                 if error is None and not member.answered(heartbeat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
                 if error is None:
-                    self._note_ordinal(previous, post.result())
+                    self._log_ordinal(previous, post.result())
                     self._directed.set()
                 elif isinstance(error, UsageError):
                     self.log.error(str(error))
@@ -155,7 +147,7 @@ class Supervisor:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
 
-    def _note_ordinal(self, previous: Directive | None, directive: Directive) -> None:
+    def _log_ordinal(self, previous: Directive | None, directive: Directive) -> None:
         if directive.ordinal not in (self.identity.ordinal, previous and previous.ordinal):
             self.log.info("ordinal assigned", assigned=directive.ordinal)
             self._name_rank(directive.ordinal)

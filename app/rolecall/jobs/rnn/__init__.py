@@ -64,8 +64,8 @@ JOB = Job(
     summary="language model: embedding and decoder on the ps, LSTM on the trainer, distributed autograd",
     settings=RnnSettings,
     roles=(
-        # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.server", "torch._dynamo")),
+        # torch's optimizers import torch._dynamo at their first use: which takes each new worker a second
+        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.calls", "torch._dynamo")),
         Role("trainer", "rolecall.jobs.rnn.trainer:run", preload=("rolecall.jobs.rnn.trainer", "torch._dynamo")),
     ),
     check="rolecall.jobs.rnn.corpus:check",
@@ -78,4 +78,4 @@ JOB = Job(
     # what the weights and the order of the text depend on
     pinned=("corpus", "corpus_bytes", "tokens", "vocabulary", "embedding_size", "hidden_size", "layers", "batch_size",
             "sequence", "seed"),
-)
+)  # fmt: skip

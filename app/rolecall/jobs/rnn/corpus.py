@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.config import UsageError
-from rolecall.job import stdlib
-from rolecall.jobs.rnn import RnnSettings, model
+from rolecall import UsageError, choose_device, standard_library
+from rolecall.jobs.rnn import RnnSettings
 
 UNKNOWN = "<unk>"
 BYTES = 256
@@ -49,7 +48,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus, cut into tokens: numbers [tokens] int64. `digest` tells it from others."""
+    """A corpus, cut into tokens: numbers [tokens] int64 of both parts. `digest` identifies the text."""
 
     vocabulary: Vocabulary
     train: Tensor
@@ -58,14 +57,14 @@ class Text:
 
 
 def load(settings: RnnSettings) -> Text:
-    """Read CORPUS. Raises UsageError where it cannot be read or is too short."""
+    """Reads CORPUS. Raises UsageError where it cannot be read or is too short."""
     train, validation = _split(settings)
     if settings.tokens == "byte":
         vocabulary = Vocabulary()
     else:
         counts = Counter(WORD.findall(train))
         counts.pop(UNKNOWN, None)
-        common = sorted(counts.items(), key=lambda found: (-found[1], found[0]))[: settings.vocabulary - 1]
+        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: settings.vocabulary - 1]
         vocabulary = Vocabulary((UNKNOWN, *(word for word, _ in common)))
     text = Text(vocabulary, vocabulary.encode(train), vocabulary.encode(validation),
                 hashlib.sha256(f"{train}\0{validation}".encode()).hexdigest())  # fmt: skip
@@ -79,9 +78,9 @@ def load(settings: RnnSettings) -> Text:
 
 
 def check(settings: RnnSettings) -> None:
-    """Refuse a corpus that cannot be read, before anything starts. The ps needs none."""
+    """Raises UsageError for a corpus that cannot be read, which the ps does not need, or a device that is missing."""
     if settings.role != "trainer":
-        model.device(settings.embedding_device, "EMBEDDING_DEVICE")
+        choose_device(settings.embedding_device, "EMBEDDING_DEVICE")
     if settings.role != "ps":
         load(settings)
 
@@ -92,16 +91,21 @@ def streams(tokens: Tensor, batch_size: int) -> Tensor:
     return tokens[: length * batch_size].view(batch_size, length).t().contiguous()
 
 
-def steps(found: Tensor, sequence: int) -> int:
+def steps(streams: Tensor, sequence: int) -> int:
     """How many steps of up to `sequence` tokens the streams [length, batch] make."""
-    return -(-(len(found) - 1) // sequence)
+    return -(-(len(streams) - 1) // sequence)
 
 
-def window(found: Tensor, step: int, sequence: int) -> tuple[Tensor, Tensor]:
+def targets(streams: Tensor) -> int:
+    """How many tokens of the streams [length, batch] are predicted: all but each stream's first."""
+    return streams.numel() - streams.shape[1]
+
+
+def window(streams: Tensor, step: int, sequence: int) -> tuple[Tensor, Tensor]:
     """Step number `step`: inputs and targets [up to `sequence`, batch]; a target is the token after its input."""
     begin = step * sequence
-    end = min(begin + sequence, len(found) - 1)
-    return found[begin:end], found[begin + 1 : end + 1]
+    end = min(begin + sequence, len(streams) - 1)
+    return streams[begin:end], streams[begin + 1 : end + 1]
 
 
 def _split(settings: RnnSettings) -> tuple[str, str]:
@@ -124,22 +128,22 @@ def _split(settings: RnnSettings) -> tuple[str, str]:
         total, taken = total + len(content), taken + 1
         if settings.corpus_bytes and total >= settings.corpus_bytes and parts[1]:
             break
-    train, validation = (b"\n".join(found).decode(errors="replace") for found in parts)
+    train, validation = (b"\n".join(part).decode(errors="replace") for part in parts)
     return train, validation
 
 
 def _files(corpus: str) -> list[Path]:
     if corpus == "stdlib":
-        return stdlib.sources()
+        return standard_library()[1]
     path = Path(corpus)
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise UsageError(f"CORPUS={corpus}: no such file or folder; or set CORPUS=stdlib")
-    found = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
-    if not found:
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    if not files:
         raise UsageError(f"CORPUS={corpus}: the folder holds no file")
-    return found
+    return files
 
 
 def _read(path: Path, settings: RnnSettings) -> bytes:

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall.config import UsageError
+from rolecall import UsageError
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.corpus import Vocabulary
 from rolecall.jobs.rnn.model import LanguageModel, Lstm
 
 
 def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
-    """Perplexity of the validation text. What the model and the text depend on is the checkpoint's."""
-    settings, trained, _ = _load(settings, state)
+    """Perplexity of the validation text. Raises UsageError for another text than the checkpoint's."""
+    model, _ = _load(settings, state)
     text = corpus.load(settings)
     if text.digest != state["digest"]:
-        raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint learned from")
+        raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint was trained on")
     torch.set_num_threads(settings.cpu_threads)
-    loss = validation_loss(trained, settings, text.validation)
+    loss = validation_loss(model, settings, text.validation)
     return {
         "perplexity": math.exp(loss),
         "loss": loss,
@@ -34,32 +34,34 @@ def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
 
 def complete(settings: RnnSettings, state: dict[str, Any], prompt: str) -> str:
     """`prompt` and SAMPLE_TOKENS tokens that the model continues it with."""
-    settings, trained, vocabulary = _load(settings, state)
+    model, vocabulary = _load(settings, state)
     generator = torch.Generator().manual_seed(settings.seed)
-    return prompt + continued(
-        vocabulary,
-        prompt,
-        settings.sample_tokens,
-        trained.lstm,
-        lambda tokens: trained.embedding(tokens),
-        lambda hidden: trained.decoder.sample(hidden, settings.temperature, generator),
-    )
+
+    def choose(hidden: Tensor) -> int:
+        return model.decoder.sample(hidden, settings.temperature, generator)
+
+    return prompt + continuation(vocabulary, prompt, settings.sample_tokens, model.lstm, model.embedding, choose)
+
+
+def perplexity(loss: float) -> float:
+    """The perplexity at a mean `loss` of a token; capped, so that a diverged model's can be printed."""
+    return math.exp(min(loss, 30.0))
 
 
 @torch.no_grad()
-def validation_loss(trained: LanguageModel, settings: RnnSettings, tokens: Tensor) -> float:
-    """The mean loss of a token."""
-    trained.eval()
-    found, state = corpus.streams(tokens, settings.batch_size), trained.lstm.start(settings.batch_size)
+def validation_loss(model: LanguageModel, settings: RnnSettings, tokens: Tensor) -> float:
+    """The mean loss of a token of `tokens` [tokens]."""
+    model.eval()
+    streams, state = corpus.streams(tokens, settings.batch_size), model.lstm.start(settings.batch_size)
     total = 0.0
-    for number in range(corpus.steps(found, settings.sequence)):
-        loss, state = trained.loss(*corpus.window(found, number, settings.sequence), state)
+    for number in range(corpus.steps(streams, settings.sequence)):
+        loss, state = model.loss(*corpus.window(streams, number, settings.sequence), state)
         total += float(loss)
-    return total / (found.numel() - found.shape[1])
+    return total / corpus.targets(streams)
 
 
 @torch.no_grad()
-def continued(
+def continuation(
     vocabulary: Vocabulary,
     prompt: str,
     length: int,
@@ -80,14 +82,10 @@ def continued(
     return vocabulary.decode(numbers)
 
 
-def _load(settings: RnnSettings, state: dict[str, Any]) -> tuple[RnnSettings, LanguageModel, Vocabulary]:
-    try:
-        settings = settings.model_copy(update=state["settings"])
+def _load(settings: RnnSettings, state: dict[str, Any]) -> tuple[LanguageModel, Vocabulary]:
+    with UsageError.wrap("the checkpoint holds no model of rnn", KeyError, TypeError, RuntimeError):
         vocabulary = Vocabulary(tuple(state["vocabulary"]))
-        trained = LanguageModel(settings, len(vocabulary))
-        for name, part in trained.named_children():
+        model = LanguageModel(settings, len(vocabulary))
+        for name, part in model.named_children():
             part.load_state_dict(state["weights"][name])
-    except (KeyError, TypeError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(f"the checkpoint holds no model of rnn ({type(error).__name__}: {first})") from error
-    return settings, trained.eval(), vocabulary
+    return model.eval(), vocabulary

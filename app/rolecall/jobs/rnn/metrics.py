@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from rolecall import Metric
 
-FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-
 
 def _time(name: str, meaning: str, role: str) -> Metric:
-    return Metric("histogram", f"rnn_{name}_seconds", meaning, buckets=FAST, roles=(role,))
+    return Metric("histogram", f"rnn_{name}_seconds", meaning, roles=(role,))
 
 
 METRICS = (
@@ -18,7 +16,7 @@ METRICS = (
     _time("embedding", "Time of a micro-batch's lookup.", "ps"),
     _time("decoder", "Time of a micro-batch's logits, loss and their gradients.", "ps"),
     _time("lstm", "Time of a micro-batch's forward pass through the LSTM.", "trainer"),
-    _time("wait", "Time in which the trainer had nothing to do in a step's forward pass.", "trainer"),
+    _time("wait", "Time in which the trainer waits for the ps in a step's forward pass.", "trainer"),
     _time("backward", "Time of a step's distributed backward pass.", "trainer"),
     _time("optimizer", "Time of a step's clipping and optimizers, on both ranks.", "trainer"),
 )  # fmt: skip

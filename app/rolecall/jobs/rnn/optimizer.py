@@ -7,7 +7,7 @@ functional ones, which cannot give their state away; of a class that it does not
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from rolecall.jobs.rnn import RnnSettings
-
-State = list[dict[str, Any]]
+from rolecall.jobs.rnn.messages import OptimizerState
 
 
 class Sgd(torch.optim.SGD):
@@ -39,10 +38,7 @@ def build(
     """The optimizers of the parameters with dense gradients and of those with sparse ones."""
     # torch warns that these are not compiled: each rank has one caller
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
-    if settings.optimizer == "sgd":
-        kinds: tuple[Any, Any] = (Sgd, Sgd)
-    else:
-        kinds = (Adam, SparseAdam)
+    kinds: tuple[Any, Any] = (Sgd, Sgd) if settings.optimizer == "sgd" else (Adam, SparseAdam)
     return [
         DistributedOptimizer(kinds[0], list(dense), lr=settings.lr, fused=True),
         DistributedOptimizer(kinds[1], list(sparse), lr=settings.lr),
@@ -51,41 +47,37 @@ def build(
 
 def held_by(optimizers: Sequence[DistributedOptimizer], rank: str) -> list[Any]:
     """References to the parts of `optimizers` that the RPC worker `rank` has."""
-    return [part for one in optimizers for part in one.remote_optimizers if part.owner_name() == rank]
+    return [part for optimizer in optimizers for part in optimizer.remote_optimizers if part.owner_name() == rank]
 
 
-def state(parts: Sequence[Any]) -> State:
-    """The states of optimizers that are here."""
+def states(parts: Sequence[Any]) -> list[OptimizerState]:
+    """The states of optimizers that are on this rank."""
     return [part.local_value().optim.state_dict() for part in parts]
 
 
-def load(parts: Sequence[Any], found: State) -> None:
-    """Set the states of optimizers that are here."""
-    for part, own in zip(parts, found, strict=True):
-        part.local_value().optim.load_state_dict(own)
+def load(parts: Sequence[Any], states: Sequence[OptimizerState]) -> None:
+    """Sets the states of optimizers that are on this rank."""
+    for part, state in zip(parts, states, strict=True):
+        part.local_value().optim.load_state_dict(state)
 
 
 def square_norm(context_id: int) -> float:
-    """The square of the norm of all gradients that `context_id` holds here."""
-    return float(sum(torch.linalg.vector_norm(_values(one)).cpu() ** 2 for one in _gradients(context_id).values()))
+    """The square of the norm of all gradients that `context_id` holds on this rank."""
+    values = (each.coalesce().values() if each.is_sparse else each for each in _gradients(context_id))
+    return float(sum(torch.linalg.vector_norm(each).cpu() ** 2 for each in values))
 
 
-def scale(context_id: int, norm: float, limit: float) -> None:
-    """Clip what `context_id` holds here, given the `norm` of the gradients on all ranks."""
+def clip(context_id: int, norm: float, limit: float) -> None:
+    """Clips what `context_id` holds on this rank, given the `norm` of the gradients on all ranks."""
     if norm > limit:
-        for gradient in _gradients(context_id).values():
+        for gradient in _gradients(context_id):
             (gradient._values() if gradient.is_sparse else gradient).mul_(limit / norm)
 
 
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _gradients(context_id: int) -> dict[Tensor, Tensor]:
-    found: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-    return found
-
-
 def references(module: nn.Module) -> list[rpc.RRef[Tensor]]:
-    """References to the parameters of a module that is here."""
+    """References to the parameters of a module that is on this rank."""
     return [rpc.RRef(parameter) for parameter in module.parameters()]
+
+
+def _gradients(context_id: int) -> Iterator[Tensor]:
+    yield from dist_autograd.get_gradients(context_id).values()  # type: ignore[attr-defined]

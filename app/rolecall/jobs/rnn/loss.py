@@ -1,0 +1,128 @@
+"""Cross-entropy of a linear layer's output, computed in blocks: all logits are never held at once.
+
+The idea: fused linear cross-entropy, Hsu et al. 2024, Liger kernel; the split over the vocabulary: Shoeybi et al. 2019,
+Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# MEASUREMENT
+ROWS = 350  # tokens whose logits are held at once
+COLUMNS = 512  # logits of a multiplication: larger results leave the cache, which takes half as long again
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads that each compute on one core."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads, initializer=torch.set_num_threads, initargs=(1,))
+        self.threads = threads
+
+
+class GradientSums:
+    """The gradients of a linear layer's weight [classes, width] and bias [classes], summed over micro-batches."""
+
+    def __init__(self) -> None:
+        self.grads: tuple[Tensor, ...] = ()
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float = 1.0, pool: Pool | None = None,
+    sums: GradientSums | None = None,
+) -> Tensor:  # fmt: skip
+    """The negative log-likelihood of `targets` [rows] after `hidden` [rows, width], summed and times `scale`; `pool`,
+    or else this thread, computes it and its gradients.
+
+    Losses with the same `sums` must go through one backward pass, as a plain sum: the first of them hands out what
+    all add to the gradients of weight and bias.
+    """
+    loss: Tensor = _Loss.apply(hidden, weight, bias, targets, scale, torch.is_grad_enabled(), pool, sums)
+    return loss
+
+
+class _Loss(torch.autograd.Function):
+    """The forward pass computes the gradients too; the backward pass only hands them out."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float,
+                differentiate: bool, pool: Pool | None, sums: GradientSums | None) -> Tensor:  # fmt: skip
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach()
+        if differentiate:
+            sums = GradientSums() if sums is None else sums
+            ctx.first = not sums.grads
+            sums.grads = sums.grads or (torch.zeros_like(weight), torch.zeros_like(bias))
+            ctx.sums, ctx.grad = sums, torch.empty_like(hidden)
+        total = hidden.new_zeros(())
+        for begin in range(0, len(hidden), ROWS):
+            part = slice(begin, begin + ROWS)
+            grads = (ctx.grad[part], *ctx.sums.grads) if differentiate else ()
+            total += _block(hidden[part], weight, bias, targets[part], scale, grads, pool)
+        return total.mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [ctx.grad]
+        if ctx.first:
+            grads += ctx.sums.grads
+            ctx.sums.grads = ()  # autograd takes what nobody else holds as it is, without a copy
+        if float(outer[0]) != 1.0:
+            grads = [grad * outer[0] for grad in grads]
+        return (*grads, *[None] * (8 - len(grads)))
+
+
+@torch.no_grad()
+def _block(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float, grads: Sequence[Tensor],
+           pool: Pool | None) -> Tensor:  # fmt: skip
+    """The summed loss of some rows. Sets the first of `grads`, of the rows, and adds to those of weight and bias."""
+    run, size = (pool.map, -(-len(weight) // pool.threads)) if pool else (map, len(weight))
+    parts = [slice(begin, min(begin + size, len(weight))) for begin in range(0, len(weight), size)]
+    slices = [_VocabularySlice(hidden, weight, bias, part) for part in parts]
+    tops, sums = zip(*run(_VocabularySlice.exponentials, slices), strict=True)
+    top = torch.stack(tops).amax(0)
+    total = torch.stack([part * (highest - top).exp() for highest, part in zip(tops, sums, strict=True)]).sum(0)
+    normalizer = top + total.log()
+    if grads:
+        rows = list(run(lambda part: part.gradients(normalizer, scale, grads), slices))
+        # each target's own share: its probability less one
+        torch.sum(torch.stack(rows), 0, out=grads[0]).sub_(weight[targets]).mul_(scale)
+        grads[1].index_add_(0, targets, hidden, alpha=-scale)
+        grads[2].index_add_(0, targets, torch.ones_like(normalizer), alpha=-scale)
+    return (normalizer - (hidden * weight[targets]).sum(1) - bias[targets]).sum()
+
+
+class _VocabularySlice:
+    """The logits of some rows over a part of the vocabulary, in blocks that stay in the cache."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor, part: slice) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        width = COLUMNS if hidden.is_cpu else part.stop - part.start
+        self.parts = [slice(begin, min(begin + width, part.stop)) for begin in range(part.start, part.stop, width)]
+
+    def exponentials(self) -> tuple[Tensor, Tensor]:
+        """Each row's largest logit [rows], and its sum [rows] of exponentials of the logits less that."""
+        self.values, tops, sums = [], [], []
+        for part in self.parts:
+            logits = torch.addmm(self.bias[part], self.hidden, self.weight[part].t())
+            tops.append(logits.amax(1))
+            self.values.append(logits.sub_(tops[-1][:, None]).exp_())
+            sums.append(logits.sum(1))
+        self.tops = torch.stack(tops)
+        top = self.tops.amax(0)
+        return top, (torch.stack(sums) * (self.tops - top).exp()).sum(0)
+
+    def gradients(self, normalizer: Tensor, scale: float, grads: Sequence[Tensor]) -> Tensor:
+        """What this slice adds to the rows' gradient [rows, width]. Adds to those of weight and bias in `grads`."""
+        rows = torch.zeros_like(self.hidden)
+        # values times these factors are probabilities: the small matrices take them
+        for part, values, factor in zip(self.parts, self.values, (self.tops - normalizer).exp(), strict=True):
+            grads[1][part].addmm_(values.t(), self.hidden * factor[:, None], alpha=scale)
+            grads[2][part].addmv_(values.t(), factor, alpha=scale)
+            rows.addcmul_(torch.mm(values, self.weight[part]), factor[:, None])
+        return rows

@@ -145,6 +145,7 @@ class Context(Generic[S]):
         earlier one, whose score is known only now.
         """
         if done is not None:
+            if done is not None:  # the score of an earlier step may come late
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
 

@@ -159,10 +159,10 @@ class LeadServer(ShardServer):
             self.buffers = report.buffers or self.buffers
         used = sum(report.samples for report in reports)
         begun = self.ledger.done - used  # samples that came before this update's
-        order = UpdateShard(update.number, update.weights, update.rate * self._schedule(begun), tuple(update.batches))
-        answers = [self.context.call(name, calls.update, order) for name in self.others]
+        message = UpdateShard(update.number, update.weights, update.rate * self._schedule(begun), tuple(update.batches))
+        answers = [self.context.call(name, calls.update, message) for name in self.others]
         version = self.ledger.version
-        self.execute(order, {
+        self.execute(message, {
             key: Assignment(version, batches, self.buffers if key.number == 0 else ())
             for key, batches in update.batches.items()
         })  # fmt: skip

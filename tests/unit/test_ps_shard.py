@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from rolecall import Context, Peer, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
-from rolecall.jobs.ps.ledger import Gradient, Ledger
+from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import ArrivedGradient, Assignment, Fetch, PartAnswer, Restore, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
@@ -281,7 +281,7 @@ def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(s
     ledger = Ledger(58, 8, 2, 0, ["t0", "t1", "t2"], sync=True)
     for name in ledger.trainers:
         send(shards, Key(name, 0), None)
-        update = ledger.take(Gradient(Key(name, 0), 0, 0))
+        update = ledger.take(Key(name, 0), 0, 0)
     sizes = []
     for number in range(1, 5):
         batches = {key.trainer: torch.from_numpy(given[0]) for key, given in update.batches.items()}
@@ -289,7 +289,7 @@ def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(s
         model.unflatten(flat_of(shards), module)
         for name, batch in batches.items():
             send(shards, Key(name, number), gradient_of(module, train, batch))
-            update = ledger.take(Gradient(Key(name, number), ledger.version, len(batch)))
+            update = ledger.take(Key(name, number), ledger.version, len(batch))
         assert update
         apply(shards, update.weights, update.rate)
         model.unflatten(parameter.detach(), module)

@@ -85,7 +85,7 @@ def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(clust
     assert written.startswith("the ")
     assert len(corpus.WORD.findall(written)) >= 10
     assert "sample" in job.member(0).text()
-    assert f"Finished: validation perplexity {done['perplexity']:.2f} after 3 epochs" in job.member(0).text()
+    assert f"Finished: validation perplexity {done['perplexity']:.2f} after 3 epochs" in job.first.text()
     assert all("[error" not in rank.text() for rank in job.ranks.values())
 
 
@@ -188,21 +188,29 @@ def test_all_ranks_killed_in_the_same_instant(kept: Cluster) -> None:
     assert int(re.findall(r"resumed .*?step=(\d+)", kept.first.text())[-1]) >= step
 
 
-def test_another_text_is_refused_and_nothing_is_touched(cluster: MakeCluster, tmp_path: Path) -> None:
-    own = {"EPOCHS": "1", "CHECKPOINT_DIR": str(tmp_path / "shared")}
-    finished(cluster(JOB="rnn", **own).start(1))
+def test_other_settings_or_another_text_are_refused_and_nothing_is_touched(
+    cluster: MakeCluster, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text((ROOT / "LICENSE").read_text())
+    shared = {"EPOCHS": "1", "CHECKPOINT_DIR": str(tmp_path / "shared"), "CORPUS": str(text)}
+    finished(cluster(JOB="rnn", **shared).start(1))
     (tmp_path / "shared" / "DONE").unlink()
-    kept = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
-    for name, value in (("HIDDEN_SIZE", "9"), ("CORPUS", "tests")):
-        other = cluster(JOB="rnn", **{**own, name: value}).start(1)
-        assert other.member(0).wait() == 2
-        assert f"{name}={value}: the newest checkpoint" in other.member(0).text()
-        assert other.first.wait() == 2
-    assert {path: path.read_bytes() for path in kept} == kept
+    before = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
+    text.write_text((ROOT / "README.md").read_text())
+    for changes, message in (
+        ({"HIDDEN_SIZE": "9"}, "HIDDEN_SIZE=9: the newest checkpoint in CHECKPOINT_DIR was made with 6"),
+        ({"CORPUS": "tests"}, "CORPUS=tests: the newest checkpoint in CHECKPOINT_DIR was made with"),
+        ({}, f"CORPUS={text}: the data are not those that checkpoint-"),
+    ):
+        other = cluster(JOB="rnn", **{**shared, **changes}).start(1)
+        assert [rank.wait() for rank in other.ranks.values()] == [2, 2]
+        assert all(message in rank.text() for rank in other.ranks.values())
+    assert {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")} == before
 
 
 def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> None:
-    """Which a Prometheus hears of too: ranks stay until it has come once more."""
+    """Prometheus sees it too: the ranks stay until it has scraped them once more."""
     job = cluster(JOB="rnn", OPTIMIZER="sgd", LR="1e38").start(1)
     seen: dict[str, float] = {}
 

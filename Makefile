@@ -152,8 +152,8 @@ chaos: $(READY) ## hurt a job's ranks at random, as root also their network, and
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
 docs: $(READY) ## write anew what is made from the code: tables in docs/, Grafana's dashboards, the PrometheusRule
-	$(BIN)/python -m tests.contracts.tables
-	$(BIN)/python -m tests.contracts.dashboards
+	$(BIN)/python -m tools.tables
+	$(BIN)/python -m tools.dashboards
 
 clean: ## delete what was made here: caches, runs, .venv
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs build dist *.egg-info

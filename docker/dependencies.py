@@ -1,7 +1,7 @@
 """The image's Python packages: `download` them to a folder on the host, `install` them while the image is built.
 
-Both take what pyproject.toml asks for in the versions of constraints.txt. Torch comes in two builds: for TORCH=cpu the
-pinned version, for TORCH=cuda the newest that is allowed, with the CUDA libraries that it asks for.
+Both take what pyproject.toml asks for in the versions of constraints.txt. Torch and torchvision come in two builds: for
+TORCH=cpu the pinned versions, for TORCH=cuda the newest that are allowed, with the CUDA libraries that torch asks for.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def requirements(torch: str, directory: Path) -> list[str]:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     constraints = Path("constraints.txt").read_text().splitlines(keepends=True)
     if torch == "cuda":
-        constraints = [line for line in constraints if not line.startswith("torch==")]
+        constraints = [line for line in constraints if not line.startswith(("torch==", "torchvision=="))]
     (directory / "constraints.txt").write_text("".join(constraints))
     return ["--constraint", str(directory / "constraints.txt"), *project["dependencies"]]
 
@@ -61,7 +61,7 @@ def target(machine: str) -> list[str]:
 
 
 def check(torch: str, python: str) -> int:
-    """Refuse to go on where torch is of the other build."""
+    """Refuses torch of the other build. Beside torchvision of the other build, `ps` reads MNIST itself."""
     code = "import torch; print('cuda' if torch.version.cuda else 'cpu', torch.__version__)"
     build, version = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     if build != torch:

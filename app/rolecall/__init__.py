@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
     from rolecall.job.checkpoint import Snapshot
-    from rolecall.job.context import Context, Outcome, Peer, PeerLostError, choose_device
+    from rolecall.job.context import Context, choose_device
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
+    from rolecall.job.task import Outcome, Peer, PeerLostError
     from rolecall.telemetry import Metric
 
 __all__ = [
@@ -25,10 +26,11 @@ __all__ = [
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
     "job.checkpoint": ("Snapshot",),
-    "job.context": ("Context", "Outcome", "Peer", "PeerLostError", "choose_device"),
+    "job.context": ("Context", "choose_device"),
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
+    "job.task": ("Outcome", "Peer", "PeerLostError"),
     "telemetry": ("Metric",),
 }
 

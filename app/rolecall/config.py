@@ -1,8 +1,7 @@
-"""Settings. The only reader of the process environment.
+"""Settings. The only module that reads the process environment.
 
-Every variable that a rank understands is a field of a settings class: `Settings` holds those that all jobs share, a
-job's own class (in its folder) adds to it. `load` turns the environment into an instance or raises one `UsageError`
-that names every bad variable.
+Every variable is a field of a settings class: `Settings` has those that all jobs share, and a job's own class adds to
+it. `load` makes an instance from the environment, or raises one `UsageError` that names every wrong variable.
 """
 
 from __future__ import annotations
@@ -26,10 +25,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 __version__ = "0.1.0"
 
-# exit codes; 1 is Python's own, of a bug in the program
-USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable master
-FAILED = 3  # the job failed, for every rank: starting it again would not help
-
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]
@@ -44,21 +39,22 @@ class UsageError(Exception):
         """Turns errors of `kinds` (any, if none is given) that the block raises into one UsageError:
         `PROBLEM (TYPE: FIRST LINE); ADVICE`. A UsageError passes as it is.
         """
+        wrapped = kinds or (Exception,)
         try:
             yield
         except UsageError:
             raise
-        except kinds or Exception as error:
+        except wrapped as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise cls(f"{problem} ({type(error).__name__}: {first})" + (f"; {advice}" if advice else "")) from error
 
 
 class Settings(BaseSettings):
-    """What every rank of every job understands."""
+    """The settings of every rank of every job."""
 
     model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True, frozen=True)
 
-    job: str = Field("", description="the job to take part in: see `python -m rolecall jobs`")
+    job: str = Field("", description="the job to take part in: see `rolecall jobs`")
     role: str = Field("", description="this rank's role in the job")
     ordinal: int | None = Field(
         None,
@@ -70,9 +66,11 @@ class Settings(BaseSettings):
         None, ge=0, le=9999, description="torch's own variable, used where ROLE is not given: 0 is the first role"
     )
     world_size: int | None = Field(None, ge=1, le=10000, description="torch's own variable, checked against the counts")
-    master_addr: str = Field("127.0.0.1", min_length=1, description="where rank 0 is reached; resolved anew each time")
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="rank 0's address; names are resolved anew each time"
+    )
     master_port: Port = Field(29500, description="rank 0's port for the RPC rendezvous")
-    control_port: Port = Field(29400, description="rank 0's port for the gang: membership and orders")
+    control_port: Port = Field(29400, description="rank 0's port for the gang: heartbeats and directives")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, /healthz and /readyz")
     bind_addr: str = Field(
         "0.0.0.0", min_length=1, description="name or address that rank 0's MASTER_PORT and CONTROL_PORT listen on"
@@ -83,12 +81,12 @@ class Settings(BaseSettings):
     checkpoint_dir: Path = Field(Path("checkpoints"), description="rank 0's directory for checkpoints and DONE")
     resume: bool = Field(
         True,
-        description="train on from the newest checkpoint; 0: move an earlier run's checkpoints aside and start anew",
+        description="resume from the newest checkpoint; 0: move an earlier run's checkpoints aside and start a new run",
     )
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="newest checkpoints kept")
     on_finish: Literal["exit", "linger"] = Field(
-        "exit", description="after the job: exit, or stay up and serve metrics (for pods, which are always restarted)"
+        "exit", description="after the job: exit, or continue to serve metrics (for pods, which are always restarted)"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where this rank computes")
     threads: int = Field(
@@ -96,17 +94,17 @@ class Settings(BaseSettings):
     )
     seed: int = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
     log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
-    lease_seconds: Seconds = Field(6.0, ge=1, description="silence after which a rank or a worker is given up")
+    lease_seconds: Seconds = Field(6.0, ge=1, description="seconds of silence after which a rank or a worker is lost")
     join_grace: Seconds = Field(
-        10.0, description="how long a start waits for an elastic role's count before its minimum is enough"
+        10.0, description="seconds that a start waits for an elastic role's count before its minimum is enough"
     )
-    rejoin_interval: Seconds = Field(10.0, description="least time between two regroups that take newcomers in")
-    rejoin_timeout: Seconds = Field(600.0, description="how long ranks wait for rank 0, and rank 0 for missing ranks")
-    connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous")
-    rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call")
-    drain_timeout: Seconds = Field(20.0, description="deadline of a drain: finish the step, write a checkpoint, leave")
+    rejoin_interval: Seconds = Field(10.0, description="least seconds between two regroups that admit new ranks")
+    rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0, and at rank 0 for missing ranks")
+    connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
+    rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
+    drain_timeout: Seconds = Field(20.0, description="seconds to drain in: finish the step, write a checkpoint, leave")
     max_failures: int = Field(
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
     )
@@ -135,8 +133,8 @@ class Settings(BaseSettings):
         return self.threads or cores()
 
     def build(self, name: str, *arguments: Any) -> Any:
-        """Calls the user's callable that the setting `name` holds as `package.module:callable`; modules in the working
-        directory count too. Raises UsageError where it cannot be imported, or for whatever it raises.
+        """Calls the user's callable that the setting `name` holds as `package.module:callable`, also of a module in the
+        working directory. Raises UsageError where it cannot be imported, or for whatever it raises.
         """
         target, variable = getattr(self, name), name.upper()
         module, _, attribute = target.partition(":")
@@ -168,29 +166,29 @@ S = TypeVar("S", bound=Settings)
 def load(cls: type[S], **overrides: Any) -> S:
     """The settings of `cls` from the environment; `overrides` (by field name) win.
 
-    Raises UsageError, whose text names every variable that is wrong, what it holds and what would be right.
+    Raises UsageError, whose text names every wrong variable with its value and what is expected.
     """
     try:
         return cls(**overrides)
     except ValidationError as error:
-        raise UsageError("wrong settings: " + "; ".join(_complaints(cls, error))) from None
+        raise UsageError("wrong settings: " + "; ".join(_problems(cls, error))) from None
 
 
-def _complaints(cls: type[Settings], error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_url=False):
-        message = problem["msg"].removeprefix("Value error, ")
-        if not problem["loc"]:
+def _problems(cls: type[Settings], error: ValidationError) -> Iterator[str]:
+    for details in error.errors(include_url=False):
+        message = details["msg"].removeprefix("Value error, ")
+        if not details["loc"]:
             yield message
             continue
-        name = str(problem["loc"][0])
+        name = str(details["loc"][0])
         field = cls.model_fields.get(name)
-        shown = "***" if name == "job_token" else repr(str(problem["input"]))
+        shown = "***" if name == "job_token" else repr(str(details["input"]))
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
         yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
 
 
 def type_of(field: FieldInfo) -> str:
-    """A field's type in a user's words."""
+    """A field's type for the user, such as `int` or `exit|linger`."""
     annotation = str(field.annotation if not isinstance(field.annotation, type) else field.annotation.__name__)
     literal = re.search(r"Literal\[(.*)\]", annotation)
     if literal:
@@ -230,33 +228,33 @@ def variables(cls: type[Settings]) -> list[tuple[str, str, str, str, str]]:
 def misspelt(cls: type[Settings], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
     """Names in the environment that look like a misspelt variable, with the variable they look like."""
     known = {name.upper() for name in cls.model_fields}
-    found = []
+    pairs = []
     for name in sorted(set(os.environ if environ is None else environ) - known):
         if len(name) < 3 or name.startswith("_"):
             continue
         close = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.85)
         if close and close[0] != name.upper():
-            found.append((name, close[0]))
-    return found
+            pairs.append((name, close[0]))
+    return pairs
 
 
 def job_name() -> str:
-    """JOB, which says what settings there are to load."""
+    """JOB, on which it depends which settings there are."""
     return os.environ.get("JOB", "")
 
 
 def host_name() -> str:
-    """This machine's name; a StatefulSet's pod carries its ordinal in it."""
+    """This machine's name, without its domain; the name of a StatefulSet's pod ends with its ordinal."""
     return socket.gethostname().split(".")[0]
 
 
 def export(**names: str) -> None:
-    """Set variables that libraries read, here and in every process started from here."""
+    """Sets variables that libraries read, in this process and those that it starts."""
     os.environ.update(names)
 
 
 def export_default(**names: str) -> None:
-    """As `export`, for those that are not set."""
+    """Sets those of the variables that are not set."""
     export(**{name: value for name, value in names.items() if name not in os.environ})
 
 
@@ -269,7 +267,7 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may use: its affinity, capped by a container's CPU limit (cgroup v2 or v1)."""
     count = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # not this version, or no limit ("max")
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # another version, or no limit ("max")
             quota, period = (int(word) for file in files for word in (cgroup / file).read_text().split())
             if quota > 0:
                 count = min(count, math.ceil(quota / period))

@@ -1,8 +1,8 @@
 """Metrics and logs.
 
-A metric is declared once, as a `Metric`, in `SUPERVISOR` or `WORKER` below or in a job's `metrics` module. A worker's
-live in memory-mapped files (prometheus_client's multiprocess mode), so that they outlast the worker; its supervisor
-reads them when it is scraped, beside its own.
+A metric is declared once, as a `Metric`, in `SUPERVISOR`, `COORDINATOR` or `WORKER` below or in a job's `metrics`
+module. A worker's metrics are kept in memory-mapped files (prometheus_client's multiprocess mode), so that they outlive
+the worker; its supervisor serves them beside its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.core import Metric as Samples
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rolecall import config
-from rolecall.config import __version__
+from rolecall.config import Settings, __version__
 
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -42,7 +42,7 @@ CAUSES = (
     "stopped",
     "refused",
 )
-WORKER_CAUSES = ("killed", "crashed", "failed", "silent", "lost", "refused")  # of these, how a worker may end too early
+WORKER_CAUSES = ("killed", "crashed", "failed", "silent", "lost", "refused")  # of these, how a worker may end early
 WORKER_STATES = ("none", "starting", "running", "ended")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
 
@@ -64,14 +64,16 @@ class Metric:
 
     @property
     def full_name(self) -> str:
+        """The name as Prometheus has it."""
         return PREFIX + self.name
 
     @property
     def attribute(self) -> str:
-        """The name under which `build` hands it out."""
+        """The attribute's name in the result of `build`."""
         return self.name.removesuffix("_total")
 
     def make(self, registry: CollectorRegistry) -> Any:
+        """The metric as prometheus_client's object, in `registry`."""
         name = self.full_name
         match self.kind:
             case "counter":
@@ -139,15 +141,15 @@ WORKER = (
 
 
 def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:
-    """Make the metrics and hand them out as attributes: `rpc_calls_total` as `.rpc_calls`."""
+    """Makes the metrics; returns them as attributes: `rpc_calls_total` as `.rpc_calls`."""
     registry = registry or CollectorRegistry()
     prometheus_client.disable_created_metrics()  # a second series for each counter, of no use here
     return SimpleNamespace(**{metric.attribute: metric.make(registry) for metric in declared})
 
 
 def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
-    """What a supervisor serves: the registry, its own metrics in it (with the coordinator's for rank 0, the `first`),
-    and those of its workers, in files in `directory`.
+    """A supervisor's registry, its own metrics (with the coordinator's where it is rank 0's, the `first`), and the
+    files in `directory` with those of its workers.
     """
     registry = CollectorRegistry()
     metrics = build(SUPERVISOR + (COORDINATOR if first else ()), registry)
@@ -158,37 +160,37 @@ def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, A
 
 
 def name_rank(info: Any, job: str, role: str, ordinal: int | None) -> None:
-    """Say in the gauge `rank_info`, and nowhere else in it, which rank this is."""
-    with warnings.catch_warnings(action="ignore"):  # of workers' files, which it is not kept in
+    """Sets the gauge `rank_info` to this rank alone."""
+    with warnings.catch_warnings(action="ignore"):  # about workers' files, which do not hold it
         info.clear()
     info.labels(job, role, "" if ordinal is None else str(ordinal), __version__).set(1)
 
 
 def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
-    """A worker's metrics: those of its role, kept in files named by slot, so that a new worker goes on counting."""
+    """The metrics of a worker with `role`, of rank 0 where it is `first`, in files that the next worker continues."""
     values.ValueClass = values.MultiProcessValue(lambda: "worker")
     return build(of_role(declared, role, first))
 
 
 def of_role(declared: Iterable[Metric], role: str, first: bool) -> list[Metric]:
-    """Those of `declared` that a rank with `role` has; `first` says that it is rank 0."""
+    """The metrics in `declared` that a rank with `role` has; `first` says that it is rank 0."""
     roles = {role, "rank 0"} if first else {role}
     return [metric for metric in declared if not metric.roles or roles & set(metric.roles)]
 
 
 def use_directory(directory: Path) -> None:
-    """Keep the workers' metrics in `directory`. The caller imported prometheus_client before: its own stay apart."""
+    """Keeps the workers' metrics in `directory`; this process, which has imported prometheus_client, keeps its own."""
     config.export(PROMETHEUS_MULTIPROC_DIR=str(directory))
 
 
 def one_hot(gauge: Any, states: Iterable[str], state: str) -> None:
-    """Set a gauge with a `state` label to 1 for `state` and 0 for the others."""
+    """Sets a gauge with a `state` label to 1 for `state` and to 0 for the others."""
     for name in states:
         gauge.labels(name).set(name == state)
 
 
 def begin(counter: Any, values: Iterable[str]) -> None:
-    """Have a counter of one label begin at 0 for each of `values`: what appears as 1 is no increase to Prometheus."""
+    """Starts a counter with one label at 0 for each of `values`: one that first appears as 1 shows no increase."""
     for value in values:
         counter.labels(value)
 
@@ -204,9 +206,10 @@ def catalogue(job: Iterable[Metric] = ()) -> list[tuple[str, str, str, str, str]
 
 
 class WorkerFiles:
-    """The collector of a worker's metric files. A scrape leaves out what cannot be read: a file that is torn must not
-    break it, and one that a worker is just making must not be deleted under its hands. `clean` is for the time between
-    two workers: it deletes and counts torn files.
+    """Collects the metrics in a worker's files. A scrape skips a file that cannot be read: it is torn, or a worker is
+    just creating it. `clean` deletes torn files between two workers.
+
+    `dropped` is called for each file deleted.
     """
 
     def __init__(self, directory: Path, dropped: Callable[[], None]) -> None:
@@ -214,26 +217,27 @@ class WorkerFiles:
         self._dropped = dropped
 
     def clean(self) -> None:
-        """Delete and count what cannot be read. Only while there is no worker, whom a torn file would stop."""
+        """Deletes files that cannot be read, with which no worker could start. Only while there is no worker."""
         for path in self.directory.glob("*.db"):
             if not _readable(path):
                 path.unlink(missing_ok=True)
                 self._dropped()
 
     def collect(self) -> Iterator[Samples]:
+        """The metrics, as prometheus_client's registry asks for them."""
         yield from MultiProcessCollector.merge([str(path) for path in self.directory.glob("*.db") if _readable(path)])
 
 
 def _readable(path: Path) -> bool:
     try:
         MultiProcessCollector.merge([str(path)])
-    except Exception:  # of many kinds, by where the file is torn
+    except Exception:  # of many kinds, depending on where the file is torn
         return False
     return True
 
 
-def setup_logging(format: str, level: str, stream: Any = None, **bound: Any) -> None:
-    """One event a line on standard output, with `bound` (role, ordinal, generation) on each."""
+def setup_logging(format: Literal["text", "json"], level: str, stream: Any = None, **bound: Any) -> None:
+    """Logs one event a line to standard output, or `stream`, with `bound` (role, ordinal, generation) on each."""
     text = structlog.dev.ConsoleRenderer(
         colors=sys.stdout.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
     )
@@ -262,18 +266,24 @@ def _bound(bound: dict[str, Any]) -> structlog.typing.Processor:
 
 
 def log(**bound: Any) -> Any:
-    """A logger."""
+    """A logger, with `bound` on each of its events."""
     return structlog.get_logger(**bound)
 
 
 def cause(text: str) -> dict[str, str]:
-    """A cause for an event: its last line, and the whole of it where it is a traceback."""
+    """A cause as an event's fields: its last line, and the full text where it is a traceback."""
     lines = text.strip().splitlines()
     return {} if not lines else {"cause": lines[-1]} if len(lines) == 1 else {"cause": lines[-1], "exception": text}
 
 
+def warn_misspelt(settings: type[Settings]) -> None:
+    """Logs a warning for each environment variable that looks like a misspelt setting."""
+    for variable, meant in config.misspelt(settings):
+        log().warning("a variable looks misspelt and has no effect", variable=variable, meant=meant)
+
+
 class Timer:
-    """`with Timer() as timer: ...; timer.seconds`."""
+    """`with Timer() as timer: ...` leaves the seconds that passed in `timer.seconds`."""
 
     seconds = 0.0
 

@@ -76,8 +76,8 @@ class Measured:
 
 def measure(rounds: int, console: Console) -> Measured:
     """Everything. Raises RuntimeError or TimeoutError where a run fails."""
-    found = Measured()
-    display = Display(5 * rounds + 2, console, found.busy_percent)
+    measured = Measured()
+    display = Display(5 * rounds + 2, console, measured.busy_percent)
 
     def rate(value: float) -> str:
         return f"{value:,.1f} steps/s"
@@ -86,35 +86,35 @@ def measure(rounds: int, console: Console) -> Measured:
         for number in range(1, rounds + 1):
             name = f", round {number}"
             display.step("tutorial" + name, lambda on: tutorial_hybrid.steps_per_s(MILLION, False, TUTORIAL_STEPS),
-                         found.tutorial.append, rate)  # fmt: skip
+                         measured.tutorial.append, rate)  # fmt: skip
             display.step("tutorial with sparse=True" + name,
                          lambda on: tutorial_hybrid.steps_per_s(MILLION, True, SPARSE_STEPS),
-                         found.sparse_tutorial.append, rate)  # fmt: skip
-            for rows, keep in ((MILLION, found.rolecall), (MILLION // 10, found.rolecall_100k),
-                               (10 * MILLION, found.rolecall_10m)):  # fmt: skip
+                         measured.sparse_tutorial.append, rate)  # fmt: skip
+            for rows, keep in ((MILLION, measured.rolecall), (MILLION // 10, measured.rolecall_100k),
+                               (10 * MILLION, measured.rolecall_10m)):  # fmt: skip
                 display.step(f"rolecall, {rows:,} rows{name}",
                              lambda on, rows=rows: rolecall_hybrid.steps_per_s(rows, STEPS, on),  # type: ignore[misc]
                              keep.append, rate)  # fmt: skip
-        display.step("default run", rolecall_hybrid.accuracy, lambda value: setattr(found, "accuracy", value),
+        display.step("default run", rolecall_hybrid.accuracy, lambda value: setattr(measured, "accuracy", value),
                      lambda value: f"test accuracy {value[0]:.2%} in {value[1]:.0f} s")  # fmt: skip
         display.step("default run in one process", lambda on: local_hybrid.accuracy(),
-                     lambda value: setattr(found, "local_accuracy", value),
+                     lambda value: setattr(measured, "local_accuracy", value),
                      lambda value: f"test accuracy {value:.2%}")  # fmt: skip
-    return found
+    return measured
 
 
-def tables(found: Measured) -> list[Table]:
+def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     shape = f"{local_hybrid.TRAINERS} trainers, batch {local_hybrid.BATCH}, {local_hybrid.INDICES} indices a bag, " \
             f"width {local_hybrid.WIDTH}"  # fmt: skip
     rates = Table("", "rows", "steps/s", title=shape)
-    rates.add_row("the tutorial's way", f"{MILLION:,}", f"{found.rate('tutorial'):.1f}")
-    rates.add_row("the same with sparse=True", f"{MILLION:,}", f"{found.rate('sparse_tutorial'):.0f}")
+    rates.add_row("the tutorial's way", f"{MILLION:,}", f"{measured.rate('tutorial'):.1f}")
+    rates.add_row("the same with sparse=True", f"{MILLION:,}", f"{measured.rate('sparse_tutorial'):.0f}")
     for rows, name in ((MILLION // 10, "_100k"), (MILLION, ""), (10 * MILLION, "_10m")):
-        rates.add_row("hybrid", f"{rows:,}", f"{found.rate('rolecall' + name):.0f}")
+        rates.add_row("hybrid", f"{rows:,}", f"{measured.rate('rolecall' + name):.0f}")
     ends = Table("", "test accuracy", title="After the default run")
-    ends.add_row("one process", f"{found.local_accuracy:.2%}")
-    ends.add_row(f"hybrid, {found.accuracy[1]:.0f} s", f"{found.accuracy[0]:.2%}")
+    ends.add_row("one process", f"{measured.local_accuracy:.2%}")
+    ends.add_row(f"hybrid, {measured.accuracy[1]:.0f} s", f"{measured.accuracy[0]:.2%}")
     for table in (rates, ends):
         for column in table.columns[1:]:
             column.justify = "right"

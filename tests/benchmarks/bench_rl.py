@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.envs import Envs, pack
-from rolecall.jobs.rl.observer import group_sizes
+from rolecall.jobs.rl.envs import Envs, group_sizes
+from rolecall.jobs.rl.messages import pack
 from tests.benchmarks import command, launch, local_rl, rolecall_rl, round_trip, tutorial_rl
 from tests.benchmarks.display import Display
 
@@ -79,16 +79,16 @@ class Measured:
         return rate / group_size()
 
     def bars(self) -> list[command.Bar]:
-        found = []
+        bars = []
         for mode in MODES:
             times, bar = self.rate(mode) / self.tutorial_rate, RATE_BARS[mode]
-            found.append((f"{mode} steps/s", f"{times:,.0f} x the tutorial's", f">= {bar:,} x", times >= bar))
+            bars.append((f"{mode} steps/s", f"{times:,.0f} x the tutorial's", f">= {bar:,} x", times >= bar))
         for mode in MODES:
             part, bar = self.tutorial_solve / self.solve_seconds(mode), SOLVE_BARS[mode]
-            found.append((f"{mode} solve", f"1/{part:.1f} of the tutorial's", f"<= 1/{bar}", part >= bar))
+            bars.append((f"{mode} solve", f"1/{part:.1f} of the tutorial's", f"<= 1/{bar}", part >= bar))
         solved = f"{self.seeds_solved} of {self.seeds_tried}"
-        found.append(("seeds solved", solved, "all", self.seeds_solved == self.seeds_tried))
-        return found
+        bars.append(("seeds solved", solved, "all", self.seeds_solved == self.seeds_tried))
+        return bars
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys, and everything measured under `details`."""
@@ -120,27 +120,27 @@ class Bench:
 
     def run(self) -> Measured:
         """Everything. Raises RuntimeError where a run fails."""
-        found = self.measured
+        measured = self.measured
         with self._display:
             for number in range(1, self.rounds + 1):
                 self._step(f"tutorial, seed {number}", lambda on, n=number: tutorial_rl.solve(n, TUTORIAL_DEADLINE, on),
-                           found.tutorial.append, _solve_line)  # fmt: skip
+                           measured.tutorial.append, _solve_line)  # fmt: skip
                 for mode in MODES:
                     variables = {**THROUGHPUT, "INFERENCE": mode, "SEED": number, "MAX_ITERATIONS": ITERATIONS[mode]}
                     self._step(
-                        f"{mode} throughput, round {number}", _rolecall(variables), found.throughput[mode].append,
+                        f"{mode} throughput, round {number}", _rolecall(variables), measured.throughput[mode].append,
                         lambda run: f"{run.steps_per_s:,.0f} steps/s, steady {run.steady_steps_per_s:,.0f}",
                     )  # fmt: skip
             self._limits()
             for seed in self.seeds:
                 for mode in MODES:
                     self._step(f"{mode}, seed {seed}", _rolecall({"INFERENCE": mode, "SEED": seed}),
-                               lambda run, m=mode, s=seed: found.solve[m].update({s: run}), _solve_line)  # fmt: skip
-        return found
+                               lambda run, m=mode, s=seed: measured.solve[m].update({s: run}), _solve_line)  # fmt: skip
+        return measured
 
     def _limits(self) -> None:
-        found, rate = self.measured, "{:,.0f} {}/s".format
-        keep = found.__setattr__
+        measured, rate = self.measured, "{:,.0f} {}/s".format
+        keep = measured.__setattr__
         message, answer = payload()
         self._step("one process, stepping", lambda on: local_rl.stepping(NUM_ENVS),
                    lambda value: keep("local", value), lambda value: rate(value, "steps"))  # fmt: skip
@@ -158,10 +158,10 @@ class Bench:
         keep: Callable[[Any], None],
         show: Callable[[Any], str],
     ) -> None:
-        def told(on: Callable[[str], None]) -> Any:
+        def with_line(on: Callable[[str], None]) -> Any:
             return measure(lambda news: on(f"iteration {news[0]}, running reward {news[1]:.1f}"))
 
-        self._display.step(what, told, keep, show)
+        self._display.step(what, with_line, keep, show)
 
 
 def _rolecall(variables: dict[str, Any]) -> Callable[[Callable[[tuple[int, float]], None]], rolecall_rl.Result]:
@@ -182,14 +182,14 @@ def payload() -> tuple[int, int]:
     """Bytes of one call's message and of its answer at the default settings."""
     size = group_size()
     group = Envs(RlSettings().env_id, size, 0)
-    message = pack(group.observations, group.rewards, group.ends)
+    message = pack(group.observations, group.rewards, group.dones)
     group.close()
     return len(message), 8 * size
 
 
-def tables(found: Measured) -> list[Table]:
+def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    base = found.tutorial_rate
+    base = measured.tutorial_rate
     rates = Table("environment steps a second", "median", "least", "most", "x tutorial", title="Throughput")
     solves = Table("seconds to solve CartPole-v1", "median", "least", "most", "iterations", "x faster", title="Solving")
     for table in (rates, solves):
@@ -205,24 +205,24 @@ def tables(found: Measured) -> list[Table]:
         middle = statistics.median(seconds)
         iterations = statistics.median(run.iterations for run in runs)
         solves.add_row(what, *(f"{value:.1f}" for value in (middle, min(seconds), max(seconds))), f"{iterations:.0f}",
-                       f"{found.tutorial_solve / middle:.1f}")  # fmt: skip
+                       f"{measured.tutorial_solve / middle:.1f}")  # fmt: skip
 
-    rate("the tutorial's way", [run.steps_per_s for run in found.tutorial])
-    unsolved = sum(not run.solved for run in found.tutorial)
-    stopped = f" ({unsolved} of {len(found.tutorial)} stopped unsolved)" if unsolved else ""
-    solve("the tutorial's way" + stopped, found.tutorial)
+    rate("the tutorial's way", [run.steps_per_s for run in measured.tutorial])
+    unsolved = sum(not run.solved for run in measured.tutorial)
+    stopped = f" ({unsolved} of {len(measured.tutorial)} stopped unsolved)" if unsolved else ""
+    solve("the tutorial's way" + stopped, measured.tutorial)
     for mode in MODES:
-        rate(f"INFERENCE={mode}, learning included", [run.steps_per_s for run in found.throughput[mode]])
-        solve(f"INFERENCE={mode}", list(found.solve[mode].values()))
-    rate("one process, learning included", [found.local_learning])
-    rate("one process on one core, stepping only", [found.local])
+        rate(f"INFERENCE={mode}, learning included", [run.steps_per_s for run in measured.throughput[mode]])
+        solve(f"INFERENCE={mode}", list(measured.solve[mode].values()))
+    rate("one process, learning included", [measured.local_learning])
+    rate("one process on one core, stepping only", [measured.local])
     message, answer = payload()
     calls = Table("remote calls, default settings", "", title=f"RPC: {message} bytes there, {answer} back")
-    calls.add_row("one round trip", f"{1e6 / found.round_trip_calls:,.0f} us")
-    calls.add_row("limit: 2 callers, 2 calls in flight each", f"{found.limit_calls:,.0f} calls/s")
-    reached = found.calls_per_s()
+    calls.add_row("one round trip", f"{1e6 / measured.round_trip_calls:,.0f} us")
+    calls.add_row("limit: 2 callers, 2 calls in flight each", f"{measured.limit_calls:,.0f} calls/s")
+    reached = measured.calls_per_s()
     calls.add_row("INFERENCE=agent, all else included", f"{reached:,.0f} calls/s")
-    calls.add_row("of the limit", f"{100 * reached / found.limit_calls:.0f} %")
+    calls.add_row("of the limit", f"{100 * reached / measured.limit_calls:.0f} %")
     return [rates, solves, calls]
 
 

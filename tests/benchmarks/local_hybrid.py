@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from rolecall import config
-from rolecall.job.context import cores
 from rolecall.jobs.hybrid import HybridSettings, data, evaluate
-from rolecall.jobs.hybrid.model import Whole
+from rolecall.jobs.hybrid.model import LocalModel
 
 TRAINERS, BATCH, INDICES, WIDTH, CLASSES = 2, 64, 20, 64, 8
 LEARNING_RATE = 0.05
@@ -54,9 +53,9 @@ def accuracy() -> float:
 
 def _train() -> float:
     settings = config.load(HybridSettings)
-    torch.set_num_threads(cores())
-    found = data.load(settings)
-    model = Whole(settings, found.classes)
+    torch.set_num_threads(settings.cpu_threads)
+    samples = data.load(settings)
+    model = LocalModel(settings, samples.classes)
     model.table.fill()
     # torch's own table and optimizers, but for the state of a row
     table = nn.EmbeddingBag(settings.num_embeddings, settings.embedding_dim, mode="sum", sparse=True,
@@ -65,8 +64,8 @@ def _train() -> float:
     dense = torch.optim.Adagrad(model.dense.parameters(), settings.lr)
     for epoch in range(settings.epochs):
         generator = torch.Generator().manual_seed(settings.seed * 2**20 + epoch)
-        for batch in torch.randperm(len(found.train), generator=generator).split(settings.batch_size * TRAINERS):
-            taken = found.train.take(batch)
+        for batch in torch.randperm(len(samples.train), generator=generator).split(settings.batch_size * TRAINERS):
+            taken = samples.train.take(batch)
             vectors = table(taken.bags.rows, taken.bags.offsets, per_sample_weights=taken.bags.weights)
             table.zero_grad()
             dense.zero_grad()
@@ -78,4 +77,4 @@ def _train() -> float:
             squares[rows] += values.square().mean(1)
             with torch.no_grad():
                 table.weight[rows] -= settings.lr * values / (squares[rows].sqrt()[:, None] + 1e-10)
-    return evaluate.accuracy(model, found.test)
+    return evaluate.accuracy(model, samples.test)

@@ -15,8 +15,9 @@ import torch
 
 from rolecall import config
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.envs import Envs, Recorder, Trajectory
+from rolecall.jobs.rl.envs import Envs, Recorder
 from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.model import Actor, build
 
 CPU = torch.device("cpu")
@@ -54,31 +55,30 @@ def _stepping(num_envs: int, seconds: float) -> float:
         group.step(actor.act(group.observations))
         group.take_returns()
         # a step that only resets is no experience
-        steps += int(np.count_nonzero(group.ends == 0))
+        steps += int(np.count_nonzero(group.dones == Done.CONTINUES))
     return steps / passed
 
 
 def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
     torch.set_num_threads(1)
     settings = config.load(RlSettings)
-    made = [Envs(settings.env_id, num_envs, settings.seed + number) for number in range(groups)]
-    learner = Learner(build(settings, *made[0].spaces), settings, CPU, len(os.sched_getaffinity(0)))
+    envs = [Envs(settings.env_id, num_envs, settings.seed + number) for number in range(groups)]
+    learner = Learner(build(settings, *envs[0].spaces), settings, CPU, len(os.sched_getaffinity(0)))
     actor = Actor(learner.model, CPU)
     started, samples = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
-        learner.model.eval()
-        trajectories = [_rollout(group, actor, learner.version, steps) for group in made]
-        samples += int(learner.update(trajectories)["samples"])
+        trajectories = [_rollout(group, actor, learner.version, steps) for group in envs]
+        samples += learner.update(trajectories).samples
     return samples / passed
 
 
 def _rollout(group: Envs, actor: Actor, version: int, steps: int) -> Trajectory:
     recorder = Recorder(version)
-    recorder.see(group.observations, group.rewards, group.ends)
+    recorder.see(group.observations, group.rewards, group.dones)
     for _ in range(steps):
         actions = actor.act(group.observations)
         recorder.choose(actions)
         group.step(actions)
-        recorder.see(group.observations, group.rewards, group.ends)
+        recorder.see(group.observations, group.rewards, group.dones)
     group.take_returns()
     return recorder.trajectory()

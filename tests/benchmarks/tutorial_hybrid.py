@@ -30,8 +30,8 @@ def steps_per_s(rows: int, sparse: bool, steps: int) -> float:
     """Steps a second of each trainer, over `steps` steps. Raises RuntimeError or TimeoutError."""
     names = ["master", "ps", *(f"trainer{number}" for number in range(TRAINERS))]
     # with the transports that torch takes by itself
-    found: float = ranks.run(names, _drive, rows, sparse, steps, deadline=DEADLINE, transports=())
-    return found
+    rate: float = ranks.run(names, _drive, rows, sparse, steps, deadline=DEADLINE, transports=())
+    return rate
 
 
 def _drive(tell: ranks.Tell, rows: int, sparse: bool, steps: int) -> float:

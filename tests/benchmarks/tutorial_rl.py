@@ -50,8 +50,8 @@ def solve(
     """
     names = ["agent", *(f"observer{number}" for number in range(OBSERVERS))]
     # processes that hang are ended later than training ends by itself
-    found: Result = ranks.run(names, _train, names[1:], seed, deadline, deadline=deadline + 60, progress=progress)
-    return found
+    result: Result = ranks.run(names, _train, names[1:], seed, deadline, deadline=deadline + 60, progress=progress)
+    return result
 
 
 def _train(tell: ranks.Tell, observers: list[str], seed: int, deadline: float) -> Result:
@@ -139,7 +139,7 @@ class Agent:
         """Learn from the episode of every observer; the returns run on from one observer's into the next one's."""
         rewards = [reward for name in self.rewards for reward in self.rewards[name]]
         log_probabilities = torch.cat([one for name in self.rewards for one in self.log_probabilities[name]])
-        worst = min(sum(own) for own in self.rewards.values())
+        worst = min(sum(rewards) for rewards in self.rewards.values())
         self.running_reward = 0.05 * worst + 0.95 * self.running_reward
         returns, after = [], 0.0
         for reward in reversed(rewards):

@@ -155,7 +155,6 @@ SOAKS = {
         counts={"ps": 1, "trainer": 3},
         hurting={
             "EPOCHS": "1000000",
-            "EVAL_INTERVAL": "100",
             "CHECKPOINT_INTERVAL": "1",
             "REJOIN_INTERVAL": "1",
             # they share this machine's cores, which their addresses do not tell

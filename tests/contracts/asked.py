@@ -11,7 +11,7 @@ import yaml
 from rolecall import telemetry
 from rolecall.job import registry
 from tests.contracts.containers import ROOT
-from tests.contracts.dashboards.files import ALERTS, DASHBOARDS
+from tools.dashboards.files import ALERTS, DASHBOARDS
 
 PROMETHEUS = ROOT / "docker" / "prometheus"
 RULES: list[dict[str, Any]] = [

@@ -12,8 +12,8 @@ import yaml
 from rolecall.config import Settings
 from tests.contracts.asked import ALERTING, BOARDS, PROMETHEUS, SAMPLES, TARGET, TESTS
 from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERVICES, WATCHERS, filled, networks
-from tests.contracts.dashboards.files import ALERTS, DASHBOARDS, RULE
 from tests.contracts.test_compose import UNWANTED
+from tools.dashboards.files import ALERTS, DASHBOARDS, RULE
 
 GRAFANA = ROOT / "docker" / "grafana"
 CONFIG: dict[str, Any] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())

@@ -139,6 +139,6 @@ def test_a_master_that_comes_late(training: Project) -> None:
     observer = training.containers("observer")[0]
     unanswered = observer.metric("gang_unreachable_total")
     until(lambda: observer.metric("gang_unreachable_total") > unanswered, "the observer to knock")
-    assert "rank 0 cannot be reached, trying on" in observer.logs()
+    assert "rank 0 cannot be reached, retrying" in observer.logs()
     training.up()
     is_whole(training)

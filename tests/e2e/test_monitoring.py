@@ -64,8 +64,8 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clu
     """An rl and a ps job with two observers and two trainers, whose rank 0's workers are killed once."""
     made: dict[str, Cluster] = {}
     try:
-        for job, own in (("rl", {}), ("ps", {"EVAL_INTERVAL": "1"})):
-            made[job] = Cluster(tmp_path_factory.mktemp(job), JOB=job, CHECKPOINT_INTERVAL="0.5", **own).start(2)
+        for job in ("rl", "ps"):
+            made[job] = Cluster(tmp_path_factory.mktemp(job), JOB=job, CHECKPOINT_INTERVAL="0.5").start(2)
         yield made
     finally:
         for cluster in made.values():

@@ -12,11 +12,10 @@ from tests.e2e.containers import Project, each_role_serves_its_metrics
 from tests.integration.cluster import until
 
 JOB = registry.get("ps")
-FINISHED = r"Finished: test accuracy ([\d.]+)% after (\d+) epochs .*\bupdates=(\d+)"
+FINISHED = r"Finished: test accuracy ([\d.]+)% after (\d+) epochs .*\bsteps=(\d+)"
 SAMPLES = 1438  # digits to train with
 ENDLESS = {
     "EPOCHS": "1000000",
-    "EVAL_INTERVAL": "1000000",
     "BATCH_SIZE": "8",
     "REJOIN_INTERVAL": "0.5",
     "CHECKPOINT_INTERVAL": "1",
@@ -66,12 +65,12 @@ def is_whole(project: Project, trainers: int = 2) -> None:
 
 def starts(project: Project) -> list[tuple[int, int]]:
     """Epoch and update that each generation began with."""
-    found = re.findall(r"\btraining .*?\bepoch=(\d+) .*?\bupdate=(\d+)", project.rank0.logs())
-    return [(int(epoch), int(update)) for epoch, update in found]
+    lines = re.findall(r"\btraining .*?\bepoch=(\d+) .*?\bstep=(\d+)", project.rank0.logs())
+    return [(int(epoch), int(update)) for epoch, update in lines]
 
 
 def test_metrics_of_each_role(training: Project) -> None:
-    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|ps_accuracy")
+    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|score|goal")
 
 
 def test_status_shows_the_ranks(training: Project) -> None:

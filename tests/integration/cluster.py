@@ -42,7 +42,6 @@ ENDLESS = {
     },
     "ps": {
         "EPOCHS": "1000000",
-        "EVAL_INTERVAL": "1000000",
         "BATCH_SIZE": "4",
         "MODEL": "tests.integration.learning:Counter",
         "DATASET": "tests.integration.learning:numbers",

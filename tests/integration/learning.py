@@ -1,4 +1,4 @@
-"""Models and data that tests of `ps` need: what was learned from shows in the parameters."""
+"""Models and data for tests of `ps`: the parameters show which samples were used."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def bags() -> tuple[list[Bag], list[Bag]]:
     train with: the last batch of an epoch is smaller.
     """
     generator = torch.Generator().manual_seed(3)
-    found: list[Bag] = []
+    drawn: list[Bag] = []
     for number in range(121):
         label, length = number % 3, number % 5
         rows = torch.randint(20, (length,), generator=generator) + 20 * label
-        found.append((rows.tolist(), torch.rand(length, generator=generator).tolist(), label))
-    return found[:101], found[101:]
+        drawn.append((rows.tolist(), torch.rand(length, generator=generator).tolist(), label))
+    return drawn[:101], drawn[101:]
 
 
 def bags_out_of_range() -> tuple[list[Bag], list[Bag]]:

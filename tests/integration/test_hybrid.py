@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall.job import checkpoint
-from rolecall.jobs.hybrid import HybridSettings, data
-from rolecall.jobs.hybrid.master import KEPT
-from rolecall.jobs.hybrid.model import Whole
+from rolecall.jobs.hybrid import JOB, HybridSettings, data
+from rolecall.jobs.hybrid.model import LocalModel
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -27,29 +26,29 @@ TRAINERS = 2
 def finished(job: Cluster) -> checkpoint.Snapshot:
     """Wait for the end of all ranks; the last checkpoint."""
     assert {rank.wait() for rank in job.ranks.values()} == {0}
-    found = checkpoint.Checkpoints(job.checkpoints, "hybrid").newest()
-    assert found is not None
-    return found
+    newest = checkpoint.Checkpoints(job.checkpoints, "hybrid").newest()
+    assert newest is not None
+    return newest
 
 
-def settings(**own: str) -> HybridSettings:
-    found = {**ENDLESS["hybrid"], **own}
-    return HybridSettings(**{name.lower(): value for name, value in found.items()})  # type: ignore[arg-type]
+def settings(**changes: str) -> HybridSettings:
+    variables = {**ENDLESS["hybrid"], **changes}
+    return HybridSettings(**{name.lower(): value for name, value in variables.items()})  # type: ignore[arg-type]
 
 
-def in_one_process(own: HybridSettings) -> dict[str, Tensor]:
+def in_one_process(chosen: HybridSettings) -> dict[str, Tensor]:
     """What the job must come to, from the union of the trainers' batches, with dense gradients."""
-    found = data.load(own)
-    whole = Whole(own, found.classes)
+    samples = data.load(chosen)
+    whole = LocalModel(chosen, samples.classes)
     whole.table.fill()
     table = nn.Parameter(whole.table.weight.detach().clone())
     squares = torch.zeros(len(table))
-    dense: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[own.optimizer]
-    optimizer = dense(whole.dense.parameters(), own.lr)
-    for epoch in range(own.epochs):
-        order = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(own.seed * 2**20 + epoch))
-        for batch in order.split(own.batch_size * TRAINERS):
-            taken = found.train.take(batch)
+    dense: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[chosen.optimizer]
+    optimizer = dense(whole.dense.parameters(), chosen.lr)
+    for epoch in range(chosen.epochs):
+        order = torch.randperm(len(samples.train), generator=torch.Generator().manual_seed(chosen.seed * 2**20 + epoch))
+        for batch in order.split(chosen.batch_size * TRAINERS):
+            taken = samples.train.take(batch)
             vectors = functional.embedding_bag(
                 taken.bags.rows, table, taken.bags.offsets, mode="sum", include_last_offset=True,
                 per_sample_weights=taken.bags.weights,
@@ -60,60 +59,60 @@ def in_one_process(own: HybridSettings) -> dict[str, Tensor]:
             optimizer.step()
             assert table.grad is not None
             with torch.no_grad():
-                if own.optimizer == "adagrad":
+                if chosen.optimizer == "adagrad":
                     squares += table.grad.square().mean(1)
-                    table -= own.lr * table.grad / (squares.sqrt()[:, None] + 1e-10)
+                    table -= chosen.lr * table.grad / (squares.sqrt()[:, None] + 1e-10)
                 else:
-                    table -= own.lr * table.grad
+                    table -= chosen.lr * table.grad
     return {"table": table.detach(), **whole.dense.state_dict()}
 
 
-def weights(found: checkpoint.Snapshot) -> dict[str, Tensor]:
-    return {"table": torch.cat(found.state["table"]), **found.state["dense"]["weights"]}
+def weights(saved: checkpoint.Snapshot) -> dict[str, Tensor]:
+    return {"table": torch.cat(saved.state["table"]), **saved.state["dense"]["weights"]}
 
 
-def test_it_is_one_process(cluster: MakeCluster) -> None:
-    own = {"EPOCHS": "3", "OPTIMIZER": "sgd", "SERVERS": "2", "BATCH_SIZE": "10"}
-    job = cluster(JOB="hybrid", cold={"master-0", "ps-0", "trainer-0"}, **own).start(TRAINERS)
-    found = finished(job)
-    assert found.step == 3 * 6  # in the last step of an epoch one trainer has a sample and the other none
-    for name, value in in_one_process(settings(**own)).items():
-        torch.testing.assert_close(weights(found)[name], value, rtol=1e-4, atol=1e-6)
+def test_it_trains_as_one_process_does(cluster: MakeCluster) -> None:
+    changes = {"EPOCHS": "3", "OPTIMIZER": "sgd", "SERVERS": "2", "BATCH_SIZE": "10"}
+    job = cluster(JOB="hybrid", cold={"master-0", "ps-0", "trainer-0"}, **changes).start(TRAINERS)
+    saved = finished(job)
+    assert saved.step == 3 * 6  # in the last step of an epoch one trainer has a sample and the other none
+    for name, value in in_one_process(settings(**changes)).items():
+        torch.testing.assert_close(weights(saved)[name], value, rtol=1e-4, atol=1e-6)
     done = json.loads((job.checkpoints / "DONE").read_text())
     assert done["samples"] == 303
-    assert evaluated(job, found)["accuracy"] == pytest.approx(done["accuracy"])
+    assert evaluated(job, saved)["accuracy"] == pytest.approx(done["accuracy"])
     assert f"Finished: test accuracy {done['accuracy']:.2%} after 3 epochs" in job.first.text()
     assert all("[error" not in rank.text() for rank in job.ranks.values())
 
 
-def evaluated(job: Cluster, found: checkpoint.Snapshot) -> dict[str, Any]:
+def evaluated(job: Cluster, saved: checkpoint.Snapshot) -> dict[str, Any]:
     """What `python -m rolecall eval` says of a checkpoint."""
-    command = [sys.executable, "-m", "rolecall", "eval", "hybrid", "--checkpoint", str(found.path), "--json"]
+    command = [sys.executable, "-m", "rolecall", "eval", "hybrid", "--checkpoint", str(saved.path), "--json"]
     done = subprocess.run(command, cwd=ROOT, env=job.first.environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
 def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster) -> None:
-    own = {"EPOCHS": "60", "OPTIMIZER": "adagrad", "LR": "0.02"}
-    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **own).start(TRAINERS)
+    changes = {"EPOCHS": "60", "OPTIMIZER": "adagrad", "LR": "0.02"}
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **changes).start(TRAINERS)
     for hurt in ("trainer-1", "ps-0"):
         seen = set(job.checkpoints.glob("checkpoint-*"))
         until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
         resumed = job.first.appears("resumed")
         job.ranks[hurt].kill_worker()
         until(resumed, "the next generation")
-    found = finished(job)
+    saved = finished(job)
     summary, _ = reported(job.checkpoints)
     assert summary["generations"] >= 3
     assert sum(summary["restarts"].values()) == summary["generations"] - 1
-    assert summary["steps"] == found.step
+    assert summary["steps"] == saved.step
     assert summary["curve"]["final"] == summary["result"]["accuracy"]
-    plain = finished(cluster(JOB="hybrid", CHECKPOINT_INTERVAL="86400", **own).start(TRAINERS))
-    assert found.step == plain.step
-    expected = in_one_process(settings(**own))
+    plain = finished(cluster(JOB="hybrid", CHECKPOINT_INTERVAL="86400", **changes).start(TRAINERS))
+    assert saved.step == plain.step
+    expected = in_one_process(settings(**changes))
     for name, value in weights(plain).items():
-        assert torch.equal(weights(found)[name], value), name
+        assert torch.equal(weights(saved)[name], value), name
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
 
 
@@ -126,7 +125,7 @@ def test_a_killed_worker_ends_the_generation_and_the_next_goes_on(kept: Cluster,
     until(resumed, "the next generation")
     assert not [pid for pid in others if alive(pid)]  # also one that was in an all-reduce
     kept.is_whole()
-    # losing a peer, in a call or in an all-reduce, is no failure of one's own
+    # losing a peer, in a call or in an all-reduce, does not count as a failure
     assert not [rank.name for rank in kept.ranks.values() if rank.metric("worker_restarts_total", cause="failed")]
 
 
@@ -151,7 +150,7 @@ def test_checkpoints_are_written_while_it_trains(kept: Cluster) -> None:
 def test_other_settings_than_the_checkpoints_are_refused_and_nothing_is_touched(cluster: MakeCluster) -> None:
     job = cluster(JOB="hybrid")
     job.checkpoints.mkdir()
-    kept = settings().model_dump(include=set(KEPT))
+    kept = settings().model_dump(include=set(JOB.pinned))
     checkpoint.Checkpoints(job.checkpoints, "hybrid").write(5, {"settings": {**kept, "embedding_dim": 5}})
     before = {path: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")}
     job.start(1)

@@ -25,25 +25,25 @@ HERE = "tests.integration.learning:"
 
 
 def finished(job: Cluster) -> checkpoint.Snapshot:
-    """Wait for the end of the job; its last checkpoint."""
+    """Waits for the end of the job; its last checkpoint."""
     assert [rank.wait() for rank in job.ranks.values()] == [0] * len(job.ranks)
-    found = checkpoint.Checkpoints(job.checkpoints, "ps").newest()
-    assert found is not None
-    return found
+    snapshot = checkpoint.Checkpoints(job.checkpoints, "ps").newest()
+    assert snapshot is not None
+    return snapshot
 
 
-def evaluated(found: checkpoint.Snapshot) -> float:
-    """What `python -m rolecall eval` says of a checkpoint."""
-    command = [sys.executable, "-m", "rolecall", "eval", "ps", "--checkpoint", str(found.path), "--json"]
+def evaluated(snapshot: checkpoint.Snapshot) -> float:
+    """The accuracy of a checkpoint by `python -m rolecall eval`."""
+    command = [sys.executable, "-m", "rolecall", "eval", "ps", "--checkpoint", str(snapshot.path), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     return float(json.loads(done.stdout)["accuracy"])
 
 
 @pytest.mark.parametrize("settings", [{}, {"SERVERS": "3"}], ids=["one server", "three servers"])
 def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster, settings: dict[str, str]) -> None:
-    own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "3", "LR": "0.1"}
-    job = cluster(JOB="ps", MOMENTUM="0.9", LR_SCHEDULE="cosine", **own, **settings).start(2)
-    found = finished(job)
+    chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "3", "LR": "0.1"}
+    job = cluster(JOB="ps", MOMENTUM="0.9", LR_SCHEDULE="cosine", **chosen, **settings).start(2)
+    snapshot = finished(job)
 
     torch.manual_seed(1)
     model = learning.small()
@@ -58,19 +58,19 @@ def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster,
             functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
             optimizer.step()
     expected = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    torch.testing.assert_close(found.state["parameters"], expected, rtol=1e-4, atol=1e-5)
-    assert found.step == 3 * 6
+    torch.testing.assert_close(snapshot.state["parameters"], expected, rtol=1e-4, atol=1e-5)
+    assert snapshot.step == 3 * 6
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "autograd"])
-def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster: MakeCluster, mode: str) -> None:
-    own = {"MODEL": HERE + "normed", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "20", "LR": "0.1"}
-    job = cluster(JOB="ps", UPDATE_MODE=mode, **own).start(2)
-    found = finished(job)
+def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_logged(cluster: MakeCluster, mode: str) -> None:
+    chosen = {"MODEL": HERE + "normed", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "20", "LR": "0.1"}
+    job = cluster(JOB="ps", UPDATE_MODE=mode, **chosen).start(2)
+    snapshot = finished(job)
     accuracy = json.loads((job.checkpoints / "DONE").read_text())["accuracy"]
     assert accuracy >= 0.75
     assert f"Finished: test accuracy {accuracy:.2%} after 20 epochs" in job.first.text()
-    assert evaluated(found) == pytest.approx(accuracy)
+    assert evaluated(snapshot) == pytest.approx(accuracy)
     summary, history = reported(job.checkpoints)
     assert summary["curve"]["final"] == accuracy
     assert summary["throughput"]["total"] == summary["result"]["samples"]
@@ -90,8 +90,8 @@ def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: M
         if rank.process and rank.process.poll() is None:
             rank.kill_worker()
         job.trains(picks.randrange(5, 20))
-    found = finished(job)
-    assert found.state["parameters"].tolist() == [epochs] * learning.SAMPLES
+    snapshot = finished(job)
+    assert snapshot.state["parameters"].tolist() == [epochs] * learning.SAMPLES
     assert "resumed" in job.first.text()
 
 
@@ -128,7 +128,7 @@ def test_a_frozen_trainer_is_given_up_and_comes_back(cluster: MakeCluster) -> No
 
 
 def test_a_trainer_that_never_sends_its_gradient_is_given_up(cluster: MakeCluster) -> None:
-    """It beats, but its main thread hangs."""
+    """It sends heartbeats, but its main thread hangs."""
     job = cluster(JOB="ps", STEP_TIMEOUT="2", MODEL=HERE + "Hanging").start(2)
     until(lambda: "trainer given up" in job.first.text(), "the hanging trainer to be given up")
     assert "STEP_TIMEOUT=2" in job.first.text()
@@ -144,7 +144,7 @@ def test_drained_and_resumed_loses_no_update(cluster: MakeCluster) -> None:
     assert newest is not None
     for rank in job.ranks.values():
         rank.start()
-    until(lambda: re.search(rf"resumed .*update={newest.step}\b", job.first.text()), "to resume there")
+    until(lambda: re.search(rf"resumed .*step={newest.step}\b", job.first.text()), "to resume there")
     job.trains()
 
 
@@ -163,13 +163,13 @@ def test_a_server_killed_whole(cluster: MakeCluster) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(cluster: MakeCluster, tmp_path: Path) -> None:
-    own = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "CHECKPOINT_DIR": str(tmp_path / "shared")}
-    finished(cluster(JOB="ps", EPOCHS="1", cold={"ps-0", "trainer-0"}, **own).start(1))
+    chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "CHECKPOINT_DIR": str(tmp_path / "shared")}
+    finished(cluster(JOB="ps", EPOCHS="1", cold={"ps-0", "trainer-0"}, **chosen).start(1))
     (tmp_path / "shared" / "DONE").unlink()
     kept = {path: path.read_bytes() for path in (tmp_path / "shared").glob("checkpoint-*")}
-    other = cluster(JOB="ps", **{**own, "MODEL": HERE + "normed"}).start(1)
+    other = cluster(JOB="ps", **{**chosen, "MODEL": HERE + "normed"}).start(1)
     assert other.first.wait() == 2
-    assert "MODEL=tests.integration.learning:normed: has" in other.first.text()
+    assert "MODEL=tests.integration.learning:normed: the newest checkpoint" in other.first.text()
     assert {path: path.read_bytes() for path in kept} == kept
 
 
@@ -182,6 +182,6 @@ def test_data_that_fails_while_it_trains_ends_the_job_with_the_cause(cluster: Ma
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 @pytest.mark.parametrize("settings", [{}, {"UPDATE_MODE": "async"}, {"UPDATE_MODE": "autograd", "NUM_GPUS": "1"}])
 def test_on_cuda(cluster: MakeCluster, settings: dict[str, str]) -> None:
-    own = {"MODEL": "", "DATASET": "digits", "BATCH_SIZE": "32", "EPOCHS": "10", "LR": "0.03", "MOMENTUM": "0.9"}
-    job = cluster(JOB="ps", DEVICE="cuda", **own, **settings).start(2)
+    chosen = {"MODEL": "", "DATASET": "digits", "BATCH_SIZE": "32", "EPOCHS": "10", "LR": "0.03", "MOMENTUM": "0.9"}
+    job = cluster(JOB="ps", DEVICE="cuda", **chosen, **settings).start(2)
     assert evaluated(finished(job)) >= 0.9

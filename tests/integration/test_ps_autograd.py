@@ -11,22 +11,23 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.autograd import Tower, forward
+from rolecall.jobs.ps.calls import forward
+from rolecall.jobs.ps.server_model import ServerModel
 from tests.benchmarks import ranks
 from tests.integration import learning
 
 SETTINGS = PsSettings(job="ps", update_mode="autograd", model="tests.integration.learning:small")
 
 
-def gradient(tower: rpc.RRef[Tower], context_id: int) -> tuple[Tensor, int, int]:
-    """Called at the server: the flat gradient in `context_id`, its version, and how many tensors autograd holds there."""
+def gradient(remote: rpc.RRef[ServerModel], context_id: int) -> tuple[Tensor, int, int]:
+    """Called at the server: the flat gradient in `context_id`, its version, and how many tensors autograd holds."""
     held = len(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
-    found, version, _ = tower.local_value().gradient(context_id)
-    return found, version, held
+    flat, version, _ = remote.local_value().gradient(context_id)
+    return flat, version, held
 
 
-def publish(tower: rpc.RRef[Tower], version: int, flat: Tensor) -> None:
-    tower.local_value().publish(version, flat)
+def publish(remote: rpc.RRef[ServerModel], version: int, flat: Tensor) -> None:
+    remote.local_value().publish(version, flat)
 
 
 def expected(flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -37,14 +38,16 @@ def expected(flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([parameter.grad.reshape(-1) for parameter in local.parameters() if parameter.grad is not None])
 
 
-def _pass(tower: rpc.RRef[Tower], trainer: str, inputs: Tensor, targets: Tensor, between: Any) -> tuple[Any, ...]:
+def _pass(
+    remote: rpc.RRef[ServerModel], trainer: str, inputs: Tensor, targets: Tensor, between: Any
+) -> tuple[Any, ...]:
     """Forward, `between()`, backward; what the server then holds."""
     with dist_autograd.context() as context_id:
-        loss = model.loss(rpc.rpc_sync("server", forward, (tower, trainer, context_id, inputs)), targets)
+        loss = model.loss(rpc.rpc_sync("server", forward, (remote, trainer, context_id, inputs)), targets)
         between()
         dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
-        found: tuple[Any, ...] = rpc.rpc_sync("server", gradient, (tower, context_id))
-        return found
+        held: tuple[Any, ...] = rpc.rpc_sync("server", gradient, (remote, context_id))
+        return held
 
 
 def _overlap(tell: Any) -> list[tuple[float, int, int]]:
@@ -52,26 +55,26 @@ def _overlap(tell: Any) -> list[tuple[float, int, int]]:
     inputs, targets = learning.blobs()[0].tensors
     old = model.flatten(model.build(SETTINGS))
     new = old + 1.0
-    tower = rpc.remote("server", Tower, args=(SETTINGS, 1))
-    rpc.rpc_sync("server", publish, (tower, 7, old))
+    remote = rpc.remote("server", ServerModel, args=(SETTINGS, 1))
+    rpc.rpc_sync("server", publish, (remote, 7, old))
     with ThreadPoolExecutor(1) as other:
 
         def between() -> None:
-            rpc.rpc_sync("server", publish, (tower, 8, new))
-            second.append(other.submit(_pass, tower, "trainer_1", inputs[8:], targets[8:], lambda: None).result(30))
+            rpc.rpc_sync("server", publish, (remote, 8, new))
+            second.append(other.submit(_pass, remote, "trainer_1", inputs[8:], targets[8:], lambda: None).result(30))
 
         second: list[tuple[Any, ...]] = []
-        first = _pass(tower, "trainer_0", inputs[:8], targets[:8], between)
+        first = _pass(remote, "trainer_0", inputs[:8], targets[:8], between)
     wanted = expected(old, inputs[:8], targets[:8]), expected(new, inputs[8:], targets[8:])
     return [
-        (float((made - right).abs().max()), version, held)
-        for (made, version, held), right in zip((first, second[0]), wanted, strict=True)
+        (float((actual - right).abs().max()), version, held)
+        for (actual, version, held), right in zip((first, second[0]), wanted, strict=True)
     ]
 
 
 def test_passes_that_overlap_have_the_gradients_of_the_parameters_they_began_with() -> None:
-    """What the tutorial checks: the context_id has gradients at the server. And what it cannot do: a step in between."""
-    found = ranks.run(["trainer", "server"], _overlap, deadline=60)
-    assert [version for _, version, _ in found] == [7, 8]
-    assert [held for *_, held in found] == [4, 4]  # two layers' weights and biases
-    assert max(error for error, *_ in found) < 1e-5
+    """What the tutorial checks: the context has gradients at the server. And what it cannot do: a step in between."""
+    passes = ranks.run(["trainer", "server"], _overlap, deadline=60)
+    assert [version for _, version, _ in passes] == [7, 8]
+    assert [held for *_, held in passes] == [4, 4]  # two layers' weights and biases
+    assert max(error for error, *_ in passes) < 1e-5

@@ -99,7 +99,7 @@ def test_drain_on_sigterm_and_resume_loses_no_step(kept: Cluster) -> None:
     assert f"checkpoint-{newest.generation:06d}-{newest.step:010d}" in kept.agent.text()
     for rank in kept.ranks.values():
         rank.start()
-    until(lambda: f"iteration={newest.step}" in kept.agent.text().split("resumed")[-1], "the resumed iteration")
+    until(lambda: f"step={newest.step}" in kept.agent.text().split("resumed")[-1], "the resumed step")
     kept.trains()
 
 

@@ -16,7 +16,7 @@ from rolecall.watch.local import free_ports
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
-REPORT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "beat": 1}
+HEARTBEAT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "sequence": 1}
 
 
 def post(job: Cluster, body: str, path: str = PATH, token: str = "") -> tuple[int, str]:
@@ -30,8 +30,8 @@ def post(job: Cluster, body: str, path: str = PATH, token: str = "") -> tuple[in
         connection.close()
 
 
-def report(**changes: object) -> str:
-    return json.dumps({"report": {**REPORT, **changes}, "known": ""})
+def heartbeat(**changes: object) -> str:
+    return json.dumps({"heartbeat": {**HEARTBEAT, **changes}, "known": None})
 
 
 def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster) -> None:
@@ -40,18 +40,27 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     generation = job.agent.metric("generation")
 
     assert post(job, "x" * (MAX_BODY + 1))[0] == 413
-    for garbage in ("", "{", "[]", "null", '{"report": {}}', report(beat="many"), report(beat=None), "\0" * 100):
+    for garbage in (
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"heartbeat": {}}',
+        heartbeat(sequence="many"),
+        heartbeat(sequence=None),
+        "\0" * 100,
+    ):
         assert post(job, garbage)[0] == 400, garbage
-    assert post(job, report(), path="/v1/else")[0] == 404
-    status, text = post(job, report(ordinal=64))
+    assert post(job, heartbeat(), path="/v1/else")[0] == 404
+    status, text = post(job, heartbeat(ordinal=64))
     assert status == 409
     assert "observer has ordinals 0 to 63, not 64" in text
-    status, text = post(job, report(ordinal=-1))
+    status, text = post(job, heartbeat(ordinal=-1))
     assert status == 409
-    status, text = post(job, report(role="judge", ordinal=0))
+    status, text = post(job, heartbeat(role="judge", ordinal=0))
     assert status == 409
     assert "no role 'judge'" in text
-    status, text = post(job, report(role="agent", ordinal=0))
+    status, text = post(job, heartbeat(role="agent", ordinal=0))
     assert status == 409
     assert "agent 0 is running already" in text
 
@@ -71,8 +80,8 @@ def test_half_requests_and_a_thousand_idle_connections(kept: Cluster) -> None:
     port = int(kept.settings["CONTROL_PORT"])
     with ExitStack() as stack:
         said = [
-            b"POST /v1/beat HTTP/1.1\r\nHost: x\r\nContent-Le",
-            b"POST /v1/beat HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+            b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Le",
+            b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
             b"\x16\x03\x01 this is no HTTP\r\n\r\n",
         ]
         idle = []
@@ -125,7 +134,7 @@ def test_a_name_that_does_not_resolve_is_waited_for_and_said(cluster: MakeCluste
     rank = job.add("observer", 0).start()
     assert rank.wait() == 2
     lines = rank.text().splitlines()
-    assert "rank 0 cannot be reached, trying on" in lines[0]
+    assert "rank 0 cannot be reached, retrying" in lines[0]
     assert "address=nobody.invalid:" in lines[0]
     assert "MASTER_ADDR=nobody.invalid" in lines[-1]
     assert len(lines) == 2

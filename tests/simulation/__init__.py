@@ -1,8 +1,9 @@
-"""A gang on a simulated clock: coordinator, supervisors, workers, containers, disk, network, and what befalls them.
+"""A gang on a simulated clock: coordinator, supervisors, workers, containers, disk, network, and the faults.
 
-`rolecall.gang.gang` is the code under test; the rest are models: of the supervisor, the coordinator around the gang, the worker
-and what it writes, the locks, the rendezvous store, and TCP. `promises` says what must hold; `schedule` what befalls
-them. Everything is drawn from one seed, so a schedule that breaks a promise can be run again:
+All of rolecall/gang is under test: the gang, what drives it, and the members. The rest are models: of the processes and
+timers around them, the worker and what it writes, the locks, the rendezvous store, and TCP. `promises` says what must
+hold; `schedule` the faults. Everything is drawn from one seed, so a schedule that breaks a promise can be run
+again:
 
     python -m tests.simulation SEED
 

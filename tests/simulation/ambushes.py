@@ -1,4 +1,4 @@
-"""What befalls several ranks at the same instant, in every phase of a gang's life."""
+"""Faults of several ranks at the same instant, in every phase of a gang's life."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ambushes:
 
     def lie_in_wait(self, phase: str, random: Random) -> None:
         self._waiting.append((phase, random))
-        self.simulation.story.say(f"an ambush waits for {phase}")
+        self.simulation.story.log(f"an ambush waits for {phase}")
 
     def call_off(self) -> None:
         self._waiting.clear()

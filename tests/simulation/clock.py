@@ -43,12 +43,14 @@ class Process:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.frozen = self.dead = False
-        self.frozen_until = 0.0
+        self.frozen_at = self.frozen_until = 0.0
         self.thawed_at = self.died_at = float("-inf")
         self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def freeze(self, until: float) -> None:
-        self.frozen, self.frozen_until = True, max(self.frozen_until, until)
+        if not self.frozen:
+            self.frozen, self.frozen_at = True, self.clock.now
+        self.frozen_until = max(self.frozen_until, until)
 
     def thaw(self) -> None:
         if not self.frozen or self.clock.now < self.frozen_until:

@@ -11,18 +11,17 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from rolecall.gang.gang import Gang
 from tests.simulation.rules import SAFE, Safeguards
-from tests.simulation.simulation import Simulation
+from tests.simulation.simulation import CODE, Code, Simulation
 from tests.simulation.story import Result, Violation
 
 
-def run(seed: int, make_gang: Callable[..., Gang] = Gang, safeguards: Safeguards = SAFE) -> Result:
+def run(seed: int, code: Code = CODE, safeguards: Safeguards = SAFE) -> Result:
     """Play the schedule of `seed`. Raises Violation, with the whole story."""
     try:
-        return Simulation(seed, make_gang, safeguards).run()
+        return Simulation(seed, code, safeguards).run()
     except Violation:
-        Simulation(seed, make_gang, safeguards, trace=True).run()
+        Simulation(seed, code, safeguards, trace=True).run()
         raise  # it did not happen again: the simulation is not a function of its seed
 
 
@@ -44,17 +43,17 @@ def summary(results: list[Result], seconds: float) -> str:
     def spelled(counts: Counter[str]) -> str:
         return ", ".join(f"{what} {count:,}" for what, count in sorted(counts.items()))
 
-    befell, events = Counter[str](), Counter[str]()
+    faults, events = Counter[str](), Counter[str]()
     for result in results:
-        befell.update(result.befell)
+        faults.update(result.faults)
         events.update(result.events)
     slowest = max(results, key=lambda result: result.settled_after, default=None)
     rows = {
         "schedules": f"{len(results):,} in {seconds:.0f} s",
         "ended": spelled(Counter(result.state for result in results)),
         "generations": f"{sum(result.generations for result in results):,} started",
-        "what befell": spelled(befell),
-        "the gang told": spelled(events),
+        "faults": spelled(faults),
+        "gang events": spelled(events),
         "slowest": f"{slowest.settled_after:.1f} s after all was well (seed {slowest.seed})" if slowest else "-",
     }
     wrapped = (textwrap.fill(text, 100, subsequent_indent=" " * 15) for text in rows.values())
@@ -73,11 +72,11 @@ def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE) -> int:
     else:
         every = max(1, schedules // 10)
 
-        def tell(done: int) -> None:
+        def print_progress(done: int) -> None:
             if done % every == 0:
                 console.print(f"{done} of {schedules} schedules, {time.monotonic() - started:.0f} s")
 
-        results, broken = play(seeds, tell, safeguards)
+        results, broken = play(seeds, print_progress, safeguards)
     console.print(summary(results, time.monotonic() - started), markup=False)
     if broken:
         console.print(

@@ -1,4 +1,4 @@
-"""What befalls the lines and the disk: cuts that heal or do not, delay, storms, a disk that refuses."""
+"""Faults of the lines and the disk: cuts that heal or do not, delay, storms, a disk that refuses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def storm(simulation: Simulation, random: Random) -> None:
 def unwritable(simulation: Simulation, random: Random) -> None:
     everything = ("number", "checkpoint", "done")
     simulation.disk.refused = random.choice((everything, everything, ("number",), ("checkpoint",)))
-    simulation.story.say(f"the disk refuses {simulation.disk.refused}")
+    simulation.story.log(f"the disk refuses {simulation.disk.refused}")
     simulation.clock.at(random.uniform(1, 15), None, writable, simulation)
 
 

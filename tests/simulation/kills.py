@@ -1,4 +1,4 @@
-"""What befalls the processes: they are killed, they raise, they get a SIGTERM."""
+"""Faults of the processes: they are killed, they raise, they get a SIGTERM."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def kill_all(simulation: Simulation, random: Random) -> None:
 
 def trap(simulation: Simulation, random: Random) -> None:
     simulation.trap = True
-    simulation.story.say("rank 0 will die between an effect and its confirmation")
+    simulation.story.log("rank 0 will die between an effect and its confirmation")
 
 
 def flaky(simulation: Simulation, random: Random) -> None:

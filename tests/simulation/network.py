@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Order, Report
+from rolecall.gang.protocol import Directive, Heartbeat
 from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:
-    from tests.simulation.coordinator import Lead
+    from tests.simulation.coordinator import Coordinator
     from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
 
@@ -21,9 +21,9 @@ class Post:
     """A member's request to the coordinator."""
 
     sender: Supervisor
-    report: Report
-    known: Order | None
-    asked: float
+    heartbeat: Heartbeat
+    known: Directive | None
+    sent_at: float
 
 
 class Network:
@@ -61,7 +61,7 @@ class Network:
         if not rank.first and self.storm[0] > clock.now and clock.random.random() < self.storm[2]:
             clock.at(delay + clock.random.uniform(0, 10), lead.owner, lead.receive, post)
 
-    def reply(self, post: Post, answer: Order | str) -> None:
+    def reply(self, post: Post, answer: Directive | str) -> None:
         clock, rank = self.clock, post.sender.rank
         delay = self._delay(rank)
         until = 0.0 if rank.first else max(rank.cut_from, self.simulation.first.cut_from)
@@ -90,6 +90,6 @@ class Network:
         """A new connection needs both ways."""
         return any(each.cut_from > self.clock.now and not each.proxied for each in (rank, self.simulation.first))
 
-    def _unanswered(self, post: Post, lead: Lead) -> None:
+    def _unanswered(self, post: Post, lead: Coordinator) -> None:
         if lead.owner.dead and self.clock.random.random() < 0.9:  # the connection is refused or reset
             self.clock.at(0.001, post.sender, post.sender.failed, post)

@@ -1,4 +1,4 @@
-"""What befalls the gang: more containers come, two of one ordinal, or a second rank 0 on the same directory."""
+"""Faults of the gang: more containers come, two of one ordinal, or a second rank 0 on the same directory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def add(simulation: Simulation, random: Random) -> None:
             free = [n for n in range(role.maximum) if n not in taken]
             if not free:
                 return
-            own = None if here and here[0].ordinal is None else free[0]
-            ranks.append(Rank(role, own, f"node{len(ranks)}"))
+            ordinal = None if here and here[0].ordinal is None else free[0]
+            ranks.append(Rank(role, ordinal, f"node{len(ranks)}"))
             simulation.hurt(ranks[-1], 3, "added")
             simulation.start(ranks[-1])
 

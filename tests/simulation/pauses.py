@@ -1,4 +1,4 @@
-"""What befalls the processes: they are frozen (SIGSTOP) and go on, workers and supervisors together or alone."""
+"""Faults of the processes: they are frozen (SIGSTOP) and go on, workers and supervisors together or alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.kills import kill_supervisor
 from tests.simulation.rank import Rank
-from tests.simulation.rules import LEASE, WATCH
+from tests.simulation.rules import LEASE
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -66,7 +66,6 @@ def freeze_worker(simulation: Simulation, random: Random) -> None:
     if worker and worker.exists and rank.frozen_until <= clock.now:
         simulation.hurt(rank, max(seconds, LEASE), f"worker frozen for {seconds:.1f} s")
         worker.freeze(clock.now + seconds)
-        clock.at(LEASE + WATCH, worker.supervisor, worker.supervisor.check_silent, worker)
         clock.at(seconds, None, thaw, simulation, rank)
 
 

@@ -20,7 +20,7 @@
 - The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, or by a wait of
   `rejoin_timeout`; where all workers raise, it does fail.
 - No finished step is lost by a drain.
-- Once nothing happens any more, the job trains, or is over and everybody has heard so, within `SETTLE` seconds; also
+- Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off.
 """
 
@@ -28,23 +28,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rolecall.gang.gang import ACTIVE, OVER, Gang
-from rolecall.gang.protocol import ALIVE, Effect, Key, name_of
+from rolecall.gang.gang import Gang
+from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Key, name_of
 from tests.simulation.rank import Rank
-from tests.simulation.rules import AWAKE, FENCE, LEASE, ORPHAN, RULES, SETTLE
+from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
 
 if TYPE_CHECKING:
-    from tests.simulation.coordinator import Lead
+    from tests.simulation.coordinator import Coordinator
     from tests.simulation.simulation import Simulation
     from tests.simulation.worker import Worker
 
 
 class Promises:
-    """Is told what happens, remembers what is true whether or not the gang knows, and fails the schedule."""
+    """Follows what happens, remembers what is true whether or not the gang knows, and fails the schedule."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.clock = simulation, simulation.clock
-        self.say, self.fail = simulation.story.say, simulation.story.fail
+        self.log, self.fail = simulation.story.log, simulation.story.fail
         self.newest = 0  # generation that began, whether or not the disk knows
         self.generations = 0
         self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
@@ -53,34 +53,34 @@ class Promises:
 
     # -- generations
 
-    def takes_over(self, lead: Lead) -> None:
+    def takes_over(self, lead: Coordinator) -> None:
         """A new coordinator."""
         disk = self.simulation.disk
-        self.say(f"coordinator {lead.owner.incarnation} starts after generation {disk.greatest}")
+        self.log(f"coordinator {lead.owner.incarnation} starts after generation {disk.greatest}")
         if disk.done is not None and lead.gang.state != "finished":
             self.fail("the job had finished, and a new coordinator does not say so")
 
-    def begins(self, effect: Effect, lead: Lead) -> None:
-        simulation = self.simulation
-        self.say(f"generation {effect.generation}: {', '.join(map(name_of, effect.members))}")
-        if effect.generation <= self.newest:
-            self.fail(f"generation {effect.generation} begins after generation {self.newest}")
+    def begins(self, lead: Coordinator) -> None:
+        simulation, number = self.simulation, lead.gang.generation.number
+        self.log(f"generation {number}: {', '.join(map(name_of, lead.gang.generation.members))}")
+        if number <= self.newest:
+            self.fail(f"generation {number} begins after generation {self.newest}")
         if simulation.disk.done is not None:
-            self.fail(f"generation {effect.generation} begins after DONE")
+            self.fail(f"generation {number} begins after DONE")
         for other in simulation.leads:
             if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
-                self.fail(f"generation {effect.generation} begins, and another coordinator runs one")
+                self.fail(f"generation {number} begins, and another coordinator runs one")
         for key, member in lead.gang.members.items():
-            if member.report.state in ALIVE:
-                self.fail(f"generation {effect.generation} begins with {name_of(key)}'s old worker believed alive")
-        self.newest = effect.generation
+            if member.heartbeat.worker.state in ALIVE:
+                self.fail(f"generation {number} begins with {name_of(key)}'s old worker believed alive")
+        self.newest = number
         self.generations += 1
         simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
         self.clock.at(0, None, self._watch_all)
 
     def started(self, worker: Worker) -> None:
         workers = self.simulation.workers
-        self.say(f"{worker.rank.name} starts worker {name_of(worker.key)} of generation {worker.generation}")
+        self.log(f"{worker.rank.name} starts worker {name_of(worker.key)} of generation {worker.generation}")
         if (worker.generation, worker.key) in workers:
             self.fail(f"two workers are {name_of(worker.key)} of generation {worker.generation}")
         workers[worker.generation, worker.key] = worker
@@ -97,7 +97,7 @@ class Promises:
         supervisor = worker.supervisor
         excused = max(worker.thawed_at, supervisor.thawed_at) + AWAKE
         if worker.rank.twins and worker.lead is not self.simulation.lead:
-            excused = max(excused, supervisor.contact + FENCE * LEASE + AWAKE)
+            excused = max(excused, supervisor.member.contact + FENCE * LEASE + AWAKE)
         if supervisor.dead:
             excused = max(supervisor.died_at, worker.thawed_at) + ORPHAN
         elif supervisor.frozen:
@@ -121,7 +121,7 @@ class Promises:
         if step < self.drained_step:
             self.fail(f"step {self.drained_step} was drained, and training goes on after {step}")
         self.loaded = max(self.loaded, worker.generation)
-        self.say(f"generation {worker.generation} trains after step {step}")
+        self.log(f"generation {worker.generation} trains after step {step}")
 
     def writes(self, worker: Worker, newest: int) -> None:
         """Its checkpoint is on the disk; `newest` generation had begun when it set about it."""
@@ -134,20 +134,20 @@ class Promises:
 
     def given_up(self, key: Key, since: float) -> None:
         """A member is no longer one; it was silent `since` then, and the coordinator awake."""
-        self.say(f"{name_of(key)} is given up for its silence")
+        self.log(f"{name_of(key)} is given up for its silence")
         if self.clock.now - since < LEASE:
             self.fail(f"{name_of(key)} is given up after {self.clock.now - since:.2f} s, a lease is {LEASE:g} s")
 
     def refused(self, rank: Rank, reason: str) -> None:
-        self.say(f"{rank.name} is refused: {reason}")
+        self.log(f"{rank.name} is refused: {reason}")
         if reason != "superseded" or self.simulation.twins == 0:
             self.fail(f"{rank.name} is refused: {reason}")
 
     # -- what the gang tells of
 
     def happened(self, kind: str, details: dict[str, Any]) -> None:
-        self.say(f"gang: {kind} {details}")
-        self.simulation.story.told(f"{kind} {details['cause']}" if "cause" in details else kind)
+        self.log(f"gang: {kind} {details}")
+        self.simulation.story.count_event(f"{kind} {details['cause']}" if "cause" in details else kind)
         lead = self.simulation.lead
         assert lead is not None
         if kind in ("generation", "failed"):
@@ -185,7 +185,7 @@ class Promises:
 
     # -- the end
 
-    def done(self, lead: Lead) -> None:
+    def done(self, lead: Coordinator) -> None:
         """DONE is about to be written."""
         if self.simulation.disk.done is not None:
             self.fail("DONE is written twice")
@@ -198,14 +198,14 @@ class Promises:
         if before in OVER:
             self.fail(f"the job was {before}, and is {state}")
 
-    def all_have_heard(self) -> None:
-        """Rank 0 leaves: whoever was well has heard how the job ended."""
+    def all_have_acknowledged(self) -> None:
+        """Rank 0 leaves: whoever was well knows how the job ended."""
         for rank in self.simulation.ranks:
             supervisor = rank.supervisor
-            if supervisor is None or supervisor.dead or supervisor.heard or not supervisor.joined:
+            if supervisor is None or supervisor.dead or supervisor.member.acknowledged or not supervisor.joined:
                 continue
             if max(rank.hurt_until, supervisor.joined_at) < self.clock.now - 3:
-                self.fail(f"{rank.name} has not heard how the job ended")
+                self.fail(f"{rank.name} does not know how the job ended")
 
     def not_settled(self) -> None:
         """Everybody has been well for `SETTLE` seconds, and the schedule has not come to its end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Role
+from rolecall.gang.protocol import RoleSpec
 
 if TYPE_CHECKING:
     from tests.simulation.supervisor import Supervisor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Rank:
     """A container: the place of one rank on one node; restarted when it fails, with a new supervisor."""
 
-    role: Role
+    role: RoleSpec
     ordinal: int | None
     node: str
     first: bool = False
@@ -28,7 +28,7 @@ class Rank:
     cut_for_good: bool = False  # that does not heal
     proxied: bool = False  # what is cut one way may still connect the other way; TCP itself needs both
     slow: tuple[float, float] = (0.0, 0.0)  # until, the longest delay each way
-    hurt_until: float = 0.0  # something befell it until then, in truth
+    hurt_until: float = 0.0  # something faults it until then, in truth
     dies_young: float = 0.0
     twins: bool = False  # another container has the same ordinal
     worker: Worker | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rolecall.gang.protocol import Role, Rules
+from rolecall.gang.member import TICKS
+from rolecall.gang.protocol import RoleSpec, Rules
 
 LEASE = 6.0
-FENCE = 0.8  # of a lease without an answer, and a supervisor ends its worker
-WATCH = LEASE / 24  # how often a supervisor looks
+WATCH = LEASE / TICKS  # how often a supervisor looks
 TICK = 0.25
 STOP = 0.1  # a worker is gone so soon after a SIGKILL
 AWAKE = WATCH + STOP
@@ -23,20 +23,18 @@ RULES = Rules(
     finish_grace=10.0, young=8.0,
 )  # fmt: skip
 JOBS = (
-    (Role("agent", 1, 1, 1, False), Role("observer", 2, 1, 4, True)),
-    (Role("agent", 1, 1, 1, False), Role("observer", 3, 2, 5, True)),
-    (Role("agent", 1, 1, 1, False), Role("trainer", 1, 1, 1, False), Role("observer", 2, 1, 3, True)),
-    (Role("ps", 1, 1, 1, False), Role("trainer", 2, 2, 2, False)),
-    (Role("master", 1, 1, 1, False), Role("ps", 1, 1, 1, False), Role("trainer", 2, 2, 2, False)),
+    (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True)),
+    (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 3, 2, 5, True)),
+    (RoleSpec("agent", 1, 1, 1, False), RoleSpec("trainer", 1, 1, 1, False), RoleSpec("observer", 2, 1, 3, True)),
+    (RoleSpec("ps", 1, 1, 1, False), RoleSpec("trainer", 2, 2, 2, False)),
+    (RoleSpec("master", 1, 1, 1, False), RoleSpec("ps", 1, 1, 1, False), RoleSpec("trainer", 2, 2, 2, False)),
 )
 
 
 @dataclass(frozen=True)
 class Safeguards:
-    """What keeps the promises around `gang`, each to be left out to see that it is needed."""
+    """What keeps the promises around gang and members, each to be left out to see that it is needed."""
 
-    fence: float = FENCE  # of a lease without an answer, and a supervisor ends its worker
-    number_first: bool = True  # no generation starts before the disk has taken its number
     coordinator_lock: bool = True  # one coordinator a directory
     writer_lock: bool = True  # one process that writes checkpoints; the next one waits for its end
     write_fence: bool = True  # a writer looks at the newest generation's number first

@@ -1,4 +1,4 @@
-"""What befalls the gang and when, drawn from the seed; in the end everybody is well."""
+"""Faults of the gang and when, drawn from the seed; in the end everybody is well."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.simulation.rules import SETTLE
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-Harm = Callable[["Simulation", Random], None]  # its name is what is counted
-KINDS: tuple[Harm, ...] = (
+Fault = Callable[["Simulation", Random], None]  # its name is what is counted
+KINDS: tuple[Fault, ...] = (
     kill_worker, raise_, kill_rank, kill_rank, kill_supervisor, freeze, freeze, freeze_worker, leave, cut, cut, storm,
     add, twin, slow, slow, unwritable, freeze_all, kill_all, trap, flaky, freeze_first, kill_first, freeze_supervisor,
     freeze_supervisor, replace_first, cut_first, ambush, ambush, orphan_first,
 )  # fmt: skip
-HARD_ON_EACH_OTHER: tuple[list[Harm], ...] = (
+HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],
     [twin, slow, cut],
     [kill_first, leave, add],
@@ -56,7 +56,7 @@ HARD_ON_EACH_OTHER: tuple[list[Harm], ...] = (
 
 
 class Schedule:
-    """A few kinds of harm, at a few moments, singly or in bursts; then calm."""
+    """A few kinds of faults, at a few moments, singly or in bursts; then calm."""
 
     def __init__(self, simulation: Simulation, random: Random) -> None:
         self.simulation = simulation
@@ -69,20 +69,20 @@ class Schedule:
         moments = [random.uniform(1, length) for _ in range(random.randint(1, 8))]
         burst, within = random.choice((0, 0, 1, 3, 6)), random.choice((0.3, 1.0, 3.0))
         for moment in moments:
-            clock.at(moment, None, self._befall, random.choice(favourites), Random(random.random()))
+            clock.at(moment, None, self._inject, random.choice(favourites), Random(random.random()))
             for _ in range(burst):  # and others follow at once
                 later = min(moment + random.expovariate(1 / within), length)
-                clock.at(later, None, self._befall, random.choice(favourites), Random(random.random()))
+                clock.at(later, None, self._inject, random.choice(favourites), Random(random.random()))
         clock.at(length, None, self._calm)
 
-    def _befall(self, harm: Harm, random: Random) -> None:
-        self.simulation.story.count(harm.__name__.strip("_").replace("_", " "))
-        harm(self.simulation, random)
+    def _inject(self, fault: Fault, random: Random) -> None:
+        self.simulation.story.count(fault.__name__.strip("_").replace("_", " "))
+        fault(self.simulation, random)
 
     def _calm(self) -> None:
         """From here on everybody is well."""
         simulation, clock = self.simulation, self.simulation.clock
-        simulation.story.say("---- calm")
+        simulation.story.log("---- calm")
         self.calm_at = clock.now
         simulation.network.storm = QUIET
         simulation.trap = False

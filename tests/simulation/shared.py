@@ -49,13 +49,13 @@ class Store:
         if host is None or not self._there(host):
             return
         prefix = simulation.safeguards.prefix
-        found: dict[Key, Worker] = {}
+        meeting: dict[Key, Worker] = {}
         for worker in simulation.all_workers:  # the eldest first
             if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in host.members:
-                found.setdefault(worker.key, worker)
-        if len(found) < len(host.members):
+                meeting.setdefault(worker.key, worker)
+        if len(meeting) < len(host.members):
             return
-        for worker in found.values():
+        for worker in meeting.values():
             simulation.promises.meets(worker, generation)
             clock.at(clock.random.uniform(0.05, 0.2), worker, worker.connected)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
+from types import ModuleType
 
-from rolecall.gang.gang import OVER, Gang
-from rolecall.gang.protocol import Key
+from rolecall.gang import pump
+from rolecall.gang.gang import Gang
+from rolecall.gang.member import Member
+from rolecall.gang.protocol import OVER, Key
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
-from tests.simulation.coordinator import Lead
+from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Network
 from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
@@ -21,17 +24,29 @@ from tests.simulation.supervisor import Supervisor
 from tests.simulation.worker import Worker
 
 
+@dataclass(frozen=True)
+class Code:
+    """The code under test."""
+
+    gang: type[Gang] = Gang
+    member: type[Member] = Member
+    pump: ModuleType = pump
+
+
+CODE = Code()
+
+
 class Simulation:
     """One schedule. `run` plays it; raises Violation."""
 
     def __init__(
         self,
         seed: int,
-        make_gang: Callable[..., Gang] = Gang,
+        code: Code = CODE,
         safeguards: Safeguards = SAFE,
         trace: bool = False,
     ) -> None:
-        self.seed, self.make_gang, self.safeguards = seed, make_gang, safeguards
+        self.seed, self.code, self.safeguards = seed, code, safeguards
         self.clock = Clock(Random(f"{seed} run"))
         self.story = Story(seed, self.clock, trace)
         self.disk = Disk()
@@ -40,8 +55,8 @@ class Simulation:
         self.promises = Promises(self)
         self.ambushes = Ambushes(self)
         self.incarnations = 0
-        self.lead: Lead | None = None
-        self.leads: list[Lead] = []
+        self.lead: Coordinator | None = None
+        self.leads: list[Coordinator] = []
         self.workers: dict[tuple[int, Key], Worker] = {}
         self.all_workers: list[Worker] = []
         self.replaced: tuple[Rank, Rank] | None = None
@@ -64,8 +79,8 @@ class Simulation:
         self.ranks: list[Rank] = []
         for role in self.roles:
             for ordinal in range(role.count):
-                own = None if assigned and role.elastic else ordinal
-                self.ranks.append(Rank(role, own, f"node{len(self.ranks)}", first=not self.ranks))
+                configured = None if assigned and role.elastic else ordinal
+                self.ranks.append(Rank(role, configured, f"node{len(self.ranks)}", first=not self.ranks))
         self.first = self.ranks[0]  # where MASTER_ADDR leads to
         for rank in self.ranks:
             self.clock.at(random.uniform(0, 2), None, self.start, rank)
@@ -86,13 +101,13 @@ class Simulation:
 
     def _result(self, state: str, settled_after: float) -> Result:
         generations, story = self.promises.generations, self.story
-        return Result(self.seed, state, generations, settled_after, story.events, story.befell)
+        return Result(self.seed, state, generations, settled_after, story.events, story.faults)
 
     def _settled(self, calm_at: float) -> str | None:
-        """How it ended, if it did: the job trains, or is over and everybody has heard so."""
+        """How it ended, if it did: the job trains, or is over and everybody knows."""
         if self.over:
             here = [rank.supervisor for rank in self.ranks if rank.supervisor and rank.is_up]
-            return None if any(supervisor.heard for supervisor in here) else self.over
+            return None if any(supervisor.member.acknowledged for supervisor in here) else self.over
         lead = self.lead
         if lead is None or lead.owner.dead or lead.gang.state != "running":
             return None
@@ -108,10 +123,10 @@ class Simulation:
             if rank.first and self.disk.done_refused and self.disk.done is None:
                 self.forgotten = True  # it was logged as an error that a restart would train on
             rank.supervisor = Supervisor(self, rank)
-            self.story.say(f"{rank.name} starts as {rank.supervisor.incarnation}")
+            self.story.log(f"{rank.name} starts as {rank.supervisor.incarnation}")
 
     def exited(self, rank: Rank, code: int) -> None:
-        self.story.say(f"{rank.name} exits with {code}")
+        self.story.log(f"{rank.name} exits with {code}")
         lead = self.lead
         if rank.first and lead and lead.owner.rank is rank and lead.gang.state in OVER and lead.gang.code == code:
             self.over = lead.gang.state
@@ -129,8 +144,8 @@ class Simulation:
         rank.wanted = False
 
     def hurt(self, rank: Rank, seconds: float, what: str) -> None:
-        """Something befalls `rank` that excuses it for so long."""
-        self.story.say(f"** {rank.name}: {what}")
+        """A fault of `rank`, which excuses it for so long."""
+        self.story.log(f"** {rank.name}: {what}")
         rank.hurt_until = max(rank.hurt_until, self.clock.now + seconds)
 
     def any_rank(self, random: Random) -> Rank:

@@ -1,4 +1,4 @@
-"""What is told of a schedule: its story line by line, what is counted, how it went, and a promise that was broken."""
+"""The record of a schedule: its story line by line, what is counted, how it went, and a promise that was broken."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Violation(AssertionError):  # noqa: N818 - it is no error of the program's
 
 @dataclass
 class Result:
-    """How a schedule went: what the gang told of, and what befell it."""
+    """How a schedule went: what the gang reported, and faults it."""
 
     seed: int
     state: str
     generations: int
     settled_after: float
     events: dict[str, int]
-    befell: dict[str, int]
+    faults: dict[str, int]
 
 
 class Story:
@@ -31,18 +31,18 @@ class Story:
         self.seed, self.clock, self.trace = seed, clock, trace
         self.lines: list[str] = []
         self.events: dict[str, int] = {}
-        self.befell: dict[str, int] = {}
+        self.faults: dict[str, int] = {}
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self.trace:
             self.lines.append(f"{self.clock.now:8.3f}  {line}")
 
     def count(self, what: str) -> None:
-        """One more of what befell."""
-        self.befell[what] = self.befell.get(what, 0) + 1
+        """One more of faults."""
+        self.faults[what] = self.faults.get(what, 0) + 1
 
-    def told(self, event: str) -> None:
-        """One more event that the gang told of."""
+    def count_event(self, event: str) -> None:
+        """One more event that the gang reported."""
         self.events[event] = self.events.get(event, 0) + 1
 
     def fail(self, promise: str) -> NoReturn:

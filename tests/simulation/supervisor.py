@@ -1,16 +1,16 @@
-"""A model of rolecall/rank/supervisor.py."""
+"""A model of rolecall/rank/supervisor.py around the member under test: process, timers, and one request at a time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolecall.config import FAILED, USAGE
-from rolecall.gang.protocol import Order, Report
+from rolecall.gang.member import RETRY_SECONDS, Action
+from rolecall.gang.protocol import USAGE, Directive, WorkerStatus
 from tests.simulation.clock import Process
-from tests.simulation.coordinator import Lead
+from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
 from tests.simulation.rank import Rank
-from tests.simulation.rules import FENCE, LEASE, RULES, WATCH
+from tests.simulation.rules import LEASE, RULES, WATCH
 from tests.simulation.worker import Worker
 
 if TYPE_CHECKING:
@@ -18,31 +18,36 @@ if TYPE_CHECKING:
 
 
 class Supervisor(Process):
-    """One request at a time, cancelled when there is news; one order at a time."""
+    """Translates between its member, which decides, and what the simulation models."""
 
     def __init__(self, simulation: Simulation, rank: Rank) -> None:
         super().__init__(simulation.clock)
         self.simulation, self.rank = simulation, rank
         simulation.incarnations += 1
         self.incarnation = f"{simulation.incarnations:04x}"
+        self.member = simulation.code.member(
+            RULES, rank.role.name, rank.ordinal, self.incarnation, rank.node, self.clock.now
+        )
         self.worker: Worker | None = None
-        self.order: Order | None = None
+        self.coordinator: Coordinator | None = None
         self.post: Post | None = None
-        self.leaving = self.heard = self.busy = self.news = self.joined = False
+        self.action: Action | None = None  # under way
+        self.news = self.joined = False
         self.connected = False  # a connection to rank 0 is open
-        self.born = self.contact = self.joined_at = self.clock.now
-        self.code: int | None = None
-        self.beat = self.acted = 0
-        self.knocks = 0
-        self.pending: Order | None = None
+        self.born = self.joined_at = self.clock.now
         self.clock.at(self.clock.random.uniform(0.3, 2.5), self, self.join)
+
+    @property
+    def status(self) -> WorkerStatus:
+        return self.worker.status if self.worker else WorkerStatus()
 
     def join(self) -> None:
         if self.rank.first and not self._coordinate():
             return
         self.joined = True
-        self.joined_at = self.contact = self.clock.now
-        self.tell()
+        self.joined_at = self.clock.now
+        self.send()
+        self.clock.at(self.clock.random.uniform(0, WATCH), self, self.tick)
 
     def _coordinate(self) -> bool:
         """Become the coordinator, if nobody is: a process that is frozen keeps its lock, a dead one does not."""
@@ -59,155 +64,122 @@ class Supervisor(Process):
             self.exit(USAGE)
             return False
         disk.coordinator = self
-        simulation.lead = Lead(simulation, self)
+        self.coordinator = simulation.lead = Coordinator(simulation, self)
         return True
 
     # -- requests
 
-    def tell_later(self) -> None:
+    def send_soon(self) -> None:
+        """There is something new to report."""
         if self.joined and not self.news:
             self.news = True
-            self.clock.at(0, self, self.tell)
+            self.clock.at(0, self, self.send)
 
-    def tell(self) -> None:
+    def send(self) -> None:
         self.news = False
-        self.beat += 1
-        worker, told = self.worker, {}
-        if worker:
-            told = {
-                "generation": worker.generation, "state": worker.state, "outcome": worker.outcome,
-                "error": worker.error, "step": worker.step, "drains_failed": worker.drains_failed,
-                "gave_up": tuple(worker.gave_up), "summary": {"step": worker.step} if worker.outcome else {},
-            }  # fmt: skip
-        report = Report(
-            self.rank.role.name, self.rank.ordinal, self.incarnation, self.beat, self.rank.node, self.acted,
-            leaving=self.leaving, heard=self.heard, **told,
-        )  # fmt: skip
-        self.post = Post(self, report, self.order, self.clock.now)
+        if self.member.over:
+            return
+        self.post = Post(self, self.member.heartbeat(self.status), self.member.known, self.clock.now)
         self.clock.at(LEASE / 2, self, self.failed, self.post)
         self.simulation.network.send(self.post)
 
-    def answered(self, post: Post, answer: Order | str) -> None:
+    def answered(self, post: Post, answer: Directive | str) -> None:
         if post is not self.post:
             return
         self.connected = True
-        if answer == "full" or self.clock.now - post.asked > LEASE * FENCE:  # too late: it may have been given up
+        if answer == "full":
             self.failed(post)
-            return
-        if isinstance(answer, str):
+        elif isinstance(answer, str):
             self.simulation.refused(self.rank, answer)
-            self.exit(USAGE)
-            return
-        self.contact, self.knocks = post.asked, 0
-        if post.report.heard:
-            self.finish(answer.code)
-        if answer != self.order:
-            self.order = answer
-            self.clock.at(0, self, self.obey)
-        self.tell()
+            self.member.refused()
+            self.check_exit()
+        elif self.member.answered(post.heartbeat, post.sent_at, answer, self.clock.now):
+            self.clock.at(0, self, self.act)
+            self.check_exit()
+            if not self.dead:
+                self.send()
+        else:
+            self.failed(post)
 
     def failed(self, post: Post) -> None:
         if post is not self.post:
             return
         self.post, self.connected = None, False
-        silence = self.clock.now - self.contact
-        if (self.leaving or self.heard) and silence > LEASE * FENCE:
-            self.exit(self.order.code if self.heard and self.order else 0)
-        elif silence > RULES.rejoin_timeout:
-            self.exit(USAGE)
-        else:
-            self.knocks += 1
-            self.clock.at(0.2, self, self.knock, self.knocks)
+        self.member.failed(self.clock.now)
+        self.clock.at(RETRY_SECONDS, self, self.retry, self.member.retries)
+        self.check_exit()
 
-    def knock(self, knocks: int) -> None:
-        if self.post is None and knocks == self.knocks:
-            self.tell()
+    def retry(self, retries: int) -> None:
+        if self.post is None and retries == self.member.retries:
+            self.send()
 
-    # -- orders
+    # -- actions
 
-    def obey(self) -> None:
-        if self.busy or self.order is None or self.order is self.pending:
+    def act(self) -> None:
+        action = self.member.next_action(self.status)
+        if action is None:
             return
-        order = self.pending = self.order
-        worker = self.worker
-        if worker and worker.alive and (order.kind != "run" or worker.generation != order.generation):
-            self.busy = True
-            worker.kill("stopped")
-            self.pending = None  # it goes on when the worker has ended
-            return
-        if order.kind == "run":
-            if worker is None or worker.generation != order.generation:
-                self.start_worker(order)
-            elif worker.alive:
-                worker.lost |= set(order.lost)
-                worker.drain = worker.drain or order.drain
-        self.acted = order.epoch
-        self.tell_later()
-        if order.kind == "leave":
-            self.exit(0)
-        elif order.kind in ("finished", "failed"):
-            self.heard = True
+        self.action, directive, worker = action, action.directive, self.worker
+        if action.kind == "start":
+            key = (self.rank.role.name, directive.ordinal)
+            self.worker = self.rank.worker = Worker(self.simulation, self, key, directive)
+            self.simulation.all_workers.append(self.worker)
+            return  # `worker_forked` follows
+        if worker and worker.alive:
+            if action.kind == "end":
+                worker.kill("stopped")
+                return  # `worker_ended` follows
+            worker.lost |= set(directive.lost)
+            worker.drain = worker.drain or directive.drain
+        self.acted()
 
-    def start_worker(self, order: Order) -> None:
-        key = (self.rank.role.name, order.ordinal)
-        self.worker = self.rank.worker = Worker(self.simulation, self, key, order)
-        self.simulation.all_workers.append(self.worker)
-        self.arm()
+    def acted(self) -> None:
+        assert self.action is not None
+        self.member.action_done(self.action)
+        self.action = None
+        self.send_soon()
+        self.clock.at(0, self, self.act)
+        self.check_exit()
+
+    def worker_forked(self, worker: Worker) -> None:
+        if worker is self.worker and self.action and self.action.kind == "start":
+            self.acted()
 
     def worker_ended(self, worker: Worker) -> None:
-        if worker is not self.worker:
-            return
-        self.tell_later()
-        if self.busy:
-            self.busy = False
-            self.obey()
+        if worker is self.worker:
+            self.send_soon()
+            if self.action:
+                self.acted()
 
-    # -- the watch
+    # -- time and the end
 
-    def arm(self) -> None:
-        due = self.contact + self.simulation.safeguards.fence * LEASE - self.clock.now
-        self.clock.at(max(due, 0.0) + self.clock.random.uniform(0, WATCH), self, self.watch, self.worker)
-
-    def watch(self, worker: Worker) -> None:
-        if worker is not self.worker or not worker.alive:
-            return
-        silence = self.clock.now - self.contact
-        if silence <= self.simulation.safeguards.fence * LEASE:
-            self.arm()
-        elif self.clock.now - self.thawed_at < 0.02:
-            self.clock.at(self.clock.random.uniform(0, WATCH - 0.02), self, self.watch, worker)
-        else:
-            self.simulation.story.say(f"{self.rank.name} fences its worker")
-            worker.kill("stopped")
-
-    def check_silent(self, worker: Worker) -> None:
-        if worker is self.worker and worker.frozen:
-            worker.kill("silent")
-
-    # -- the end
+    def tick(self) -> None:
+        heartbeat = self.worker.last_heartbeat if self.worker else None
+        outcome = self.member.tick(self.clock.now, heartbeat)
+        if outcome and self.worker and self.worker.alive:
+            self.simulation.story.log(f"{self.rank.name} kills its worker: {outcome}")
+            self.worker.kill(outcome)
+        self.clock.at(WATCH, self, self.tick)
+        self.check_exit()
 
     def leave(self) -> None:
-        if self.order is None or self.code is not None:
-            self.exit(self.code or 0)
-            return
-        self.leaving = True
-        self.tell_later()
-        self.clock.at(RULES.drain_timeout + LEASE / 2, self, self.exit, FAILED)
+        self.member.leave(self.clock.now)
+        self.send_soon()
+        self.check_exit()
 
-    def finish(self, code: int) -> None:
-        """The job is over, and the coordinator knows that this rank knows."""
-        if self.code is None:
-            self.code = code
-        if not self.rank.first:
-            self.exit(code)
+    def check_exit(self) -> None:
+        gang = self.coordinator.gang if self.coordinator else None
+        if not self.dead and self.member.exits(gang is None or gang.settled(self.clock.now)):
+            assert self.member.exit_code is not None
+            if self.coordinator:
+                self.coordinator.close()
+            self.exit(self.member.exit_code)
 
     def exit(self, code: int) -> None:
-        if not self.dead:
-            self.code = code
-            if self.worker and self.worker.alive:
-                self.worker.kill("stopped")
-            self.die()
-            self.simulation.exited(self.rank, code)
+        if self.worker and self.worker.alive:
+            self.worker.kill("stopped")
+        self.die()
+        self.simulation.exited(self.rank, code)
 
     def die(self) -> None:
         self.dead, self.died_at = True, self.clock.now

@@ -1,11 +1,11 @@
-"""A model of the worker process (rolecall/rank/worker.py): it connects to its peers, makes steps and writes checkpoints."""
+"""A model of the worker process (rolecall/rank/worker.py): it connects to its peers, trains and writes checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Key, Order, name_of
+from rolecall.gang.protocol import Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
 from tests.simulation.clock import Process
 from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, LEASE, ORPHAN, STEP, STOP
 
@@ -17,23 +17,41 @@ if TYPE_CHECKING:
 class Worker(Process):
     """A worker process: forks, connects to the others of its generation, trains. Rank 0's makes the steps."""
 
-    def __init__(self, simulation: Simulation, supervisor: Supervisor, key: Key, order: Order) -> None:
+    def __init__(self, simulation: Simulation, supervisor: Supervisor, key: Key, directive: Directive) -> None:
         super().__init__(simulation.clock)
         self.simulation = simulation
         self.supervisor, self.rank, self.key = supervisor, supervisor.rank, key
-        self.generation, self.members, self.lead = order.generation, order.members, simulation.lead
-        self.lost = set(order.lost)
-        self.state, self.outcome, self.error, self.step, self.base = "starting", "", "", 0, 0
+        self.generation, self.members, self.lead = directive.generation, directive.members, simulation.lead
+        self.lost = set(directive.lost)
+        self.state: WorkerState = "starting"
+        self.outcome: Outcome = ""
+        self.error, self.step, self.base = "", 0, 0
         self.drains_failed = 0
-        self.gave_up: list[Key] = []
+        self.lost_peers: tuple[Key, ...] = ()
         self.drain = self.exists = self.here = False
-        self.why = ""
+        self.why: Outcome = ""
         self.stalled_at: float | None = None
         self.clock.at(self.clock.random.choice((0.05, 0.1, 1.5)), None, self.forked)
 
     @property
     def alive(self) -> bool:
         return self.state != "ended"
+
+    @property
+    def status(self) -> WorkerStatus:
+        """As its supervisor knows it."""
+        summary = {"step": self.step} if self.outcome else {}
+        return WorkerStatus(
+            self.generation, self.state, self.outcome, self.error, self.step, summary, self.drains_failed,
+            self.lost_peers,
+        )  # fmt: skip
+
+    @property
+    def last_heartbeat(self) -> float | None:
+        """When its supervisor last heard from it; it is never silent but when it is frozen."""
+        if not self.exists:
+            return None
+        return self.frozen_at if self.frozen else self.clock.now
 
     # -- it starts
 
@@ -42,6 +60,7 @@ class Worker(Process):
             self.end(self.why or "killed")
             return
         self.exists = True
+        self.clock.at(0, self.supervisor, self.supervisor.worker_forked, self)
         if self.rank.frozen_until > self.clock.now:
             self.freeze(self.rank.frozen_until)
         self.simulation.promises.started(self)
@@ -88,7 +107,7 @@ class Worker(Process):
         if self.state != "starting":
             return
         self.state = "running"
-        self.supervisor.tell_later()
+        self.supervisor.send_soon()
         if self.key == self.simulation.master:
             self.base = self.simulation.disk.newest[1]
             self.simulation.promises.trains_after(self, self.base)
@@ -134,7 +153,7 @@ class Worker(Process):
             first = self.step == 0
             self.step = max(self.step, self.base) + 1
             if first:
-                self.supervisor.tell_later()
+                self.supervisor.send_soon()
             if self.step >= simulation.goal:
                 self.write(self.finished)
             elif self.step % 4 == 0:
@@ -146,8 +165,8 @@ class Worker(Process):
 
     def give_up(self, key: Key) -> None:
         self.lost.add(key)
-        self.gave_up.append(key)
-        self.supervisor.tell_later()
+        self.lost_peers += (key,)
+        self.supervisor.send_soon()
 
     # -- it writes
 
@@ -189,7 +208,7 @@ class Worker(Process):
             self.end("drained")
         else:
             self.drains_failed += 1
-            self.supervisor.tell_later()
+            self.supervisor.send_soon()
             self.clock.at(STEP, self, self.work)
 
     def finished(self, done: bool) -> None:
@@ -197,7 +216,7 @@ class Worker(Process):
 
     # -- it ends
 
-    def kill(self, why: str) -> None:
+    def kill(self, why: Outcome) -> None:
         """By its supervisor."""
         self.why = self.why or why
         if self.exists and self.alive:
@@ -211,13 +230,13 @@ class Worker(Process):
     def notice_orphaned(self) -> None:
         self.clock.at(self.clock.random.uniform(0.005, ORPHAN - 0.03), self, self.end, "killed")
 
-    def end(self, outcome: str, error: str = "") -> None:
+    def end(self, outcome: Outcome, error: str = "") -> None:
         if not self.alive:
             return
         simulation, clock = self.simulation, self.clock
         self.state, self.outcome, self.error = "ended", outcome, error
         self.exists, self.dead = False, True
-        simulation.story.say(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
+        simulation.story.log(f"worker of {name_of(self.key)} in generation {self.generation} ended: {outcome}")
         if outcome in ("failed", "refused"):
             simulation.promises.raised.append(f"{name_of(self.key)}: {error}")
         if outcome == "finished":

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from torch.futures import Future
 
-from rolecall.job.rpc import PeerLostError
-from rolecall.jobs.rl.batching import Answer, Batcher, Source
-from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Recorder, Trajectory, pack
+from rolecall import PeerLostError
+from rolecall.jobs.rl.batching import Answer, Batcher, Group
+from rolecall.jobs.rl.envs import Recorder
+from rolecall.jobs.rl.messages import Array, Done, Trajectory, pack
 
 FAILSAFE = 30.0  # no test waits for it; one that would hang fails instead
 LONG = 600.0  # a `wait` that no test outlives: what leaves, leaves for another reason
@@ -56,26 +57,26 @@ def policy() -> Policy:
     return Policy()
 
 
-class Made:
+class MakeBatcher:
     """Makes batchers, and closes them after the test."""
 
     def __init__(self, policy: Policy, stack: ExitStack) -> None:
         self.policy, self.stack = policy, stack
 
     def __call__(
-        self, sources: list[Source], version: int = 0, max_batch: int = 1000, wait: float = LONG, observe: Any = None
+        self, groups: list[Group], version: int = 0, max_batch: int = 1000, wait: float = LONG, observe: Any = None
     ) -> Batcher:
         batcher = Batcher(self.policy, (2,), np.float32, max_batch, wait, observe or (lambda size, seconds: None))
         self.stack.callback(batcher.close)
         self.stack.callback(self.policy.release)
-        batcher.begin(sources, version)
+        batcher.begin(groups, version)
         return batcher
 
 
 @pytest.fixture
-def make(policy: Policy) -> Iterator[Made]:
+def make(policy: Policy) -> Iterator[MakeBatcher]:
     with ExitStack() as stack:
-        yield Made(policy, stack)
+        yield MakeBatcher(policy, stack)
 
 
 def message(first: int, count: int = 2) -> bytes:
@@ -95,66 +96,68 @@ def result(answer: Future[Answer]) -> Answer:
 
 def refusal(answer: Future[Answer]) -> str:
     """What an observer is to raise: not its own failure, but the loss of its peer."""
-    found = result(answer)
-    assert isinstance(found, PeerLostError)
-    return str(found)
+    error = result(answer)
+    assert isinstance(error, PeerLostError)
+    return str(error)
 
 
 def actions(answer: Future[Answer]) -> list[int]:
     return np.frombuffer(result(answer), np.int64).tolist()
 
 
-A, B, C, D = ("observer_0", 0), ("observer_0", 1), ("observer_1", 0), ("observer_1", 1)
+A, B, C, D = (Group(f"observer_{observer}", number) for observer in (0, 1) for number in (0, 1))
 
 
 # ---- who goes together
 
 
-def test_all_that_are_under_way_go_in_one_forward(make: Made, policy: Policy) -> None:
+def test_all_that_are_under_way_go_in_one_forward(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C])
-    answers = [batcher.submit(source, message(5 * number), False) for number, source in enumerate([A, B])]
+    answers = [batcher.submit(group, message(5 * number), False) for number, group in enumerate([A, B])]
     assert not policy.begun.acquire(timeout=0.1)  # time enough to leave without the third, if it would
     answers.append(batcher.submit(C, message(10), False))
     assert [actions(answer) for answer in answers] == [[0, 10], [50, 60], [100, 110]]
     assert policy.sizes == [6]
 
 
-def test_calls_that_come_during_a_forward_go_together_in_the_next(make: Made, policy: Policy) -> None:
+def test_calls_that_come_during_a_forward_go_together_in_the_next(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C, D], wait=0)
     policy.hold()
     first = batcher.submit(A, message(0), False)
     policy.wait_begun()
-    others = [batcher.submit(source, message(1), False) for source in (B, C, D)]
+    others = [batcher.submit(group, message(1), False) for group in (B, C, D)]
     policy.release()
     assert [actions(answer) for answer in (first, *others)] == [[0, 10]] + [[10, 20]] * 3
     assert policy.sizes == [2, 6]
 
 
-def test_groups_of_other_sizes_get_their_own_actions(make: Made, policy: Policy) -> None:
+def test_groups_of_other_sizes_get_their_own_actions(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C])
     sizes = {A: 3, B: 1, C: 5}
-    answers = {source: batcher.submit(source, message(size, size), False) for source, size in sizes.items()}
-    for source, size in sizes.items():
-        assert actions(answers[source]) == [10 * number for number in range(size, 2 * size)]
+    answers = {group: batcher.submit(group, message(size, size), False) for group, size in sizes.items()}
+    for group, size in sizes.items():
+        assert actions(answers[group]) == [10 * number for number in range(size, 2 * size)]
     assert policy.sizes == [9]
 
 
 @pytest.mark.parametrize(("max_batch", "sizes"), [(1, [2, 2, 2, 2]), (2, [2, 2, 2, 2]), (5, [2, 4, 2]), (6, [2, 6])])
-def test_no_more_than_max_batch_go_together(make: Made, policy: Policy, max_batch: int, sizes: list[int]) -> None:
+def test_no_more_than_max_batch_go_together(
+    make: MakeBatcher, policy: Policy, max_batch: int, sizes: list[int]
+) -> None:
     """A group alone may be more than MAX_BATCH: it is not split."""
     batcher = make([A, B, C, D], wait=0, max_batch=max_batch)
     policy.hold()
     first = batcher.submit(A, message(0), False)
     policy.wait_begun()
-    answers = [first] + [batcher.submit(source, message(0), False) for source in (B, C, D)]
+    answers = [first] + [batcher.submit(group, message(0), False) for group in (B, C, D)]
     policy.release()
     assert [actions(answer) for answer in answers] == [[0, 10]] * 4
     assert policy.sizes == sizes
 
 
-def test_a_full_batch_waits_for_nobody(make: Made, policy: Policy) -> None:
+def test_a_full_batch_waits_for_nobody(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C, D], max_batch=4)
-    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     assert [actions(answer) for answer in answers] == [[0, 10]] * 2
     assert policy.sizes == [4]
 
@@ -162,24 +165,24 @@ def test_a_full_batch_waits_for_nobody(make: Made, policy: Policy) -> None:
 # ---- the deadline, and groups that do not call
 
 
-def test_a_silent_group_holds_nobody_up_beyond_the_deadline(make: Made, policy: Policy) -> None:
+def test_a_silent_group_holds_nobody_up_beyond_the_deadline(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B], wait=0.05)
     for step in range(3):
         assert actions(batcher.submit(A, message(step), False)) == [10 * step, 10 * step + 10]
     assert policy.sizes == [2, 2, 2]
 
 
-def test_a_dropped_group_holds_nobody_up_at_all(make: Made, policy: Policy) -> None:
+def test_a_dropped_group_holds_nobody_up_at_all(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C, D])
-    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     batcher.drop("observer_1")
     assert [actions(answer) for answer in answers] == [[0, 10]] * 2
     assert policy.sizes == [4]
 
 
-def test_a_group_that_has_finished_is_not_waited_for(make: Made, policy: Policy) -> None:
+def test_a_group_that_has_finished_is_not_waited_for(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B])
-    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     assert [actions(answer) for answer in answers] == [[0, 10]] * 2
     waiting = batcher.submit(B, message(3), False)
     assert result(batcher.submit(A, message(9), True)) == b""
@@ -187,7 +190,7 @@ def test_a_group_that_has_finished_is_not_waited_for(make: Made, policy: Policy)
     assert policy.sizes == [4, 2]
 
 
-def test_the_last_call_is_answered_without_a_forward(make: Made, policy: Policy) -> None:
+def test_the_last_call_is_answered_without_a_forward(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A])
     assert actions(batcher.submit(A, message(0), False)) == [0, 10]
     answer = batcher.submit(A, message(1), True)
@@ -199,12 +202,12 @@ def test_the_last_call_is_answered_without_a_forward(make: Made, policy: Policy)
 # ---- who is refused, and who fails
 
 
-def test_drop_fails_the_waiting_calls_and_refuses_new_ones(make: Made, policy: Policy) -> None:
+def test_drop_fails_the_waiting_calls_and_refuses_new_ones(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C, D], wait=0)
     policy.hold()
     other = batcher.submit(C, message(0), False)
     policy.wait_begun()
-    waiting = [batcher.submit(source, message(0), False) for source in (A, B)]
+    waiting = [batcher.submit(group, message(0), False) for group in (A, B)]
     batcher.drop("observer_0")
     for answer in waiting:
         assert refusal(answer) == "observer_0 was given up"
@@ -215,27 +218,26 @@ def test_drop_fails_the_waiting_calls_and_refuses_new_ones(make: Made, policy: P
     assert policy.sizes == [2, 2]
 
 
-def test_a_name_that_begins_like_another_is_another(make: Made) -> None:
-    batcher = make([("observer_1", 0), ("observer_11", 0)], wait=0)
+def test_a_name_that_begins_like_another_is_another(make: MakeBatcher) -> None:
+    batcher = make([Group("observer_1", 0), Group("observer_11", 0)], wait=0)
     batcher.drop("observer_1")
-    assert actions(batcher.submit(("observer_11", 0), message(1), False)) == [10, 20]
+    assert actions(batcher.submit(Group("observer_11", 0), message(1), False)) == [10, 20]
 
 
-def test_drop_takes_a_finished_trajectory_back(make: Made) -> None:
+def test_drop_takes_a_finished_trajectory_back(make: MakeBatcher) -> None:
     batcher = make([A, C], wait=0)
-    for source in (A, C):
-        result(batcher.submit(source, message(0), False))
-        result(batcher.submit(source, message(1), True))
-    assert len(batcher.trajectories({"observer_0", "observer_1"})) == 2
+    for group in (A, C):
+        result(batcher.submit(group, message(0), False))
+        result(batcher.submit(group, message(1), True))
+    assert [len(batcher.trajectories(name)) for name in ("observer_0", "observer_1")] == [1, 1]
     batcher.drop("observer_0")
-    assert len(batcher.trajectories({"observer_0", "observer_1"})) == 1
-    assert batcher.trajectories({"observer_0"}) == []
+    assert [len(batcher.trajectories(name)) for name in ("observer_0", "observer_1")] == [0, 1]
 
 
-def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: Made, policy: Policy) -> None:
+def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B])
     policy.error = ArithmeticError("the policy is not finite")
-    answers = [batcher.submit(source, message(0), False) for source in (A, B)]
+    answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     for answer in answers:
         assert repr(result(answer)) == "ArithmeticError('the policy is not finite')"
     policy.error = None
@@ -243,31 +245,31 @@ def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: M
     assert actions(batcher.submit(A, message(2), False)) == [20, 30]
 
 
-@pytest.mark.parametrize("source", [("observer_9", 0), ("observer_0", 2), ("agent_0", 0)])
-def test_a_stranger_is_refused(make: Made, source: Source) -> None:
-    assert "not part of this rollout" in refusal(make([A, B]).submit(source, message(0), False))
+@pytest.mark.parametrize("group", [Group("observer_9", 0), Group("observer_0", 2), Group("agent_0", 0)])
+def test_a_stranger_is_refused(make: MakeBatcher, group: Group) -> None:
+    assert "not part of this rollout" in refusal(make([A, B]).submit(group, message(0), False))
 
 
-def test_a_message_of_another_shape_is_refused_and_not_recorded(make: Made) -> None:
+def test_a_message_of_another_shape_is_refused_and_not_recorded(make: MakeBatcher) -> None:
     batcher = make([A], wait=0)
     with pytest.raises(ValueError, match="no whole number of observations"):
         batcher.submit(A, message(0) + b"\0", False)
     result(batcher.submit(A, message(0), False))
     result(batcher.submit(A, message(1), True))
-    assert batcher.trajectories({"observer_0"})[0].observations.shape == (2, 2, 2)
+    assert batcher.trajectories("observer_0")[0].observations.shape == (2, 2, 2)
 
 
-def test_a_rollout_that_is_over_is_refused(make: Made) -> None:
+def test_a_rollout_that_is_over_is_refused(make: MakeBatcher) -> None:
     batcher = make([A, B], wait=0)
     result(batcher.submit(A, message(0), False))
     result(batcher.submit(A, message(1), True))
     assert "not part of this rollout" in refusal(batcher.submit(A, message(2), False))
     batcher.begin([B], 1)
     assert "not part of this rollout" in refusal(batcher.submit(A, message(2), False))
-    assert batcher.trajectories({"observer_0"}) == []
+    assert batcher.trajectories("observer_0") == []
 
 
-def test_begin_fails_what_still_waits(make: Made, policy: Policy) -> None:
+def test_begin_fails_what_still_waits(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B])
     answer = batcher.submit(A, message(0), False)
     batcher.begin([A, B], 1)
@@ -275,7 +277,7 @@ def test_begin_fails_what_still_waits(make: Made, policy: Policy) -> None:
     assert policy.sizes == []
 
 
-def test_actions_of_an_old_rollout_do_not_enter_the_new_one(make: Made, policy: Policy) -> None:
+def test_actions_of_an_old_rollout_do_not_enter_the_new_one(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A], wait=0)
     policy.hold()
     stale = batcher.submit(A, message(0), False)
@@ -285,12 +287,12 @@ def test_actions_of_an_old_rollout_do_not_enter_the_new_one(make: Made, policy: 
     assert refusal(stale) == "the rollout is over"
     assert actions(batcher.submit(A, message(4), False)) == [40, 50]
     assert result(batcher.submit(A, message(5), True)) == b""
-    (trajectory,) = batcher.trajectories({"observer_0"})
+    (trajectory,) = batcher.trajectories("observer_0")
     assert trajectory.actions.tolist() == [[40, 50]]
     assert trajectory.version == 1
 
 
-def test_close_fails_what_still_waits_and_ends_the_thread(make: Made) -> None:
+def test_close_fails_what_still_waits_and_ends_the_thread(make: MakeBatcher) -> None:
     before = threading.active_count()
     batcher = make([A, B])
     assert threading.active_count() == before + 1
@@ -303,22 +305,24 @@ def test_close_fails_what_still_waits_and_ends_the_thread(make: Made) -> None:
 # ---- what is recorded
 
 
-class Group:
+class Caller:
     """Calls as an observer does: random steps, each one recorded here too."""
 
-    def __init__(self, source: Source, count: int, version: int) -> None:
-        self.source, self.count = source, count
-        self.random = np.random.default_rng(sum(map(ord, source[0])) + source[1])
+    def __init__(self, group: Group, count: int, version: int) -> None:
+        self.group, self.count = group, count
+        self.random = np.random.default_rng(sum(map(ord, group.observer)) + group.number)
         self.recorder = Recorder(version)
 
     def call(self, batcher: Batcher, last: bool) -> Future[Answer]:
         seen = (
             self.random.integers(0, 100, (self.count, 2)).astype(np.float32),
             self.random.normal(size=self.count).astype(np.float32),
-            self.random.choice([GOES_ON, GOES_ON, TERMINATED, TRUNCATED], self.count).astype(np.uint8),
+            self.random.choice([Done.CONTINUES, Done.CONTINUES, Done.TERMINATED, Done.TRUNCATED], self.count).astype(
+                np.uint8
+            ),
         )
         self.recorder.see(*seen)
-        return batcher.submit(self.source, pack(*seen), last)
+        return batcher.submit(self.group, pack(*seen), last)
 
     def take(self, answer: Future[Answer]) -> None:
         self.recorder.choose(np.frombuffer(result(answer), np.int64))
@@ -329,42 +333,40 @@ class Group:
         result(self.call(batcher, True))
 
 
-def assert_same(found: Trajectory, expected: Trajectory) -> None:
-    assert found.version == expected.version
-    for mine, theirs in zip(found.arrays(), expected.arrays(), strict=True):
+def assert_same(trajectory: Trajectory, expected: Trajectory) -> None:
+    assert trajectory.version == expected.version
+    for mine, theirs in zip(trajectory.arrays, expected.arrays, strict=True):
         assert mine.dtype == theirs.dtype
         assert np.array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("wait", "max_batch"), [(0, 1000), (0.001, 1000), (0.001, 4)])
 def test_trajectories_are_what_was_submitted_and_answered(
-    make: Made, policy: Policy, wait: float, max_batch: int
+    make: MakeBatcher, policy: Policy, wait: float, max_batch: int
 ) -> None:
     """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts."""
     observed: list[int] = []
     batcher = make([], wait=wait, max_batch=max_batch, observe=lambda size, seconds: observed.append(size))
     for version in (3, 4):
-        groups = [Group(source, 1 + number, version) for number, source in enumerate((A, B, C, D))]
-        batcher.begin([group.source for group in groups], version)
-        threads = [threading.Thread(target=group.run, args=(batcher, 25)) for group in groups]
+        callers = [Caller(group, 1 + number, version) for number, group in enumerate((A, B, C, D))]
+        batcher.begin([A, B, C, D], version)
+        threads = [threading.Thread(target=caller.run, args=(batcher, 25)) for caller in callers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(FAILSAFE)
-        found = batcher.trajectories({"observer_0", "observer_1"})
-        assert len(found) == 4
-        for trajectory, group in zip(found, groups, strict=True):
-            assert_same(trajectory, group.recorder.trajectory())
-            assert trajectory.actions.shape == (25, group.count)
+        trajectories = [each for name in ("observer_0", "observer_1") for each in batcher.trajectories(name)]
+        assert len(trajectories) == 4
+        for trajectory, caller in zip(trajectories, callers, strict=True):
+            assert_same(trajectory, caller.recorder.trajectory())
+            assert trajectory.actions.shape == (25, caller.count)
             assert np.array_equal(trajectory.actions, trajectory.observations[:-1, :, 1] * 10)
-        alone = batcher.trajectories({"observer_1"})
-        assert [trajectory.actions.shape[1] for trajectory in alone] == [3, 4]
     assert observed == policy.sizes
     assert sum(observed) == 2 * 25 * (1 + 2 + 3 + 4)
     assert max(observed) <= max_batch
 
 
-def test_a_trajectory_that_has_not_finished_is_none(make: Made) -> None:
+def test_a_trajectory_that_has_not_finished_is_none(make: MakeBatcher) -> None:
     batcher = make([A], wait=0)
     result(batcher.submit(A, message(0), False))
-    assert batcher.trajectories({"observer_0"}) == []
+    assert batcher.trajectories("observer_0") == []

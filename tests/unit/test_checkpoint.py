@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -753,7 +754,7 @@ def test_a_lock_is_another_processs_until_that_dies(tmp_path: Path, holder: Hold
 
 
 def test_a_lock_is_waited_for(tmp_path: Path, holder: Holder) -> None:
-    taken: list[rundir.Lock] = []
+    taken: list[FileLock] = []
     waiting = threading.Thread(target=lambda: taken.append(rundir.lock(tmp_path, rundir.WRITER_LOCK, FAILSAFE)))
     waiting.start()
     holder.kill()

@@ -1,4 +1,4 @@
-"""Settings and identity: every kind of error, what is shown of them, and which rank a process is."""
+"""Settings and identity: every kind of error, the tables, and the rank of a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RL = registry.get("rl")
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' own environment holds none of the variables."""
+    """The environment has none of the variables."""
     for name in RlSettings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
 
@@ -61,32 +61,32 @@ BAD = {
     "GAMMA": "1.0001",
     "DROPOUT": "1",
     "INFERENCE": "both",
-    "BATCH_WAIT": "1,5",
+    "CLIP_RATIO": "1,5",
     "RPC_TIMEOUT": "0",
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_value_is_named_with_what_would_be_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    said = refusal(monkeypatch, **{name: BAD[name]})
-    assert said.startswith(f"wrong settings: {name}={BAD[name]!r}: ")
-    assert "\n" not in said
-    assert re.findall(r"[A-Z_]+=", said) == [f"{name}="]
+    message = refusal(monkeypatch, **{name: BAD[name]})
+    assert message.startswith(f"wrong settings: {name}={BAD[name]!r}: ")
+    assert "\n" not in message
+    assert re.findall(r"[A-Z_]+=", message) == [f"{name}="]
     row = next(row for row in config.variables(RlSettings) if row[0] == name)
-    assert row[1] in said  # its type
-    assert row[3] in said  # its bounds
+    assert row[1] in message  # its type
+    assert row[3] in message  # its bounds
 
 
-def test_all_errors_are_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bad = {**BAD, "JOB_TOKEN_FILE": str(tmp_path / "none")}
-    said = refusal(monkeypatch, **bad, HIDDEN_SIZE="64", POLICY="x:y")
-    assert [name for name in bad if not re.search(rf"\b{name}=", said)] == []
-    assert "\n" not in said
-    assert "HIDDEN_SIZE" not in said
-    assert "POLICY" not in said
+    message = refusal(monkeypatch, **bad, HIDDEN_SIZE="64", POLICY="x:y")
+    assert [name for name in bad if not re.search(rf"\b{name}=", message)] == []
+    assert "\n" not in message
+    assert "HIDDEN_SIZE" not in message
+    assert "POLICY" not in message
 
 
-def test_the_jobs_errors_and_everyones_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jobs_errors_and_the_shared_ones_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a rank loads them: JOB itself comes from the environment."""
     for name, value in {"JOB": "rl", "MASTER_PORT": "0", "LR": "-1"}.items():
         monkeypatch.setenv(name, value)
@@ -104,8 +104,8 @@ def test_overrides_win_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_environment_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = load(monkeypatch, OBSERVERS="5", LR="3e-4", CHECKPOINT_DIR="a/b", ON_FINISH="linger", ORDINAL="0")
-    assert (found.observers, found.lr, found.checkpoint_dir, found.on_finish, found.ordinal) == (
+    settings = load(monkeypatch, OBSERVERS="5", LR="3e-4", CHECKPOINT_DIR="a/b", ON_FINISH="linger", ORDINAL="0")
+    assert (settings.observers, settings.lr, settings.checkpoint_dir, settings.on_finish, settings.ordinal) == (
         5, 3e-4, Path("a/b"), "linger", 0,
     )  # fmt: skip
 
@@ -122,9 +122,9 @@ def test_settings_do_not_change() -> None:
 
 
 def test_settings_travel_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = load(monkeypatch, JOB_TOKEN=SECRET, OBSERVERS="4", CHECKPOINT_DIR="a/b")
-    again = pickle.loads(pickle.dumps(found))
-    assert again == found
+    settings = load(monkeypatch, JOB_TOKEN=SECRET, OBSERVERS="4", CHECKPOINT_DIR="a/b")
+    again = pickle.loads(pickle.dumps(settings))
+    assert again == settings
     assert again.token == SECRET
 
 
@@ -166,8 +166,8 @@ def test_the_table_has_every_variable() -> None:
         "CHECKPOINT_DIR ON_FINISH DEVICE SEED LOG_FORMAT LOG_INTERVAL JOIN_GRACE LEASE_SECONDS REJOIN_INTERVAL "
         "REJOIN_TIMEOUT MAX_FAILURES "
     )
-    own = "OBSERVERS MIN_OBSERVERS MAX_OBSERVERS ENV_ID NUM_ENVS INFERENCE MAX_ITERATIONS GAMMA LR POLICY MINIBATCHES"
-    for settings, named in ((Settings, common), (RlSettings, common + own)):
+    rl = "OBSERVERS MIN_OBSERVERS MAX_OBSERVERS ENV_ID NUM_ENVS INFERENCE MAX_ITERATIONS GAMMA LR POLICY MINIBATCHES"
+    for settings, named in ((Settings, common), (RlSettings, common + rl)):
         rows = config.variables(settings)
         names = [row[0] for row in rows]
         assert len(names) == len(set(names))
@@ -200,7 +200,7 @@ def test_the_token_from_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     file = tmp_path / "token"
     file.write_text(f"\n  {SECRET}\n")
     assert load(monkeypatch, JOB_TOKEN_FILE=str(file)).token == SECRET
-    assert load(monkeypatch, JOB_TOKEN="another").token == "another"  # said outright, it wins
+    assert load(monkeypatch, JOB_TOKEN="another").token == "another"  # given outright, it wins
     monkeypatch.delenv("JOB_TOKEN_FILE")
     assert load(monkeypatch).token == "another"
 
@@ -214,10 +214,10 @@ def test_a_token_file_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
-    said = refusal(monkeypatch, JOB_TOKEN_FILE=str(file))
-    assert said.startswith(f"wrong settings: JOB_TOKEN_FILE='{file}': ")
-    assert said.count("JOB_TOKEN_FILE") == 1
-    assert "\n" not in said
+    message = refusal(monkeypatch, JOB_TOKEN_FILE=str(file))
+    assert message.startswith(f"wrong settings: JOB_TOKEN_FILE='{file}': ")
+    assert message.count("JOB_TOKEN_FILE") == 1
+    assert "\n" not in message
 
 
 def test_a_token_file_that_is_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -228,9 +228,16 @@ def test_a_token_file_that_is_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, from_file: bool) -> None:
     file = tmp_path / "token"
     file.write_text(SECRET)
-    found = load(monkeypatch, **({"JOB_TOKEN_FILE": str(file)} if from_file else {"JOB_TOKEN": SECRET}))
-    assert found.token == SECRET
-    shown = [repr(found), str(found), f"{found}", str(found.model_dump()), found.model_dump_json(), str(vars(found))]
+    settings = load(monkeypatch, **({"JOB_TOKEN_FILE": str(file)} if from_file else {"JOB_TOKEN": SECRET}))
+    assert settings.token == SECRET
+    shown = [
+        repr(settings),
+        str(settings),
+        f"{settings}",
+        str(settings.model_dump()),
+        settings.model_dump_json(),
+        str(vars(settings)),
+    ]
     monkeypatch.setenv("MASTER_PORT", "0")
     with pytest.raises(UsageError) as refused:
         config.load(RlSettings)
@@ -259,7 +266,7 @@ def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ("LEASE_SECOND", "LEASE_SECONDS"),
     ],
 )
-def test_a_misspelt_name_is_found(name: str, meant: str) -> None:
+def test_a_misspelt_name_is_recognised(name: str, meant: str) -> None:
     assert config.misspelt(RlSettings, {name: "1", "PATH": "/bin"}) == [(name, meant)]
 
 
@@ -283,8 +290,8 @@ def test_misspelt_names_are_looked_for_in_the_environment(monkeypatch: pytest.Mo
 
 
 def test_an_unknown_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, says in (("", "is missing"), ("rll", "no such job"), ("os", "no such job"), ("../rl", "no such job")):
-        with pytest.raises(UsageError, match=rf"JOB={name!r}: {says} \(rl"):
+    for name, problem in (("", "is missing"), ("rll", "no such job"), ("os", "no such job"), ("../rl", "no such job")):
+        with pytest.raises(UsageError, match=rf"JOB={name!r}: {problem} \(rl"):
             registry.get(name)
     with pytest.raises(UsageError, match="JOB='': is missing"):
         registry.load()
@@ -310,9 +317,9 @@ def test_the_job_from_the_environment_or_by_name(monkeypatch: pytest.MonkeyPatch
 def test_a_count_lies_between_its_minimum_and_maximum(counts: tuple[int, int, int], wrong: bool) -> None:
     settings = RlSettings(observers=counts[0], min_observers=counts[1], max_observers=counts[2])
     if wrong:
-        says = "OBSERVERS={} .*MIN_OBSERVERS={} .*MAX_OBSERVERS={}".format(*counts)
+        problem = "OBSERVERS={} .*MIN_OBSERVERS={} .*MAX_OBSERVERS={}".format(*counts)
         for ask in (lambda: registry.roles(RL, settings), lambda: registry.identity(RL, settings, "agent-0")):
-            with pytest.raises(UsageError, match=says):
+            with pytest.raises(UsageError, match=problem):
                 ask()
         return
     agent, observer = registry.roles(RL, settings)
@@ -324,9 +331,9 @@ def test_a_count_lies_between_its_minimum_and_maximum(counts: tuple[int, int, in
 
 
 def identity(host: str = "3b40cf1c355c", **changed: Any) -> tuple[str, int | None]:
-    found = registry.identity(RL, RlSettings(**changed), host)
-    assert isinstance(found, Identity)
-    return found.role, found.ordinal
+    rank = registry.identity(RL, RlSettings(**changed), host)
+    assert isinstance(rank, Identity)
+    return rank.role, rank.ordinal
 
 
 @pytest.mark.parametrize(
@@ -371,7 +378,7 @@ def test_a_role_of_one_member_needs_no_ordinal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "changed", "says"),
+    ("host", "changed", "problem"),
     [
         ("x", {"role": "observer", "ordinal": 64}, "ORDINAL=64: observer has ordinals 0 to 63"),
         ("x", {"role": "observer", "ordinal": 3, "max_observers": 3}, "ORDINAL=3: observer has ordinals 0 to 2"),
@@ -388,14 +395,14 @@ def test_a_role_of_one_member_needs_no_ordinal() -> None:
         ("x", {"rank": 1, "world_size": 4}, "WORLD_SIZE=4: the counts make 3"),
     ],
 )
-def test_an_impossible_rank_is_refused(host: str, changed: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_an_impossible_rank_is_refused(host: str, changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
         identity(host, **changed)
 
 
 def test_torchs_rank_fills_the_roles_in_order() -> None:
-    found = [identity(rank=rank, observers=3, world_size=4) for rank in range(4)]
-    assert found == [("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)]
+    ranks = [identity(rank=rank, observers=3, world_size=4) for rank in range(4)]
+    assert ranks == [("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)]
     assert identity(rank=2) == ("observer", 1)
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.config import Settings
-from rolecall.job import context
-from rolecall.job.context import Context, Peer, cores
+from rolecall import config
+from rolecall.config import Settings, cores
 
 V2, QUOTA, PERIOD = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 
@@ -99,7 +98,6 @@ def test_never_more_than_the_affinity(
 
 
 def test_threads_are_the_cores_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "cores", lambda: 7)
-    me = Peer("agent", 0, 0)
-    assert Context(Settings(threads=0), me, (me,), 1, None).threads == 7
-    assert Context(Settings(threads=3), me, (me,), 1, None).threads == 3
+    monkeypatch.setattr(config, "cores", lambda: 7)
+    assert Settings(threads=0).cpu_threads == 7
+    assert Settings(threads=3).cpu_threads == 3

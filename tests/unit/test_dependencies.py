@@ -91,8 +91,8 @@ def test_what_is_asked_for(tmp_path: Path, torch: str) -> None:
     assert wanted == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert [requirement for requirement in wanted if requirement.startswith("torch")]
     pinned = Path(file).read_text().splitlines()
-    torch_pins = [line for line in CONSTRAINTS if line.startswith("torch==")]
-    assert len(torch_pins) == 1
+    torch_pins = [line for line in CONSTRAINTS if line.startswith(("torch==", "torchvision=="))]
+    assert len(torch_pins) == 2
     assert pinned == [line for line in CONSTRAINTS if torch == "cpu" or line not in torch_pins]
     assert Path(file).parent == tmp_path
 

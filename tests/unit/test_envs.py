@@ -1,4 +1,4 @@
-"""Environments: autoreset masks, ends, returns, spaces, and the message of a step."""
+"""Environments: autoreset masks, dones, returns, spaces, and the message of a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from hypothesis import strategies as st
 
 from rolecall.config import UsageError
 from rolecall.jobs.rl import envs
-from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Envs, Recorder, Trajectory, pack, unpack
+from rolecall.jobs.rl.envs import Envs, Recorder
+from rolecall.jobs.rl.messages import Done, Trajectory, pack, unpack
 
 BOTH = 3  # an environment may say that it terminated and was truncated
 # environment -> its episodes, over and over: how many steps, and how they end
-SCRIPTS = (((3, TERMINATED), (2, TRUNCATED), (1, BOTH)), ((1, TERMINATED),), ((4, TRUNCATED), (1, TRUNCATED)))
+SCRIPTS = (
+    ((3, Done.TERMINATED), (2, Done.TRUNCATED), (1, BOTH)),
+    ((1, Done.TERMINATED),),
+    ((4, Done.TRUNCATED), (1, Done.TRUNCATED)),
+)
 OBSERVATIONS = Box(-1e6, 1e6, (2,), np.float32)
 START = 5
 
@@ -44,7 +49,7 @@ class Script:
         self.at += 1
         length, end = self.episodes[self.episode % len(self.episodes)]
         assert self.at <= length, "stepped beyond the episode's end"
-        return (self.episode, self.at), reward, end if self.at == length else GOES_ON
+        return (self.episode, self.at), reward, end if self.at == length else Done.CONTINUES
 
 
 class Scripted(gymnasium.Env[Any, Any]):
@@ -62,7 +67,7 @@ class Scripted(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.actions.append(action)
         shown, reward, end = self.script.step()
-        return np.array(shown, np.float32), reward, end in (TERMINATED, BOTH), end in (TRUNCATED, BOTH), {}
+        return np.array(shown, np.float32), reward, end in (Done.TERMINATED, BOTH), end in (Done.TRUNCATED, BOTH), {}
 
 
 class ScriptedVector(gymnasium.vector.VectorEnv[Any, Any, Any]):
@@ -87,14 +92,14 @@ class ScriptedVector(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return self.buffer, {}
 
     def step(self, actions: Any) -> Any:
-        rewards, ends = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
+        rewards, dones = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         for number, script in enumerate(self.scripts):
             if self.over[number]:
                 self.buffer[number], rewards[number] = script.reset(), 77
             else:
-                self.buffer[number], rewards[number], ends[number] = script.step()
-            self.over[number] = ends[number] != GOES_ON
-        return self.buffer, rewards, np.isin(ends, [TERMINATED, BOTH]), np.isin(ends, [TRUNCATED, BOTH]), {}
+                self.buffer[number], rewards[number], dones[number] = script.step()
+            self.over[number] = dones[number] != Done.CONTINUES
+        return self.buffer, rewards, np.isin(dones, [Done.TERMINATED, BOTH]), np.isin(dones, [Done.TRUNCATED, BOTH]), {}
 
 
 class SameStepVector(ScriptedVector):
@@ -109,7 +114,7 @@ class SilentVector(SameStepVector):
 
 
 class OtherSpaces(gymnasium.Env[Any, Any]):
-    """One with the spaces that it is told."""
+    """One with the spaces that it is given."""
 
     def __init__(self, observation: Any, action: Any) -> None:
         self.observation_space, self.action_space = observation, action
@@ -155,34 +160,34 @@ def rows_of(number: int, steps: int) -> list[tuple[tuple[int, int], float, int, 
     over = False
     for _ in range(steps):
         if over:
-            rows.append((script.reset(), 0.0, GOES_ON, False))
+            rows.append((script.reset(), 0.0, Done.CONTINUES, False))
             over = False
         else:
             shown, reward, end = script.step()
-            rows.append((shown, reward, TERMINATED if end == BOTH else end, True))
-            over = end != GOES_ON
+            rows.append((shown, reward, Done.TERMINATED if end == BOTH else end, True))
+            over = end != Done.CONTINUES
     return rows
 
 
 def roll(group: Envs, steps: int) -> Trajectory:
     recorder = Recorder(7)
-    recorder.see(group.observations, group.rewards, group.ends)
+    recorder.see(group.observations, group.rewards, group.dones)
     for step in range(steps):
-        actions = np.full(len(group.ends), step % int(group.spaces[1].n), np.int64)
+        actions = np.full(len(group.dones), step % int(group.spaces[1].n), np.int64)
         recorder.choose(actions)
         group.step(actions)
-        recorder.see(group.observations, group.rewards, group.ends)
+        recorder.see(group.observations, group.rewards, group.dones)
     return recorder.trajectory()
 
 
 @EVERY_WAY
 @pytest.mark.parametrize("split", [0, 1, 3, 4, 11])
 def test_a_trajectory_is_what_happened(env_id: str, split: int) -> None:
-    """In one rollout or in two, whether or not an episode ends where the first stops."""
+    """In one rollout or in two, whether or not an episode dones where the first stops."""
     steps, group = 12, Envs(env_id, 3, 0)
     parts = [roll(group, length) for length in (split, steps - split) if length]
     expected = [rows_of(number, steps) for number in range(3)]
-    for column, name in enumerate(("observations", "rewards", "ends", "experience")):
+    for column, name in enumerate(("observations", "rewards", "dones", "experience")):
         wanted = np.array([[row[column] for row in rows] for rows in expected]).swapaxes(0, 1)
         shown = [getattr(part, name)[1:] if column == 0 else getattr(part, name) for part in parts]
         np.testing.assert_array_equal(np.concatenate(shown), wanted, err_msg=name)
@@ -194,13 +199,13 @@ def test_a_trajectory_is_what_happened(env_id: str, split: int) -> None:
 @EVERY_WAY
 def test_the_step_after_an_end_is_no_experience_and_pays_nothing(env_id: str) -> None:
     trajectory = roll(Envs(env_id, 3, 0), 30)
-    ended = trajectory.ends[:-1] != GOES_ON
+    ended = trajectory.dones[:-1] != Done.CONTINUES
     assert ended.any()
     assert np.array_equal(~trajectory.experience[1:], ended)
     assert trajectory.experience[0].all()
     assert not trajectory.rewards[~trajectory.experience].any()
     assert (trajectory.rewards[trajectory.experience] > 0).all()
-    assert not trajectory.ends[~trajectory.experience].any()
+    assert not trajectory.dones[~trajectory.experience].any()
 
 
 @EVERY_WAY
@@ -216,7 +221,7 @@ def test_returns_are_of_whole_episodes_across_rollouts(env_id: str) -> None:
         total = 0.0
         for step, (_, reward, end, _) in enumerate(rows_of(number, 12)):
             total += reward
-            if end != GOES_ON:
+            if end != Done.CONTINUES:
                 expected[int(np.searchsorted(bounds, step, side="right"))].append(total)
                 total = 0.0
     assert taken == [sorted(part) for part in expected]
@@ -224,18 +229,18 @@ def test_returns_are_of_whole_episodes_across_rollouts(env_id: str) -> None:
     assert group.take_returns() == []
 
 
-def test_an_own_vector_implementation_is_used_only_where_it_resets_in_the_next_step() -> None:
+def test_a_vector_implementation_is_used_only_where_it_resets_in_the_next_step() -> None:
     assert isinstance(envs.make("ScriptedVector-v0", 2).unwrapped, ScriptedVector)
     for name in ("Scripted-v0", "SameStep-v0", "Silent-v0"):
-        made = envs.make(name, 2)
-        assert isinstance(made, gymnasium.vector.SyncVectorEnv)
-        assert made.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
-        assert made.num_envs == 2
+        group = envs.make(name, 2)
+        assert isinstance(group, gymnasium.vector.SyncVectorEnv)
+        assert group.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+        assert group.num_envs == 2
 
 
 def test_the_time_limit_truncates() -> None:
     trajectory = roll(Envs("Limited-v0", 1, 0), 3)
-    assert trajectory.ends[:, 0].tolist() == [GOES_ON, TRUNCATED, GOES_ON]
+    assert trajectory.dones[:, 0].tolist() == [Done.CONTINUES, Done.TRUNCATED, Done.CONTINUES]
     assert trajectory.experience[:, 0].tolist() == [True, True, False]
 
 
@@ -251,9 +256,9 @@ def test_actions_count_from_the_spaces_start() -> None:
 
 def test_shapes_and_types() -> None:
     trajectory = roll(Envs("Scripted-v0", 3, 0), 5)
-    shapes = [column.shape for column in trajectory.arrays()]
+    shapes = [column.shape for column in trajectory.arrays]
     assert shapes == [(6, 3, 2), (5, 3), (5, 3), (5, 3), (5, 3)]
-    assert [column.dtype for column in trajectory.arrays()] == [np.float32, np.int64, np.float32, np.uint8, np.bool_]
+    assert [column.dtype for column in trajectory.arrays] == [np.float32, np.int64, np.float32, np.uint8, np.bool_]
     assert trajectory.version == 7
     assert trajectory.actions[:, 0].tolist() == [0, 1, 2, 0, 1]
 
@@ -294,7 +299,7 @@ def test_what_cannot_be_made_is_refused(env_id: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_the_reason_of_an_environment_that_raises_is_told() -> None:
+def test_the_reason_of_an_environment_that_raises_is_shown() -> None:
     with pytest.raises(UsageError, match=r"ENV_ID=Broken-v0.*the simulator has no licence"):
         envs.make("Broken-v0", 2)
 
@@ -317,7 +322,7 @@ def test_a_module_to_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     group = Envs("registers_an_environment:Imported-v0", 2, 0)
     group.step(np.zeros(2, np.int64))
     assert group.observations.shape == (2, 4)
-    assert envs.threshold(envs.make("registers_an_environment:Imported-v0", 1)) == 3
+    assert envs.describe("registers_an_environment:Imported-v0").threshold == 3
 
 
 def test_a_module_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +333,9 @@ def test_a_module_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_threshold_where_there_is_one() -> None:
-    assert envs.threshold(envs.make("Scripted-v0", 1)) == 12.5
-    assert envs.threshold(envs.make("ScriptedVector-v0", 1)) is None
-    assert envs.threshold(envs.make("CartPole-v1", 1)) == 475
+    assert envs.describe("Scripted-v0").threshold == 12.5
+    assert envs.describe("ScriptedVector-v0").threshold is None
+    assert envs.describe("CartPole-v1").threshold == 475
 
 
 # ---- the message of a step
@@ -344,18 +349,18 @@ SHAPES = st.one_of(st.just(()), hnp.array_shapes(min_dims=1, max_dims=3, min_sid
 def test_unpack_is_the_inverse_of_pack(data: st.DataObject, dtype: Any, shape: tuple[int, ...], count: int) -> None:
     observations = data.draw(hnp.arrays(dtype, (count, *shape)))
     rewards = data.draw(hnp.arrays(np.float32, count))
-    ends = data.draw(hnp.arrays(np.uint8, count, elements=st.integers(0, 2)))
-    got = unpack(pack(observations, rewards, ends), shape, dtype)
-    for found, sent in zip(got, (observations, rewards, ends), strict=True):
-        assert (found.shape, found.dtype) == (sent.shape, sent.dtype)
-        assert found.tobytes() == sent.tobytes()  # to the bit, NaN too
-        assert not found.flags.writeable
+    dones = data.draw(hnp.arrays(np.uint8, count, elements=st.integers(0, 2)))
+    got = unpack(pack(observations, rewards, dones), shape, dtype)
+    for received, sent in zip(got, (observations, rewards, dones), strict=True):
+        assert (received.shape, received.dtype) == (sent.shape, sent.dtype)
+        assert received.tobytes() == sent.tobytes()  # to the bit, NaN too
+        assert not received.flags.writeable
 
 
 def test_observations_in_another_order_in_memory() -> None:
     images = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(5, 4, 3, 2).T
-    found, *_ = unpack(pack(images, np.zeros(2, np.float32), np.zeros(2, np.uint8)), (3, 4, 5), np.uint8)
-    assert np.array_equal(found, images)
+    received, *_ = unpack(pack(images, np.zeros(2, np.float32), np.zeros(2, np.uint8)), (3, 4, 5), np.uint8)
+    assert np.array_equal(received, images)
 
 
 @given(DTYPES, SHAPES, st.integers(1, 6), st.integers(1, 10_000))

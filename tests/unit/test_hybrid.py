@@ -1,4 +1,4 @@
-"""The table of `hybrid`: bags, routes, updates; and its data."""
+"""`hybrid`: the table (bags, routes, updates), its snapshot, and the data."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
-from rolecall import config
+from rolecall import Context, Peer, config, telemetry
 from rolecall.config import UsageError
-from rolecall.job import rpc, stdlib
-from rolecall.jobs.hybrid import HybridSettings, data, server, snapshot
+from rolecall.job import rpc
+from rolecall.job.checkpoint import Snapshot
+from rolecall.jobs.hybrid import JOB, HybridSettings, calls, data, evaluate, messages, snapshot
+from rolecall.jobs.hybrid.model import LocalModel
+from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
 SMALL = {"num_embeddings": 50, "embedding_dim": 3, "lr": 0.5}
+TRAINERS = [("trainer", 0), ("trainer", 1)]
 
 
-def settings(**own: object) -> HybridSettings:
-    return HybridSettings(**{**SMALL, **own})  # type: ignore[arg-type]
+def settings(**changes: object) -> HybridSettings:
+    return HybridSettings(**{**SMALL, **changes})  # type: ignore[arg-type]
 
 
-def filled(own: HybridSettings, ordinal: int = 0) -> Table:
-    table = Table(own, ordinal)
+def filled(chosen: HybridSettings, ordinal: int = 0) -> Table:
+    table = Table(chosen, ordinal)
     table.fill()
     return table
 
@@ -35,13 +40,13 @@ def bags(weighted: bool, seed: int = 0) -> Bags:
     return Bags(rows, torch.tensor([0, 4, 4, 6, 9, 9]), torch.rand(9, generator=generator) if weighted else None)
 
 
-def pooled(weight: Tensor, one: Bags) -> Tensor:
+def pooled(weight: Tensor, lookup: Bags) -> Tensor:
     """Written out."""
-    found = []
-    for begin, end in zip(one.offsets[:-1], one.offsets[1:], strict=True):
-        factors = torch.ones(int(end - begin)) if one.weights is None else one.weights[begin:end]
-        found.append((weight[one.rows[begin:end]] * factors[:, None]).sum(0))
-    return torch.stack(found)
+    sums = []
+    for begin, end in zip(lookup.offsets[:-1], lookup.offsets[1:], strict=True):
+        factors = torch.ones(int(end - begin)) if lookup.weights is None else lookup.weights[begin:end]
+        sums.append((weight[lookup.rows[begin:end]] * factors[:, None]).sum(0))
+    return torch.stack(sums)
 
 
 # ---- the table
@@ -52,17 +57,17 @@ def pooled(weight: Tensor, one: Bags) -> Tensor:
 def test_shards_together_are_one_table(servers: int, weighted: bool) -> None:
     whole = filled(settings())
     shards = [filled(settings(servers=servers), ordinal) for ordinal in range(servers)]
-    assert sum(len(one.weight) for one in shards) == 50
+    assert sum(len(shard.weight) for shard in shards) == 50
     for number, shard in enumerate(shards):
         assert torch.equal(whole.weight[number::servers], shard.weight)
-    one = bags(weighted)
-    found = sum(shard(share) for shard, share in zip(shards, one.route(servers), strict=True))
-    torch.testing.assert_close(found, whole(one))
-    torch.testing.assert_close(whole(one), pooled(whole.weight, one))
-    assert not whole(one)[[1, 4]].any()
+    lookup = bags(weighted)
+    vectors = sum(shard(share) for shard, share in zip(shards, lookup.route(servers), strict=True))
+    torch.testing.assert_close(vectors, whole(lookup))
+    torch.testing.assert_close(whole(lookup), pooled(whole.weight, lookup))
+    assert not whole(lookup)[[1, 4]].any()
 
 
-def test_first_values_are_of_the_seed_and_small() -> None:
+def test_initial_rows_depend_on_the_seed_and_are_small() -> None:
     one, two, other = filled(settings()), filled(settings()), filled(settings(seed=2))
     assert torch.equal(one.weight, two.weight)
     assert not torch.equal(one.weight, other.weight)
@@ -74,9 +79,9 @@ def test_a_plan_makes_the_gradient_that_autograd_makes(weighted: bool) -> None:
     lookups = [bags(weighted, seed) for seed in range(3)]
     weight = torch.randn(50, 3, requires_grad=True)
     outer = torch.randn(15, 3)
-    (torch.cat([pooled(weight, one) for one in lookups]) * outer).sum().backward()
+    (torch.cat([pooled(weight, lookup) for lookup in lookups]) * outer).sum().backward()
     plan = Plan.of(lookups)
-    assert plan.rows.tolist() == sorted({row for one in lookups for row in one.rows.tolist()})
+    assert plan.rows.tolist() == sorted({row for lookup in lookups for row in lookup.rows.tolist()})
     assert weight.grad is not None
     torch.testing.assert_close(plan.gradient(outer), weight.grad[plan.rows])
     untouched = torch.ones(50, dtype=torch.bool).index_fill(0, plan.rows, False)
@@ -109,9 +114,9 @@ def test_adagrad_has_one_state_a_row() -> None:
     for _ in range(3):
         rows, gradient = torch.tensor([3, 7]), torch.randn(2, 3)
         table.update(rows, gradient.clone())
-        for row, one in zip(rows.tolist(), gradient, strict=True):
-            squares[row] += (one**2).mean()
-            before[row] -= 0.5 * one / squares[row].sqrt()
+        for row, values in zip(rows.tolist(), gradient, strict=True):
+            squares[row] += (values**2).mean()
+            before[row] -= 0.5 * values / squares[row].sqrt()
     torch.testing.assert_close(table.weight.detach(), before)
     torch.testing.assert_close(table.squares, squares)
 
@@ -119,19 +124,20 @@ def test_adagrad_has_one_state_a_row() -> None:
 @pytest.mark.parametrize("index", [50, -1, 2**31 - 1])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_an_index_out_of_range_is_named(index: int, servers: int) -> None:
-    one = Bags(torch.tensor([4, index]), torch.tensor([0, 2]), None)
+    lookup = Bags(torch.tensor([4, index]), torch.tensor([0, 2]), None)
     ordinal = index % servers
-    table, share = filled(settings(servers=servers), ordinal), one.route(servers)[ordinal]
+    table, share = filled(settings(servers=servers), ordinal), lookup.route(servers)[ordinal]
     with pytest.raises(IndexError, match=f"index {index} is out of range: NUM_EMBEDDINGS=50"):
         table(share)
 
 
 def test_bags_arrive_as_they_were_sent() -> None:
-    for one in (bags(True), bags(False)):
-        found = Bags.from_wire(one.to_wire())
-        assert torch.equal(found.rows, one.rows)
-        assert torch.equal(found.offsets, one.offsets)
-        assert (found.weights is None and one.weights is None) or torch.equal(found.weights, one.weights)  # type: ignore[arg-type]
+    for sent in (bags(True), bags(False)):
+        received = Bags.from_arrays(sent.to_arrays())
+        assert torch.equal(received.rows, sent.rows)
+        assert torch.equal(received.offsets, sent.offsets)
+        assert (received.weights is None) == (sent.weights is None)
+        assert received.weights is None or torch.equal(received.weights, sent.weights)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -139,31 +145,108 @@ def test_bags_arrive_as_they_were_sent() -> None:
 def test_a_table_that_is_fetched_in_pieces_is_restored_to_any_number_of_servers(
     monkeypatch: pytest.MonkeyPatch, servers: int, rows: int
 ) -> None:
-    monkeypatch.setattr(snapshot, "PART_BYTES", rows * 12)
-    own = settings(servers=servers)
-    tables = {f"ps_{number}": filled(own, number) for number in range(servers)}
+    monkeypatch.setattr(snapshot, "CALL_BYTES", rows * 12)
+    chosen = settings(servers=servers)
+    tables = {f"ps_{number}": filled(chosen, number) for number in range(servers)}
     for table in tables.values():
         table.squares.uniform_()
-    calls: list[tuple[str, int, Tensor, Tensor]] = []
+    restored = {f"ps_{number}": Table(settings(servers=2), number) for number in range(2)}
 
-    def begin(name: str, function: object, *args: Any) -> torch.futures.Future[Any]:
+    def call(name: str, function: object, *args: Any) -> torch.futures.Future[Any]:
         answer: torch.futures.Future[Any] = torch.futures.Future()
-        if function is server.part:
+        if function is calls.copied_rows:
             _, first, end = args
-            answer.set_result((tables[name].weight.detach()[first:end], tables[name].squares[first:end]))
+            answer.set_result(tuple(tensor[first:end] for tensor in tables[name].tensors))
         else:
-            calls.append((name, *args))
-            answer.set_result(None)
+            answer.set_result(restored[name].restore(*args))
         return answer
 
-    pieces, squares = snapshot.fetch(begin, list(tables), 7, own)
+    pieces, squares = snapshot.fetch(call, list(tables), 7, chosen)
     assert torch.equal(torch.cat(pieces), filled(settings()).weight)
     assert all(len(piece) <= rows * servers for piece in pieces)
-    snapshot.restore(begin, ["ps_0", "ps_1"], pieces, squares, settings(servers=2))
-    whole = torch.full((50, 3), torch.nan)
-    for name, first, weight, _ in calls:
-        whole[int(name[-1]) :: 2][first : first + len(weight)] = weight
-    assert torch.equal(whole, torch.cat(pieces))
+    snapshot.restore(call, list(restored), pieces, squares, settings(servers=2))
+    for number, table in enumerate(restored.values()):
+        assert torch.equal(table.weight, torch.cat(pieces)[number::2])
+        assert torch.equal(table.squares, squares[number::2])
+
+
+def test_a_checkpoint_of_earlier_settings_is_resumed_and_one_of_others_refused() -> None:
+    pinned = settings().model_dump(include=set(JOB.pinned))
+    Snapshot(Path("x"), 1, 5, {"settings": {**pinned, "sample_lines": 5, "ngrams": 2}}).require_settings(settings())
+    with pytest.raises(UsageError, match=r"EMBEDDING_DIM=3: .* made with 5"):
+        Snapshot(Path("x"), 1, 5, {"settings": {**pinned, "embedding_dim": 5}}).require_settings(settings())
+
+
+def test_a_saved_model_is_evaluated_on_its_own_samples_only() -> None:
+    chosen = settings(dataset=f"{__name__}:in_range")
+    model, samples = LocalModel(chosen, 2), data.load(chosen)
+    model.table.fill()
+    state = {"classes": 2, "epoch": 3, "step": 7, "digest": samples.digest, "table": list(model.table.weight.split(20)),
+             "squares": model.table.squares, "dense": {"weights": model.dense.state_dict()}}  # fmt: skip
+    predicted = int(model(samples.test.bags).argmax(1))
+    result = evaluate.evaluate(chosen, state)
+    assert result == {"accuracy": float(predicted == 1), "samples": 1, "epochs": 3, "steps": 7}
+    with pytest.raises(UsageError, match=r"DATASET=.*not those that the checkpoint was trained on"):
+        evaluate.evaluate(chosen, {**state, "digest": "another"})
+    with pytest.raises(UsageError, match=r"the checkpoint holds no model of hybrid \(KeyError: 'dense'\)"):
+        evaluate.evaluate(chosen, {"classes": 2})
+
+
+# ---- commands and steps
+
+
+def test_commands_are_taken_by_number_however_they_arrive() -> None:
+    inbox = calls.Inbox()
+    sent = [(messages.Evaluate(), torch.futures.Future()) for _ in range(3)]
+    for number in (2, 0, 1):
+        inbox.slot(number).set_result(sent[number])
+    assert [inbox.take(number) for number in range(3)] == sent
+
+
+@pytest.fixture
+def server() -> TableServer:
+    """A server for two trainers, with a table that is the one after 5 steps."""
+    members = tuple(Peer(role, number, rank) for rank, (role, number) in enumerate([("ps", 0), *TRAINERS]))
+    metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
+    server = TableServer(Context(settings(optimizer="sgd"), members[0], members, 1, metrics))
+    server.table = filled(server.settings)
+    server.start(5)
+    return server
+
+
+def test_a_step_is_made_with_the_mean_of_all_trainers_gradients(server: TableServer) -> None:
+    before = server.table.weight.detach().clone()
+    lookups, gradients = [bags(True, seed) for seed in range(2)], torch.randn(2, 5, 3)
+    for trainer in (1, 0):
+        server.add_bags(trainer, lookups[trainer])
+    server.copy_at(6)
+    answer = server.at(6, lambda: server.pool(lookups[0]))
+    server.add_gradient(1, gradients[1])
+    assert not answer.done()
+    server.add_gradient(0, gradients[0])
+    vectors = torch.from_numpy(answer.wait())
+    weight = before.clone().requires_grad_()
+    sum(
+        (pooled(weight, lookup) * gradient).sum() for lookup, gradient in zip(lookups, gradients, strict=True)
+    ).backward()
+    assert weight.grad is not None
+    expected = before - 0.5 * weight.grad / 2
+    torch.testing.assert_close(server.table.weight.detach(), expected)
+    torch.testing.assert_close(vectors, pooled(expected, lookups[0]))
+    torch.testing.assert_close(server.copied_rows(3, 30)[0], expected[3:30])
+    assert server.step == 6
+    assert not server.failure.done()
+
+
+def test_a_lookup_that_fails_is_answered_and_an_update_that_fails_ends_the_server(server: TableServer) -> None:
+    outside = Bags(torch.tensor([50]), torch.tensor([0, 1]), None)
+    assert isinstance(server.pool(outside), IndexError)
+    for trainer in (0, 1):
+        server.add_bags(trainer, outside)
+        server.add_gradient(trainer, torch.ones(1, 3))
+    with pytest.raises(IndexError):
+        server.failure.result(60)
+    assert server.step == 5
 
 
 @pytest.mark.parametrize(
@@ -202,24 +285,24 @@ def test_no_file_of_the_standard_library_is_in_both_parts(monkeypatch: pytest.Mo
             lines = "\n".join(f"{package}{number}x{line} = 1" for line in range(20))
             (tmp_path / package / f"{number}.py").write_text(lines)
     (tmp_path / "alone.py").write_text("x = 1\n" * 50)
-    monkeypatch.setattr(stdlib, "root", lambda: tmp_path)
-    monkeypatch.setattr(data, "FILES", 4)
-    found = data.load(settings(num_embeddings=2**31 - 1, ngrams=1))
-    assert found.classes == 2
-    assert (len(found.train), len(found.test)) == (2 * 8 * 4, 2 * 2 * 4)
+    monkeypatch.setattr(data, "standard_library", lambda: (tmp_path, sorted(tmp_path.rglob("*.py"))))
+    monkeypatch.setattr(data, "NGRAMS", 1)
+    loaded = data.load(settings(num_embeddings=2**31 - 1))
+    assert loaded.classes == 2
+    assert (len(loaded.train), len(loaded.test)) == (2 * 8 * 4, 2 * 2 * 4)
     # but for "=" and "1" they share no word
-    common = set(found.train.bags.rows.tolist()) & set(found.test.bags.rows.tolist())
+    common = set(loaded.train.bags.rows.tolist()) & set(loaded.test.bags.rows.tolist())
     assert len(common) == 2
-    assert found.train.bags.weights is not None
-    assert float(found.train.bags.weights.sum()) == pytest.approx(len(found.train))
+    assert loaded.train.bags.weights is not None
+    assert float(loaded.train.bags.weights.sum()) == pytest.approx(len(loaded.train))
 
 
 def test_the_default_task_is_there() -> None:
-    found = data.load(HybridSettings())
-    assert found.classes > 10
-    assert len(found.train) > 5000
-    assert len(found.test) > 1000
-    assert int(found.train.bags.rows.max()) < 1_000_000
+    loaded = data.load(HybridSettings())
+    assert loaded.classes > 10
+    assert len(loaded.train) > 5000
+    assert len(loaded.test) > 1000
+    assert int(loaded.train.bags.rows.max()) < 1_000_000
 
 
 def in_range() -> object:
@@ -255,8 +338,8 @@ def no_pair() -> object:
 
 
 def test_samples_of_ones_own() -> None:
-    found = data.load(settings(dataset=f"{__name__}:in_range"))
-    assert (len(found.train), len(found.test), found.classes) == (2, 1, 2)
+    loaded = data.load(settings(dataset=f"{__name__}:in_range"))
+    assert (len(loaded.train), len(loaded.test), loaded.classes) == (2, 1, 2)
 
 
 @pytest.mark.parametrize(

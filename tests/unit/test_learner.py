@@ -15,11 +15,12 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
-from rolecall.config import UsageError
-from rolecall.jobs.rl import RlSettings, learner, model
-from rolecall.jobs.rl.batching import Batcher
-from rolecall.jobs.rl.envs import GOES_ON, TERMINATED, TRUNCATED, Array, Envs, Recorder, Trajectory, pack
-from rolecall.jobs.rl.learner import Learner, discounted_returns
+from rolecall import UsageError
+from rolecall.jobs.rl import RlSettings, model
+from rolecall.jobs.rl.batching import Batcher, Group
+from rolecall.jobs.rl.envs import Envs, Recorder
+from rolecall.jobs.rl.learner import VALUE_COEF, Learner, discounted_returns
+from rolecall.jobs.rl.messages import Array, Done, Trajectory, pack
 from rolecall.jobs.rl.model import Actor, ActorCritic
 
 CPU = torch.device("cpu")
@@ -60,24 +61,28 @@ def assert_close(one: Learner, other: Learner) -> None:
 def random_trajectory(seed: int, steps: int = 20, count: int = 3, observation: Box = OBSERVATION) -> Trajectory:
     """Episodes of random lengths, with the rows that reset."""
     random = np.random.default_rng(seed)
-    ends = np.zeros((steps, count), np.uint8)
+    dones = np.zeros((steps, count), np.uint8)
     before = np.zeros(count, np.uint8)
-    for row in ends:
-        row[:] = np.where(before == GOES_ON, random.choice([GOES_ON] * 4 + [TERMINATED, TRUNCATED], count), GOES_ON)
+    for row in dones:
+        row[:] = np.where(
+            before == Done.CONTINUES,
+            random.choice([Done.CONTINUES] * 4 + [Done.TERMINATED, Done.TRUNCATED], count),
+            Done.CONTINUES,
+        )
         before = row
-    experience = np.vstack([np.ones((1, count), bool), ends[:-1] == GOES_ON])
+    experience = np.vstack([np.ones((1, count), bool), dones[:-1] == Done.CONTINUES])
     observations = random.normal(size=(steps + 1, count, *observation.shape)).astype(observation.dtype)
     rewards = np.where(experience, random.normal(size=(steps, count)), 0).astype(np.float32)
-    return Trajectory(observations, random.integers(0, 2, (steps, count)), rewards, ends, experience, 0)
+    return Trajectory(observations, random.integers(0, 2, (steps, count)), rewards, dones, experience, 0)
 
 
 # ---- one update
 
 
-def with_sgd(made: Learner) -> Learner:
+def with_sgd(learner: Learner) -> Learner:
     """Parameters then move in proportion to the gradient; Adam's first steps go by its sign alone."""
-    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.5)  # type: ignore[assignment]
-    return made
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.5)  # type: ignore[assignment]
+    return learner
 
 
 class Reference:
@@ -99,11 +104,11 @@ class Reference:
                 flat = torch.from_numpy(trajectory.observations).reshape(-1, *OBSERVATION.shape)
                 values = self.model(flat)[1] * self.deviation + self.mean
             values = values.reshape(trajectory.observations.shape[:2]).numpy()
-            found = discounted_returns(trajectory, values, self.settings.gamma)
+            by_step = discounted_returns(trajectory, values, self.settings.gamma)
             for step, env in np.argwhere(trajectory.experience):
                 observations.append(trajectory.observations[step, env])
                 actions.append(int(trajectory.actions[step, env]))
-                returns.append(float(found[step, env]))
+                returns.append(float(by_step[step, env]))
                 baselines.append(float(values[step, env]))
         target = np.array(returns)
         decay = 0.95 if self.updates else 0.0
@@ -115,7 +120,7 @@ class Reference:
         chosen = torch.log_softmax(logits, -1)[torch.arange(len(actions)), torch.tensor(actions)]
         normalised = torch.tensor((target - self.mean) / self.deviation, dtype=torch.float32)
         loss = -(chosen * advantages).mean()
-        loss = loss + self.settings.value_coef * nn.functional.smooth_l1_loss(predicted, normalised)
+        loss = loss + VALUE_COEF * nn.functional.smooth_l1_loss(predicted, normalised)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
@@ -126,18 +131,18 @@ class Reference:
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e6], ids=["clipped", "whole"])
 def test_an_update_is_the_policy_gradient(max_grad_norm: float) -> None:
     """Three in a row: the returns' running mean and deviation count from the second on."""
-    made = with_sgd(make(minibatches=1, max_grad_norm=max_grad_norm))
-    reference = Reference(made)
-    before = weights(made)
+    learner = with_sgd(make(minibatches=1, max_grad_norm=max_grad_norm))
+    reference = Reference(learner)
+    before = weights(learner)
     for number in range(3):
         trajectories = [random_trajectory(10 * number), random_trajectory(10 * number + 1, steps=7, count=5)]
-        stats = made.update(trajectories)
+        update = learner.update(trajectories)
         reference.update(trajectories)
-        assert stats["samples"] == sum(trajectory.experience.sum() for trajectory in trajectories)
-        for mine, theirs in zip(made.model.parameters(), reference.model.parameters(), strict=True):
+        assert update.samples == sum(trajectory.experience.sum() for trajectory in trajectories)
+        for mine, theirs in zip(learner.model.parameters(), reference.model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
-    assert not any(torch.allclose(old, new, atol=1e-4) for old, new in zip(before, weights(made), strict=True))
-    assert made.version == 3
+    assert not any(torch.allclose(old, new, atol=1e-4) for old, new in zip(before, weights(learner), strict=True))
+    assert learner.version == 3
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
@@ -147,11 +152,11 @@ def test_chunks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, chunk: int,
     whole, chunked = (with_sgd(make(minibatches=minibatches)) for _ in range(2))
     before = weights(whole)
     expected = [whole.update(trajectories) for _ in range(2)]
-    monkeypatch.setattr(learner, "CHUNK", chunk)
-    found = [chunked.update(trajectories) for _ in range(2)]
+    monkeypatch.setattr("rolecall.jobs.rl.learner.CHUNK", chunk)
+    updates = [chunked.update(trajectories) for _ in range(2)]
     assert_close(whole, chunked)
     assert not any(torch.allclose(old, new, atol=1e-4) for old, new in zip(before, weights(chunked), strict=True))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(updates, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
 
 
@@ -173,11 +178,11 @@ class Watched(nn.Module):
 def test_each_sample_is_in_one_minibatch(minibatches: int) -> None:
     settings = settings_of(minibatches=minibatches)
     policy = Watched()
-    made = Learner(ActorCritic(policy, model.mlp(4, 8, 1)), settings, CPU)
+    learner = Learner(ActorCritic(policy, model.mlp(4, 8, 1)), settings, CPU)
     trajectories = [random_trajectory(1), random_trajectory(2, steps=9)]
-    made.update(trajectories)
+    learner.update(trajectories)
     assert len(policy.seen) == minibatches
-    assert {int(state["step"]) for state in made.optimizer.state.values()} == {minibatches}
+    assert {int(state["step"]) for state in learner.optimizer.state.values()} == {minibatches}
     rows = np.concatenate([t.observations[:-1][t.experience] for t in trajectories])
     trained = torch.cat(policy.seen).numpy()
     assert sorted(map(tuple, trained)) == sorted(map(tuple, rows))
@@ -187,61 +192,64 @@ def test_each_sample_is_in_one_minibatch(minibatches: int) -> None:
 
 
 def test_more_minibatches_than_samples() -> None:
-    made = make(minibatches=1000)
+    learner = make(minibatches=1000)
     trajectory = random_trajectory(1, steps=3, count=2)
-    before = weights(made)
-    stats = made.update([trajectory])
-    assert stats["samples"] == trajectory.experience.sum()
-    assert all(map(math.isfinite, stats.values()))
-    assert {int(state["step"]) for state in made.optimizer.state.values()} == {int(stats["samples"])}
-    assert not same(before, weights(made))
+    before = weights(learner)
+    update = learner.update([trajectory])
+    assert update.samples == trajectory.experience.sum()
+    assert all(map(math.isfinite, update))
+    assert {int(state["step"]) for state in learner.optimizer.state.values()} == {update.samples}
+    assert not same(before, weights(learner))
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_a_single_sample(minibatches: int) -> None:
-    made = make(minibatches=minibatches)
-    stats = made.update([random_trajectory(1, steps=1, count=1)])
-    assert stats["samples"] == 1
-    assert all(map(math.isfinite, stats.values()))
-    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+    learner = make(minibatches=minibatches)
+    update = learner.update([random_trajectory(1, steps=1, count=1)])
+    assert update.samples == 1
+    assert all(map(math.isfinite, update))
+    assert all(bool(parameter.isfinite().all()) for parameter in learner.model.parameters())
 
 
 def test_no_sample_at_all_changes_nothing() -> None:
     """A rollout of one step, in which every environment only resets."""
-    made = make()
-    made.update([random_trajectory(1)])
-    before, version = weights(made), made.version
+    learner = make()
+    learner.update([random_trajectory(1)])
+    before, version = weights(learner), learner.version
     trajectory = random_trajectory(2, steps=1)
     trajectory.experience[:] = False
-    stats = made.update([trajectory])
-    assert stats["samples"] == 0
-    assert all(map(math.isfinite, stats.values()))
-    assert same(before, weights(made))
-    assert made.version == version
+    update = learner.update([trajectory])
+    assert update.samples == 0
+    assert all(map(math.isfinite, update))
+    assert same(before, weights(learner))
+    assert learner.version == version
 
 
 @pytest.mark.parametrize(("clip_ratio", "least", "most"), [(0.02, 0.01, 0.06), (100.0, 0.3, 10.0)])
-def test_the_clipped_ratio_bounds_the_policys_change(clip_ratio: float, least: float, most: float) -> None:
+def test_the_clipped_ratio_bounds_the_policys_change(
+    monkeypatch: pytest.MonkeyPatch, clip_ratio: float, least: float, most: float
+) -> None:
     """Action 1 pays, action 0 does not; each of the many optimizer steps alone is small."""
-    made = with_sgd(make(minibatches=256, clip_ratio=clip_ratio, value_coef=0, max_grad_norm=0.02, gamma=0))
+    monkeypatch.setattr("rolecall.jobs.rl.learner.VALUE_COEF", 0)
+    learner = with_sgd(make(minibatches=256, clip_ratio=clip_ratio, max_grad_norm=0.02, gamma=0))
     shape = (64, 16)
     actions = np.arange(shape[0] * shape[1]).reshape(shape) % 2
     trajectory = Trajectory(
         np.ones((65, 16, 4), np.float32), actions, actions.astype(np.float32), np.zeros(shape, np.uint8),
         np.ones(shape, bool), 0,
     )  # fmt: skip
-    before = torch.softmax(made.model.logits(torch.ones(1, 4)), -1).detach()
-    made.update([trajectory])
-    after = torch.softmax(made.model.logits(torch.ones(1, 4)), -1).detach()
+    before = torch.softmax(learner.model.logits(torch.ones(1, 4)), -1).detach()
+    learner.update([trajectory])
+    after = torch.softmax(learner.model.logits(torch.ones(1, 4)), -1).detach()
     assert least < float(after[0, 1] / before[0, 1] - 1) < most
 
 
 def test_entropy_is_in_nats() -> None:
-    made = make(action=Discrete(3), lr=1e-9, minibatches=2)
+    learner = make(action=Discrete(3), lr=1e-9, minibatches=2)
     with torch.no_grad():
-        for parameter in made.model.policy.parameters():
+        for parameter in learner.model.policy.parameters():
             parameter.zero_()
-    assert made.update([random_trajectory(1)])["entropy"] == pytest.approx(math.log(3), rel=1e-4)
+    assert learner.update([random_trajectory(1)]).entropy == pytest.approx(math.log(3), rel=1e-4)
 
 
 # ---- what may not matter
@@ -257,7 +265,7 @@ def test_rows_that_are_no_experience_have_no_influence(column: str) -> None:
     changed = copy.deepcopy(trajectory)
     unused = ~trajectory.experience
     if column == "observations":
-        unused = np.vstack([np.zeros((1, 3), bool), trajectory.ends == TERMINATED])[:-1]
+        unused = np.vstack([np.zeros((1, 3), bool), trajectory.dones == Done.TERMINATED])[:-1]
         changed.observations[:-1][unused] += 3
     elif column == "actions":
         changed.actions[unused] = 1 - changed.actions[unused]
@@ -272,7 +280,7 @@ def test_a_truncated_episodes_last_observation_counts() -> None:
     one, other = make(), make()
     trajectory = random_trajectory(3)
     changed = copy.deepcopy(trajectory)
-    after = np.vstack([np.zeros((1, 3), bool), trajectory.ends == TRUNCATED])[:-1]
+    after = np.vstack([np.zeros((1, 3), bool), trajectory.dones == Done.TRUNCATED])[:-1]
     assert after.any()
     changed.observations[:-1][after] += 3
     one.update([trajectory])
@@ -289,36 +297,36 @@ def choose(observations: Array) -> Array:
 
 def recorded_by_observer(rollouts: int, steps: int) -> list[list[Trajectory]]:
     groups = [Envs("CartPole-v1", count, seed) for count, seed in ((3, 1), (2, 2))]
-    made = []
+    rounds = []
     for version in range(rollouts):
         trajectories = []
         for group in groups:
             recorder = Recorder(version)
-            recorder.see(group.observations, group.rewards, group.ends)
+            recorder.see(group.observations, group.rewards, group.dones)
             for _ in range(steps):
                 actions = choose(group.observations)
                 recorder.choose(actions)
                 group.step(actions)
-                recorder.see(group.observations, group.rewards, group.ends)
-            trajectories.append(Trajectory(*recorder.trajectory().arrays(), version))
-        made.append(trajectories)
-    return made
+                recorder.see(group.observations, group.rewards, group.dones)
+            trajectories.append(recorder.trajectory())
+        rounds.append(trajectories)
+    return rounds
 
 
 def recorded_by_agent(rollouts: int, steps: int) -> list[list[Trajectory]]:
     groups = [Envs("CartPole-v1", count, seed) for count, seed in ((3, 1), (2, 2))]
     batcher = Batcher(choose, (4,), np.float32, 100, 0.0)
-    made = []
+    rounds = []
     for version in range(rollouts):
-        batcher.begin([("observer_0", number) for number in range(2)], version)
+        batcher.begin([Group("observer_0", number) for number in range(2)], version)
         for step, (number, group) in itertools.product(range(steps + 1), enumerate(groups)):
-            message = pack(group.observations, group.rewards, group.ends)
-            answer = batcher.submit(("observer_0", number), message, step == steps).wait()
+            message = pack(group.observations, group.rewards, group.dones)
+            answer = batcher.submit(Group("observer_0", number), message, step == steps).wait()
             if step < steps:
                 group.step(np.frombuffer(answer, np.int64))
-        made.append(batcher.trajectories({"observer_0"}))
+        rounds.append(batcher.trajectories("observer_0"))
     batcher.close()
-    return made
+    return rounds
 
 
 def test_both_ways_of_inference_make_the_same_update() -> None:
@@ -326,8 +334,8 @@ def test_both_ways_of_inference_make_the_same_update() -> None:
     before, resets = weights(learners[0]), 0
     rounds = zip(recorded_by_observer(4, 30), recorded_by_agent(4, 30), strict=True)
     for trajectories in rounds:
-        stats = [made.update(found) for made, found in zip(learners, trajectories, strict=True)]
-        assert stats[0] == stats[1]
+        update = [learner.update(each) for learner, each in zip(learners, trajectories, strict=True)]
+        assert update[0] == update[1]
         assert same(weights(learners[0]), weights(learners[1]))
         resets += sum(int((~trajectory.experience).sum()) for trajectory in trajectories[0])
     assert resets > 5
@@ -337,32 +345,32 @@ def test_both_ways_of_inference_make_the_same_update() -> None:
 # ---- going on from a saved state
 
 
-def saved(made: Learner) -> dict[str, Any]:
+def saved(learner: Learner) -> dict[str, Any]:
     buffer = io.BytesIO()
-    torch.save(made.state(), buffer)
+    torch.save(learner.state(), buffer)
     buffer.seek(0)
     state: dict[str, Any] = torch.load(buffer, weights_only=True)
     return state
 
 
 def test_a_loaded_learner_goes_on_exactly_as_the_saved_one() -> None:
-    made = make(seed=1)
+    learner = make(seed=1)
     for number in range(3):
-        made.update([random_trajectory(number)])
+        learner.update([random_trajectory(number)])
     resumed = make(seed=2)
-    assert not same(weights(made), weights(resumed))
-    resumed.load(saved(made))
-    assert resumed.version == made.version == 3
+    assert not same(weights(learner), weights(resumed))
+    resumed.load(saved(learner))
+    assert resumed.version == learner.version == 3
     for number in range(3, 6):
-        assert made.update([random_trajectory(number)]) == resumed.update([random_trajectory(number)])
-        assert same(weights(made), weights(resumed))
+        assert learner.update([random_trajectory(number)]) == resumed.update([random_trajectory(number)])
+        assert same(weights(learner), weights(resumed))
 
 
 def test_the_learning_rate_is_the_settings_and_not_the_checkpoints() -> None:
-    made = make(lr=1e-2)
-    made.update([random_trajectory(0)])
+    learner = make(lr=1e-2)
+    learner.update([random_trajectory(0)])
     resumed = make(lr=1e-4)
-    resumed.load(saved(made))
+    resumed.load(saved(learner))
     assert [group["lr"] for group in resumed.optimizer.param_groups] == [1e-4]
 
 
@@ -378,10 +386,10 @@ def test_the_learning_rate_is_the_settings_and_not_the_checkpoints() -> None:
     ids=["hidden size", "dropout", "observation", "action", "policy"],
 )
 def test_the_state_of_another_model_is_refused(other: Any) -> None:
-    made = make()
-    made.update([random_trajectory(0)])
+    learner = make()
+    learner.update([random_trajectory(0)])
     with pytest.raises(UsageError, match=r"checkpoint is of another model .*ENV_ID, POLICY") as refusal:
-        other().load(saved(made))
+        other().load(saved(learner))
     assert "\n" not in str(refusal.value)
 
 
@@ -396,24 +404,22 @@ def test_a_state_with_a_part_missing_is_refused(lost: str) -> None:
 # ---- learning
 
 
-def bandit(made: Learner, actor: Actor, random: np.random.Generator) -> Trajectory:
+def bandit(learner: Learner, actor: Actor, random: np.random.Generator) -> Trajectory:
     """Episodes of one step: the right action is 1 where the observation is positive, 0 where it is negative."""
     steps, count = 8, 32
     observations = random.choice([-1.0, 1.0], (steps + 1, count, 1)).astype(np.float32)
-    made.model.eval()
     actions = actor.act(observations[:-1].reshape(-1, 1)).reshape(steps, count)
     experience = np.broadcast_to((np.arange(steps) % 2 == 0)[:, None], (steps, count)).copy()
     right = actions == (observations[:-1, :, 0] > 0)
     # the rows that reset pay for the wrong action: who learns from them learns the contrary
     rewards = np.where(experience, right, 100 * ~right).astype(np.float32)
-    ends = np.where(experience, TERMINATED, GOES_ON).astype(np.uint8)
-    return Trajectory(observations, actions, rewards, ends, experience, made.version)
+    dones = np.where(experience, Done.TERMINATED, Done.CONTINUES).astype(np.uint8)
+    return Trajectory(observations, actions, rewards, dones, experience, learner.version)
 
 
-def skill(made: Learner) -> float:
+def skill(learner: Learner) -> float:
     """The least probability of a right action."""
-    made.model.eval()
-    probabilities = torch.softmax(made.model.logits(torch.tensor([[-1.0], [1.0]])), -1).detach()
+    probabilities = torch.softmax(learner.model.logits(torch.tensor([[-1.0], [1.0]])), -1).detach()
     return float(torch.stack((probabilities[0, 0], probabilities[1, 1])).min())
 
 
@@ -421,13 +427,13 @@ def skill(made: Learner) -> float:
 def test_it_learns_a_bandit(dropout: float) -> None:
     torch.manual_seed(1)
     random = np.random.default_rng(1)
-    made = make(observation=Box(-1, 1, (1,), np.float32), dropout=dropout)
-    actor = Actor(made.model, CPU)
-    assert skill(made) < 0.8
+    learner = make(observation=Box(-1, 1, (1,), np.float32), dropout=dropout)
+    actor = Actor(learner.model, CPU)
+    assert skill(learner) < 0.8
     for _ in range(60):
-        stats = made.update([bandit(made, actor, random)])
-        assert all(map(math.isfinite, stats.values()))
-    assert skill(made) > 0.95
+        update = learner.update([bandit(learner, actor, random)])
+        assert all(map(math.isfinite, update))
+    assert skill(learner) > 0.95
 
 
 def test_a_policy_with_its_own_value_learns_from_pictures() -> None:
@@ -442,8 +448,8 @@ def test_a_policy_with_its_own_value_learns_from_pictures() -> None:
             out = self.body(observations / 255)
             return out[:, :2], out[:, 2:]
 
-    made = Learner(ActorCritic(Both(), None), settings_of(), CPU)
-    before = weights(made)
+    learner = Learner(ActorCritic(Both(), None), settings_of(), CPU)
+    before = weights(learner)
     trajectory = random_trajectory(4, observation=Box(0, 255, (2, 2, 3), np.uint8))
-    assert all(map(math.isfinite, made.update([trajectory]).values()))
-    assert not same(before, weights(made))
+    assert all(map(math.isfinite, learner.update([trajectory])))
+    assert not same(before, weights(learner))

@@ -12,7 +12,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
-from rolecall.config import UsageError
+from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.model import Actor, ActorCritic
 
@@ -149,9 +149,9 @@ def test_a_policy_with_values_is_its_own_baseline(name: str) -> None:
         ("factories_of_a_user:value_of_none", r"a value that is a NoneType"),
         ("factories_of_a_user:integers", r"logits of .* type torch\.int64"),
         ("factories_of_a_user:no_module", r"not a torch module"),
-        ("factories_of_a_user:raises", r"raised KeyError: .*the weights are not here"),
-        ("factories_of_a_user:raises_later", r"raised ArithmeticError: cannot be computed"),
-        ("factories_of_a_user:takes_one", r"raised TypeError"),
+        ("factories_of_a_user:raises", r"raised an error \(KeyError: .*the weights are not here"),
+        ("factories_of_a_user:raises_later", r"raised an error \(ArithmeticError: cannot be computed\)"),
+        ("factories_of_a_user:takes_one", r"raised an error \(TypeError"),
         ("factories_of_a_user:NOT_CALLABLE", r": is not callable$"),
         ("factories_of_a_user:not_there", r"cannot be imported .*package\.module:name"),
         ("factories_of_a_user", r"cannot be imported .*package\.module:name"),
@@ -212,7 +212,7 @@ def test_any_box_can_be_observed(space: Box, count: int) -> None:
     for chosen in (actor.act(observations), actor.best(observations)):
         assert (chosen.shape, chosen.dtype) == ((count,), np.int64)
         assert set(chosen.tolist()) <= {0, 1, 2}
-    logits, values = built(model.tensor(observations, CPU))
+    logits, values = built(model.to_tensor(observations, CPU))
     assert (logits.shape, values.shape) == ((count, 3), (count,))
 
 

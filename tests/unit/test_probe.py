@@ -18,7 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from rolecall import config
-from rolecall.config import USAGE, Settings
+from rolecall.config import Settings
+from rolecall.gang.protocol import USAGE
 from rolecall.rank import endpoints, probe
 from rolecall.watch.local import free_ports
 
@@ -60,15 +61,15 @@ def serving(host: str, port: int) -> Iterator[None]:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    (found,) = free_ports(1)
-    monkeypatch.setenv("METRICS_PORT", str(found))
-    return found
+    (free,) = free_ports(1)
+    monkeypatch.setenv("METRICS_PORT", str(free))
+    return free
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = probe.main(list(arguments))
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 def test_what_the_rank_answers_is_printed(port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +79,8 @@ def test_what_the_rank_answers_is_printed(port: int, capsys: pytest.CaptureFixtu
         assert ask(capsys, "/broken") == (1, "127.0.0.1 /broken is grün\n", "")
 
 
-def assert_no_answer(said: tuple[int, str, str], port: int) -> None:
-    code, out, err = said
+def assert_no_answer(answer_lines: tuple[int, str, str], port: int) -> None:
+    code, out, err = answer_lines
     assert (code, out) == (1, "")
     assert err.startswith(f"METRICS_PORT={port}: no answer (")
     assert err.count("\n") == 1
@@ -108,9 +109,9 @@ def test_somebody_else_answers(
 
         thread = threading.Thread(target=reply)
         thread.start()
-        said = ask(capsys)
+        answer_lines = ask(capsys)
         thread.join(10)
-        assert_no_answer(said, server.getsockname()[1])
+        assert_no_answer(answer_lines, server.getsockname()[1])
 
 
 def test_a_rank_that_hangs_is_not_waited_for(
@@ -161,9 +162,9 @@ def test_as_a_program() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "rolecall.rank.probe"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert (done.returncode, done.stdout, len(said)) == (USAGE, "", 1)
-    assert said[0].startswith("rolecall: wrong settings: METRICS_PORT='0'")
+    answer_lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout, len(answer_lines)) == (USAGE, "", 1)
+    assert answer_lines[0].startswith("rolecall: wrong settings: METRICS_PORT='0'")
     assert "pydantic_settings" in imports
     assert not {"torch", "numpy", "aiohttp", "gymnasium", "structlog", "rich"} & imports
 
@@ -210,10 +211,10 @@ def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
     now = 0.0
     scrapes = endpoints.Scrapes(lambda: now)
     assert scrapes.patience() == 0
-    scrapes.note()
+    scrapes.record()
     assert scrapes.patience() == 0  # once is no rhythm
     now = 10.0
-    scrapes.note()
+    scrapes.record()
     assert scrapes.patience() == 16  # the next one, half as late again, and a second
     now = 25.0
     assert scrapes.patience() == 1
@@ -224,9 +225,9 @@ def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
 def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
     now = 0.0
     scrapes = endpoints.Scrapes(lambda: now)
-    scrapes.note()
+    scrapes.record()
     now = endpoints.LONGEST + 1
-    scrapes.note()
+    scrapes.record()
     assert scrapes.patience() == 0
 
 
@@ -238,9 +239,9 @@ def test_the_wait_ends_with_the_scrape_or_its_time(comes: bool) -> None:
 
     async def steps() -> float:
         scrapes = endpoints.Scrapes()
-        scrapes.note()
+        scrapes.record()
         await asyncio.sleep(0.4)  # the scrapes' rhythm
-        scrapes.note()
+        scrapes.record()
         settings = config.load(Settings, metrics_port=free_ports(1)[0])
         runner = await endpoints.serve(settings, registry, lambda: None, str, str, scrapes)
         try:

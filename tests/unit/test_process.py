@@ -1,4 +1,4 @@
-"""A supervisor's handle on its worker: what its end is called."""
+"""A supervisor's handle on its worker: the outcome of a worker that ends."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def sleeps(task: Task, connection: Any) -> None:
 
 
 def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An order to end the worker comes while the supervisor is finding out how it ended."""
+    """A directive to end the worker comes while the supervisor reads its exit code."""
     monkeypatch.setattr(worker_process, "_run", sleeps)
 
     async def outcome() -> str:
-        ended, told = asyncio.Event(), threading.Event()
+        ended, killed = asyncio.Event(), threading.Event()
         worker = WorkerProcess(TASK, lambda: None)
         await worker.start()
         join, exited = worker._process.join, worker._exited
 
         def joins(timeout: float) -> None:
-            assert told.wait(30)
+            assert killed.wait(30)
             join(30)
 
         def exits() -> None:
@@ -46,7 +46,7 @@ def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch
         os.kill(worker._pid, signal.SIGKILL)
         await asyncio.wait_for(ended.wait(), 30)
         worker.kill("stopped")
-        told.set()
+        killed.set()
         await asyncio.wait_for(worker.ended.wait(), 30)
         return worker.outcome
 

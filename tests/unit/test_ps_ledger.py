@@ -12,36 +12,41 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rolecall.jobs.ps.ledger import Gradient, Indices, Ledger, Update
+from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
+from rolecall.jobs.ps.messages import GradientKey, Indices
 
 DEPTH = 2  # a trainer's gradients under way at once
 
 
-def make(trainers: int = 3, wait: bool = True, **changed: Any) -> Ledger:
+def make(trainers: int = 3, sync: bool = True, **changed: Any) -> Ledger:
     shape: dict[str, Any] = {"samples": 24, "batch": 4, "epochs": 2, "seed": 0, **changed}
-    return Ledger(trainers=[f"t{n}" for n in range(trainers)], wait=wait, **shape)
+    return Ledger(trainers=[f"t{n}" for n in range(trainers)], sync=sync, **shape)
+
+
+def gradient(trainer: str, number: int, version: int, samples: int) -> Gradient:
+    return Gradient(GradientKey(trainer, number), version, samples)
 
 
 def start(ledger: Ledger) -> dict[str, Indices]:
-    """All trainers say that they are there; the first batch of each."""
-    found: dict[str, Indices] = {}
+    """All trainers report ready; the first batch of each."""
+    first: dict[str, Indices] = {}
     for name in ledger.trainers:
-        if update := ledger.take(Gradient(name, 0, 0, 0)):
-            found |= {who: batches[0] for (who, _), batches in update.answers.items()}
-    return found
+        if update := ledger.take(gradient(name, 0, 0, 0)):
+            first |= {key.trainer: batches[0] for key, batches in update.batches.items()}
+    return first
 
 
-def orders(seed: int) -> list[list[int]]:
+def sample_orders(seed: int) -> list[list[int]]:
     """The order in which a lone trainer is given the samples, by epoch."""
     ledger = make(1, seed=seed)
-    batch, stage = start(ledger)["t0"], 0
+    batch, number = start(ledger)["t0"], 0
     given: list[list[int]] = [[], []]
     while not ledger.over:
         given[ledger.epoch] += batch.tolist()
-        stage += 1
-        update = ledger.take(Gradient("t0", stage, ledger.version, len(batch)))
+        number += 1
+        update = ledger.take(gradient("t0", number, ledger.version, len(batch)))
         assert update is not None
-        batch = next(iter(update.answers["t0", stage]), batch)
+        batch = next(iter(update.batches[GradientKey("t0", number)]), batch)
     return given
 
 
@@ -53,26 +58,26 @@ class Peer:
     """A trainer as trainer.py has it: computes its batches in order, takes answers in the order it asked."""
 
     version: int = 0
-    stage: int = 0
+    number: int = 0  # of its next gradient
     batches: deque[Indices] = field(default_factory=deque)
-    sent: deque[int] = field(default_factory=deque)  # stages whose answers it has not taken
+    sent: deque[int] = field(default_factory=deque)  # numbers of gradients whose answers it has not taken
     travelling: deque[Gradient] = field(default_factory=deque)
     answers: dict[int, tuple[int, list[Indices]]] = field(default_factory=dict)
     computed: dict[int, Indices] = field(default_factory=dict)
 
     def send(self, samples: int) -> None:
-        self.travelling.append(Gradient("", self.stage, self.version, samples))
-        self.sent.append(self.stage)
-        self.stage += 1
+        self.travelling.append(gradient("", self.number, self.version, samples))
+        self.sent.append(self.number)
+        self.number += 1
 
 
 class Run:
     """A ledger with its trainers, in a random order of events. Checks after each that what must hold does."""
 
-    def __init__(self, seed: int, samples: int, batch: int, epochs: int, wait: bool, ahead: int, limit: int) -> None:
+    def __init__(self, seed: int, samples: int, batch: int, epochs: int, sync: bool, ahead: int, limit: int) -> None:
         self.random = random.Random(seed)
         self.shape = (samples, batch, epochs, seed)
-        self.mode = (wait, ahead, limit)
+        self.mode = (sync, ahead, limit)
         self.times = np.zeros(samples, int)  # that each sample was used
         self.names = 0  # trainers so far
 
@@ -101,13 +106,13 @@ class Run:
             pass
         assert (self.times == self.ledger.epochs).all()
         assert self.ledger.late() == []
-        assert all(not peer.sent for peer in self.peers.values()), "not everybody was told that it is over"
+        assert all(not peer.sent for peer in self.peers.values()), "not everybody was answered that it is over"
 
     def step(self, required: bool = True) -> bool:
         events: list[tuple[Any, str, Peer]] = []
         for each in self.peers.items():
             events += [(self.arrive, *each)] * bool(each[1].travelling)
-            events += [(self.answer, *each)] * any(stage in each[1].answers for stage in [*each[1].sent][:1])
+            events += [(self.answer, *each)] * any(number in each[1].answers for number in [*each[1].sent][:1])
             events += [(self.compute, *each)] * (bool(each[1].batches) and len(each[1].sent) < DEPTH)
         assert events or not required, "stuck: nobody has anything to do or to wait for"
         if events:
@@ -116,7 +121,7 @@ class Run:
         return bool(events)
 
     def compute(self, name: str, peer: Peer) -> None:
-        batch = peer.computed[peer.stage] = peer.batches.popleft()
+        batch = peer.computed[peer.number] = peer.batches.popleft()
         peer.send(len(batch))
 
     def answer(self, name: str, peer: Peer) -> None:
@@ -129,9 +134,10 @@ class Run:
         sent = peer.travelling.popleft()
         staleness = self.ledger.version - sent.version
         before, refused = self.ledger.version, self.ledger.refused
-        update = self.ledger.take(Gradient(name, sent.stage, sent.version, sent.samples))
-        self.obey(update)
-        if self.ledger.wait or not sent.samples:
+        key = GradientKey(name, sent.key.number)
+        update = self.ledger.take(Gradient(key, sent.version, sent.samples))
+        self.carry_out(update)
+        if self.ledger.sync or not sent.samples:
             assert self.ledger.refused == refused
             return
         stale = staleness > self.ledger.max_staleness
@@ -139,31 +145,31 @@ class Run:
         assert self.ledger.version - before == (not stale)
         if not stale:
             assert update is not None
-            assert (update.weights, update.rate) == ({(name, sent.stage): 1.0}, 1 / max(1, staleness))
+            assert (update.weights, update.rate) == ({key: 1.0}, 1 / max(1, staleness))
 
     def lose(self, name: str) -> None:
         del self.peers[name]
-        self.obey(self.ledger.lose(name))
+        self.carry_out(self.ledger.lose(name))
 
-    def obey(self, update: Update | None) -> None:
+    def carry_out(self, update: Update | None) -> None:
         assert self.ledger.version == self.version + bool(update and update.weights)
         self.version = self.ledger.version
         if update is None:
             return
         self.number += 1
         assert update.number == self.number
-        total = sum(len(self.peers[name].computed[stage]) for name, stage in update.weights)
-        for (name, stage), weight in update.weights.items():
-            batch = self.peers[name].computed.pop(stage)
+        total = sum(len(self.peers[name].computed[number]) for name, number in update.weights)
+        for (name, number), weight in update.weights.items():
+            batch = self.peers[name].computed.pop(number)
             assert weight == pytest.approx(len(batch) / total)
             self.times[batch] += 1
         assert sum(update.weights.values()) == pytest.approx(float(bool(update.weights)))
-        assert update.rate == 1 or not self.ledger.wait
-        for (name, stage), batches in update.answers.items():
+        assert update.rate == 1 or not self.ledger.sync
+        for (name, number), batches in update.batches.items():
             peer = self.peers[name]
-            assert stage in set(peer.sent) - peer.answers.keys()
+            assert number in set(peer.sent) - peer.answers.keys()
             assert all(0 < len(batch) <= self.ledger.batch for batch in batches)
-            peer.answers[stage] = self.ledger.version, batches
+            peer.answers[number] = self.ledger.version, batches
 
     def check(self) -> None:
         ledger = self.ledger
@@ -203,27 +209,29 @@ def test_sync_waits_for_all_and_weighs_by_samples() -> None:
     ledger = make(3, samples=10, batch=4)
     batches = start(ledger)
     assert [len(batch) for batch in batches.values()] == [4, 3, 3]
-    assert ledger.take(Gradient("t1", 1, 0, 3)) is None
-    assert ledger.take(Gradient("t0", 1, 0, 4)) is None
+    assert ledger.take(gradient("t1", 1, 0, 3)) is None
+    assert ledger.take(gradient("t0", 1, 0, 4)) is None
     assert ledger.late() == ["t2"]
-    update = ledger.take(Gradient("t2", 1, 0, 3))
+    update = ledger.take(gradient("t2", 1, 0, 3))
     assert update is not None
     assert update.weights == {("t1", 1): 0.3, ("t0", 1): 0.4, ("t2", 1): 0.3}
-    assert update.answers.keys() == update.weights.keys()
+    assert update.batches.keys() == update.weights.keys()
     assert (ledger.epoch, ledger.version, ledger.used) == (1, 1, 0)
 
 
 def test_sync_closes_when_the_last_it_waits_for_is_lost() -> None:
     ledger = make(3)
     batches = start(ledger)
-    assert ledger.take(Gradient("t0", 1, 0, 4)) is None
-    assert ledger.take(Gradient("t2", 1, 0, 4)) is None
+    assert ledger.take(gradient("t0", 1, 0, 4)) is None
+    assert ledger.take(gradient("t2", 1, 0, 4)) is None
     update = ledger.lose("t1")
     assert update is not None
     assert update.weights == {("t0", 1): 0.5, ("t2", 1): 0.5}
-    assert update.answers["t0", 1][0].tolist() == batches["t1"].tolist(), "what the lost one had is handed out next"
+    assert update.batches[GradientKey("t0", 1)][0].tolist() == batches["t1"].tolist(), (
+        "what the lost one had is handed out next"
+    )
     assert ledger.lose("t1") is None
-    assert ledger.take(Gradient("t1", 1, 0, 4)) is None, "a gradient of a lost trainer counts for nothing"
+    assert ledger.take(gradient("t1", 1, 0, 4)) is None, "a gradient of a lost trainer counts for nothing"
 
 
 @pytest.mark.parametrize(("left", "shares"), [(24, [4] * 4), (15, [4, 4, 4, 3]), (10, [3, 3, 2, 2]), (3, [1, 1, 1])])
@@ -235,33 +243,33 @@ def test_sync_shares_the_end_of_an_epoch_evenly(left: int, shares: list[int]) ->
 
 
 def test_async_refuses_what_is_too_stale_and_hands_its_batch_out_again() -> None:
-    ledger = make(2, wait=False, max_staleness=1)
+    ledger = make(2, sync=False, max_staleness=1)
     batches = start(ledger)
-    for stage in (1, 2):
-        ledger.take(Gradient("t0", stage, stage - 1, 4))
-    update = ledger.take(Gradient("t1", 1, 0, 4))
+    for number in (1, 2):
+        ledger.take(gradient("t0", number, number - 1, 4))
+    update = ledger.take(gradient("t1", 1, 0, 4))
     assert update is not None
     assert (update.weights, ledger.refused, ledger.version) == ({}, 1, 2)
-    assert update.answers["t1", 1][0].tolist() == batches["t1"].tolist()
+    assert update.batches[GradientKey("t1", 1)][0].tolist() == batches["t1"].tolist()
 
 
 @pytest.mark.parametrize(("staleness", "rate"), [(0, 1), (1, 1), (2, 1 / 2), (7, 1 / 7)])
 def test_async_lowers_the_rate_of_a_stale_gradient(staleness: int, rate: float) -> None:
-    start(ledger := make(2, wait=False, samples=100, max_staleness=7))
-    for stage in range(1, staleness + 1):
-        ledger.take(Gradient("t0", stage, stage - 1, 4))
-    update = ledger.take(Gradient("t1", 1, 0, 4))
+    start(ledger := make(2, sync=False, samples=100, max_staleness=7))
+    for number in range(1, staleness + 1):
+        ledger.take(gradient("t0", number, number - 1, 4))
+    update = ledger.take(gradient("t1", 1, 0, 4))
     assert update is not None
     assert update.rate == rate
 
 
 def test_gradients_of_one_trainer_that_overtake_each_other_are_of_their_own_batches() -> None:
     """RPC promises no order: with two under way, the second may arrive whole before the first."""
-    ledger = make(1, wait=False, samples=7, batch=4, ahead=2, max_staleness=64)
-    update = ledger.take(Gradient("t0", 0, 0, 0))
+    ledger = make(1, sync=False, samples=7, batch=4, ahead=2, max_staleness=64)
+    update = ledger.take(gradient("t0", 0, 0, 0))
     assert update is not None
-    first, second = update.answers["t0", 0]
-    ledger.take(Gradient("t0", 2, 0, len(second)))
+    first, second = update.batches[GradientKey("t0", 0)]
+    ledger.take(gradient("t0", 2, 0, len(second)))
     assert ledger.used == len(second)
     ledger.lose("t0")
     assert ledger.used == 3, "the first was not used"
@@ -272,22 +280,22 @@ def test_gradients_of_one_trainer_that_overtake_each_other_are_of_their_own_batc
 
 
 def test_other_seeds_and_epochs_give_other_orders() -> None:
-    found = orders(0) + orders(1)
-    assert all(sorted(order) == list(range(24)) for order in found)
-    assert len({tuple(order) for order in found}) == 4
-    assert orders(0) == found[:2]
+    orders = sample_orders(0) + sample_orders(1)
+    assert all(sorted(order) == list(range(24)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert sample_orders(0) == orders[:2]
 
 
 def test_goes_on_after_an_epoch_that_ended_and_stays_over() -> None:
     ledger = make(1, samples=8, batch=8, epochs=2)
     start(ledger)
-    ledger.take(Gradient("t0", 1, 0, 8))
+    ledger.take(gradient("t0", 1, 0, 8))
     following = make(1, samples=8, batch=8, epochs=2)
     following.load(ledger.state())
     assert (following.epoch, following.used, following.over) == (1, 0, False)
-    last = ledger.take(Gradient("t0", 2, 1, 8))
+    last = ledger.take(gradient("t0", 2, 1, 8))
     assert last
-    assert last.answers == {("t0", 2): []}
+    assert last.batches == {("t0", 2): []}
     following.load(ledger.state())
     assert following.over
     longer = make(1, samples=8, batch=8, epochs=3)

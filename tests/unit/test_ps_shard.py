@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rolecall.config import UsageError
-from rolecall.job.context import Context, Peer
-from rolecall.jobs.ps import PsSettings, data, model, server
+from rolecall import Context, Peer, UsageError
+from rolecall.jobs.ps import PsSettings, data, model
 from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
+from rolecall.jobs.ps.messages import ArrivedGradient, Assignment, Fetch, GradientKey, PartAnswer, Restore, UpdateShard
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.shard import Key, Shard, join_states, refuse_other
+from rolecall.jobs.ps.server import ShardServer
+from rolecall.jobs.ps.shard import Shard, join_states, require_same_model
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -24,7 +25,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"optimizer": "sgd", "momentum": 0},
     {"optimizer": "adam", "lr": 0.01},
 ]
-WEIGHTS: dict[Key, float] = {("t0", 1): 0.5, ("t1", 1): 0.3, ("t2", 4): 0.2}
+WEIGHTS = {GradientKey("t0", 1): 0.5, GradientKey("t1", 1): 0.3, GradientKey("t2", 4): 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -49,21 +50,21 @@ def cut(total: int, servers: int) -> list[list[tuple[int, Part]]]:
 
 
 def make(settings: PsSettings, flat: Tensor, optimizer: dict[str, Tensor] | None = None) -> list[Shard]:
-    shards = [Shard(own, settings) for own in cut(len(flat), settings.servers)]
+    shards = [Shard(parts, settings) for parts in cut(len(flat), settings.servers)]
     for shard in shards:
         shard.load(flat, optimizer or {})
     return shards
 
 
-def put(shards: Sequence[Shard], key: Key, gradient: Tensor | None) -> dict[int, Future[Any]]:
-    """Bring a whole gradient; the answers to it, by part."""
+def send(shards: Sequence[Shard], key: GradientKey, gradient: Tensor | None) -> dict[int, Future[Any]]:
+    """Sends a whole gradient; the answers to it, by part."""
     answers: dict[int, Future[Any]] = {}
     for shard in shards:
         whole = []
         for index, extent in reversed(shard.parts.items()):
             answers[index] = Future()
-            own = None if gradient is None else gradient[shard.start : shard.stop][extent].clone()
-            whole.append(shard.put(key, index, own, answers[index]))
+            part = None if gradient is None else gradient[shard.start : shard.stop][extent].clone()
+            whole.append(shard.receive(key, index, part, answers[index]))
         assert whole == [False] * (len(whole) - 1) + [True]
     return answers
 
@@ -72,22 +73,26 @@ def flat_of(shards: Sequence[Shard]) -> Tensor:
     return torch.cat([shard.flat for shard in shards])
 
 
-def apply(shards: Sequence[Shard], weights: dict[Key, float], rate: float = 1) -> None:
+def apply(shards: Sequence[Shard], weights: dict[GradientKey, float], rate: float = 1) -> None:
     for shard in shards:
         for part in shard.parts:
             shard.apply(part, weights, rate)
 
 
-def answer(shards: Sequence[Shard], keys: Iterable[Key], orders: dict[Key, Any] | None = None) -> None:
+def answer(
+    shards: Sequence[Shard], keys: Iterable[GradientKey], assignments: dict[GradientKey, Assignment] | None = None
+) -> None:
     keys = list(keys)
     for shard in shards:
         for part in shard.parts:
-            shard.answer(part, keys, shard.copy(part), orders or {})
+            shard.answer(part, keys, shard.copy(part), assignments or {})
 
 
-def step(shards: Sequence[Shard], gradients: dict[Key, Tensor], weights: dict[Key, float], rate: float = 1) -> None:
+def step(
+    shards: Sequence[Shard], gradients: dict[GradientKey, Tensor], weights: dict[GradientKey, float], rate: float = 1
+) -> None:
     for key, gradient in gradients.items():
-        put(shards, key, gradient)
+        send(shards, key, gradient)
     apply(shards, weights, rate)
     answer(shards, weights)
 
@@ -153,7 +158,7 @@ def test_an_update_without_gradients_changes_nothing() -> None:
 
 def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
     """The encoder makes up for its own rounding; a rounding of the server's would be lost."""
-    weights: dict[Key, float] = {("t0", 1): 1 / 3, ("t1", 1): 2 / 3}
+    weights: dict[GradientKey, float] = {GradientKey("t0", 1): 1 / 3, GradientKey("t1", 1): 2 / 3}
     gradients = {key: torch.randn(TOTAL).bfloat16() for key in weights}
     [shard] = make(settings_of(wire_dtype="bfloat16", momentum=0.9), torch.randn(TOTAL))
     step([shard], gradients, weights)
@@ -166,14 +171,17 @@ def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
 
 def test_answers_are_copies_that_later_updates_leave_alone() -> None:
     shards = make(settings_of(servers=3, update_mode="async"), torch.randn(TOTAL))
-    answers = put(shards, ("t0", 0), None)
+    answers = send(shards, GradientKey("t0", 0), None)
     before = flat_of(shards)
-    answer(shards, [("t0", 0)], {("t0", 0): "order"})
+    assignment = Assignment(0, [])
+    answer(shards, [GradientKey("t0", 0)], {GradientKey("t0", 0): assignment})
     step(shards, {key: torch.ones(TOTAL) for key in WEIGHTS}, WEIGHTS)
     assert not torch.equal(flat_of(shards), before)
-    assert torch.equal(torch.cat([answers[index].value()[0] for index in sorted(answers)]), before)
-    assert [answers[index].value()[1] for index in sorted(answers)] == ["order"] + [None] * 5
-    for copy, _ in (found.value() for found in answers.values()):
+    values: list[PartAnswer] = [answers[index].value() for index in sorted(answers)]
+    copies = [value.parameters for value in values if value.parameters is not None]
+    assert torch.equal(torch.cat(copies), before)
+    assert [value.assignment for value in values] == [assignment] + [None] * 5
+    for copy in copies:
         assert copy.untyped_storage().nbytes() == copy.nbytes, "RPC sends a tensor's whole memory"
 
 
@@ -187,24 +195,26 @@ def test_answers_are_of_the_type_of_the_wire(wire: str, dtype: torch.dtype) -> N
 
 def test_only_those_in_the_update_are_answered_and_once() -> None:
     [shard] = make(settings_of(), torch.randn(TOTAL))
-    waiting = {name: put([shard], (name, 0), None) for name in ("t0", "t1")}
-    answer([shard], [("t0", 0)])
-    assert all(found.done() for found in waiting["t0"].values())
-    assert not any(found.done() for found in waiting["t1"].values())
-    answer([shard], [("t0", 0), ("t1", 0)])  # a second answer to t0 would raise
-    assert all(found.done() for found in waiting["t1"].values())
+    waiting = {name: send([shard], GradientKey(name, 0), None) for name in ("t0", "t1")}
+    answer([shard], [GradientKey("t0", 0)])
+    assert all(one.done() for one in waiting["t0"].values())
+    assert not any(one.done() for one in waiting["t1"].values())
+    answer([shard], [GradientKey("t0", 0), GradientKey("t1", 0)])  # a second answer to t0 would raise
+    assert all(one.done() for one in waiting["t1"].values())
 
 
 def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
     [shard] = make(settings_of(momentum=0, lr=1), torch.zeros(TOTAL))
-    lost = put([shard], ("t0", 1), torch.full((TOTAL,), 100.0)) | put([shard], ("t0", 2), torch.ones(TOTAL))
-    stays = put([shard], ("t1", 1), torch.ones(TOTAL))
+    lost = send([shard], GradientKey("t0", 1), torch.full((TOTAL,), 100.0)) | send(
+        [shard], GradientKey("t0", 2), torch.ones(TOTAL)
+    )
+    stays = send([shard], GradientKey("t1", 1), torch.ones(TOTAL))
     shard.drop("t0")
-    apply([shard], {("t1", 1): 1.0})
-    answer([shard], [("t0", 1), ("t0", 2), ("t1", 1)])
+    apply([shard], {GradientKey("t1", 1): 1.0})
+    answer([shard], [GradientKey("t0", 1), GradientKey("t0", 2), GradientKey("t1", 1)])
     assert torch.equal(flat_of([shard]), -torch.ones(TOTAL))
-    assert not any(found.done() for found in lost.values())
-    assert all(found.done() for found in stays.values())
+    assert not any(one.done() for one in lost.values())
+    assert all(one.done() for one in stays.values())
 
 
 class Enough(Exception):  # noqa: N818
@@ -214,27 +224,25 @@ class Enough(Exception):  # noqa: N818
         raise self
 
 
-def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The servers are told of a loss each for itself: a lead that learns of it later counts the gradient."""
+def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:
+    """Each server learns of a loss by itself: a lead that learns of it later counts the gradient."""
     done: Future[Any] = Future()
     done.set_result(None)
-    monkeypatch.setattr(server.rolecall_rpc, "call", lambda *_, **__: done)
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
     context = Context(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
-    served = server.Server(context)
+    context.transport = MagicMock(call=lambda *_, **__: done)
+    served = ShardServer(context)
     answers: dict[str, Future[Any]] = {"trainer_0": Future(), "trainer_1": Future()}
     total = model.flatten(served.model).numel()
-    served.inbox.put((torch.zeros(total), {}, Future()))
+    served.inbox.put(Restore(torch.zeros(total), {}, Future()))
     [part] = served.shard.parts
     for name, answer in answers.items():
         gradient = torch.ones(len(served.shard.flat))
-        served.inbox.put(server.Arrival((name, 1), part, gradient, None, answer))
+        served.inbox.put(ArrivedGradient(GradientKey(name, 1), part, gradient, None, answer))
     context.lose("trainer_0")
-    weights: dict[Key, float] = {("trainer_0", 1): 0.5, ("trainer_1", 1): 0.5}
-    served.inbox.put(Update(1, weights, 1.0, {key: [] for key in weights}))
-    served.inbox.put((1, Enough()))
+    weights: dict[GradientKey, float] = {GradientKey("trainer_0", 1): 0.5, GradientKey("trainer_1", 1): 0.5}
+    served.inbox.put(UpdateShard(1, weights, 1.0, tuple(weights)))
+    served.inbox.put(Fetch(1, Enough()))  # type: ignore[arg-type]
     with pytest.raises(Enough):
         served.serve()
     assert torch.equal(answers["trainer_1"].value()[0], torch.full((len(served.shard.flat),), -1.0))
@@ -247,12 +255,12 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
 def test_refuses_the_state_of_another_optimizer(saved: str, wanted: str) -> None:
     [shard] = make(settings_of(optimizer=saved), torch.randn(TOTAL))
     step([shard], {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
-    state = {"parameters": flat_of([shard]), "optimizer": shard.optimizer_state()}
-    refuse_other(state, settings_of(optimizer=saved), TOTAL)
+    state = flat_of([shard]), shard.optimizer_state()
+    require_same_model(*state, settings_of(optimizer=saved), TOTAL)
     with pytest.raises(UsageError, match=f"OPTIMIZER={wanted}"):
-        refuse_other(state, settings_of(optimizer=wanted), TOTAL)
+        require_same_model(*state, settings_of(optimizer=wanted), TOTAL)
     with pytest.raises(UsageError, match=r"MODEL=ConvNet: has 101 parameters.* 100;"):
-        refuse_other(state, settings_of(optimizer=saved), TOTAL + 1)
+        require_same_model(*state, settings_of(optimizer=saved), TOTAL + 1)
 
 
 # ---- the whole of it
@@ -260,8 +268,8 @@ def test_refuses_the_state_of_another_optimizer(saved: str, wanted: str) -> None
 
 def gradient_of(module: nn.Module, split: data.Split, indices: Tensor) -> Tensor:
     inputs, targets = split.batch(indices)
-    found = torch.autograd.grad(model.loss(module(inputs), targets), list(module.parameters()))
-    return torch.cat([gradient.reshape(-1) for gradient in found])
+    gradients = torch.autograd.grad(model.loss(module(inputs), targets), list(module.parameters()))
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -276,20 +284,20 @@ def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(s
         shard.load(start, {})
     parameter, optimizer = reference(settings, start)
     # 58 samples: two whole steps, and an end of the epoch of 10, which is shared 4, 3, 3
-    ledger = Ledger(58, 8, 2, 0, ["t0", "t1", "t2"], wait=True)
+    ledger = Ledger(58, 8, 2, 0, ["t0", "t1", "t2"], sync=True)
     update: Update | None = None
     for name in ledger.trainers:
-        put(shards, (name, 0), None)
-        update = ledger.take(Gradient(name, 0, 0, 0))
+        send(shards, GradientKey(name, 0), None)
+        update = ledger.take(Gradient(GradientKey(name, 0), 0, 0))
     sizes = []
-    for stage in range(1, 5):
+    for number in range(1, 5):
         assert update
-        batches = {name: torch.from_numpy(given[0]) for (name, _), given in update.answers.items()}
-        answer(shards, update.answers)
+        batches = {key.trainer: torch.from_numpy(given[0]) for key, given in update.batches.items()}
+        answer(shards, update.batches)
         model.unflatten(flat_of(shards), module)
         for name, batch in batches.items():
-            put(shards, (name, stage), gradient_of(module, train, batch))
-            update = ledger.take(Gradient(name, stage, ledger.version, len(batch)))
+            send(shards, GradientKey(name, number), gradient_of(module, train, batch))
+            update = ledger.take(Gradient(GradientKey(name, number), ledger.version, len(batch)))
         assert update
         apply(shards, update.weights, update.rate)
         model.unflatten(parameter.detach(), module)

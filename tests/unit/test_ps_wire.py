@@ -90,17 +90,17 @@ class Shaped(nn.Module):
 
 
 def assert_cut(module: nn.Module, servers: int) -> tuple[model.Part, ...]:
-    found = model.parts(module, PsSettings(job="ps", servers=servers))
+    parts = model.parts(module, PsSettings(job="ps", servers=servers))
     total = sum(parameter.numel() for parameter in module.parameters())
-    assert found[0].start == 0
-    assert found[-1].stop == total
-    assert all(one.stop == following.start for one, following in pairwise(found))
-    assert all(part.start < part.stop for part in found)
-    assert [part.server for part in found] == sorted(part.server for part in found), "a shard is one stretch"
-    sizes = [sum(part.stop - part.start for part in found if part.server == server) for server in range(servers)]
+    assert parts[0].start == 0
+    assert parts[-1].stop == total
+    assert all(one.stop == following.start for one, following in pairwise(parts))
+    assert all(part.start < part.stop for part in parts)
+    assert [part.server for part in parts] == sorted(part.server for part in parts), "a shard is one stretch"
+    sizes = [sum(part.stop - part.start for part in parts if part.server == server) for server in range(servers)]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) > 0
-    return found
+    return parts
 
 
 @pytest.mark.parametrize("servers", range(1, 9))
@@ -114,8 +114,8 @@ def test_parts_cover_the_vector_in_equal_shards(module: nn.Module, servers: int)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([8, 100, 2**17, 2**18 - 1, 2**18, 10**6]), min_size=1, max_size=12), st.integers(1, 8))
 def test_parts_of_any_model(sizes: list[int], servers: int) -> None:
-    found = assert_cut(Shaped(sizes), servers)
-    small = [part for part in found[1:-1] if part.stop - part.start < model.SMALL]
+    parts = assert_cut(Shaped(sizes), servers)
+    small = [part for part in parts[1:-1] if part.stop - part.start < model.SMALL]
     large = [size for size in sizes if size >= model.SMALL]
     assert len(small) <= len(large) + 2 * servers, "small parts are before large parameters and at shards' edges"
 
@@ -156,7 +156,7 @@ def test_buffers_go_from_one_model_to_another() -> None:
 def test_buffers_that_were_read_are_not_changed_by_the_next_pass() -> None:
     """RPC sends a tensor later."""
     module = nn.BatchNorm1d(3)
-    found = model.buffers(module)
-    before = [buffer.clone() for buffer in found]
+    read = model.buffers(module)
+    before = [buffer.clone() for buffer in read]
     module(torch.randn(8, 3))
-    assert all(torch.equal(one, other) for one, other in zip(found, before, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(read, before, strict=True))

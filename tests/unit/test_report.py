@@ -1,10 +1,15 @@
-"""What a run leaves: the summary's contents, no secret among them, and a picture that shows something."""
+"""A run's report: the summary's contents, no secret among them, and a picture that shows something."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,76 +23,83 @@ from rolecall.run.history import History
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def trained(job: str = "rl", **own: str) -> tuple[History, dict[str, Any]]:
+def trained(job: str = "rl", **values: str) -> tuple[History, dict[str, Any]]:
     """Two generations of a hundred steps, and their summary."""
     run = History()
-    notes: list[history.Note] = [("start", 0, 0.0, 3), ("train", 0, 1.0, 0)]
+    records: list[history.Record] = [("start", 0, 0.0, 3), ("train", 0, 1.0, 0)]
     if job == "rl":
-        notes.append(("goal", 0, 1.0, 475.0))
+        records.append(("goal", 0, 1.0, 475.0))
     for step in range(1, 101):
-        notes += [("score", step, 1.0 + step, 300 * math.sin(step / 50)), ("done", step, 1.0 + step, 64.0 * step)]
-    run.note(notes)
-    run.ended("killed")
-    run.note([("start", 90, 200.0, 4), ("train", 90, 201.0, 0), ("score", 100, 211.0, 250.0)])
-    run.note([("loss", 100, 211.0, 0.5), ("done", 100, 211.0, 6400.0)])
-    loaded, settings = registry.load(job, **own)
-    found = report.summary(
-        job, settings, loaded.watch, run, "finished", "", [("agent", 0), ("observer", 0), ("observer", 3)],
-        {"solved": True, "accuracy": float("nan")}, run.began + 3600,
+        records += [("score", step, 1.0 + step, 300 * math.sin(step / 50)), ("done", step, 1.0 + step, 64.0 * step)]
+    run.record(records)
+    run.end_generation("killed")
+    run.record([("start", 90, 200.0, 4), ("train", 90, 201.0, 0), ("score", 100, 211.0, 250.0)])
+    run.record([("loss", 100, 211.0, 0.5), ("done", 100, 211.0, 6400.0)])
+    loaded, settings = registry.load(job, **values)
+    summary = report.summary(
+        job, settings, run, "finished", "", [("agent", 0), ("observer", 0), ("observer", 3)],
+        {"solved": True, "accuracy": float("nan")}, run.began + 3600, score=loaded.score, unit=loaded.unit,
+        lower=loaded.lower,
     )  # fmt: skip
-    return run, found
+    return run, summary
+
+
+def short(run: History, state: str, reason: str = "") -> dict[str, Any]:
+    """The summary of a run of `ps` that has no members and no result."""
+    job, settings = registry.load("ps")
+    return report.summary("ps", settings, run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit,
+                          lower=job.lower)  # fmt: skip
 
 
 def test_the_summary_tells_what_became_of_the_run() -> None:
-    run, found = trained()
-    assert (found["job"], found["state"], found["steps"]) == ("rl", "finished", 100)
-    assert found["training_seconds"] == run.seconds == 110.0
-    assert (found["generations"], found["restarts"], found["ranks_lost"]) == (2, {"killed": 1}, {})
-    assert found["world"] == {"agent": 1, "observer": 2}
-    assert found["curve"]["label"] == "return"
-    assert found["curve"]["final"] == 250.0
-    assert found["curve"]["best"] == {"value": pytest.approx(300 * math.sin(79 / 50)), "step": 79}
-    assert found["curve"]["goal"] == 475.0
-    assert found["throughput"] == {"unit": "steps", "total": 6400.0, "per_second": pytest.approx(64.0)}
-    assert found["result"] == {"solved": True, "accuracy": None}
-    assert found["settings"]["ENV_ID"] == "CartPole-v1"
-    assert found["torch"].startswith("2.")
-    assert found["started"] < found["ended"]
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    run, summary = trained()
+    assert (summary["job"], summary["state"], summary["steps"]) == ("rl", "finished", 100)
+    assert summary["training_seconds"] == run.seconds == 110.0
+    assert (summary["generations"], summary["restarts"], summary["ranks_lost"]) == (2, {"killed": 1}, {})
+    assert summary["world"] == {"agent": 1, "observer": 2}
+    assert summary["curve"]["label"] == "return"
+    assert summary["curve"]["final"] == 250.0
+    assert summary["curve"]["best"] == {"value": pytest.approx(300 * math.sin(79 / 50)), "step": 79}
+    assert summary["curve"]["goal"] == 475.0
+    assert summary["throughput"] == {"unit": "steps", "total": 6400.0, "per_second": pytest.approx(64.0)}
+    assert summary["result"] == {"solved": True, "accuracy": None}
+    assert summary["settings"]["ENV_ID"] == "CartPole-v1"
+    assert summary["torch"].startswith("2.")
+    assert summary["started"] < summary["ended"]
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
 def test_the_best_perplexity_is_the_lowest() -> None:
-    _, found = trained("rnn")
-    assert found["curve"]["best"]["step"] == 1
-    assert found["curve"]["goal"] is None
+    _, summary = trained("rnn")
+    assert summary["curve"]["best"]["step"] == 1
+    assert summary["curve"]["goal"] is None
 
 
 @pytest.mark.parametrize("by_file", [False, True])
 def test_no_secret_is_in_it(tmp_path: Path, by_file: bool) -> None:
     (tmp_path / "token").write_text("sesame-of-ours\n")
-    own = {"job_token_file": str(tmp_path / "token")} if by_file else {"job_token": "sesame-of-ours"}
-    _, found = trained(**own)
-    report.write(tmp_path, found)
+    values = {"job_token_file": str(tmp_path / "token")} if by_file else {"job_token": "sesame-of-ours"}
+    _, summary = trained(**values)
+    report.write(tmp_path, summary)
     text = (tmp_path / rundir.SUMMARY).read_text()
     assert "sesame" not in text
     assert "JOB_TOKEN" not in text
-    assert json.loads(text) == found
+    assert json.loads(text) == summary
 
 
 def test_a_run_that_has_not_come_far_has_a_summary_too() -> None:
-    _, settings = registry.load("ps")
-    watched = registry.get("ps").watch
-    found = report.summary("ps", settings, watched, History(), "failed", "ps 0: broken", [], {}, 1.0)
-    assert (found["steps"], found["started"], found["reason"]) == (0, None, "ps 0: broken")
-    assert found["curve"]["best"] is found["throughput"]["per_second"] is None
-    assert picture.title(found) == "ps, failed: after 0 steps in 0 s"
+    summary = short(History(), "failed", "ps 0: broken")
+    assert (summary["steps"], summary["started"], summary["reason"]) == (0, None, "ps 0: broken")
+    assert summary["curve"]["best"] is summary["throughput"]["per_second"] is None
+    assert picture.title(summary) == "ps, failed: after 0 steps in 0 s"
 
 
 # ---- the picture
 
 
-def left(directory: Path, run: History, found: dict[str, Any]) -> Path:
-    report.write(directory, found)
+def left(directory: Path, run: History, summary: dict[str, Any]) -> Path:
+    """`directory`, with the files of this run."""
+    report.write(directory, summary)
     (directory / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in run.rows()))
     return directory
 
@@ -96,7 +108,7 @@ def test_the_picture_shows_the_curve(tmp_path: Path) -> None:
     """It is drawn by a process of its own; what is looked at here are its size and colours."""
     from PIL import Image
 
-    assert asyncio.run(report.draw(left(tmp_path, *trained()))) == ""
+    assert draw(left(tmp_path, *trained())) == ""
     with Image.open(tmp_path / rundir.CURVE) as image:
         assert image.format == "PNG"
         assert image.size == (1200, 600)
@@ -109,40 +121,76 @@ def test_the_picture_shows_the_curve(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job", ["rl", "rnn"])
 def test_what_the_picture_says(job: str) -> None:
-    run, found = trained(job)
-    figure = picture.draw(run, found)
+    run, summary = trained(job)
+    figure = picture.draw(run, summary)
     above, below = figure.axes[:2]
-    assert figure.get_suptitle() == f"{job}, finished: {found['curve']['label']} 250 after 100 steps in 110 s"
+    assert figure.get_suptitle() == f"{job}, finished: {summary['curve']['label']} 250 after 100 steps in 110 s"
     drawn = {line.get_label(): line for line in above.get_lines()}
-    label = found["curve"]["label"]
+    label = summary["curve"]["label"]
     assert list(drawn[label].get_xdata()) == [*range(1, 91), 100]
     assert ("goal 475" in drawn) == (job == "rl")
     assert [90, 90] in [list(line.get_xdata()) for line in above.get_lines()]  # the second generation's start
-    assert below.get_ylabel() == f"{found['throughput']['unit']}/s"
+    assert below.get_ylabel() == f"{summary['throughput']['unit']}/s"
     assert max(below.get_lines()[0].get_ydata()) == pytest.approx(64)
 
 
 @pytest.mark.parametrize("points", [0, 1])
 def test_next_to_nothing_can_be_drawn(tmp_path: Path, points: int) -> None:
     run = History()
-    run.note([("start", 0, 0.0, 1), ("train", 0, 0.0, 0), *[("score", 1, 0.0, 3.0)] * points])
-    _, settings = registry.load("ps")
-    found = report.summary("ps", settings, registry.get("ps").watch, run, "stopped", "", [], {}, 1.0)
-    assert picture.main([str(left(tmp_path, run, found))]) == 0
+    run.record([("start", 0, 0.0, 1), ("train", 0, 0.0, 0), *[("score", 1, 0.0, 3.0)] * points])
+    summary = short(run, "stopped")
+    assert picture.main([str(left(tmp_path, run, summary))]) == 0
     assert (tmp_path / rundir.CURVE).read_bytes().startswith(PNG)
 
 
-def test_what_keeps_it_from_being_drawn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def draw(directory: Path) -> str:
+    return asyncio.run(report.Picture(directory).draw())
+
+
+def test_what_keeps_it_from_being_drawn_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left(tmp_path, *trained())
     (tmp_path / rundir.SUMMARY).unlink()
-    assert rundir.SUMMARY in asyncio.run(report.draw(tmp_path))
+    assert rundir.SUMMARY in draw(tmp_path)
     monkeypatch.setattr(report, "DRAWING", 0.01)
-    assert asyncio.run(report.draw(tmp_path)) == "it took over 0.01 s"
+    assert draw(tmp_path) == "it took over 0.01 s"
+    assert not (tmp_path / rundir.CURVE).exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_prepared_process_draws_what_there_is_at_the_end(tmp_path: Path, killed: bool) -> None:
+    """It starts before there is anything to draw; one that is gone by then is replaced."""
+    prepared = report.Picture(tmp_path)
+    prepared.prepare()
+    prepared.prepare()
+    process = prepared._process
+    assert process is not None
+    if killed:
+        process.kill()
+        process.wait(60)
+    left(tmp_path, *trained())
+    assert asyncio.run(prepared.draw()) == ""
+    assert (prepared._process is process) == (not killed)
+    assert (tmp_path / rundir.CURVE).read_bytes().startswith(PNG)
+
+
+def test_a_prepared_process_ends_with_its_supervisor(tmp_path: Path) -> None:
+    supervisor = (
+        "import os, sys; from pathlib import Path; from rolecall.run.report import Picture; "
+        "picture = Picture(Path(sys.argv[1])); picture.prepare(); print(picture._process.pid, flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", supervisor, str(tmp_path)], capture_output=True, timeout=60)
+    descriptor = -1
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        descriptor = os.pidfd_open(int(ended.stdout))
+    if descriptor >= 0:
+        assert select.select([descriptor], [], [], 60)[0], "the picture's process has not ended"
+        os.close(descriptor)
     assert not (tmp_path / rundir.CURVE).exists()
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.5, "0.5 s"), (119, "119 s"), (120, "2 min"), (7300, "2.03 h"), (200_000, "2.31 d")]
 )
-def test_lasted(seconds: float, text: str) -> None:
-    assert picture.lasted(seconds) == text
+def test_duration(seconds: float, text: str) -> None:
+    assert picture.duration(seconds) == text

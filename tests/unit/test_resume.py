@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
 from rolecall.config import UsageError
-from rolecall.gang.protocol import Report
+from rolecall.gang.protocol import Heartbeat
 from rolecall.job import registry
 from rolecall.jobs.rl import RlSettings
 from rolecall.rank import coordinator
@@ -195,16 +195,16 @@ async def rank_0(directory: Path, resume: bool, node: str = NODE, ended: bool = 
 
 async def train(lead: Coordinator) -> int:
     """Both ranks join, and the generation that starts leaves a checkpoint; returns its number."""
-    orders: dict[str, dict[str, Any]] = {}
+    directives: dict[str, dict[str, Any]] = {}
     async with aiohttp.ClientSession(f"http://127.0.0.1:{lead.settings.control_port}") as session:
-        for beat in (1, 2):  # who it is; that it has no worker, as it was ordered
+        for sequence in (1, 2):  # who it is; that it has no worker, as it was directed
             for role, incarnation in (("observer", "second"), ("agent", "first")):
-                epoch = orders.get(role, {}).get("epoch", 0)
-                body = {"report": asdict(Report(role, 0, incarnation, beat, epoch=epoch)), "known": ""}
+                epoch = directives.get(role, {}).get("epoch", 0)
+                body = {"heartbeat": asdict(Heartbeat(role, 0, incarnation, sequence, epoch=epoch)), "known": None}
                 async with session.post(coordinator.PATH, json=body) as answer:
-                    orders[role] = await answer.json()
-    assert orders["agent"]["kind"] == "run"
-    number = int(orders["agent"]["generation"])
+                    directives[role] = await answer.json()
+    assert directives["agent"]["kind"] == "run"
+    number = int(directives["agent"]["generation"])
     assert rundir.read_generation(lead.settings.checkpoint_dir).number == number
     make(lead.settings.checkpoint_dir, checkpoint(number))
     return number

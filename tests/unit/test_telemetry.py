@@ -1,4 +1,4 @@
-"""Metrics that outlive their worker, files that are torn, and what stands on every line of the log."""
+"""Metrics that outlive their worker, torn files, and the fields of every line of the log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {
 }
 RL = registry.get("rl").metrics
 
-# A worker of its own: counts, and then ends as it is told.
+# A worker: counts, and then ends as its last argument says.
 WORKER = """
 import os, signal, sys
 from rolecall import telemetry
@@ -110,30 +110,30 @@ def test_counting_goes_on_in_the_next_worker(tmp_path: Path) -> None:
     files = WorkerFiles(tmp_path, Dropped())
     for number, (method, end) in enumerate([("rollout", "killed"), ("act", "ended"), ("rollout", "killed")], start=1):
         run_worker(tmp_path, method, 100 - number, end)
-        found = samples(files)
-        assert found["steps_total", ""] == 10 * number
-        assert found["calls_total", "act"] == 2 * number + (number >= 2)
-        assert found["calls_total", "rollout"] == 1 + (number == 3)
-        assert found["step", ""] == 100 - number  # the newest, not the greatest
-        assert found["seconds_count", ""] == number
-        assert found["seconds_bucket", "1.0"] == 0
-        assert found["seconds_bucket", "2.0"] == number
-        assert found["seconds_sum", ""] == 1.5 * number
-        assert ("never_set", "") not in found
+        shown = samples(files)
+        assert shown["steps_total", ""] == 10 * number
+        assert shown["calls_total", "act"] == 2 * number + (number >= 2)
+        assert shown["calls_total", "rollout"] == 1 + (number == 3)
+        assert shown["step", ""] == 100 - number  # the newest, not the greatest
+        assert shown["seconds_count", ""] == number
+        assert shown["seconds_bucket", "1.0"] == 0
+        assert shown["seconds_bucket", "2.0"] == number
+        assert shown["seconds_sum", ""] == 1.5 * number
+        assert ("never_set", "") not in shown
         assert {path.name for path in tmp_path.iterdir()} == set(KINDS)
     assert dropped(files) == 0
 
 
 def test_no_label_says_which_process_it_was(files: WorkerFiles) -> None:
-    found = samples(files)
-    assert found["steps_total", ""] == 10
-    assert found["step", ""] == 7
+    shown = samples(files)
+    assert shown["steps_total", ""] == 10
+    assert shown["step", ""] == 7
 
 
 def test_the_supervisors_own_metrics_stand_beside_them(files: WorkerFiles) -> None:
     registry = CollectorRegistry()
-    own = telemetry.build(telemetry.SUPERVISOR, registry)
-    own.worker_starts.inc()
+    built = telemetry.build(telemetry.SUPERVISOR, registry)
+    built.worker_starts.inc()
     registry.register(files)
     text = generate_latest(registry).decode()
     assert "rolecall_worker_starts_total 1.0" in text
@@ -173,11 +173,6 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "zeros after the length": lambda content: content[:8] + bytes(len(content) - 8),
     "zeros in the middle": lambda content: content[:40] + bytes(used(content) - 40) + content[used(content) :],
 }
-KINDS = {
-    "counter_worker.db": "steps_total",
-    "gauge_mostrecent_worker.db": "step",
-    "histogram_worker.db": "seconds_count",
-}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -188,16 +183,16 @@ def test_a_torn_file_is_dropped_and_counted_and_the_rest_still_shown(
     whole = samples(files)
     path = files.directory / name
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    found = samples(files)
+    shown = samples(files)
     assert dropped(files) == 0
     assert path.exists()  # a worker may just be making it
-    assert (KINDS[name], "") not in found
+    assert (KINDS[name], "") not in shown
     for other in KINDS.values():
-        assert (other == KINDS[name]) == ((other, "") not in found)
-    assert found.items() <= whole.items()
+        assert (other == KINDS[name]) == ((other, "") not in shown)
+    assert shown.items() <= whole.items()
     files.clean()
     assert not path.exists()
-    assert samples(files) == found
+    assert samples(files) == shown
     files.clean()
     assert dropped(files) == 1  # once
 
@@ -214,9 +209,9 @@ def test_a_worker_starts_over_where_its_file_was_dropped(files: WorkerFiles) -> 
     (files.directory / "counter_worker.db").write_bytes(b"torn")
     files.clean()
     run_worker(files.directory, "rollout", 9, "ended")
-    found = samples(files)
-    assert found["steps_total", ""] == 10
-    assert found["seconds_count", ""] == 2
+    shown = samples(files)
+    assert shown["steps_total", ""] == 10
+    assert shown["seconds_count", ""] == 2
     assert dropped(files) == 1
 
 
@@ -266,7 +261,7 @@ def test_a_worker_has_its_roles_metrics(multiprocess: Path) -> None:
         assert (metric.attribute in agent) == (not metric.roles or bool({"agent", "rank 0"} & set(metric.roles)))
         assert (metric.attribute in observer) == (not metric.roles or "observer" in metric.roles)
     assert "rpc_calls" in agent & observer
-    assert {"step", "checkpoint_seconds", "rl_iterations", "rl_return_running"} <= agent - observer
+    assert {"step", "checkpoint_seconds", "score", "rl_return_last"} <= agent - observer
     assert {"rl_env_steps", "rl_episodes"} <= observer - agent
 
 
@@ -318,19 +313,19 @@ def reset_logging() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def logged(format: str, say: Callable[[Any], None], level: str = "info", **bound: Any) -> str:
+def logged(format: str, write: Callable[[Any], None], level: str = "info", **bound: Any) -> str:
     stream = io.StringIO()
     telemetry.setup_logging(format, level, stream=stream, **bound)
-    say(telemetry.log())
+    write(telemetry.log())
     return stream.getvalue()
 
 
-def say_started(log: Any) -> None:
+def log_started(log: Any) -> None:
     log.info("training", env_id="CartPole-v1")
 
 
 def test_the_text_log_says_who(capsys: pytest.CaptureFixture[str]) -> None:
-    text = logged("text", say_started, role="observer", ordinal=3, generation=12)
+    text = logged("text", log_started, role="observer", ordinal=3, generation=12)
     assert text.count("\n") == 1
     for part in ("training", "env_id=CartPole-v1", "role=observer", "ordinal=3", "generation=12", "info"):
         assert part in text
@@ -339,7 +334,7 @@ def test_the_text_log_says_who(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_json_log_says_who() -> None:
-    text = logged("json", say_started, role="observer", ordinal=3, generation=12)
+    text = logged("json", log_started, role="observer", ordinal=3, generation=12)
     assert text.count("\n") == 1
     event = json.loads(text)
     assert event.pop("timestamp").endswith("Z")
@@ -351,7 +346,7 @@ def test_the_json_log_says_who() -> None:
 
 @pytest.mark.parametrize("format", ["text", "json"])
 def test_what_is_not_known_is_not_logged(format: str) -> None:
-    text = logged(format, say_started, role="observer", ordinal=None, generation=None)
+    text = logged(format, log_started, role="observer", ordinal=None, generation=None)
     assert "observer" in text
     assert "ordinal" not in text
     assert "generation" not in text
@@ -366,33 +361,33 @@ def test_an_event_of_another_generation_says_so_itself() -> None:
 def test_other_threads_log_the_same_way(format: str) -> None:
     """An RPC thread starts with no context of its own."""
 
-    def say(log: Any) -> None:
+    def write(log: Any) -> None:
         thread = threading.Thread(target=log.info, args=("from a thread",))
         thread.start()
         thread.join(FAILSAFE)
 
-    text = logged(format, say, role="agent", ordinal=0, generation=2)
+    text = logged(format, write, role="agent", ordinal=0, generation=2)
     for part in ("from a thread", "agent", "generation"):
         assert part in text
 
 
 def test_an_exception_is_one_line_of_json() -> None:
-    def say(log: Any) -> None:
+    def write(log: Any) -> None:
         try:
             raise KeyError("lost")
         except KeyError:
             log.exception("it broke")
 
-    text = logged("json", say, role="agent", ordinal=0)
+    text = logged("json", write, role="agent", ordinal=0)
     assert text.count("\n") == 1
     assert "KeyError: 'lost'" in json.loads(text)["exception"]
-    assert "KeyError: 'lost'" in logged("text", say, role="agent", ordinal=0)
+    assert "KeyError: 'lost'" in logged("text", write, role="agent", ordinal=0)
 
 
 def test_lesser_levels_are_left_out() -> None:
-    def say(log: Any) -> None:
+    def write(log: Any) -> None:
         for level in ("debug", "info", "warning", "error"):
             getattr(log, level)(f"as {level}")
 
     for level, expected in {"debug": 4, "info": 3, "warning": 2, "error": 1}.items():
-        assert logged("json", say, level).count("\n") == expected
+        assert logged("json", write, level).count("\n") == expected

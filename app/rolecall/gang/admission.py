@@ -1,18 +1,15 @@
-"""Whether there is to be another generation, whom it takes in, and what its start waits for."""
+"""Whether there is another generation, which members it has, and what its start waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from rolecall.gang.protocol import MAX_BACKOFF, Key, Role, Rules, name_of
-from rolecall.gang.roster import Member
-
-Members = Mapping[Key, Member]
+from rolecall.gang.protocol import MAX_BACKOFF, Event, Key, RoleSpec, Rules, name_of
+from rolecall.gang.roster import MemberRecord, Members
 
 
 class Progress:
-    """The steps made, the failures since the last new one, and the time that a recovery takes."""
+    """The newest step, the failures since then, and the time that a recovery takes."""
 
     def __init__(self, max_failures: int) -> None:
         self._max_failures = max_failures
@@ -20,8 +17,8 @@ class Progress:
         self._failures: dict[int, str] = {}
         self._broken_at: float | None = None
 
-    def made(self, step: int, now: float) -> list[tuple[str, dict[str, Any]]]:
-        """`step` was finished. Returns the event that this is, where it ends a recovery."""
+    def advance(self, step: int, now: float) -> list[Event]:
+        """Takes the newest `step`; a new one clears the failures. Returns the event, where it ends a recovery."""
         if step > self._step:
             self._failures.clear()
         self._step = max(self._step, step)
@@ -29,31 +26,31 @@ class Progress:
         return [] if broken_at is None else [("recovered", {"seconds": now - broken_at})]
 
     def broke(self, now: float) -> None:
-        """A generation ended."""
+        """A generation ended at `now` (seconds)."""
         self._broken_at = now
 
     def failed(self, generation: int, reason: str) -> str | None:
-        """A worker raised. Returns the first reason, once as many generations as are allowed have come to that."""
+        """A worker raised. Returns the first reason once `max_failures` generations have failed without progress."""
         self._failures.setdefault(generation, reason)
         return next(iter(self._failures.values())) if len(self._failures) >= self._max_failures else None
 
 
 class Admission:
-    """Counts by role, the backoff of elastic ranks that die young, and the workers that may live on unseen.
+    """Counts by role, the exponential backoff of elastic ranks that die young, and workers that may live on unseen.
 
     The first start waits for every role's count, or for as many of an elastic role as there were before; an elastic
     role's minimum is enough after `join_grace`, and for every later start. `previous` are the members of generation
-    `last`, of an earlier coordinator's time.
+    `last`, which an earlier coordinator started.
     """
 
-    def __init__(self, roles: Mapping[str, Role], rules: Rules, last: int, previous: tuple[Key, ...]) -> None:
+    def __init__(self, roles: Mapping[str, RoleSpec], rules: Rules, last: int, previous: tuple[Key, ...]) -> None:
         self._roles, self._rules, self._last, self._previous = roles, rules, last, previous
         before = {name: sum(key[0] == name for key in previous) for name in roles}
         self._wanted = {name: (role.elastic and before[name]) or role.count for name, role in roles.items()}
         self._fenced_at = float("-inf")
         self._deaths: dict[Key, int] = {}
         self._until: dict[Key, float] = {}
-        self._since: dict[Key, float] = {}  # when each was taken in; generations that end for others' sake do not count
+        self._since: dict[Key, float] = {}  # when each joined; generations that end because of others do not count
 
     def started(self, members: Iterable[Key], now: float) -> None:
         """A generation of `members` began."""
@@ -62,24 +59,24 @@ class Admission:
         self._previous = ()
 
     def died(self, key: Key, now: float) -> None:
-        """An elastic rank's worker died. One that does so soon after it was taken in, again and again, waits, twice as
-        long every time."""
+        """An elastic rank's worker died. One that dies soon after it joined, again and again, is readmitted with
+        exponential backoff."""
         young = now - self._since.pop(key, now) < self._rules.young
         deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if young else 0
         doublings = min(deaths - 1, 10)
         self._until[key] = now + min(self._rules.rejoin_interval * 2**doublings, MAX_BACKOFF) if deaths > 1 else now
 
-    def replaced(self, old: Member) -> None:
-        """`old` had a worker, and may live on elsewhere: it ends that within a lease."""
-        self._fenced_at = max(self._fenced_at, old.heard_at + self._rules.lease)
+    def replaced(self, old: MemberRecord) -> None:
+        """`old` had a worker, and may live on elsewhere: it ends that worker within a lease."""
+        self._fenced_at = max(self._fenced_at, old.received_at + self._rules.lease)
 
     def newcomers(self, others: Members, now: float) -> list[Key]:
-        """Those of `others` for whom a running generation may be drained."""
+        """Those of `others` for which a running generation may be drained."""
         return sorted(key for key, each in others.items() if each.idle and not each.leaving and self._welcome(key, now))
 
     def chosen(self, members: Members, now: float) -> list[Key]:
-        """The members of a generation that would start now, in order of rank. A rank that backs off is taken all the
-        same where its role would be too small without it."""
+        """The members of a generation that would start now, in order of rank. Backoff does not apply to a role that
+        would have too few members."""
         chosen = []
         for role in self._roles.values():
             here = sorted(key for key, member in members.items() if key[0] == role.name and not member.leaving)
@@ -88,7 +85,7 @@ class Admission:
         return chosen
 
     def wanted(self, name: str, waited: float) -> int:
-        """How many of the role `name` a start waits for, `waited` seconds after the gathering began."""
+        """How many members of the role `name` a start waits for, `waited` seconds after the gathering began."""
         role = self._roles[name]
         enough = role.elastic and waited >= self._rules.join_grace
         return role.minimum if enough else max(role.minimum, self._wanted[role.name])
@@ -110,9 +107,11 @@ class Admission:
             missing.append("a rank that was replaced to end its worker")
         return missing
 
-    def _is_back(self, member: Member | None) -> bool:
-        """Whether this is who had its place in the last generation; an assigned place may have gone to another."""
-        return member is not None and (member.report.ordinal is not None or member.report.generation >= self._last)
+    def _is_back(self, member: MemberRecord | None) -> bool:
+        """Whether this member had its place in the last generation; an assigned place may have gone to another."""
+        if member is None:
+            return False
+        return member.heartbeat.ordinal is not None or member.heartbeat.worker.generation >= self._last
 
     def _welcome(self, key: Key, now: float) -> bool:
         return self._until.get(key, now) <= now

@@ -1,19 +1,35 @@
-"""What the members of a gang and its coordinator say to each other, and the gang's constants."""
+"""What the members of a gang and its coordinator send each other, and the gang's constants."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-Key = tuple[str, int]
-ALIVE = ("starting", "running")
-ERRORS = ("failed", "crashed")  # outcomes that count as failures; one killed from outside does not
-MAX_BACKOFF = 300.0
-HOLD = 0.3  # seconds from one rank's loss of a peer until that peer's own end is known
+Key = tuple[str, int]  # a role and an ordinal in it
+WorkerState = Literal["none", "starting", "running", "ended"]
+Outcome = Literal["", "finished", "drained", "failed", "crashed", "killed", "refused", "lost", "silent", "stopped"]
+Cause = Outcome | Literal["left", "restarted", "unreachable"]  # why a generation ended, or an elastic rank was lost
+GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
+DirectiveKind = Literal["run", "stop", "leave", "finished", "failed"]
+EffectKind = Literal["begin", "done"]
+ActionKind = Literal["end", "start", "update"]
+EventKind = Literal["generation", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"]
+Event = tuple[EventKind, dict[str, Any]]
+
+ALIVE: tuple[WorkerState, ...] = ("starting", "running")
+ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
+OVER: tuple[GangState, ...] = ("finished", "failed")
+ERRORS: tuple[Outcome, ...] = ("failed", "crashed")  # count as failures; a worker killed from outside does not
+# exit codes; 1 is Python's own, for an uncaught exception
+USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
+FAILED = 3  # the job failed, for every rank: starting it again would not help
+FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
+MAX_BACKOFF = 300.0  # seconds
+HOLD = 0.3  # seconds from one rank's loss of a peer until the gang knows how that peer ended
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleSpec:
     """A role's name and how many members it has; all three numbers are equal where it is not elastic."""
 
     name: str
@@ -38,38 +54,51 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a member says of itself and its worker.
+class WorkerStatus:
+    """A member's newest worker.
 
-    `beat` grows with every report of an incarnation; `epoch` is that of the last order it acted on. `outcome` is how
-    the worker ended: finished, drained, failed (raised), crashed (a signal of its own making), killed, refused (bad
-    input), lost (without its peers), stopped (as ordered). `gave_up`
-    are peers that rank 0's worker found dead or silent.
+    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), killed (from
+    outside), refused (bad input), lost (without its peers), silent (no heartbeat for a lease), stopped (by a directive
+    or by fencing). `lost_peers` are the peers that rank 0's worker found dead or silent.
+    """
+
+    generation: int = 0
+    state: WorkerState = "none"
+    outcome: Outcome = ""
+    error: str = ""
+    step: int = 0
+    summary: dict[str, Any] = field(default_factory=dict)
+    drains_failed: int = 0
+    lost_peers: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A member's state, as it sends it to the coordinator.
+
+    `sequence` grows with every heartbeat of an incarnation; `epoch` is that of the last directive the member carried
+    out; `acknowledged` says that it knows how the job ended.
     """
 
     role: str
     ordinal: int | None
     incarnation: str
-    beat: int
+    sequence: int
     node: str = ""
     epoch: int = 0
-    generation: int = 0
-    state: str = "none"
-    outcome: str = ""
-    error: str = ""
-    step: int = 0
-    summary: dict[str, Any] = field(default_factory=dict)
-    drains_failed: int = 0
-    gave_up: tuple[Key, ...] = ()
+    worker: WorkerStatus = field(default_factory=WorkerStatus)
     leaving: bool = False
-    heard: bool = False
+    acknowledged: bool = False
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a member is to do: run (its worker of `generation`), stop (have none), leave, or hear how the job ended."""
+class Directive:
+    """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
-    kind: str
+    `lost` are the members that the generation goes on without; `drain` asks rank 0's worker for a checkpoint.
+    """
+
+    kind: DirectiveKind
     ordinal: int
     epoch: int
     generation: int = 0
@@ -84,14 +113,14 @@ class Order:
 class Effect:
     """What must be on disk before the gang goes on: `begin` a generation, or the job is `done`."""
 
-    kind: str
+    kind: EffectKind
     generation: int = 0
     members: tuple[Key, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
 
 
 class RejectedError(Exception):
-    """A report that is refused; `reason` is a short label, the text says what to do."""
+    """A heartbeat that is refused; `reason` is a short label, the text says what to do."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)

@@ -8,54 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot
 from rolecall.job.progress import Progress, Supervision
 from rolecall.job.spec import Job
+from rolecall.job.task import Outcome, Peer, PeerLostError
 
 S = TypeVar("S", bound=Settings)
-
-
-class PeerLostError(RuntimeError):
-    """A peer that this rank cannot do without is gone or silent. The gang regroups; this rank has not failed."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A member of a generation; `name` is its RPC worker name."""
-
-    role: str
-    ordinal: int
-    rank: int
-
-    @property
-    def name(self) -> str:
-        """The peer's name in calls: ROLE_ORDINAL."""
-        return f"{self.role}_{self.ordinal}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How rank 0's function ended: the job is `finished` (with a summary), or it `drained` after step `step`."""
-
-    kind: Literal["finished", "drained"]
-    step: int
-    summary: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a worker is started with; `members` are in order of rank, and empty for a check of the settings."""
-
-    job: str
-    settings: Settings
-    me: Peer
-    members: tuple[Peer, ...] = ()
-    generation: int = 0
-    lost: tuple[str, ...] = ()
 
 
 class Transport(Protocol):
@@ -179,9 +141,11 @@ class Context(Generic[S]):
 
         `done` is the work so far, in the job's unit, from which rate and time left follow; `loss` the mean loss over
         the work since the last call; `score` a point of the curve; `epoch` counts from 1. `values` are gauges of the
-        job, by their metrics' names. A line begins with `message`, if one is given.
+        job, by their metrics' names. A line begins with `message`, if one is given. Without `done`, `step` may be an
+        earlier one, whose score is known only now.
         """
-        self.report_step(step)
+        if done is not None:
+            self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
 
     def report_step(self, step: int) -> None:
@@ -237,8 +201,8 @@ class Context(Generic[S]):
         return self.draining or time.monotonic() - self._saved_at > self.settings.checkpoint_interval
 
     def save(self, step: int, state: dict[str, Any], drain: bool | None = None) -> bool:
-        """Writes the checkpoint of `step`: `state` (tensors, numbers, strings, lists, dictionaries), pinned settings, and
-        the seconds of training. Returns whether the job ends with it, because a drain was ordered (`drain`: by default,
+        """Writes the checkpoint of `step`: `state` (tensors, numbers, strings, lists, dicts), pinned settings and
+        seconds of training. Returns whether the job ends with it, because a drain was ordered (`drain`: by default,
         whether one is). Where it cannot be written, training goes on, and the drain is given up.
         """
         ending = self.draining if drain is None else drain

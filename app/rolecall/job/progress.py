@@ -64,7 +64,6 @@ class Progress:
             message: str, **values: float) -> None:  # fmt: skip
         """See `Context.log`."""
         with self._lock:
-            self.metrics.step.set(step)
             for name, value in values.items():
                 getattr(self.metrics, name).set(value)
             if epoch is not None:
@@ -74,6 +73,7 @@ class Progress:
                 self.metrics.score.set(score)
                 self.supervision.record("score", step, score)
             if done is not None:
+                self.metrics.step.set(step)
                 self._advance(step, done, loss)
                 if step // self.settings.log_interval > self._logged_step // self.settings.log_interval:
                     self._line(step, loss is not None, message)

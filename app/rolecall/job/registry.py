@@ -1,4 +1,4 @@
-"""The jobs by name, and which rank of one a process is."""
+"""The jobs by name, and the rank of a process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ JOBS = ("rl", "ps", "rnn", "hybrid")
 
 @dataclass(frozen=True)
 class Identity:
-    """Which rank a process is; `ordinal` is None where the gang assigns one."""
+    """A process's role and ordinal; `ordinal` is None where the gang assigns one."""
 
     role: str
     ordinal: int | None
 
 
 def get(name: str) -> Job:
-    """The job called `name`. Raises UsageError where there is none."""
+    """The job called `name`. Raises UsageError for an unknown name."""
     if name not in JOBS:
         raise UsageError(f"JOB={name!r}: " + ("is missing" if not name else "no such job") + f" ({', '.join(JOBS)})")
     return cast(Job, importlib.import_module(f"rolecall.jobs.{name}").JOB)
 
 
 def load(name: str = "", **overrides: Any) -> tuple[Job, Settings]:
-    """The job that JOB (or `name`) names, and its settings. Raises UsageError for wrong settings."""
+    """The job that `name`, or else JOB, names, and its settings; `overrides` (by field name) win over the environment.
+
+    Raises UsageError for an unknown job or wrong settings.
+    """
     name = name or config.job_name()
     job = get(name)
     return job, config.load(job.settings, job=name, **overrides)
@@ -44,12 +47,7 @@ def resolve(target: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 
-def counts() -> tuple[str, ...]:
-    """The variables that count ranks, over all jobs."""
-    return tuple(dict.fromkeys(role.count for name in JOBS for role in get(name).roles if role.count))
-
-
-def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
+def roles(job: Job, settings: Settings) -> tuple[protocol.RoleSpec, ...]:
     """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
 
     def number(name: str, default: int) -> int:
@@ -63,15 +61,15 @@ def roles(job: Job, settings: Settings) -> tuple[protocol.Role, ...]:
             raise UsageError(
                 f"wrong settings: {role.count}={count} must lie between {role.minimum}={low} and {role.maximum}={high}"
             )
-        specs.append(protocol.Role(role.name, count, low, high, role.elastic))
+        specs.append(protocol.RoleSpec(role.name, count, low, high, role.elastic))
     return tuple(specs)
 
 
 def identity(job: Job, settings: Settings, host: str) -> Identity:
-    """Which rank this process is, from ROLE and ORDINAL, the host name, or torch's RANK.
+    """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
 
     A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do.
-    Raises UsageError where the role is missing or unknown, or the ordinal impossible.
+    Raises UsageError where the role is missing or unknown, or the ordinal is out of range.
     """
     counts = roles(job, settings)
     total = sum(role.count for role in counts)

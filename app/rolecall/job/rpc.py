@@ -26,7 +26,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job.context import Context, PeerLostError
+from rolecall.job.context import Context
+from rolecall.job.task import PeerLostError
 from rolecall.telemetry import Timer
 
 SCHEME = "rolecall"

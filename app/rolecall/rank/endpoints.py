@@ -18,26 +18,27 @@ from prometheus_client.exposition import choose_encoder
 from rolecall.config import Settings, UsageError
 
 DESCRIPTORS = 65536
-SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # the header by which Prometheus's own scrapes are known
-LONGEST = 60.0  # seconds between two scrapes, beyond which nobody waits for the next
+SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # a header that only Prometheus sends
+LONGEST = 60.0  # seconds between two scrapes; where they are rarer, no rank waits for the next
 
 
 class Scrapes:
-    """When Prometheus came for the metrics. A rank whose job is over stays until it comes once more: otherwise how it
-    ended, and its last values, are seen by chance only. Nobody is waited for who does not come regularly.
+    """When Prometheus scraped this rank. A rank whose job is over waits for one more scrape, which takes its last
+    values and how the job ended. It does not wait where scrapes are not regular. `clock` is in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=4)
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
 
-    def note(self) -> None:
+    def record(self) -> None:
+        """Prometheus scrapes this rank now."""
         self._times.append(self._clock())
-        self._came.set()
+        self._arrived.set()
 
     def patience(self) -> float:
-        """Seconds within which the next scrape must come; 0 where none is to be expected."""
+        """Seconds within which the next scrape is due; 0 where none is expected."""
         times = [*self._times]
         gaps = [after - before for before, after in itertools.pairwise(times)]
         if not gaps or max(gaps) > LONGEST:
@@ -45,9 +46,10 @@ class Scrapes:
         return max(0.0, times[-1] + 1.5 * max(gaps) + 1.0 - self._clock())
 
     async def once_more(self) -> None:
-        self._came.clear()
+        """Waits for the next scrape, for `patience()` seconds at most."""
+        self._arrived.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._came.wait(), self.patience())
+            await asyncio.wait_for(self._arrived.wait(), self.patience())
 
 
 async def serve(
@@ -58,10 +60,10 @@ async def serve(
     unready: Callable[[], str],
     scrapes: Scrapes | None = None,
 ) -> web.AppRunner:
-    """Start serving. `refresh` is called before a scrape; the other two say what is wrong, or nothing. Those of
-    Prometheus are noted in `scrapes`.
+    """Starts serving. `refresh` is called before a scrape; `unhealthy` and `unready` return what is wrong, or nothing.
+    Scrapes by Prometheus are recorded in `scrapes`.
 
-    Raises UsageError where the port cannot be had.
+    Raises UsageError where the port cannot be used.
     """
 
     async def metrics(request: web.Request) -> web.Response:
@@ -69,10 +71,10 @@ async def serve(
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         body = encode(registry)
         if scrapes and SCRAPER in request.headers:
-            scrapes.note()
+            scrapes.record()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    def says(problem: Callable[[], str]) -> Callable[[web.Request], web.Response]:
+    def status(problem: Callable[[], str]) -> Callable[[web.Request], web.Response]:
         async def answer(request: web.Request) -> web.Response:
             wrong = problem()
             return web.Response(text=(wrong or "ok") + "\n", status=503 if wrong else 200)
@@ -81,9 +83,9 @@ async def serve(
 
     app = web.Application(client_max_size=1024)
     app.add_routes(
-        [web.get("/metrics", metrics), web.get("/healthz", says(unhealthy)), web.get("/readyz", says(unready))]  # type: ignore[arg-type]
+        [web.get("/metrics", metrics), web.get("/healthz", status(unhealthy)), web.get("/readyz", status(unready))]  # type: ignore[arg-type]
     )
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # scrapers ask more often
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # seconds; scrapes are more frequent
     await runner.setup()
     _allow_descriptors()
     await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
@@ -91,7 +93,7 @@ async def serve(
 
 
 def _allow_descriptors() -> None:
-    """A thousand idle strangers on this process's ports must not keep ranks from connecting."""
+    """Raises the limit of open files: a thousand idle connections must not keep ranks from connecting."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -99,7 +101,7 @@ def _allow_descriptors() -> None:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:
-    """Let `runner` serve on `host`. Raises UsageError where the port, which `variable` names, cannot be had."""
+    """Serves `runner` on `host`. Raises UsageError where the port, which `variable` names, cannot be used."""
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
     except OSError as error:

@@ -1,17 +1,17 @@
-"""A member's line to the coordinator: posts reports, brings orders back."""
+"""A member's connection to the coordinator: posts heartbeats, returns directives."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import Key, Order, Report
-from rolecall.rank.coordinator import PATH, order_json
+from rolecall.gang.protocol import Directive, Heartbeat
+from rolecall.rank.coordinator import DIRECTIVES, PATH, Request
 
-REFUSALS = (400, 401, 409, 413)
+REFUSALS = (400, 401, 409, 413)  # HTTP statuses
 
 
 class Link:
@@ -34,21 +34,16 @@ class Link:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def post(self, report: Report, known: Order | None) -> Order:
-        """The order for this member; comes at once where it is not `known`, else after a while.
+    async def post(self, heartbeat: Heartbeat, known: Directive | None) -> Directive:
+        """The directive for this member; comes at once where it is not `known`, else after a while.
 
         Raises UsageError where the coordinator refuses this rank; any other error means that it was not reached.
         """
-        body = {"report": asdict(report), "known": order_json(known) if known else ""}
-        async with self._session.post(self._url, json=body) as response:
+        async with self._session.post(self._url, json=asdict(Request(heartbeat, known))) as response:
             answer = await response.json()
             # no place is free yet: a dead rank's lease may have to run out first
             if response.status in REFUSALS and answer.get("reason") != "full":
                 raise UsageError(f"rank 0 at {self.address} refused this rank: {answer.get('text')}")
             if response.status != 200:
                 raise aiohttp.ClientError(str(answer.get("text", response.reason)))
-        return Order(**{**answer, "members": _keys(answer["members"]), "lost": _keys(answer["lost"])})
-
-
-def _keys(value: Any) -> tuple[Key, ...]:
-    return tuple((str(role), int(ordinal)) for role, ordinal in value)
+        return DIRECTIVES.validate_python(answer)

@@ -1,4 +1,4 @@
-"""Ask this rank's own endpoint, from beside it: the container's health check, and a way to its metrics without a port.
+"""Asks this rank's endpoint from inside its container: the health check, and its metrics without a published port.
 
 A program of its own, not a command of `rolecall`, because a health check runs often and this imports little.
 """
@@ -9,13 +9,15 @@ import http.client
 import sys
 
 from rolecall import config
-from rolecall.config import USAGE, Settings, UsageError
+from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import USAGE
 
-TIMEOUT = 5.0
+TIMEOUT = 5.0  # seconds
 
 
 def main(arguments: list[str]) -> int:
-    """Print what the rank answers on a path (/healthz where none is given); returns 0 where its status is 200."""
+    """Prints what the rank answers on a path (/healthz where none is given). Returns 0 where its status is 200, 1 where
+    it is another or there is no answer, and 2 for wrong settings."""
     path = arguments[0] if arguments else "/healthz"
     try:
         settings = config.load(Settings)
@@ -23,7 +25,7 @@ def main(arguments: list[str]) -> int:
         print(f"rolecall: {error}", file=sys.stderr)
         return USAGE
     host = settings.metrics_bind_addr or settings.bind_addr
-    # that address means every interface; the loopback one will do
+    # that address means every interface, so the loopback interface too
     connection = http.client.HTTPConnection(
         "127.0.0.1" if host == "0.0.0.0" else host, settings.metrics_port, timeout=TIMEOUT
     )

@@ -1,5 +1,5 @@
-"""The supervisor: one per container, alive across generations. It beats, starts and ends the worker as it is ordered,
-serves /metrics, /healthz and /readyz, and decides the exit. asyncio and HTTP only: no torch, no RPC.
+"""The supervisor: one per container, alive across generations. It translates between its `Member`, which decides, and
+what surrounds it: HTTP to rank 0, the worker process, signals, /metrics, /healthz and /readyz. No torch, no RPC.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import psutil
 from aiohttp import web
 
 from rolecall import config, telemetry
-from rolecall.config import FAILED, USAGE, Settings, UsageError
-from rolecall.gang.protocol import Order, Report
+from rolecall.config import Settings, UsageError
+from rolecall.gang.member import RETRY_SECONDS, TICKS, Member
+from rolecall.gang.protocol import FAILED, USAGE, Directive
 from rolecall.job import registry
 from rolecall.job.registry import Identity
 from rolecall.job.spec import Job
-from rolecall.rank import endpoints
+from rolecall.rank import coordinator, endpoints
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
-from rolecall.rank.worker_manager import Keeper
+from rolecall.rank.worker_manager import WorkerManager
 
-FENCE = 0.8  # a supervisor without answers ends its worker before the coordinator counts the lease as run out
+REPEAT = 30.0  # seconds between two equal log lines
 
 
 class Supervisor:
@@ -41,63 +42,61 @@ class Supervisor:
         self._parent = os.getppid()
         self.roles = registry.roles(job, settings)
         self.first = identity == Identity(job.roles[0].name, 0)
-        self.incarnation = secrets.token_hex(8)
-        # a rank that is started again keeps both; two ranks on one machine differ in the port
-        self.node = f"{config.host_name()}:{settings.metrics_port}"
+        # a restarted rank keeps its node; two ranks on one machine differ in the port
+        node = f"{config.host_name()}:{settings.metrics_port}"
+        self.member = Member(
+            coordinator.rules(settings), identity.role, identity.ordinal, secrets.token_hex(8), node, time.monotonic()
+        )
         self.log = telemetry.log()
-        self.order: Order | None = None
-        self.leaving = False
-        self.code: int | None = None
-        self._beat = 0
-        self._acted = 0  # epoch of the last order that was carried out
-        self._heard = False
-        self._contact = time.monotonic()
-        self._knocks = 0  # requests in a row that were not answered
-        self._changed = asyncio.Event()
-        self._ordered = asyncio.Event()
+        self._logged_at = 0.0
+        self._changed = asyncio.Event()  # there is something new to report
+        self._directed = asyncio.Event()
         self._done = asyncio.Event()
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
 
     async def run(self) -> int:
+        """Takes part in the job until it is over for this rank. Raises UsageError for bad input."""
         directory = Path(tempfile.mkdtemp(prefix="rolecall-"))
         runner: web.AppRunner | None = None
         lead: Coordinator | None = None
+        member = self.member
         self._make_metrics(directory)
         try:
             runner = await endpoints.serve(
-                self.settings, self._registry, self._refresh, self.keeper.unhealthy, self._ready, self._scrapes
+                self.settings, self._registry, self._refresh, self._unhealthy, self._unready, self._scrapes
             )
-            self._handle_signals()
-            self.keeper.prepare(directory)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
+            self.workers.prepare(directory)
             if self.first:
-                lead = Coordinator(self.settings.job, self.settings, self.roles, self.incarnation, self.node)
+                lead = Coordinator(self.settings.job, self.settings, self.roles, member.incarnation, member.node)
                 await lead.start(self.metrics)
-                self.keeper.noted = lead.note
-            await self.keeper.check()
-            loops = [self._beat_loop(), self._obey_loop(), self._watch_loop(), *(lead.loops() if lead else [])]
+                self.workers.record = lead.files.record
+            await self.workers.check()
+            loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
+            loops += lead.loops() if lead else []
             self._tasks = {asyncio.create_task(loop) for loop in loops}
-            await self._until_done()
-            report = asyncio.create_task(lead.report(FAILED if self.code is None else self.code)) if lead else None
-            finished = self.order is not None and self.order.kind == "finished"
-            if self.settings.on_finish == "linger" and finished and not self.leaving:
-                self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, whoever asks how it ended
+            code = await self._exit_code()
+            report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
+            if self.settings.on_finish == "linger" and self._finished and not member.leaving:
+                self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
-            elif self._heard:
-                if lead:
-                    await self._or_signal(lead.settled())  # it goes last, so that every member hears how the job ended
+            elif member.acknowledged:
+                while lead and not member.exits(lead.gang.settled(time.monotonic())):
+                    await self._or_signal(asyncio.sleep(coordinator.TICK))
                 await self._or_signal(self._scrapes.once_more())
             if report:
                 await report
-            return self.code if self.code is not None else FAILED
+            return code
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self.keeper.end()
+            await self.workers.end()
             if lead:
-                await lead.stop(ended=self.code == 0 and self.order is not None)
+                await lead.stop(ended=member.exit_code == 0 and member.directive is not None)
             if runner:
                 await runner.cleanup()
             shutil.rmtree(directory, ignore_errors=True)
@@ -106,171 +105,129 @@ class Supervisor:
 
     def _make_metrics(self, directory: Path) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(directory, self.first)
-        self._info(self.identity.ordinal)
-        self.keeper = Keeper(self.job, self.settings, self.identity.role, self.metrics, files, self._changed.set)
+        self._name_rank(self.identity.ordinal)
+        changed = self._changed.set
+        self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files, changed)
 
-    def _info(self, ordinal: int | None) -> None:
+    def _name_rank(self, ordinal: int | None) -> None:
         telemetry.name_rank(self.metrics.rank_info, self.settings.job, self.identity.role, ordinal)
-
-    def _handle_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
 
     # ---- the member's loops
 
-    async def _beat_loop(self) -> None:
+    async def _heartbeat_loop(self) -> None:
+        member = self.member
         async with Link(self.settings, self.first) as link:
-            while True:
+            while not member.over:
                 self._changed.clear()
-                report = self._report()
-                asked = time.monotonic()
-                post = asyncio.create_task(self._post(link, report))
+                heartbeat, sent_at = member.heartbeat(self.workers.status()), time.monotonic()
+                post = asyncio.create_task(link.post(heartbeat, member.known))
                 change = asyncio.create_task(self._changed.wait())
                 try:
                     await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     change.cancel()
-                    news = post.cancel()  # while it waits for another order: say what is new at once
+                    outdated = post.cancel()  # while it waits for another directive: a newer heartbeat goes out at once
                     await asyncio.wait({post})
-                if news:
+                if outdated:
                     continue
-                error = post.exception()
+                error, previous = post.exception(), member.directive
+                if error is None and not member.answered(heartbeat, sent_at, post.result(), time.monotonic()):
+                    error = TimeoutError("the answer came too late")
                 if error is None:
-                    self._contact, self._knocks = asked, 0
-                    if report.heard:
-                        self._finish(self.order.code if self.order else FAILED)
-                        return
+                    self._log_ordinal(previous, post.result())
+                    self._directed.set()
                 elif isinstance(error, UsageError):
-                    self._refused(str(error))
-                    return
+                    self.log.error(str(error))
+                    member.refused()
                 else:
-                    await self._unreachable(error)
+                    self._fail(error)
+                self._check_exit()
+                if error is not None and not member.over:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
 
-    async def _post(self, link: Link, report: Report) -> None:
-        asked = time.monotonic()
-        # after a request without an answer, the next one is not to be held back
-        order = await link.post(report, None if self._knocks else self.order)
-        if time.monotonic() - asked > self.settings.lease_seconds * FENCE:
-            raise TimeoutError("the answer came too late")  # this rank may have been given up since
-        if self.identity.ordinal != order.ordinal and (self.order is None or self.order.ordinal != order.ordinal):
-            self.log.info("ordinal assigned", assigned=order.ordinal)
-            self._info(order.ordinal)
-        if order != self.order:
-            self.order = order
-            self._ordered.set()
+    def _log_ordinal(self, previous: Directive | None, directive: Directive) -> None:
+        if directive.ordinal not in (self.identity.ordinal, previous and previous.ordinal):
+            self.log.info("ordinal assigned", assigned=directive.ordinal)
+            self._name_rank(directive.ordinal)
 
-    def _report(self) -> Report:
-        self._beat += 1
-        told: dict[str, Any] = {
-            "role": self.identity.role,
-            "ordinal": self.identity.ordinal,
-            "incarnation": self.incarnation,
-            "beat": self._beat,
-            "node": self.node,
-            "epoch": self._acted,
-            "leaving": self.leaving,
-            "heard": self._heard,
-        }
-        return Report(**told, **self.keeper.told())
-
-    async def _unreachable(self, error: BaseException) -> None:
-        s = self.settings
+    def _fail(self, error: BaseException) -> None:
+        """A request got no answer."""
+        s, now, undecided = self.settings, time.monotonic(), self.member.exit_code is None
         self.metrics.gang_unreachable.inc()
-        silence = time.monotonic() - self._contact
-        self._knocks += 1
-        if self._knocks == 1:
-            self._said = time.monotonic()
-            self.log.info("rank 0 cannot be reached, trying on", address=f"{s.master_addr}:{s.control_port}",
-                          problem=_plain(error), deadline_s=s.rejoin_timeout)  # fmt: skip
-        elif time.monotonic() - self._said > 30:
-            self._said = time.monotonic()
-            self.log.info("still trying to reach rank 0", seconds=round(silence), problem=_plain(error))
-        if self.leaving and silence > s.lease_seconds / 3:
-            self._finish(0)  # rank 0 is gone: there is nobody to drain with
-        if self._heard and self.order and silence > s.lease_seconds * FENCE:
-            self._finish(self.order.code)  # rank 0 did not wait for the last answer to arrive
-        if silence > s.rejoin_timeout and self._knocks > 1:
-            self._refused(
+        problem = str(error) or type(error).__name__
+        self.member.failed(now)
+        if self.member.retries == 1:
+            self._logged_at = now
+            self.log.info("rank 0 cannot be reached, retrying", address=f"{s.master_addr}:{s.control_port}",
+                          problem=problem, deadline_s=s.rejoin_timeout)  # fmt: skip
+        elif now - self._logged_at > REPEAT:
+            self._logged_at = now
+            self.log.info("still trying to reach rank 0", seconds=round(self.member.silence(now)), problem=problem)
+        if undecided and self.member.exit_code == USAGE:
+            self.log.error(
                 f"MASTER_ADDR={s.master_addr} CONTROL_PORT={s.control_port}: rank 0 could not be reached for "
-                f"{s.rejoin_timeout:g} s ({_plain(error)})"
+                f"{s.rejoin_timeout:g} s ({problem})"
             )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), 0.2)
 
-    async def _obey_loop(self) -> None:
+    async def _action_loop(self) -> None:
+        member = self.member
         while True:
-            await self._ordered.wait()
-            self._ordered.clear()
-            order = self.order
-            assert order is not None
-            if order.kind == "run":
-                await self.keeper.run(order)
-            else:
-                await self.keeper.end()
-            if order.epoch != self._acted:
-                self._acted = order.epoch
-                self._changed.set()
-            if order.kind == "leave":
+            action = member.next_action(self.workers.status())
+            if action is None:
+                await self._directed.wait()
+                self._directed.clear()
+                continue
+            await self.workers.carry_out(action)
+            acknowledged = member.acknowledged
+            member.action_done(action)
+            self._changed.set()
+            if action.directive.kind == "leave":
                 self.log.info("left")
-                self._finish(0)
-            elif order.kind in ("finished", "failed") and not self._heard:
-                if order.kind == "failed":
-                    self.log.error("the job failed", **telemetry.cause(order.reason))
-                self._heard = True
-                self._changed.set()
+            elif action.directive.kind == "failed" and not acknowledged:
+                self.log.error("the job failed", **telemetry.cause(action.directive.reason))
+            self._check_exit()
 
-    async def _watch_loop(self) -> None:
-        """End a worker that is silent, or whose coordinator is; leave with the parent where tied to it."""
+    async def _liveness_loop(self) -> None:
+        """Lets the member judge its worker and its own silence; exits with the parent process where tied to it."""
         while True:
-            await asyncio.sleep(self.settings.lease_seconds / 24)
-            self.keeper.watch()
-            if time.monotonic() - self._contact > self.settings.lease_seconds * FENCE:
-                self.keeper.fence()
+            await asyncio.sleep(self.settings.lease_seconds / TICKS)
+            undecided = self.member.exit_code is None
+            if outcome := self.member.tick(time.monotonic(), self.workers.last_heartbeat):
+                self.workers.kill(outcome)
+            if undecided and self.member.exit_code is not None:
+                self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
             if self.tied and os.getppid() != self._parent:
-                self._finish(FAILED)
+                self.member.exit(FAILED)
+            self._check_exit()
 
     # ---- the end
 
     def _leave(self, name: str) -> None:
         self._signalled.set()
-        if self.leaving:
-            self._finish(FAILED)  # the second time of asking
-            return
-        if self.order is None:
-            self._finish(0)  # not a member yet
-        if self.code is not None:
-            return
-        self.log.info("leaving", signal=name, deadline_s=self.settings.drain_timeout)
-        self.leaving = True
-        self._changed.set()
-        grace = self.settings.drain_timeout + self.settings.lease_seconds / 2
-        asyncio.get_running_loop().call_later(grace, self._give_up_leaving)
+        leaving = self.member.leaving
+        self.member.leave(time.monotonic())
+        if self.member.leaving and not leaving:
+            self.log.info("leaving", signal=name, deadline_s=self.settings.drain_timeout)
+            self._changed.set()
+        self._check_exit()
 
-    def _give_up_leaving(self) -> None:
-        if self.code is None:
-            self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
-            self._finish(FAILED)
+    def _check_exit(self) -> None:
+        if self.member.exit_code is not None:
+            self._done.set()
 
-    def _refused(self, message: str) -> None:
-        telemetry.log().error(message)
-        self._finish(USAGE)
-
-    def _finish(self, code: int) -> None:
-        if self.code is None:
-            self.code = code
-        self._done.set()
-
-    async def _until_done(self) -> None:
-        """Wait for `_finish`; an error in a loop is this process's end, not a silence."""
+    async def _exit_code(self) -> int:
+        """Waits for the member's exit code; an error in a loop is this process's end, not a silence."""
         waiter = asyncio.create_task(self._done.wait())
         await asyncio.wait({waiter, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
         for task in self._tasks:
             if task.done():
                 task.result()
         await waiter
+        return FAILED if self.member.exit_code is None else self.member.exit_code
 
     async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Wait for something that a signal cuts short."""
+        """Waits for something that a signal cuts short."""
         waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
         done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in left:
@@ -278,21 +235,25 @@ class Supervisor:
         for wait in done:
             wait.result()
 
-    # ---- what the endpoints say
+    # ---- what the endpoints serve
+
+    @property
+    def _finished(self) -> bool:
+        return self.member.directive is not None and self.member.directive.kind == "finished"
 
     def _refresh(self) -> None:
-        self.keeper.refresh()
+        self.workers.refresh()
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
 
-    def _ready(self) -> str:
-        finished = self.order is not None and self.order.kind == "finished"
-        return "" if self.keeper.running or finished else "not in a running generation"
+    def _unhealthy(self) -> str:
+        silent = self.member.is_silent(time.monotonic(), self.workers.last_heartbeat)
+        return "the worker is silent" if silent else ""
 
-
-def _plain(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    def _unready(self) -> str:
+        running = self.workers.status().state == "running"
+        return "" if running or self._finished else "not in a running generation"
 
 
 def run(job: Job, settings: Settings, identity: Identity, tied: bool = False) -> int:
-    """Be one rank until the job is over. Raises UsageError for bad input."""
+    """Runs one rank until the job is over for it. Returns the exit code. Raises UsageError for bad input."""
     return asyncio.run(Supervisor(job, settings, identity, tied).run())

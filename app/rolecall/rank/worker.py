@@ -17,19 +17,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job import registry, rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context, Outcome, PeerLostError, Task
+from rolecall.job.context import Context
 from rolecall.job.progress import Curve, Supervision
+from rolecall.job.task import Outcome, PeerLostError, Task
 from rolecall.run import rundir
 from rolecall.run.history import Record
 
 HEARTBEAT_SECONDS = 0.5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_lock: rundir.Lock | None = None
+_lock: FileLock | None = None
 
 
 class Pipe(Supervision):

@@ -1,30 +1,30 @@
-"""Keeps a rank's worker as the orders say: the worker of the generation that runs, or none."""
+"""Carries out a member's actions: starts, updates and ends its worker, at most one at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import Order
-from rolecall.job.context import Peer, Task
+from rolecall.gang.member import Action
+from rolecall.gang.protocol import Directive, Outcome, WorkerStatus
 from rolecall.job.spec import Job
+from rolecall.job.task import Peer, Task
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.run.history import Record
 from rolecall.telemetry import WorkerFiles
 
-QUIET = ("killed", "silent", "lost")  # nothing that this rank did wrong
+UNDECIDED = ("killed", "silent", "lost")  # outcomes of a check that say nothing about the settings
 CHECKS = 3  # tries of the settings' check
-AS_ORDERED = ("finished", "drained", "stopped")
+EXPECTED = ("finished", "drained", "stopped")
 
 
-class Keeper:
-    """At most one worker at a time. `changed` is called whenever there is something new to report of it."""
+class WorkerManager:
+    """A rank's workers. `changed` is called whenever the worker's status changes."""
 
     def __init__(
         self, job: Job, settings: Settings, role: str, metrics: Any, files: WorkerFiles, changed: Callable[[], None]
@@ -34,19 +34,21 @@ class Keeper:
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None
         self.log = telemetry.log()
-        self.noted: Callable[[list[Record]], None] = lambda notes: None  # what the worker tells for the run's history
+        self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
         self._changed = changed
-        self._watched_at = time.monotonic()
 
     def prepare(self, directory: Path) -> None:
-        """Start the process that workers are forked from; their metrics go to `directory`."""
+        """Starts the process that workers are forked from; their metrics go to `directory`.
+
+        Raises UsageError where it cannot start.
+        """
         telemetry.use_directory(directory)
         # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
         config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
         worker_process.prepare(next(role.preload for role in self.job.roles if role.name == self.role))
 
     async def check(self) -> None:
-        """Let a worker look at the settings, so that what can never work is refused before this rank joins."""
+        """Has a worker check the settings, before this rank joins. Raises UsageError where they can never work."""
         limit = self.settings.connect_timeout
         for _ in range(CHECKS):
             self.worker = check = WorkerProcess(
@@ -58,78 +60,57 @@ class Keeper:
             except TimeoutError:
                 raise UsageError(f"the check of the settings took over CONNECT_TIMEOUT={limit:g} s") from None
             self.worker = None
-            if check.outcome not in QUIET:
-                break  # killed by somebody, it has found nothing out
+            if check.outcome not in UNDECIDED:
+                break
         if check.outcome == "refused":
             raise UsageError(check.error)
         if check.outcome != "finished":
             raise UsageError(f"the check of the settings failed: {check.error or check.outcome}")
 
-    async def run(self, order: Order) -> None:
-        """Have the worker of `order`'s generation, once; tell it what is new."""
-        worker = self.worker
-        lost = tuple(f"{role}_{ordinal}" for role, ordinal in order.lost)
-        if worker is None or worker.task.generation != order.generation:
-            await self.end()
-            members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(order.members))
-            me = next(peer for peer in members if (peer.role, peer.ordinal) == (self.role, order.ordinal))
-            self.files.clean()
-            self.metrics.worker_starts.inc()
-            task = Task(self.settings.job, self.settings, me, members, order.generation, lost)
-            self.worker = WorkerProcess(task, self._worker_changed, self.noted)
-            await self.worker.start()
-        elif worker.alive:
-            for name in lost:
-                worker.send("lost", name)
-            if order.drain:
-                worker.send("drain")
+    async def carry_out(self, action: Action) -> None:
+        """Carries out `action`; returns when that is done."""
+        match action.kind:
+            case "end":
+                await self.end()
+            case "start":
+                await self._start(action.directive)
+            case "update" if self.worker:
+                for name in _names_of(action.directive):
+                    self.worker.send("lost", name)
+                if action.directive.drain:
+                    self.worker.send("drain")
+
+    async def _start(self, directive: Directive) -> None:
+        members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(directive.members))
+        me = next(peer for peer in members if (peer.role, peer.ordinal) == (self.role, directive.ordinal))
+        self.files.clean()
+        self.metrics.worker_starts.inc()
+        task = Task(self.settings.job, self.settings, me, members, directive.generation, _names_of(directive))
+        self.worker = WorkerProcess(task, self._worker_changed, self.record)
+        await self.worker.start()
 
     async def end(self) -> None:
-        """Have no worker."""
+        """Ends the worker, and waits for its end."""
+        self.kill("stopped")
         if self.worker and self.worker.alive:
-            self.worker.kill("stopped")
             await self.worker.ended.wait()
 
-    def fence(self) -> None:
-        """End the worker: the coordinator may have given this rank up."""
+    def kill(self, outcome: Outcome) -> None:
+        """Kills a live worker, which then ends with `outcome`."""
         if self.worker and self.worker.alive:
-            self.worker.kill("stopped")
+            self.worker.kill(outcome)
 
-    def watch(self) -> None:
-        """End a worker that has been silent for a lease. Called many times a lease."""
-        now, lease, worker = time.monotonic(), self.settings.lease_seconds, self.worker
-        if now - self._watched_at > lease / 3 and worker:
-            worker.heard_at = now  # it was this process that slept; the worker may have slept with it
-        self._watched_at = now
-        if worker and worker.silent(lease):
-            worker.kill("silent")
-
-    def told(self) -> dict[str, Any]:
-        """What a report says of the worker."""
-        worker = self.worker
-        if worker is None:
-            return {}
-        return {
-            "generation": worker.task.generation,
-            "state": worker.state,
-            "outcome": worker.outcome,
-            "error": worker.error[-4000:],
-            "step": worker.step,
-            "summary": worker.summary,
-            "drains_failed": worker.drains_failed,
-            "gave_up": tuple(worker.gave_up),
-        }
+    def status(self) -> WorkerStatus:
+        """The newest worker's status, for the gang."""
+        return self.worker.status() if self.worker else WorkerStatus()
 
     @property
-    def running(self) -> bool:
-        return self.worker is not None and self.worker.state == "running"
-
-    def unhealthy(self) -> str:
-        silent = self.worker is not None and self.worker.silent(self.settings.lease_seconds)
-        return "the worker is silent" if silent else ""
+    def last_heartbeat(self) -> float | None:
+        """When the worker last sent something (monotonic seconds); None where there is no process."""
+        return self.worker.last_heartbeat if self.worker else None
 
     def refresh(self) -> None:
-        """Bring the worker's metrics up to date."""
+        """Brings the worker's metrics up to date."""
         worker = self.worker
         telemetry.one_hot(self.metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
         self.metrics.generation.set(worker.task.generation if worker and worker.alive else 0)
@@ -138,13 +119,18 @@ class Keeper:
     def _worker_changed(self) -> None:
         worker = self.worker
         self._changed()
-        if worker and not worker.alive and worker.outcome not in AS_ORDERED:
+        if worker and not worker.alive and worker.outcome not in EXPECTED:
             self.metrics.worker_restarts.labels(worker.outcome).inc()
-            # a loss is what another rank's end brings, and that rank says why
-            say = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
-            say.get(worker.outcome, self.log.error)(
+            # a worker is lost when another rank's worker ends, which that rank logs
+            log = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
+            log.get(worker.outcome, self.log.error)(
                 "worker ended",
                 outcome=worker.outcome,
                 generation=worker.task.generation,
                 **telemetry.cause(worker.error),
             )
+
+
+def _names_of(directive: Directive) -> tuple[str, ...]:
+    """The RPC names of the members that the generation has lost."""
+    return tuple(f"{role}_{ordinal}" for role, ordinal in directive.lost)

@@ -1,9 +1,10 @@
-"""A supervisor's handle on its worker process: start it, hear it, end it for sure."""
+"""A supervisor's handle on its worker process: starts it, reads its messages, and ends it for sure."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -13,24 +14,28 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from rolecall.config import UsageError
-
-if TYPE_CHECKING:
-    from rolecall.job.context import Task
-    from rolecall.run.history import Record
+from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
+from rolecall.job.task import Task
+from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
+MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
+ERROR_LENGTH = 4000  # characters at the end of an error that are sent to rank 0
 _context = multiprocessing.get_context("forkserver")
 
 
 def prepare(preload: tuple[str, ...]) -> None:
-    """Start the process that workers are forked from; it imports torch meanwhile, and never touches CUDA or RPC."""
-    _context.set_forkserver_preload(["rolecall.rank.worker", *preload])
+    """Starts the process that workers are forked from. It imports torch, and never uses CUDA or RPC.
+
+    Raises UsageError where TMPDIR cannot hold its socket.
+    """
+    _context.set_forkserver_preload([MAIN, *preload])
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:
@@ -39,53 +44,64 @@ def prepare(preload: tuple[str, ...]) -> None:
 
 
 def _over(pidfd: int, pid: int) -> bool:
-    """Whether the process has ended, or is ending: its connections are closed a moment before the end is to be seen."""
+    """Whether the process has ended, or is ending: its connections close a moment before its end is visible."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     if poll.poll(0):
         return True
     try:
         flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]  # the name may hold blanks
-    except OSError:  # this moment
+    except OSError:  # it ended just now
         return True
     return bool(int(flags) & EXITING)
 
 
 def _run(task: Task, connection: Any) -> None:
-    from rolecall.rank import worker  # imported already where this runs; the supervisor itself has no torch
-
-    worker.main(task, connection)
+    importlib.import_module(MAIN).main(task, connection)  # in the worker, where it is loaded already
 
 
 class WorkerProcess:
-    """One worker, from `start` to its end. `changed` is called whenever there is something new to report, `noted` with
-    what it tells for the run's history."""
+    """One worker, from `start` to its end. `changed` is called whenever its status changes, `record` with what it sends
+    for the run's history."""
 
     def __init__(
-        self, task: Task, changed: Callable[[], None], noted: Callable[[list[Record]], None] = lambda notes: None
+        self, task: Task, changed: Callable[[], None], record: Callable[[list[Record]], None] = lambda records: None
     ) -> None:
         self.task = task
-        self.state = "starting"
-        self.outcome = ""
+        self.state: WorkerState = "starting"
+        self.outcome: Outcome = ""
         self.error = ""
         self.step = 0
         self.summary: dict[str, Any] = {}
         self.drains_failed = 0
-        self.gave_up: list[tuple[str, int]] = []
-        self.heard_at = time.monotonic()
+        self.lost_peers: tuple[Key, ...] = ()
+        self._received_at = time.monotonic()
         self.ended = asyncio.Event()
         self._changed = changed
-        self._noted = noted
-        self._why = ""
+        self._record = record
+        self._kill_outcome: Outcome = ""
         self._pid = 0
         self._pidfd = -1
 
     @property
     def alive(self) -> bool:
-        return self.state != "ended"
+        """Whether it has not ended, as far as is known."""
+        return self.state in ALIVE
+
+    @property
+    def last_heartbeat(self) -> float | None:
+        """When it last sent something (monotonic seconds); None unless its process exists."""
+        return self._received_at if self.alive and self._pidfd >= 0 else None
+
+    def status(self) -> WorkerStatus:
+        """Its status, for the gang."""
+        return WorkerStatus(
+            self.task.generation, self.state, self.outcome, self.error[-ERROR_LENGTH:], self.step, self.summary,
+            self.drains_failed, self.lost_peers,
+        )  # fmt: skip
 
     async def start(self) -> None:
-        """Fork the worker. Returns when it exists; a failure to fork is an end like any other."""
+        """Forks the worker. Returns when it exists; a failure to fork is an end like any other."""
         self._connection, theirs = _context.Pipe()
         self._process = _context.Process(target=_run, args=(self.task, theirs), daemon=False)
         try:
@@ -94,7 +110,7 @@ class WorkerProcess:
             self._pid = self._process.pid or 0
             self._pidfd = os.pidfd_open(self._pid)
         except ProcessLookupError:
-            self._read()  # it has ended already, and may have told how
+            self._read()  # it has ended already, and may have sent its result
             await self._end()
             return
         except (OSError, EOFError) as error:
@@ -102,32 +118,31 @@ class WorkerProcess:
             return
         finally:
             theirs.close()
-        self.heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection.fileno(), self._read)
         # not the process object's sentinel: that fires when the fork server dies, with the worker still alive
         loop.add_reader(self._pidfd, self._exited)
-        if self._why:
-            self.kill(self._why)
+        if self._kill_outcome:
+            self.kill(self._kill_outcome)
 
     def send(self, *message: Any) -> None:
+        """Sends it a message; one that has ended does not get it."""
         with contextlib.suppress(OSError):  # it has ended; its exit is on the way
             self._connection.send(message)
 
-    def kill(self, why: str) -> None:
-        """End it now. `why` is the outcome to report, unless it had ended before, or told of its end itself."""
+    def kill(self, outcome: Outcome) -> None:
+        """Ends it now. Its outcome is `outcome`, unless it had ended before, or sent a result."""
         if self._pid and self._pidfd < 0:
-            return  # its end was seen, and what it was is being found out
+            return  # its end was noticed, and its exit code is being read
         if self._pidfd < 0 or not _over(self._pidfd, self._pid):
-            self._why = self._why or why
+            self._kill_outcome = self._kill_outcome or outcome
         if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):  # it ended this moment
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def silent(self, lease: float) -> bool:
-        return self.alive and self._pidfd >= 0 and time.monotonic() - self.heard_at > lease
-
     def resident_bytes(self) -> int:
+        """Its resident memory in bytes; 0 where it has none."""
         try:
             return int(psutil.Process(self._pid).memory_info().rss) if self._pid and self.alive else 0
         except psutil.Error:
@@ -141,12 +156,12 @@ class WorkerProcess:
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
 
     def _take(self, kind: str, *rest: Any) -> None:
-        self.heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         match kind:
             case "heartbeat":
                 first = self.step == 0 and rest[0] > 0
                 self.step = rest[0]
-                self._noted(rest[1])
+                self._record(rest[1])
                 if not first:
                     return
             case "running":
@@ -155,7 +170,7 @@ class WorkerProcess:
                 self.drains_failed += 1
                 self.error = rest[0]
             case "lost peer":
-                self.gave_up.append((rest[0], rest[1]))
+                self.lost_peers += ((rest[0], rest[1]),)
             case "result":
                 self.outcome, self.error, self.step, self.summary = rest
         self._changed()
@@ -175,13 +190,13 @@ class WorkerProcess:
         if not self.outcome:
             if error:
                 self.outcome, self.error = "failed", error
-            elif self._why:
-                self.outcome = self._why
+            elif self._kill_outcome:
+                self.outcome = self._kill_outcome
             elif code is not None and code < 0 and -code in CRASHES:
                 self.outcome, self.error = "crashed", f"ended by {signal.Signals(-code).name}"
             elif code is not None and 0 < code < 255:
                 self.outcome, self.error = "crashed", f"ended with exit code {code}"
-            else:  # 255: the fork server is gone too, and nobody knows
+            else:  # 255: the fork server is gone too, and with it the exit code
                 self.outcome = "killed"
         self._connection.close()
         self.state = "ended"

@@ -1,1 +1,1 @@
-"""What a run leaves behind."""
+"""The files of a run, beside its checkpoints."""

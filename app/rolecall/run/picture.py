@@ -1,6 +1,6 @@
-"""The picture of a run: `python -m rolecall.run.picture DIRECTORY` draws curve.png of history.jsonl and summary.json there.
+"""A run's picture: `python -m rolecall.run.picture DIRECTORY` draws curve.png of history.jsonl and summary.json there.
 
-A program of its own, run at a run's end: nothing else of a rank is to load matplotlib, or to fail with it.
+A program of its own, so that no other part of a rank loads matplotlib, or fails with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.backends.backend_agg  # otherwise loaded to draw
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,16 +22,16 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from rolecall.run import history, rundir
 from rolecall.run.history import History, Point
 
-SECONDS = 60  # a fail-safe: whoever started this may be gone
+SECONDS = 60  # a fail-safe: the supervisor may have ended
 SIZE = (12.0, 6.0)  # inches of 100 dots
-BLUE, ORANGE, GREEN, GREY, INK = "#2f6fb7", "#c8741a", "#2e8b57", "#8b949e", "#24292f"
+BLUE, ORANGE, GREEN, GRAY, INK = "#2f6fb7", "#c8741a", "#2e8b57", "#8b949e", "#24292f"
 RATES = 120  # points of the throughput
 FEW = 60  # points, up to which each is marked
 
 
 def draw(run: History, summary: dict[str, Any]) -> Figure:
     """The learning curve over the steps, with the goal, and the throughput below it."""
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "font.size": 11, "axes.edgecolor": GREY, "text.color": INK,
+    mpl.rcParams.update({"font.family": "DejaVu Sans", "font.size": 11, "axes.edgecolor": GRAY, "text.color": INK,
                          "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
                          "axes.spines.right": False})  # fmt: skip
     figure = Figure(figsize=SIZE, dpi=100, facecolor="white", layout="constrained")
@@ -42,7 +43,7 @@ def draw(run: History, summary: dict[str, Any]) -> Figure:
         axes.grid(color="#e3e6ea", linewidth=0.8)
         axes.set_axisbelow(True)
         for start in run.starts[1:]:
-            axes.axvline(start.step, color=GREY, linewidth=0.8, zorder=0.9)
+            axes.axvline(start.step, color=GRAY, linewidth=0.8, zorder=0.9)
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     below.set_xlim(0, max(1, summary["steps"]))
     _time(above, run)
@@ -52,13 +53,13 @@ def draw(run: History, summary: dict[str, Any]) -> Figure:
 def title(summary: dict[str, Any]) -> str:
     """Such as `rl, finished: return 476.1 after 70 steps in 13.2 s`."""
     final = summary["curve"]["final"]
-    told = "" if final is None else f"{summary['curve']['label']} {final:.4g} "
-    after = f"after {summary['steps']:,} steps in {lasted(summary['training_seconds'])}"
-    return f"{summary['job']}, {summary['state']}: {told}{after}"
+    score = "" if final is None else f"{summary['curve']['label']} {final:.4g} "
+    after = f"after {summary['steps']:,} steps in {duration(summary['training_seconds'])}"
+    return f"{summary['job']}, {summary['state']}: {score}{after}"
 
 
-def lasted(seconds: float) -> str:
-    """Seconds in a reader's unit."""
+def duration(seconds: float) -> str:
+    """Seconds, minutes, hours or days, such as `2.5 h`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -78,7 +79,7 @@ def _curves(axes: Axes, run: History, summary: dict[str, Any]) -> None:
         handles += _line(other, run.curves["loss"], ORANGE, "training loss", 1.2)
         other.set_ylabel("training loss", color=ORANGE)
     if run.generations > 1:
-        handles.append(axes.plot([], [], color=GREY, linewidth=0.7, label=f"{run.generations} generations")[0])
+        handles.append(axes.plot([], [], color=GRAY, linewidth=0.7, label=f"{run.generations} generations")[0])
     assert axes.figure is not None
     axes.figure.legend(handles=handles, frameon=False, fontsize=10, ncols=len(handles) or 1, columnspacing=1.4,
                        loc="upper right", bbox_to_anchor=(0.995, 1.0))  # fmt: skip
@@ -128,9 +129,14 @@ def _time(axes: Axes, run: History) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Draw curve.png in the directory that is named. What goes wrong is for the caller to read on standard error."""
+    """Draws curve.png in the directory that is the last argument; after `--on-request`, once a line comes on standard
+    input. Errors are for the caller to read on standard error.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the supervisor drains first
+    if "--on-request" in arguments and not sys.stdin.readline():
+        return 0  # the supervisor has ended
     signal.alarm(SECONDS)
-    directory = Path(arguments[0])
+    directory = Path(arguments[-1])
     run, summary = history.read(directory), json.loads((directory / rundir.SUMMARY).read_text())
     content = io.BytesIO()
     draw(run, summary).savefig(content, format="png")

@@ -1,11 +1,13 @@
-"""What stands beside the checkpoints at the end of a run: summary.json, and a picture of its learning curve."""
+"""The report of a run, written beside its checkpoints: summary.json, and a picture of the learning curve."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import json
 import math
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -18,8 +20,8 @@ from rolecall.gang.protocol import Key
 from rolecall.run import rundir
 from rolecall.run.history import History, Point
 
-DRAWING = 15.0  # seconds; with DRAIN_TIMEOUT before it, less than what stops a container
-# secrets, and what is of one rank alone
+DRAWING = 25.0  # seconds; DRAIN_TIMEOUT and this must be less than the 60 s that a container gets to stop
+# secrets, and the settings of a single rank
 LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "world_size"}
 
 
@@ -37,8 +39,11 @@ def summary(
     unit: str,
     lower: bool,
 ) -> dict[str, Any]:
-    """What became of a run, as JSON's types. `state` is finished, stopped or failed, for `reason`; `members` are those
-    of the last generation, `result` is the job's own summary, `now` Unix time.
+    """The contents of summary.json, as JSON's types.
+
+    `state` is finished, stopped or failed, for `reason`; `members` are those of the last generation; `result` is the
+    job's own summary; `now` is Unix time. `score` labels the curve, of which lower is better where `lower` is set;
+    `unit` is that of the work done.
     """
     done, final = history.last.get("done"), history.last.get("score")
     return {
@@ -47,8 +52,8 @@ def summary(
         "reason": reason,
         "version": __version__,
         "torch": importlib.metadata.version("torch"),
-        "started": _moment(history.began),
-        "ended": _moment(now),
+        "started": _date(history.began),
+        "ended": _date(now),
         "training_seconds": round(history.seconds, 3),
         "steps": max((point.step for point in history.last.values()), default=0),
         "generations": history.generations,
@@ -58,7 +63,7 @@ def summary(
         "curve": {
             "label": score,
             "final": _value(final),
-            "best": _told(history.least if lower else history.greatest),
+            "best": _score(history.least if lower else history.greatest),
             "goal": history.goal,
         },
         "throughput": {
@@ -75,7 +80,7 @@ def summary(
     }
 
 
-def _told(point: Point | None) -> dict[str, Any] | None:
+def _score(point: Point | None) -> dict[str, Any] | None:
     return None if point is None else {"value": point.value, "step": point.step}
 
 
@@ -84,35 +89,57 @@ def _value(point: Point | None) -> float | None:
 
 
 def _number(value: Any) -> Any:
-    """JSON knows no NaN."""
+    """`value`, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _moment(seconds: float) -> str | None:
+def _date(seconds: float) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else None
 
 
 def write(directory: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json. Raises OSError where the directory does not take it."""
+    """Writes summary.json. Raises OSError."""
     rundir.write_atomically(directory / rundir.SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
 
-async def draw(directory: Path) -> str:
-    """Have the picture drawn, by a process of its own. Returns what went wrong, or nothing."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rolecall.run.picture", str(directory),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(DRAWING):
-            _, said = await process.communicate()
-    except TimeoutError:
-        return f"it took over {DRAWING:g} s"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode == 0:
-        return ""
-    lines = said.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {process.returncode}"
+class Picture:
+    """Draws curve.png in a process of its own: a rank neither loads matplotlib nor fails with it.
+
+    Loading it takes seconds, so `prepare` starts the process while the job trains. It waits, and ends with this one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        """Starts the process."""
+        with contextlib.suppress(OSError):  # `draw` tries again
+            self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rolecall.run.picture", "--on-request", str(self.directory)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        return self._process
+
+    async def draw(self) -> str:
+        """Draws the picture of history.jsonl and summary.json. Returns what went wrong, or nothing. Raises OSError."""
+        process = self._start()
+        try:
+            _, output = await asyncio.to_thread(process.communicate, b"draw\n", DRAWING)
+        except subprocess.TimeoutExpired:
+            return f"it took over {DRAWING:g} s"
+        finally:
+            self.close()
+        lines = output.decode(errors="replace").strip().splitlines()
+        return "" if process.returncode == 0 else lines[-1] if lines else f"exit code {process.returncode}"
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            with self._process as process:
+                process.kill()

@@ -1,18 +1,17 @@
-"""What lies beside a run's checkpoints: the newest generation's number, DONE, the report, the locks."""
+"""The files beside a run's checkpoints: the newest generation's number, DONE, the report's names, the locks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from rolecall.config import UsageError
 from rolecall.gang.protocol import Key
@@ -32,7 +31,7 @@ NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation 
 class Persisted:
     """The newest generation's number and members; number 0 where there was none.
 
-    `node` is the rank 0 in the middle of the run; empty where the run ended in order, finished or drained.
+    `node` names the rank 0 of a run under way; empty where the run ended in order, finished or drained.
     """
 
     number: int = 0
@@ -42,13 +41,13 @@ class Persisted:
 
 
 def read_generation(directory: Path) -> Persisted:
-    """What `write_generation` wrote last, and no number below one in the checkpoints' names: numbers never repeat.
+    """The last `write_generation`, with a number no lower than those in the checkpoints' names: numbers never repeat.
 
-    Raises UsageError where the file cannot be understood.
+    Raises UsageError where the file cannot be read, or is damaged.
     """
     path = directory / GENERATION
     try:
-        names = (NAME.fullmatch(found.name) for found in directory.iterdir())
+        names = (NAME.fullmatch(entry.name) for entry in directory.iterdir())
         greatest = max((int(match.group(1)) for match in names if match), default=0)
         if not path.exists():
             return Persisted(greatest)
@@ -69,13 +68,14 @@ def read_generation(directory: Path) -> Persisted:
 
 
 def write_generation(directory: Path, persisted: Persisted) -> None:
+    """Writes generation.json, even to a full disk that holds an earlier one. Raises OSError."""
     path, content = directory / GENERATION, json.dumps(asdict(persisted)).encode()
     try:
         write_atomically(path, content)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        with path.open("r+b") as file:  # a full disk: but these blocks are there already
+        with path.open("r+b") as file:  # a full disk: this file's own blocks are still there
             file.write(content)
             file.truncate()
             file.flush()
@@ -83,7 +83,7 @@ def write_generation(directory: Path, persisted: Persisted) -> None:
 
 
 def read_done(directory: Path) -> dict[str, Any] | None:
-    """The summary of the finished job, or None where it has not finished. A damaged file is a UsageError."""
+    """The summary of the finished job, or None where it has not finished. Raises UsageError for a damaged file."""
     path = directory / DONE
     try:
         summary = json.loads(path.read_text())
@@ -99,23 +99,24 @@ def read_done(directory: Path) -> dict[str, Any] | None:
 
 
 def write_done(directory: Path, summary: dict[str, Any]) -> None:
+    """Writes DONE. Raises OSError."""
     write_atomically(directory / DONE, json.dumps(summary, indent=1).encode() + b"\n")
 
 
 def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
-    """Move an earlier run's files to a directory of their own, and return that; None if there are none.
+    """Moves an earlier run's files to a directory of their own, and returns that; None if there are none.
 
-    `number` is the earlier run's newest generation. Interrupted, it goes on where it stopped when it is called again.
-    Raises UsageError where a worker still writes, or files cannot be moved.
+    `number` is the earlier run's newest generation. After an interruption, the next call moves the rest. Waits
+    `timeout` seconds for a worker that still writes. Raises UsageError where it does not end, or files cannot be moved.
     """
     writer = lock(directory, WRITER_LOCK, timeout)
     aside = directory / f"earlier-{number:06d}"
     try:
-        found = [path for path in directory.iterdir() if path.name in OF_A_RUN or NAME.fullmatch(path.name)]
-        if not found:
+        files = [path for path in directory.iterdir() if path.name in OF_A_RUN or NAME.fullmatch(path.name)]
+        if not files:
             return None
         aside.mkdir(exist_ok=True)
-        for path in found:
+        for path in files:
             path.replace(aside / path.name)
         _sync_directory(aside)
         _sync_directory(directory)
@@ -127,7 +128,7 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
 
 
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file so that after a crash at any moment it is either whole or as it was before."""
+    """Writes `parts` to a file that after a crash at any moment is either complete or as it was. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -155,39 +156,19 @@ class TakenError(UsageError):
     """Another process holds the lock."""
 
 
-class Lock:
-    """An exclusive lock on a directory, held until the process ends or `release`."""
+def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT_DIR") -> FileLock:
+    """Makes `directory`, which `variable` names, and locks its file `name` until this process ends, or `release`.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def release(self) -> None:
-        self._file.close()
-
-
-def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT_DIR") -> Lock:
-    """Make `directory`, which `variable` names, and lock its file `name`. Raises UsageError where it stays taken, or
-    cannot be written."""
+    Raises TakenError where another process holds it for `timeout` seconds, UsageError where it cannot be written.
+    """
+    # flock or nothing: a lock of another kind would outlast a killed process
+    lock = FileLock(directory / name, timeout, thread_local=False, poll_interval=0.02, fallback_to_soft=False)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / name).open("ab")
+        lock.acquire()
+    except Timeout:
+        problem = "is in use by another running job; give each its own directory"
+        raise TakenError(f"{variable}={directory}: {problem}") from None
     except OSError as error:
         raise UsageError(f"{variable}={directory}: cannot be written ({error.strerror})") from error
-    for _ in _attempts(timeout):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return Lock(file)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                file.close()
-                raise UsageError(f"{variable}={directory}: cannot be locked ({error.strerror})") from error
-    file.close()
-    raise TakenError(f"{variable}={directory}: is in use by another running job; give each its own directory")
-
-
-def _attempts(timeout: float) -> Iterator[None]:
-    end = time.monotonic() + timeout
-    yield
-    while time.monotonic() < end:
-        time.sleep(0.02)  # flock has no deadline of its own
-        yield
+    return lock

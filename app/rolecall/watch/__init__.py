@@ -1,1 +1,1 @@
-"""Who looks on, and who starts all ranks here."""
+"""The live display, and `rolecall run`, which starts the ranks that it shows."""

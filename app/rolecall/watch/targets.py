@@ -1,4 +1,4 @@
-"""What the TARGETs of `python -m rolecall watch` stand for: where ranks serve their metrics."""
+"""The TARGETs of `rolecall watch`: where ranks serve their metrics."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from rolecall.run import rundir
 
 PORT: int = Settings.model_fields["metrics_port"].default
 RANKS = Path("logs") / "ranks.json"  # in the folder of a local run, while it runs
-LOOK_UP = 5.0  # deadline of a name's look-up, in seconds
+RESOLVE_TIMEOUT = 5.0  # seconds for the addresses of a host name
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank's metrics are, and what it is called until it has said who it is."""
+    """The URL of a rank's metrics, and its name until it is known which rank serves them."""
 
     name: str
     url: str
 
 
 class Source(Protocol):
-    """What one TARGET stands for."""
+    """One TARGET."""
 
     async def addresses(self) -> list[Address]:
-        """Its ranks, as they are now; empty where that cannot be told."""
+        """Its current ranks; empty where they are not known."""
         ...
 
 
 @dataclass(frozen=True)
-class Server:
-    """A host and port. A name of several addresses stands for a rank at each of them."""
+class Endpoint:
+    """A host and port. A host name with several addresses has a rank at each of them."""
 
     scheme: str
     host: str
@@ -50,17 +50,19 @@ class Server:
     path: str
 
     def at(self, host: str) -> Address:
+        """The metrics on `host`, which is this endpoint's or one of its addresses."""
         place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         return Address(place, f"{self.scheme}://{place}{self.path}")
 
     async def addresses(self) -> list[Address]:
+        """One for each address of the host name; the name itself where it has one address, or none is known."""
         if self.scheme == "https" or _is_address(self.host):
-            return [self.at(self.host)]  # a certificate is of the name
+            return [self.at(self.host)]  # a certificate is for the name
         with contextlib.suppress(OSError, UnicodeError, TimeoutError):
-            async with asyncio.timeout(LOOK_UP):
-                found = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            for family in (socket.AF_INET, socket.AF_INET6):  # one of them: localhost has both, and is one rank
-                hosts = sorted({str(address[0]) for kind, _, _, _, address in found if kind == family})
+            async with asyncio.timeout(RESOLVE_TIMEOUT):
+                answers = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            for family in (socket.AF_INET, socket.AF_INET6):  # not both: localhost has two, and is one rank
+                hosts = sorted({str(address[0]) for kind, _, _, _, address in answers if kind == family})
                 if len(hosts) > 1:
                     return [self.at(host) for host in hosts]
                 if hosts:
@@ -70,17 +72,18 @@ class Server:
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of a run of `local`, which says in a file there where its ranks are."""
+    """The folder of a `rolecall run`, which lists its ranks in a file there."""
 
     path: Path
 
     async def addresses(self) -> list[Address]:
+        """The ranks of the run; none where it has ended."""
         return ranks_of(self.path)
 
 
 def parse(text: str) -> Source:
-    """What TARGET says: a folder, a port, host:port, host, or a URL. Raises UsageError where it is none of these."""
-    problem = f"TARGET {text!r}: is no folder of a local run, port, host:port or URL"
+    """Parses a TARGET: a folder, a port, host:port, host, or a URL. Raises UsageError for anything else."""
+    problem = f"TARGET {text!r}: is neither a run's folder, a port, host:port nor a URL"
     if text and Path(text).is_dir() and not text.isdecimal():
         return Folder(Path(text))
     if text.isdecimal():
@@ -89,7 +92,7 @@ def parse(text: str) -> Source:
     if divider and scheme not in ("http", "https"):
         raise UsageError(problem)
     if not divider and ("/" in text or not re.fullmatch(r"[\w:\[][\w.:\[\]%-]*", text)):
-        raise UsageError(f"TARGET {text!r}: there is no such folder" if "/" in text else problem)
+        raise UsageError(f"TARGET {text!r}: no such folder" if "/" in text else problem)
     try:
         if not divider and text.count(":") > 1 and "[" not in text:
             text = f"[{ipaddress.ip_address(text)}]"
@@ -101,7 +104,7 @@ def parse(text: str) -> Source:
         raise UsageError(problem)
     standard = {"http": 80, "https": 443}[parts.scheme] if divider else PORT
     path = parts.path if parts.path.strip("/") else "/metrics"
-    return Server(parts.scheme, host, port or standard, path + (f"?{parts.query}" if parts.query else ""))
+    return Endpoint(parts.scheme, host, port or standard, path + (f"?{parts.query}" if parts.query else ""))
 
 
 def _is_address(host: str) -> bool:
@@ -115,29 +118,30 @@ def _is_address(host: str) -> bool:
 # ---- local runs
 
 
-def tell(directory: Path, addresses: list[Address]) -> bool:
-    """Write where the ranks of the local run in `directory` are, for as long as this process lives; False where
-    another one runs there. Raises OSError."""
+def publish(directory: Path, addresses: list[Address]) -> bool:
+    """Lists the ranks of the run in `directory`, valid as long as this process lives. Returns whether it did: not where
+    another run is under way there. Raises OSError."""
     if ranks_of(directory):
         return False
-    me = {"pid": os.getpid(), "created": psutil.Process().create_time(), "ranks": [asdict(one) for one in addresses]}
-    rundir.write_atomically(directory / RANKS, json.dumps(me, indent=1).encode() + b"\n")
+    ranks = [asdict(address) for address in addresses]
+    content = {"pid": os.getpid(), "created": psutil.Process().create_time(), "ranks": ranks}
+    rundir.write_atomically(directory / RANKS, json.dumps(content, indent=1).encode() + b"\n")
     return True
 
 
 def ranks_of(directory: Path) -> list[Address]:
-    """The ranks of the local run in `directory`; none where it has ended, in whatever way."""
+    """The ranks of the run in `directory`; none where it has ended, even killed."""
     try:
-        read = json.loads((directory / RANKS).read_text())
-        if psutil.Process(read["pid"]).create_time() != read["created"]:
-            return []  # another process has its number by now
-        return [Address(str(one["name"]), str(one["url"])) for one in read["ranks"]]
+        content = json.loads((directory / RANKS).read_text())
+        if psutil.Process(content["pid"]).create_time() != content["created"]:
+            return []  # the process ID has been reused
+        return [Address(str(rank["name"]), str(rank["url"])) for rank in content["ranks"]]
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return []
 
 
-def end_of(directory: Path) -> str:
-    """How the local run in `directory` ended, as rank 0's summary says."""
+def final_state(directory: Path) -> str:
+    """How the run in `directory` ended, from its summary: finished, stopped or failed."""
     try:
         return str(json.loads((directory / rundir.SUMMARY).read_text())["state"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""A big embedding table on servers, a dense network replicated on trainers by DistributedDataParallel, and a master
+"""A large embedding table on servers, a dense network replicated on trainers by DistributedDataParallel, and a master
 that drives both.
 
-After "Combining distributed DataParallel with distributed RPC framework" of the PyTorch tutorials; what differs and why
-is in docs/hybrid.md.
+After the PyTorch tutorial "Combining Distributed DataParallel with Distributed RPC Framework"; docs/hybrid.md explains
+the differences.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class HybridSettings(Settings):
         description="stdlib (which package do these lines of Python come from?), or package.module:function that "
         "returns the training and the test samples",
     )
-    sample_lines: int = Field(5, ge=1, le=1000, description="lines of source of a sample (DATASET=stdlib)")
-    ngrams: int = Field(2, ge=1, le=8, description="longest run of words that has a row (DATASET=stdlib)")
     step_timeout: Seconds = Field(60.0, description="deadline of a step, and of each call and all-reduce in it")
 
 
@@ -45,8 +43,9 @@ JOB = Job(
     settings=HybridSettings,
     roles=(
         Role("master", "rolecall.jobs.hybrid.master:run", preload=("rolecall.jobs.hybrid.master",)),
-        # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("ps", "rolecall.jobs.hybrid.server:run", "SERVERS", preload=("rolecall.jobs.hybrid.server", "torch._dynamo")),
+        # torch's optimizers import torch._dynamo at their first use, which takes each new worker a second
+        Role("ps", "rolecall.jobs.hybrid.server:run", "SERVERS",
+             preload=("rolecall.jobs.hybrid.calls", "torch._dynamo")),
         Role("trainer", "rolecall.jobs.hybrid.trainer:run", "TRAINERS",
              preload=("rolecall.jobs.hybrid.trainer", "torch._dynamo")),
     ),

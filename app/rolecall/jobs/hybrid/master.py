@@ -1,4 +1,4 @@
-"""The master, rank 0: builds the tables on the servers, drives the trainers, evaluates, checkpoints."""
+"""The master, rank 0: builds the table on the servers, commands the trainers, evaluates, writes checkpoints."""
 
 from __future__ import annotations
 
@@ -13,272 +13,216 @@ import torch
 from torch import Tensor
 from torch.distributed.nn.api.remote_module import RemoteModule
 
-from rolecall import telemetry
-from rolecall.config import UsageError
-from rolecall.job import rpc as rolecall_rpc
-from rolecall.job.context import Context, Outcome
-from rolecall.jobs.hybrid import HybridSettings, server, snapshot, trainer
-from rolecall.jobs.hybrid.trainer import Dense, Describe, Described, Evaluate, Join, Learn, Learned
+from rolecall import Context, Outcome, UsageError
+from rolecall.jobs.hybrid import HybridSettings, calls, messages, snapshot
 
-AHEAD = 2  # orders that a trainer has in hand
-ORDER_SECONDS = 0.25  # of work in an order: a drain and a line of the log wait for its end
-MOST_STEPS = 200  # of an order
-LOADING = 10  # times STEP_TIMEOUT: how long trainers may take to make their samples
-# what weights and the order of the samples depend on
-KEPT = ("dataset", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "sample_lines", "ngrams", "seed")
-
-_NONE = torch.zeros(0, dtype=torch.int64)
+PIPELINED = 2  # commands under way at a trainer
+COMMAND_SECONDS = 0.25  # of work in a command: a drain and a progress line wait for its end
+MAX_STEPS = 200  # of a command
+LOAD_FACTOR = 10  # times STEP_TIMEOUT: deadline for the trainers to load their data
 
 
-def run(context: Context) -> Outcome:
-    """Drive the job until its epochs are done, or a drain."""
-    return Master(context).serve()
+def run(context: Context[HybridSettings]) -> Outcome:
+    """Trains until all epochs are done, or a drain is ordered."""
+    settings, master = context.settings, Master(context)
+    master.prepare()
+    data = master.data
+    context.start(master.step, done=master.done, total=settings.epochs * data.samples, dataset=settings.dataset,
+                  samples=data.samples, classes=data.classes, epoch=master.epoch + 1, rows=settings.num_embeddings,
+                  width=settings.embedding_dim, servers=len(master.servers),
+                  trainers=len(master.trainers))  # fmt: skip
+    while master.epoch < settings.epochs:
+        if not master.train_epoch():
+            return context.drained(master.step)
+        master.evaluate()
+    message = f"Finished: test accuracy {master.accuracy:.2%} after {master.epoch} epochs"
+    return context.finish(master.step, master.checkpoint(), message, accuracy=master.accuracy, epochs=master.epoch,
+                          steps=master.step, samples=master.done)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Sent:
-    """An order of steps under way, which end at step number `step` and sample number `position` of the epoch."""
+class SentSteps:
+    """Steps that the trainers have been sent, which end at `step` and sample number `position` of the epoch."""
 
-    calls: list[torch.futures.Future[Learned]]
+    answers: list[torch.futures.Future[messages.StepsResult]]
     step: int
     position: int
-    keep: bool
+    for_checkpoint: bool
 
 
 class Master:
     """How far training has come, and what is under way."""
 
-    def __init__(self, context: Context) -> None:
-        assert isinstance(context.settings, HybridSettings)
-        self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        self.log = telemetry.log()
+    data: messages.DataDescription
+    tables: list[RemoteModule]
+
+    def __init__(self, context: Context[HybridSettings]) -> None:
+        self.context, self.settings = context, context.settings
         self.servers = [peer.name for peer in context.peers("ps")]
         self.trainers = [peer.name for peer in context.peers("trainer")]
-        self.step = self.epoch = self.position = 0  # position: samples of the epoch that were used
-        self.seconds = self.accuracy = 0.0
-        self._number = 0  # of orders
+        self.step = self.epoch = self.position = 0  # position: samples of the epoch that were trained on
+        self.accuracy = 0.0
+        self._commands = 0  # that were sent
+        self._step_seconds = COMMAND_SECONDS
+        self._received_at = 0.0
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[bool] | None = None
-        self._join()
-        self._saved_at = self._started = self._logged_at = time.monotonic()
-        self._before, self._first, self._logged, self._loss = self.seconds, self._done(), self._done(), 0.0
-        self._looked, self._per_step = self._started, ORDER_SECONDS  # seconds
 
-    # ---- the beginning
+    @property
+    def done(self) -> int:
+        """Samples trained on, over all epochs."""
+        return self.epoch * self.data.samples + self.position
 
-    def _join(self) -> None:
-        """Build the tables, have the trainers build the rest; go on from the newest checkpoint."""
-        assert self.context.checkpoints is not None
-        found = self.context.checkpoints.newest()
-        described: list[Described] = self._wait(self._order(Describe(), LOADING))
-        self.data = described[0]
-        if any(one != self.data for one in described):
+    def prepare(self) -> None:
+        """Builds the table at the servers and the dense network at the trainers, from the newest checkpoint if there
+        is one.
+        """
+        resumed = self.context.restore()
+        descriptions = self.context.wait_all(self._command(messages.DescribeData(), LOAD_FACTOR))
+        self.data = descriptions[0]
+        if any(description != self.data for description in descriptions):
             raise UsageError(f"DATASET={self.settings.dataset}: the trainers have different samples")
-        if found is not None:
-            self._refuse_other(found.state)
-            self.step, self.epoch, self.position = found.step, found.state["epoch"], found.state["position"]
-            self.seconds, self.accuracy = found.state["seconds"], found.state["accuracy"]
-        devices = self._all(server.device)
-        build: Any = server.table
-        self.tables = [RemoteModule(f"{name}/{at}", build) for name, at in zip(self.servers, devices, strict=True)]
-        for one in self.tables:
-            one.remote_parameters()  # which waits until it is there
-        if found is None:
-            self._all(server.start)
+        if resumed:
+            resumed.require_digest(self.data.digest, f"DATASET={self.settings.dataset}")
+            state, self.step = resumed.state, resumed.step
+            self.epoch, self.position, self.accuracy = state["epoch"], state["position"], state["accuracy"]
+        build: Any = calls.build_table
+        devices = self._at_servers(calls.device)
+        self.tables = [
+            RemoteModule(f"{name}/{device}", build) for name, device in zip(self.servers, devices, strict=True)
+        ]
+        for table in self.tables:
+            table.remote_parameters()  # waits until it is built
+        if resumed:
+            snapshot.restore(self._call, self.servers, state["table"], state["squares"], self.settings)
         else:
-            snapshot.restore(self._begin, self.servers, found.state["table"], found.state["squares"], self.settings)
-        self._all(server.go_on, self.step)
-        self._wait(self._order(Join(self.step, found.state["dense"] if found else None)))
-        if found is not None:
-            self.log.info("resumed", file=found.path.name, epoch=self.epoch, step=self.step)
+            self._at_servers(calls.fill_table)
+        self._at_servers(calls.start_training, self.step)
+        self.context.wait_all(self._command(messages.Join(self.step, state["dense"] if resumed else None)))
 
-    def _refuse_other(self, state: dict[str, Any]) -> None:
-        for name in KEPT:
-            before, now = state["settings"][name], getattr(self.settings, name)
-            if before != now:
-                raise UsageError(
-                    f"{name.upper()}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {before}; set that, "
-                    "or another directory"
-                )
-        if state["digest"] != self.data.digest:
-            raise UsageError(
-                f"DATASET={self.settings.dataset}: the samples are not those that the newest checkpoint in "
-                "CHECKPOINT_DIR learned from; bring them back, or set another directory"
-            )
+    # ---- training
 
-    # ---- the loop
-
-    def serve(self) -> Outcome:
-        s = self.settings
-        self.log.info("training", dataset=s.dataset, samples=self.data.samples, classes=self.data.classes,
-                      epoch=self.epoch + 1, step=self.step, rows=s.num_embeddings, width=s.embedding_dim,
-                      servers=len(self.servers), trainers=len(self.trainers))  # fmt: skip
-        self.context.note("train", self.step, 0)
-        while self.epoch < s.epochs:
-            if not self._learn():
-                return Outcome("drained", self.step)
-        return self._finish()
-
-    def _learn(self) -> bool:
-        """To the end of the epoch in hand. Returns False where a drain ended it."""
-        self.metrics.hybrid_epoch.set(self.epoch + 1)
-        batches, sent = deque(self._batches()), deque[Sent]()
+    def train_epoch(self) -> bool:
+        """Trains to the end of the current epoch. Returns False where a drain ended it early."""
+        self._received_at = time.monotonic()
+        batches, sent = deque(self._batches()), deque[SentSteps]()
         while batches or sent:
-            while batches and len(sent) < AHEAD and not self.context.draining:
-                sent.append(self._send(batches, sent[-1] if sent else Sent([], self.step, self.position, False)))
+            while batches and len(sent) < PIPELINED and not self.context.draining:
+                sent.append(self._send(batches, sent[-1] if sent else SentSteps([], self.step, self.position, False)))
             if sent:
-                self._arrived(sent.popleft())
-            elif self.context.draining and self._save(drain=True):
+                self._receive(sent.popleft())
+            elif self.context.draining and self.context.save(self.step, self.checkpoint()):
                 return False
         self.epoch, self.position = self.epoch + 1, 0
-        self._evaluate()
         return True
 
     def _batches(self) -> Sequence[Tensor]:
-        """What is left of the epoch: numbers of samples [n], for all trainers together."""
+        """The rest of the epoch: sample numbers [n] of each step, for all trainers together."""
         generator = torch.Generator().manual_seed(self.settings.seed * 2**20 + self.epoch)
-        order = torch.randperm(self.data.samples, generator=generator)[self.position :]
-        return order.split(self.settings.batch_size * len(self.trainers)) if len(order) else ()
+        numbers = torch.randperm(self.data.samples, generator=generator)[self.position :]
+        return numbers.split(self.settings.batch_size * len(self.trainers)) if len(numbers) else ()
 
-    def _send(self, batches: deque[Tensor], last: Sent) -> Sent:
-        """Order as many steps as keep the trainers busy for a while, after those of `last`."""
-        steps = min(len(batches), MOST_STEPS, max(1, round(ORDER_SECONDS / self._per_step)))
-        taken = [batches.popleft() for _ in range(steps)]
-        keep = self._due() and not last.keep
-        step = last.step + steps
-        if keep:
-            self._all(server.copy_at, step)
-        calls = self._order(self._orders(taken, keep), steps)
-        return Sent(calls, step, last.position + sum(map(len, taken)), keep)
+    def _send(self, batches: deque[Tensor], last: SentSteps) -> SentSteps:
+        """Sends the trainers as many steps as take COMMAND_SECONDS, after those of `last`."""
+        count = min(len(batches), MAX_STEPS, max(1, round(COMMAND_SECONDS / self._step_seconds)))
+        steps = [batches.popleft() for _ in range(count)]
+        for_checkpoint = not last.for_checkpoint and not self._write_in_progress() and self.context.due
+        step = last.step + count
+        if for_checkpoint:
+            self._at_servers(calls.copy_at, step)
+        answers = self._command(self._shares(steps, for_checkpoint), count)
+        return SentSteps(answers, step, last.position + sum(map(len, steps)), for_checkpoint)
 
-    def _orders(self, batches: Sequence[Tensor], keep: bool) -> list[Learn]:
-        """What each trainer has to do for `batches`."""
+    def _shares(self, batches: Sequence[Tensor], with_dense: bool) -> list[messages.TrainSteps]:
+        """Each trainer's command for the steps `batches`."""
         totals = [len(batch) for batch in batches]
         shares = [batch.tensor_split(len(self.trainers)) for batch in batches]
+        none = torch.zeros(0, dtype=torch.int64)
         return [
-            Learn(torch.cat([_NONE, *own]), [len(share) for share in own], totals, keep)
-            for own in zip(*shares, strict=True)
-        ] or [Learn(_NONE, [], [], keep) for _ in self.trainers]
+            messages.TrainSteps(torch.cat([none, *share]), list(map(len, share)), totals, with_dense)
+            for share in ([batch[place] for batch in shares] for place in range(len(self.trainers)))
+        ]
 
-    def _arrived(self, sent: Sent) -> None:
-        """Wait for the end of an order of steps; metrics, a line now and then, and a checkpoint where it is due."""
-        before, started = self.step, self._looked
-        learned = self._wait(sent.calls)
-        self._looked = now = time.monotonic()
-        loss, samples = sum(one.loss for one in learned), sent.position - self.position
+    def _receive(self, sent: SentSteps) -> None:
+        """Waits for the end of the steps `sent`, and starts writing the checkpoint that they were sent for."""
+        results = self.context.wait_all(sent.answers)
+        now, loss, samples = time.monotonic(), sum(result.loss for result in results), sent.position - self.position
         self.context.require_finite(loss, hint="the loss is not finite; lower LR, or check the data of DATASET")
-        self.step, self.position = sent.step, sent.position
-        self._per_step = (now - started) / (self.step - before)
-        self._loss += loss
-        self.metrics.hybrid_samples.inc(samples)
-        self.metrics.step.set(self.step)
-        self.context.report(self.step)
-        done = self._done()
-        self.context.note("done", self.step, done)
-        left = (self.settings.epochs * self.data.samples - done) * (now - self._started) / (done - self._first)
-        self.metrics.hybrid_left_seconds.set(left)
-        if self.step // self.settings.log_interval > before // self.settings.log_interval:
-            mean = self._loss / (done - self._logged)
-            self.metrics.hybrid_loss.set(mean)
-            self.context.note("loss", self.step, mean)
-            per_second = (done - self._logged) / (now - self._logged_at)
-            self.log.info(f"Epoch {self.epoch + 1}\tstep {self.step}\tloss {mean:.4f}",
-                          samples_per_s=round(per_second), left_s=round(left))  # fmt: skip
-            self._logged, self._logged_at, self._loss = done, now, 0.0
-        if sent.keep:
-            self._saved_at = now
-            self._writing = self._writer.submit(self._write, learned[0].dense, self._state())
+        self._step_seconds = (now - self._received_at) / (sent.step - self.step)
+        self.step, self.position, self._received_at = sent.step, sent.position, now
+        self.context.log(self.step, done=self.done, loss=loss / samples, epoch=self.epoch + 1)
+        if sent.for_checkpoint:
+            self._writing = self._writer.submit(self._write, results[0].dense, self._state())
 
-    def _evaluate(self) -> None:
-        """Test what was learned, on all trainers."""
-        with telemetry.Timer() as timer, self.context.evaluating():
-            correct = self._wait(self._order(Evaluate(), 1 + self.data.tests // trainer.BAGS))
-        self.accuracy = sum(correct) / self.data.tests
-        self.metrics.hybrid_accuracy_ratio.set(self.accuracy)
-        self.context.note("score", self.step, self.accuracy)
-        self.log.info(f"Epoch {self.epoch}\ttest accuracy {self.accuracy:.2%}", samples=self.data.tests,
-                      seconds=round(timer.seconds, 3))  # fmt: skip
-        self._looked = time.monotonic()
-
-    def _finish(self) -> Outcome:
-        saved = self._save()
-        seconds = self._seconds()
-        self.log.info(f"Finished: test accuracy {self.accuracy:.2%} after {self.epoch} epochs", steps=self.step,
-                      seconds=round(seconds, 1))  # fmt: skip
-        summary = {
-            "accuracy": self.accuracy,
-            "epochs": self.epoch,
-            "steps": self.step,
-            "samples": self._done(),
-            "seconds": seconds,
-            "saved": saved,
-        }
-        return Outcome("finished", self.step, summary)
-
-    def _done(self) -> int:
-        """Samples used, over all epochs."""
-        return self.epoch * self.data.samples + self.position
-
-    def _seconds(self) -> float:
-        """Seconds of training, those before a restart too."""
-        return self._before + time.monotonic() - self._started
+    def evaluate(self) -> None:
+        """Computes the accuracy on the test samples, at all trainers."""
+        with self.context.timer() as timer, self.context.evaluating():
+            answers = self._command(messages.Evaluate(), 1 + self.data.tests // messages.EVALUATION_BATCH)
+            correct = sum(self.context.wait_all(answers))
+        self.accuracy = correct / self.data.tests
+        self.context.log(self.step, score=self.accuracy)
+        self.context.logger.info(f"Epoch {self.epoch}\ttest accuracy {self.accuracy:.2%}", samples=self.data.tests,
+                                 seconds=round(timer.seconds, 3))  # fmt: skip
 
     # ---- checkpoints
 
-    def _due(self) -> bool:
-        if self._writing is not None and self._writing.done():
-            self._writing.result()  # raises what it raised
-            self._writing = None
-        return self._writing is None and time.monotonic() - self._saved_at > self.settings.checkpoint_interval
-
-    def _save(self, drain: bool = False) -> bool:
-        """Write a checkpoint while nothing else goes on. Returns whether that was possible."""
+    def checkpoint(self) -> dict[str, Any]:
+        """The state after the current step, with all weights, while no steps are under way."""
         if self._writing is not None:
+            self._writing.result()  # bounded by the deadlines of its calls
+            self._writing = None
+        self._at_servers(calls.copy_at, self.step)
+        results = self.context.wait_all(self._command(self._shares([], True)))
+        return self._with_weights(results[0].dense, self._state())
+
+    def _write_in_progress(self) -> bool:
+        """Whether a checkpoint is being written. Raises what writing the last one raised."""
+        if self._writing is not None and self._writing.done():
             self._writing.result()
             self._writing = None
-        self._all(server.copy_at, self.step)
-        learned = self._wait(self._order(self._orders([], True), 1))
-        self._saved_at = time.monotonic()
-        return self._write(learned[0].dense, self._state(), drain)
+        return self._writing is not None
 
     def _state(self) -> dict[str, Any]:
-        """All of a checkpoint but for the weights."""
+        """The state after the current step, but for the weights."""
         return {
             "step": self.step,
             "epoch": self.epoch,
             "position": self.position,
             "accuracy": self.accuracy,
-            "seconds": self._seconds(),
             "classes": self.data.classes,
             "digest": self.data.digest,
-            "settings": self.settings.model_dump(include=set(KEPT)),
         }
 
-    def _write(self, dense: Dense, state: dict[str, Any], drain: bool = False) -> bool:
-        """Fetch the table that the servers copied at `state`'s step, and write it with the rest."""
-        table, squares = snapshot.fetch(self._begin, self.servers, state["step"], self.settings)
-        return self.context.save(state["step"], {**state, "dense": dense, "table": table, "squares": squares}, drain)
+    def _with_weights(self, dense: messages.DenseState, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` with the dense network, and the table that the servers copied at its step."""
+        table, squares = snapshot.fetch(self._call, self.servers, state["step"], self.settings)
+        return {**state, "dense": dense, "table": table, "squares": squares}
+
+    def _write(self, dense: messages.DenseState, state: dict[str, Any]) -> bool:
+        """Writes a checkpoint while training goes on."""
+        return self.context.save(state["step"], self._with_weights(dense, state), drain=False)
 
     # ---- calls
 
-    def _begin(self, name: str, function: Any, *args: Any) -> torch.futures.Future[Any]:
-        return rolecall_rpc.call(name, function, *args, timeout=self.settings.step_timeout)
+    def _call(self, server: str, function: Any, *args: Any) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = self.context.call(
+            server, function, *args, timeout=self.settings.step_timeout
+        )
+        return future
 
-    def _all(self, function: Any, *args: Any) -> list[Any]:
-        """Call a function on every server, and wait for their answers."""
-        return self._wait([self._begin(name, function, *args) for name in self.servers])
+    def _at_servers(self, function: Any, *args: Any) -> list[Any]:
+        """Calls a function at every server; returns their answers."""
+        return self.context.wait_all([self._call(server, function, *args) for server in self.servers])
 
-    def _order(self, what: Any, steps: int = 1) -> list[torch.futures.Future[Any]]:
-        """Order something of every trainer: the same of all, or each its own. It may take as long as `steps` steps."""
+    def _command(
+        self, what: messages.Command | list[messages.TrainSteps], steps: int = 1
+    ) -> list[torch.futures.Future[Any]]:
+        """Sends every trainer a command, or each its own, that takes at most as long as `steps` steps."""
         each = what if isinstance(what, list) else [what] * len(self.trainers)
-        # the order before may take as long first
-        timeout = 2 * steps * self.settings.step_timeout
-        calls = [
-            rolecall_rpc.call(name, trainer.order, self._number, one, timeout=timeout)
-            for name, one in zip(self.trainers, each, strict=True)
+        timeout = 2 * steps * self.settings.step_timeout  # the command before may take as long first
+        answers = [
+            self.context.call(trainer, calls.command, self._commands, command, timeout=timeout)
+            for trainer, command in zip(self.trainers, each, strict=True)
         ]
-        self._number += 1
-        return calls
-
-    def _wait(self, calls: list[torch.futures.Future[Any]]) -> list[Any]:
-        return [call.wait() for call in calls]
+        self._commands += 1
+        return answers

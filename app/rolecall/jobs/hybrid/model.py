@@ -11,8 +11,8 @@ from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.table import Bags, Table
 
 
-def dense(settings: HybridSettings, classes: int) -> nn.Sequential:
-    """Pooled vectors [bags, width] to logits [bags, classes]."""
+def build_dense(settings: HybridSettings, classes: int) -> nn.Sequential:
+    """The dense network: pooled vectors [bags, width] to logits [bags, classes]. SEED determines its weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         if not settings.hidden_size:
@@ -22,22 +22,21 @@ def dense(settings: HybridSettings, classes: int) -> nn.Sequential:
         )
 
 
-def optimizer(settings: HybridSettings, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Of the dense network."""
-    if settings.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, settings.lr)
-    return torch.optim.SGD(parameters, settings.lr)
+def build_optimizer(settings: HybridSettings, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The dense network's optimizer."""
+    kind = torch.optim.Adagrad if settings.optimizer == "adagrad" else torch.optim.SGD
+    return kind(parameters, settings.lr)
 
 
-class Whole(nn.Module):
-    """All of it in one process, with the weights that the distributed model begins with."""
+class LocalModel(nn.Module):
+    """Table and dense network in one process."""
 
     def __init__(self, settings: HybridSettings, classes: int) -> None:
         super().__init__()
         self.table = Table(settings.model_copy(update={"servers": 1}), 0)
-        self.dense = dense(settings, classes)
+        self.dense = build_dense(settings, classes)
 
     def forward(self, bags: Bags) -> Tensor:
         """Logits [bags, classes]."""
-        found: Tensor = self.dense(self.table(bags))
-        return found
+        logits: Tensor = self.dense(self.table(bags))
+        return logits

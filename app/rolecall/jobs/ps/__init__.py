@@ -39,7 +39,6 @@ class PsSettings(Settings):
     )
     batch_size: int = Field(32, ge=1, le=1_000_000, description="samples of one trainer's gradient")
     epochs: Epochs = 30
-    eval_interval: int = Field(1, ge=1, le=1_000_000, description="epochs between evaluations")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="the servers' optimizer")
     lr: float = Field(0.03, gt=0, le=10, description="learning rate")
     lr_schedule: Literal["cosine", "constant"] = Field(
@@ -76,14 +75,14 @@ JOB = Job(
     settings=PsSettings,
     roles=(
         # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("ps", "rolecall.jobs.ps.server:run", "SERVERS", preload=("rolecall.jobs.ps.server", "torch._dynamo")),
+        Role("ps", "rolecall.jobs.ps.roles:serve", "SERVERS", preload=("rolecall.jobs.ps.roles", "torch._dynamo")),
         Role(
             "trainer",
-            "rolecall.jobs.ps.trainer:run",
+            "rolecall.jobs.ps.roles:train",
             "TRAINERS",
             "MIN_TRAINERS",
             "MAX_TRAINERS",
-            preload=("rolecall.jobs.ps.trainer",),
+            preload=("rolecall.jobs.ps.roles",),
         ),
     ),
     check="rolecall.jobs.ps.model:check",

@@ -1,21 +1,23 @@
-"""Test accuracy: at the lead while it trains, and by `python -m rolecall eval ps`."""
+"""Test accuracy: at the lead beside the training, and by `python -m rolecall eval ps`."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rolecall.config import UsageError
+from rolecall import UsageError
 from rolecall.jobs.ps import PsSettings, data, model
 
 CHUNK = 128  # samples in one pass
 
 
 def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
-    """The share of `split` that the model classifies right, computed in `threads` threads."""
+    """The share of `split` that the model classifies correctly, computed in `threads` threads."""
     trained.eval()
 
     def correct(indices: Any) -> int:
@@ -28,26 +30,77 @@ def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
         return sum(pool.map(correct, chunks)) / len(split)
 
 
+@dataclass(frozen=True)
+class Parameters:
+    """What is evaluated: the parameters `flat` [total] and the model's buffers after `epoch` epochs, `step` updates."""
+
+    epoch: int
+    step: int
+    flat: Tensor
+    buffers: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy of the parameters after `epoch` epochs and `step` updates; it took `seconds`."""
+
+    epoch: int
+    step: int
+    accuracy: float
+    seconds: float
+
+
+class Evaluator:
+    """Evaluates parameters on the test data, one evaluation at a time, in a thread of its own."""
+
+    def __init__(self, module: nn.Module, test: data.Split, threads: int) -> None:
+        self._module, self._test, self._threads = module, test, threads
+        self._pool = ThreadPoolExecutor(1)
+        self._running: Future[Evaluation] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation was begun whose result was not taken."""
+        return self._running is not None
+
+    def begin(self, parameters: Parameters) -> None:
+        """Begins an evaluation in the background."""
+        self._running = self._pool.submit(self.evaluate, parameters)
+
+    def take(self) -> Evaluation | None:
+        """The result of the evaluation that has ended, once; None where there is none."""
+        if self._running is None or not self._running.done():
+            return None
+        ended, self._running = self._running.result(), None
+        return ended
+
+    def close(self) -> None:
+        """Waits for the evaluation that runs."""
+        self._pool.shutdown()
+
+    def evaluate(self, parameters: Parameters) -> Evaluation:
+        """Evaluates at once. No other evaluation may run."""
+        started = time.perf_counter()
+        model.unflatten(parameters.flat, self._module)
+        model.load_buffers(self._module, parameters.buffers)
+        share = accuracy(self._module, self._test, self._threads)
+        return Evaluation(parameters.epoch, parameters.step, share, time.perf_counter() - started)
+
+
 def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
-    """Accuracy on the test data. MODEL and DATASET are the checkpoint's."""
-    try:
-        settings = settings.model_copy(update=state["settings"])
+    """Accuracy of a checkpoint's `state` on the test data of DATASET."""
+    with UsageError.wrap("the checkpoint holds no parameters of ps", KeyError, TypeError):
         parameters, buffers, ledger = state["parameters"], tuple(state["buffers"]), state["ledger"]
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"the checkpoint holds no parameters of ps (no {error})") from error
+        epochs, updates = float(ledger["epoch"]), float(ledger["version"])
     trained = model.build(settings)
     _, test = data.load(settings)
     total = len(model.flatten(trained))
-    if parameters.numel() != total:
+    if len(parameters) != total:
         raise UsageError(
             f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the checkpoint {len(parameters)}"
         )
     model.unflatten(parameters, trained)
     model.load_buffers(trained, buffers)
     torch.set_num_threads(1)
-    return {
-        "accuracy": accuracy(trained, test, settings.cpu_threads),
-        "samples": float(len(test)),
-        "epochs": float(ledger["epoch"]),
-        "updates": float(ledger["version"]),
-    }
+    share = accuracy(trained, test, settings.cpu_threads)
+    return {"accuracy": share, "samples": float(len(test)), "epochs": epochs, "updates": updates}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolecall.config import UsageError
-from rolecall.job import registry
+from rolecall import UsageError
 from rolecall.jobs.ps import PsSettings, data
 
 SMALL = 2**18  # elements (1 MiB); parts are no smaller, but for what comes before a large parameter
@@ -36,6 +35,7 @@ class ConvNet(nn.Module):
         self.fc2 = nn.Linear(128, 10, device=last)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images [n, 1, 28, 28] to log-probabilities [n, 10]."""
         x = images.to(self.conv1.weight.device, memory_format=torch.channels_last)
         x = functional.relu(self.conv1(x), inplace=True)
         x = functional.relu(functional.max_pool2d(self.conv2(x), 2), inplace=True)
@@ -50,54 +50,45 @@ def build(settings: PsSettings, devices: tuple[torch.device, ...] = ()) -> nn.Mo
         torch.manual_seed(settings.seed)
         if not settings.model:
             return ConvNet(settings.dropout, devices)
-        found = registry.factory("MODEL", settings.model)
-        try:
-            model = found()
-        except Exception as error:  # a user's code: whatever it raises is theirs to see
-            raise UsageError(f"MODEL={settings.model}: raised {type(error).__name__}: {error}") from error
+        model = settings.build("model")
     if not isinstance(model, nn.Module):
-        raise UsageError(f"MODEL={settings.model}: makes a {type(model).__name__}, not a torch module")
+        raise UsageError(f"MODEL={settings.model}: returns a {type(model).__name__}, not a torch module")
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         raise UsageError(f"MODEL={settings.model}: has lazy parameters; call the model once in the factory")
     kinds = {parameter.dtype for parameter in trainable(model)}
     if kinds != {torch.float32}:
-        held = ", ".join(sorted(map(str, kinds))) or "none"
-        raise UsageError(f"MODEL={settings.model}: the parameters to train must be torch.float32 (found: {held})")
+        actual = ", ".join(sorted(map(str, kinds))) or "none"
+        raise UsageError(f"MODEL={settings.model}: the parameters to train must be torch.float32, not {actual}")
     return model.to(devices[0]) if devices else model
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, and so exchanged; frozen ones stay as the factory made them."""
+    """The parameters that are trained, and so exchanged; frozen ones stay as the factory built them."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood. Of log-probabilities, which log_softmax keeps, it is the tutorial's NLL loss."""
+    """Mean cross-entropy [] of outputs [n, classes] and class numbers [n]. Of log-probabilities, which log_softmax
+    keeps, it is the tutorial's NLL loss.
+    """
     return functional.cross_entropy(output, targets)
 
 
 def check(settings: PsSettings) -> None:
-    """Refuse what can never work, before anything starts. Raises UsageError."""
+    """Refuses what can never work, before anything starts. Raises UsageError."""
     model = build(settings).eval()
     train, _ = data.load(settings)
     where = f"MODEL={settings.model or 'ConvNet'} DATASET={settings.dataset}"
-    shape: tuple[int, ...] = ()
-    try:
+    with UsageError.wrap(f"{where}: the data gives no batch"):
         inputs, targets = train.batch(torch.arange(min(2, len(train))))
-        shape = tuple(inputs.shape)
-        with torch.no_grad():
-            output = model(inputs)
-            float(loss(output, targets))
-    except Exception as error:  # a user's code, or data that does not fit
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(
-            f"{where}: {f'the model cannot take a batch of shape {shape}' if shape else 'the data gives no batch'} "
-            f"({type(error).__name__}: {first})"
-        ) from error
+    shape = tuple(inputs.shape)
+    with UsageError.wrap(f"{where}: the model cannot take a batch of shape {shape}"), torch.no_grad():
+        output = model(inputs)
+        float(loss(output, targets))
     if output.ndim != 2:
-        raise UsageError(f"{where}: the model gives outputs of shape {tuple(output.shape)}, not (n, classes)")
+        raise UsageError(f"{where}: the model's outputs have shape {tuple(output.shape)}, not (n, classes)")
     if isinstance(train, data.Images) and output.shape[1] <= int(train.labels.max()):
-        raise UsageError(f"{where}: the model knows {output.shape[1]} classes, the data go up to {train.labels.max()}")
+        raise UsageError(f"{where}: the model has {output.shape[1]} classes, the data go up to {train.labels.max()}")
     total = len(flatten(model))
     if settings.servers > total:
         raise UsageError(f"SERVERS={settings.servers}: more than the {total} parameters to train")
@@ -113,7 +104,7 @@ class Part:
 
 
 def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
-    """Cut the parameters that are trained, laid end to end, into equal shards for the servers, and these into parts.
+    """Cuts the parameters that are trained, laid end to end, into equal shards for the servers, and these into parts.
 
     A part is what travels at once. The gradient of a part that is ready goes out while the backward pass still works on
     those before it, so what comes before a large parameter is a part of its own. With UPDATE_MODE=autograd nothing of
@@ -150,7 +141,7 @@ def flatten(model: nn.Module) -> Tensor:
 
 
 def unflatten(flat: Tensor, model: nn.Module) -> None:
-    """Set the parameters that are trained from `flat` [total], where they are."""
+    """Sets the parameters that are trained from `flat` [total], in place."""
     with torch.no_grad():
         for parameter, view in views(flat, model):
             parameter.copy_(view)
@@ -161,7 +152,7 @@ def buffers(model: nn.Module) -> tuple[Tensor, ...]:
     return tuple(buffer.detach().to("cpu", copy=True) for buffer in model.buffers())
 
 
-def load_buffers(model: nn.Module, found: tuple[Tensor, ...]) -> None:
-    """Set the model's buffers; none are left as they are."""
-    for buffer, value in zip(model.buffers(), found, strict=False):
+def load_buffers(model: nn.Module, values: tuple[Tensor, ...]) -> None:
+    """Sets the model's buffers; with no values they stay as they are."""
+    for buffer, value in zip(model.buffers(), values, strict=False):
         buffer.copy_(value)

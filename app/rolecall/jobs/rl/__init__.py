@@ -19,7 +19,7 @@ class RlSettings(Settings):
 
     observers: int = Field(2, ge=1, le=1024, description="observers that a start waits for")
     min_observers: int = Field(1, ge=1, le=1024, description="fewest observers to train with")
-    max_observers: int = Field(64, ge=1, le=1024, description="most observers taken in")
+    max_observers: int = Field(64, ge=1, le=1024, description="most observers to train with")
     env_id: str = Field(
         "CartPole-v1",
         min_length=1,
@@ -30,16 +30,12 @@ class RlSettings(Settings):
         "agent", description="where actions are computed: at the agent, in batches, or at the observers"
     )
     rollout_steps: int = Field(
-        64, ge=1, le=100_000, description="least steps of each environment in an iteration (until an episode ended)"
-    )
-    max_rollout_steps: int = Field(
-        20_000, ge=1, le=10_000_000, description="most steps of each environment to wait for an episode's end"
+        64,
+        ge=1,
+        le=100_000,
+        description="fewest steps of each environment in an iteration; it goes on until an episode ends",
     )
     rollout_timeout: Seconds = Field(120.0, description="deadline of one observer's rollout")
-    max_batch: int = Field(4096, ge=1, le=1_000_000, description="most observations in one inference batch")
-    batch_wait: float = Field(
-        0.0002, ge=0, le=10, description="seconds that an inference batch waits for further observers' calls"
-    )
     max_iterations: int = Field(1000, ge=1, le=100_000_000, description="iterations after which the job ends unsolved")
     gamma: float = Field(0.99, ge=0, le=1, description="discount of the return, per step")
     lr: float = Field(1e-2, gt=0, le=10, description="Adam's learning rate")
@@ -57,8 +53,7 @@ class RlSettings(Settings):
     )
     minibatches: int = Field(4, ge=1, le=1024, description="optimizer steps an iteration, each on its share of it")
     clip_ratio: float = Field(0.2, gt=0, le=100, description="bound on the policy's change within an iteration")
-    value_coef: float = Field(0.5, ge=0, le=1000, description="weight of the baseline's loss")
-    max_grad_norm: float = Field(0.5, gt=0, le=1e9, description="gradients are clipped to this global norm")
+    max_grad_norm: float = Field(0.5, gt=0, le=1e9, description="global norm that gradients are clipped to")
 
 
 JOB = Job(
@@ -73,7 +68,7 @@ JOB = Job(
             "OBSERVERS",
             "MIN_OBSERVERS",
             "MAX_OBSERVERS",
-            preload=("rolecall.jobs.rl.observer", "rolecall.jobs.rl.agent"),
+            preload=("rolecall.jobs.rl.observer",),
         ),
     ),
     check="rolecall.jobs.rl.model:check",

@@ -1,39 +1,54 @@
-"""Batched inference at the agent: the observers' calls that are waiting go through the policy together."""
+"""Batched inference at the agent: the observers' calls that are waiting go through the policy together.
+
+Shapes: n are the environments of a group, ... an observation's own shape.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.futures import Future
 
-from rolecall.job.rpc import PeerLostError
-from rolecall.jobs.rl.envs import Array, Recorder, Trajectory, unpack
+from rolecall import PeerLostError
+from rolecall.jobs.rl.envs import Recorder
+from rolecall.jobs.rl.messages import Array, Trajectory, unpack
 
-Answer = bytes | Exception  # actions, or what the caller is to raise
-Source = tuple[str, int]  # an observer's name and the number of one of its groups
+MAX_BATCH = 4096  # observations: bounds the memory and the time of one forward pass
+BATCH_WAIT = 0.0002  # seconds: less than half a call's round trip, so a late group costs the others little
+Answer = bytes | Exception  # actions [n] int64, or what the caller is to raise
+
+
+class Group(NamedTuple):
+    """A group of environments: the observer that steps it, and its number there."""
+
+    observer: str
+    number: int
 
 
 @dataclass(frozen=True)
-class Call:
-    source: Source
+class PendingCall:
+    """A group's call that waits for actions; observations [n, ...]."""
+
+    group: Group
     recorder: Recorder
     observations: Array
     answer: Future[Answer]
-    waiting_since: float
+    since: float
 
 
 class Batcher:
     """Answers `submit` with actions, and records the trajectories that the calls make up.
 
-    A batch takes the calls that are waiting, up to `max_batch` observations (no single call is split); it leaves when
+    A batch takes the calls that are waiting, up to `max_batch` observations (no single call is split). It leaves when
     it is full, when every group that is under way is waiting in it, or `wait` seconds after its first call came: nobody
-    waits for a slow or dead observer. `act` maps observations [n, ...] to actions [n].
+    waits for a slow or dead observer. `act` maps observations to actions: [m, ...] to [m]. `observe` is called with the
+    size and the seconds of each forward pass.
     """
 
     def __init__(
@@ -41,129 +56,132 @@ class Batcher:
         act: Callable[[Array], Array],
         shape: tuple[int, ...],
         dtype: Any,
-        max_batch: int,
-        wait: float,
+        max_batch: int = MAX_BATCH,
+        wait: float = BATCH_WAIT,
         observe: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         self._act, self._shape, self._dtype = act, shape, dtype
         self._max_batch, self._wait, self._observe = max_batch, wait, observe
-        self._calls: deque[Call] = deque()
-        self._recorders: dict[Source, Recorder] = {}
-        self._finished: dict[Source, Trajectory] = {}
+        self._calls: deque[PendingCall] = deque()
+        self._recorders: dict[Group, Recorder] = {}
+        self._finished: dict[Group, Trajectory] = {}
         self._condition = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def begin(self, sources: list[Source], version: int) -> None:
-        """Record a new rollout of these groups; what is left of the one before is dropped."""
+    def begin(self, groups: list[Group], version: int) -> None:
+        """Starts a rollout of `groups` under the policy of `version`; what is left of the one before is dropped."""
         with self._condition:
-            self._fail(list(self._calls), PeerLostError("the rollout is over"))
+            self._refuse(self._calls, PeerLostError("the rollout is over"))
             self._calls.clear()
-            self._recorders = {source: Recorder(version) for source in sources}
+            self._recorders = {group: Recorder(version) for group in groups}
             self._finished = {}
 
-    def drop(self, name: str) -> None:
-        """Forget the observer `name`: its calls are refused from now on."""
+    def drop(self, observer: str) -> None:
+        """Forgets `observer`: its calls are refused from now on."""
         with self._condition:
-            for source in [source for source in self._recorders if source[0] == name]:
-                del self._recorders[source]
-                self._finished.pop(source, None)
-            self._fail([call for call in self._calls if call.source[0] == name], PeerLostError(f"{name} was given up"))
-            self._calls = deque(call for call in self._calls if call.source[0] != name)
+            for group in [group for group in self._recorders if group.observer == observer]:
+                del self._recorders[group]
+                self._finished.pop(group, None)
+            dropped = [call for call in self._calls if call.group.observer == observer]
+            self._refuse(dropped, PeerLostError(f"{observer} was given up"))
+            self._calls = deque(call for call in self._calls if call.group.observer != observer)
             self._condition.notify()
 
-    def submit(self, source: Source, message: bytes, last: bool) -> Future[Answer]:
-        """A group's observations, with the rewards and ends that led to them; the answer is its actions (int64), or
-        what the caller is to raise: PeerLostError where the group is not part of the rollout, or the policy's error.
+    def submit(self, group: Group, message: bytes, last: bool) -> Future[Answer]:
+        """Takes a group's packed step; the answer is its actions [n] int64 as bytes, or what the caller is to raise:
+        PeerLostError where the group is not part of the rollout, or the policy's error.
 
         The `last` call of a rollout completes its trajectory and is answered at once, with nothing.
         Raises ValueError for a message of another shape.
         """
-        observations, rewards, ends = unpack(message, self._shape, self._dtype)
+        observations, rewards, dones = unpack(message, self._shape, self._dtype)
         answer: Future[Answer] = Future()
         with self._condition:
-            recorder = self._recorders.get(source)
-            if recorder is None or source in self._finished:
-                problem = f"group {source[1]} of {source[0]} is not part of this rollout: it was given up"
+            recorder = self._recorders.get(group)
+            if recorder is None or group in self._finished:
+                problem = f"group {group.number} of {group.observer} is not part of this rollout: it was given up"
                 answer.set_result(PeerLostError(problem))
                 return answer
-            recorder.see(observations, rewards, ends)
+            recorder.see(observations, rewards, dones)
             if last:
-                self._finished[source] = recorder.trajectory()
+                self._finished[group] = recorder.trajectory()
                 answer.set_result(b"")
             else:
-                self._calls.append(Call(source, recorder, observations, answer, time.monotonic()))
+                self._calls.append(PendingCall(group, recorder, observations, answer, time.monotonic()))
             self._condition.notify()
         return answer
 
-    def trajectories(self, names: set[str]) -> list[Trajectory]:
-        """The finished trajectories of these observers, in a fixed order."""
+    def trajectories(self, observer: str) -> list[Trajectory]:
+        """The finished trajectories of an observer's groups, in order of their numbers."""
         with self._condition:
-            return [self._finished[source] for source in sorted(self._finished) if source[0] in names]
+            return [self._finished[group] for group in sorted(self._finished) if group.observer == observer]
 
     def close(self) -> None:
+        """Refuses what is waiting, and ends the thread."""
         with self._condition:
             self._closed = True
-            self._fail(list(self._calls), PeerLostError("the agent has ended"))
+            self._refuse(self._calls, PeerLostError("the agent has ended"))
             self._calls.clear()
             self._condition.notify()
         self._thread.join(10)
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed:
             with self._condition:
                 batch = self._next_batch()
-            if batch is None:
-                return
             try:
                 self._answer(batch)
-            except Exception as error:  # the callers hear of it, and end with it
-                self._fail([call for call in batch if not call.answer.done()], error)
+            except Exception as error:  # the callers raise it, and end with it
+                self._refuse([call for call in batch if not call.answer.done()], error)
 
-    def _next_batch(self) -> list[Call] | None:
-        """Wait for a batch; None once closed. The condition is held."""
-        while not self._calls:
-            if self._closed:
-                return None
+    def _next_batch(self) -> list[PendingCall]:
+        """Waits for a batch; empty where the calls were dropped, or once closed. The condition is held."""
+        while not self._calls and not self._closed:
             self._condition.wait()  # bounded by `close`; no caller is waiting now
-        leaves = self._calls[0].waiting_since + self._wait
-        while self._waiting() < self._max_batch and len(self._calls) < len(self._recorders) - len(self._finished):
+        leaves = self._calls[0].since + self._wait if self._calls else 0.0
+        while self._calls and self._size() < self._max_batch and len(self._calls) < self._under_way():
             left = leaves - time.monotonic()
-            if left <= 0 or not self._condition.wait(left) or not self._calls:
+            if left <= 0 or not self._condition.wait(left):
                 break
-        batch: list[Call] = []
+        batch: list[PendingCall] = []
         size = 0
         while self._calls and (not batch or size + len(self._calls[0].observations) <= self._max_batch):
             batch.append(self._calls.popleft())
             size += len(batch[-1].observations)
         return batch
 
-    def _waiting(self) -> int:
+    def _size(self) -> int:
         return sum(len(call.observations) for call in self._calls)
 
-    def _answer(self, batch: list[Call]) -> None:
+    def _under_way(self) -> int:
+        return len(self._recorders) - len(self._finished)
+
+    def _answer(self, batch: list[PendingCall]) -> None:
         if not batch:
             return
         started = time.perf_counter()
-        joined = batch[0].observations if len(batch) == 1 else np.concatenate([call.observations for call in batch])
-        actions = self._act(joined)
-        self._observe(len(joined), time.perf_counter() - started)
-        answers, offset = [], 0
+        observations = (
+            np.concatenate([call.observations for call in batch]) if len(batch) > 1 else batch[0].observations
+        )
+        actions = self._act(observations)
+        self._observe(len(observations), time.perf_counter() - started)
+        answers: list[tuple[Future[Answer], bytes]] = []
+        offset = 0
         with self._condition:
             for call in batch:
-                own = actions[offset : offset + len(call.observations)]
-                offset += len(own)
-                if self._recorders.get(call.source) is call.recorder:
-                    call.recorder.choose(own)
-                    answers.append((call.answer, own.tobytes()))
+                chosen = actions[offset : offset + len(call.observations)]
+                offset += len(chosen)
+                if self._recorders.get(call.group) is call.recorder:
+                    call.recorder.choose(chosen)
+                    answers.append((call.answer, chosen.tobytes()))
                 else:  # `begin` or `drop` came while the policy computed
-                    self._fail([call], PeerLostError("the rollout is over"))
-        for answer, own_bytes in answers:
-            if not answer.done():
-                answer.set_result(own_bytes)
+                    self._refuse([call], PeerLostError("the rollout is over"))
+        for answer, message in answers:
+            answer.set_result(message)
 
     @staticmethod
-    def _fail(calls: list[Call], error: Exception) -> None:
+    def _refuse(calls: Iterable[PendingCall], error: Exception) -> None:
         for call in calls:
             call.answer.set_result(error)  # RPC would pass an exception that was set on as a value all the same

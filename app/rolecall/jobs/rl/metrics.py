@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from rolecall import Metric
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+COUNTS = tuple(2**power for power in range(14))
 
 METRICS = (
     Metric("counter", "rl_env_steps_total", "Environment steps taken.", roles=("observer",)),
     Metric("counter", "rl_episodes_total", "Episodes completed.", roles=("observer",)),
-    Metric(
-        "counter", "rl_iterations_total", "Iterations: a rollout of every observer and an update.", roles=("agent",)
-    ),
     Metric("gauge", "rl_return_last", "Worst observer's mean episode return in the last iteration.", roles=("agent",)),
     Metric("gauge", "rl_policy_version", "Version of the policy in use: updates made to it."),
     Metric(
@@ -23,8 +20,12 @@ METRICS = (
     ),
     Metric("histogram", "rl_inference_batch_observations", "Observations in one forward pass.", buckets=COUNTS),
     Metric("histogram", "rl_inference_seconds", "Time of one forward pass, sampling included."),
-    Metric("histogram", "rl_rollout_seconds", "Time of an iteration's rollouts.", buckets=Metric.DURATION, roles=("agent",)),
-    Metric("histogram", "rl_update_seconds", "Time of an iteration's update.", buckets=Metric.DURATION, roles=("agent",)),
+    Metric(
+        "histogram", "rl_rollout_seconds", "Time of an iteration's rollouts.", buckets=Metric.DURATION, roles=("agent",)
+    ),
+    Metric(
+        "histogram", "rl_update_seconds", "Time of an iteration's update.", buckets=Metric.DURATION, roles=("agent",)
+    ),
     Metric("gauge", "rl_policy_loss", "Policy loss of the last update.", roles=("agent",)),
     Metric("gauge", "rl_baseline_loss", "Baseline loss of the last update.", roles=("agent",)),
     Metric("gauge", "rl_policy_entropy_nats", "Mean entropy of the policy in the last update.", roles=("agent",)),

@@ -9,28 +9,22 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
-from rolecall.config import UsageError
-from rolecall.job import registry
+from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, envs
+from rolecall.jobs.rl.messages import Array, PolicyState
 
 
 class Rows(nn.Module):
-    """Each observation as one row; nn.Flatten refuses observations that are single numbers."""
+    """Each observation as one row: [n, ...] to [n, size]; nn.Flatten refuses observations that are single numbers."""
 
     def forward(self, observations: Tensor) -> Tensor:
         return observations.reshape(len(observations), -1)
 
 
 def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
-    """One hidden layer, as in the tutorial."""
-    layers = [
-        Rows(),
-        nn.Linear(inputs, hidden),
-        nn.Dropout(dropout),
-        nn.ReLU(inplace=True),
-        nn.Linear(hidden, outputs),
-    ]
-    return nn.Sequential(*(layer for layer in layers if dropout or not isinstance(layer, nn.Dropout)))
+    """One hidden layer, as in the tutorial: [n, ...] to [n, outputs]."""
+    between = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(Rows(), nn.Linear(inputs, hidden), *between, nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
 
 
 class ActorCritic(nn.Module):
@@ -50,6 +44,7 @@ class ActorCritic(nn.Module):
         return logits, value.reshape(-1)
 
     def logits(self, observations: Tensor) -> Tensor:
+        """Logits [n, actions] of observations [n, ...]."""
         out = self.policy(observations)
         return out if isinstance(out, Tensor) else out[0]
 
@@ -63,16 +58,11 @@ def build(settings: RlSettings, observation: Box, action: Discrete) -> ActorCrit
         baseline = mlp(size, max(1, settings.hidden_size // 2), 1)
         if not settings.policy:
             return ActorCritic(mlp(size, settings.hidden_size, int(action.n), settings.dropout), baseline)
-        try:
-            policy = registry.factory("POLICY", settings.policy)(observation, action)
-            if not isinstance(policy, nn.Module):
-                raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
-            with torch.no_grad():
-                out = policy.eval()(tensor(np.zeros((2, *observation.shape), observation.dtype), torch.device("cpu")))
-        except UsageError:
-            raise
-        except Exception as error:  # a user's code: whatever it raises is theirs to see
-            raise UsageError(f"POLICY={settings.policy}: raised {type(error).__name__}: {error}") from error
+        policy = settings.build("policy", observation, action)
+        if not isinstance(policy, nn.Module):
+            raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
+        with UsageError.wrap(f"POLICY={settings.policy}: raised an error"), torch.no_grad():
+            out = policy.eval()(to_tensor(np.zeros((2, *observation.shape), observation.dtype), torch.device("cpu")))
     if problem := _problem(out, int(action.n)):
         raise UsageError(f"POLICY={settings.policy}: {problem}; {action} needs logits of shape (n, {action.n})")
     return ActorCritic(policy, baseline if isinstance(out, Tensor) else None)
@@ -87,12 +77,12 @@ def _problem(out: Any, actions: int) -> str:
     if logits.shape != (2, actions) or not logits.is_floating_point():
         return f"makes logits of shape {tuple(logits.shape)} and type {logits.dtype} for 2 observations"
     if pair and not (isinstance(value, Tensor) and value.shape in ((2,), (2, 1)) and value.is_floating_point()):
-        made = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
-        return f"makes beside its logits a value {made} for 2 observations, not one number each"
+        kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
+        return f"makes beside its logits a value {kind} for 2 observations, not one number each"
     return ""
 
 
-def tensor(observations: envs.Array, device: torch.device) -> Tensor:
+def to_tensor(observations: Array, device: torch.device) -> Tensor:
     """Observations as the float32 that policies compute with."""
     if observations.dtype != np.float32:
         observations = observations.astype(np.float32)
@@ -102,33 +92,34 @@ def tensor(observations: envs.Array, device: torch.device) -> Tensor:
 
 
 class Actor:
-    """Acts with a policy: observations in, actions out."""
+    """Acts with a model's policy: observations [n, ...] in, actions [n] int64, counted from 0, out."""
 
     def __init__(self, model: ActorCritic, device: torch.device) -> None:
         self.model = model.to(device)
         self.device = device
 
-    @torch.inference_mode()
-    def act(self, observations: envs.Array) -> envs.Array:
-        """Sample an action [n] int64, counted from 0, for each of the observations [n, ...]."""
-        logits = self.model.logits(tensor(observations, self.device))
-        # the exponential race: argmin of Exp(1)/p is a sample of p
-        race = torch.empty_like(logits).exponential_().log_()
-        chosen: envs.Array = (logits - race).argmax(-1).cpu().numpy()
-        return chosen
+    def load(self, policy: PolicyState) -> None:
+        """Acts with this policy from now on."""
+        self.model.policy.load_state_dict(policy)
+        self.model.eval()
 
     @torch.inference_mode()
-    def best(self, observations: envs.Array) -> envs.Array:
+    def act(self, observations: Array) -> Array:
+        """Samples an action for each of the observations."""
+        logits = self.model.logits(to_tensor(observations, self.device))
+        # the exponential race: argmin of Exp(1)/p is a sample of p
+        race = torch.empty_like(logits).exponential_().log_()
+        actions: Array = (logits - race).argmax(-1).cpu().numpy()
+        return actions
+
+    @torch.inference_mode()
+    def best(self, observations: Array) -> Array:
         """The most probable action for each of the observations."""
-        chosen: envs.Array = self.model.logits(tensor(observations, self.device)).argmax(-1).cpu().numpy()
-        return chosen
+        actions: Array = self.model.logits(to_tensor(observations, self.device)).argmax(-1).cpu().numpy()
+        return actions
 
 
 def check(settings: RlSettings) -> None:
-    """Refuse what can never work, before anything starts. Raises UsageError."""
-    made = envs.make(settings.env_id, 1)
-    observation, action = made.single_observation_space, made.single_action_space
-    made.close()
-    assert isinstance(observation, Box)
-    assert isinstance(action, Discrete)
-    build(settings, observation, action)
+    """Refuses what can never work, before anything starts. Raises UsageError."""
+    env = envs.describe(settings.env_id)
+    build(settings, env.observation, env.action)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.contracts.dashboards.queries import JOB, total
+from tools.dashboards.queries import JOB, total
 
 SCHEMA = 41  # of dashboards, in Grafana 12
 WIDTH = 24

@@ -1,0 +1,119 @@
+"""The gang's state, and its transitions: a generation drains or stops, a member is lost, the job ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolecall.gang.admission import Admission, Progress
+from rolecall.gang.protocol import HOLD, Cause, Event, GangState, Key, RoleSpec, Rules
+from rolecall.gang.roster import Generation, MemberRecord, Roster
+
+
+class Lifecycle:
+    """The state of a gang. `incarnation` is that of rank 0, where the coordinator runs.
+
+    `last`, `previous`: the last generation's number and members, as persisted; `done`: DONE's summary, if there is one.
+    `since` is when it entered its `state`, in seconds; `epoch` grows whenever a directive may have changed.
+    """
+
+    def __init__(
+        self,
+        roles: tuple[RoleSpec, ...],
+        rules: Rules,
+        incarnation: str,
+        now: float,
+        last: int = 0,
+        previous: tuple[Key, ...] = (),
+        done: dict[str, Any] | None = None,
+    ) -> None:
+        self.roles = {role.name: role for role in roles}
+        self.rules = rules
+        self.master: Key = (roles[0].name, 0)
+        self.members: dict[Key, MemberRecord] = {}
+        self.generation = Generation(last, {}, now)
+        self.state: GangState = "gathering" if done is None else "finished"
+        self.number = last
+        self.epoch = 1
+        self.since = now
+        self.reason = ""
+        self.code = 0
+        self.summary = done or {}
+        self.events: list[Event] = []
+        self._roster = Roster(self.roles, self.master, incarnation)
+        self._admission = Admission(self.roles, rules, last, previous)
+        self._progress = Progress(rules.max_failures)
+        everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
+        self._uninformed = set[Key]() if done is None else everyone  # members that may not know how the job ended
+        self._ticked = now
+        self._resumed_at = float("-inf")  # after a pause of this process
+        self._finishing = False
+
+    # ---- transitions
+
+    def _enter(self, state: GangState, now: float) -> None:
+        self.state, self.since = state, now
+        self.epoch += 1
+
+    def _drain(self, reason: str, now: float) -> None:
+        self.reason = reason
+        self._enter("draining", now)
+        self.events.append(("draining", {"reason": reason}))
+
+    def _train_on(self, now: float) -> None:
+        """Gives the drain up; the next try comes after another interval."""
+        self.generation.drain_after = now + self.rules.rejoin_interval
+        self._enter("running", now)
+        self.events.append(("drain given up", {"reason": self.reason}))
+
+    def _stop(self, cause: Cause, reason: str, now: float) -> None:
+        self.reason = reason
+        self._progress.broke(now)
+        working = [member for key, member in self.members.items() if self._live(key)]
+        self._enter("stopping", now)
+        for member in working:
+            member.stop_epoch = self.epoch  # an earlier heartbeat without a worker may be older than its worker
+        self.events.append(("stopped", {"cause": cause, "reason": reason}))
+
+    def _fail(self, reason: str, code: int, now: float) -> None:
+        self.reason, self.code = reason, code
+        self._end("failed", now)
+        self.events.append(("failed", {"reason": reason}))
+
+    def _end(self, state: GangState, now: float) -> None:
+        """The job is over. Members that are away for a moment must learn so too."""
+        away = () if self.state == "gathering" else self.generation.members
+        keys, lost = (*self.members, *away), self.generation.lost
+        self._uninformed = {key for key in keys if not self._leaving(key) and lost.get(key) != "left"}
+        self._enter(state, now)
+
+    def _lose(self, key: Key, cause: Cause, reason: str, now: float) -> None:
+        """A member's worker has ended, or the member is given up: the generation ends, or continues without it where
+        it is elastic."""
+        if not self._live(key) or self._finishing:
+            return
+        if self._elastic(key) and cause not in ("left", "lost"):
+            self._admission.died(key, now)
+        if not self._elastic(key) or not self.generation.connected:
+            self._stop(cause, reason, now)
+            return
+        self.generation.lost[key] = cause
+        if cause == "lost":  # it lost a peer, which reports its own end in a moment
+            self.generation.hold_until = now + HOLD
+        self.epoch += 1
+        self.members[key].stop_epoch = self.epoch
+        self.events.append(("lost", {"cause": cause, "reason": reason}))
+
+    # ---- questions
+
+    def _live(self, key: Key) -> bool:
+        """Whether `key`, in its present incarnation, is part of a generation that runs."""
+        return self.state in ("running", "draining") and self.generation.has(key, self.members.get(key))
+
+    def _elastic(self, key: Key) -> bool:
+        return self.roles[key[0]].elastic
+
+    def _leaving(self, key: Key) -> bool:
+        return key in self.members and self.members[key].leaving
+
+    def _count(self, role: str) -> int:
+        return sum(key[0] == role and self._live(key) for key in self.generation.members)

@@ -1,0 +1,176 @@
+"""A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits. Pure logic.
+
+Its supervisor sends `heartbeat()` with `known`, and passes on what comes of that: `answered`, `failed` or `refused`. It
+carries out `next_action` and confirms it with `action_done`; after that, or when the worker's status changes, the next
+heartbeat goes out at once. It calls `tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rolecall.gang.protocol import (
+    ALIVE,
+    FAILED,
+    FENCE,
+    OVER,
+    USAGE,
+    ActionKind,
+    Directive,
+    Heartbeat,
+    Rules,
+    WorkerStatus,
+)
+
+RETRY_SECONDS = 0.2  # from a failed request to the next, unless there is something new to report
+TICKS = 24  # a lease
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done with the worker for a directive: `end` it, `start` one, or pass an `update` on to a running one."""
+
+    kind: ActionKind
+    directive: Directive
+
+
+class Member:
+    """One rank's side of the gang. `ordinal` is None where the gang assigns one; all times are in seconds."""
+
+    def __init__(self, rules: Rules, role: str, ordinal: int | None, incarnation: str, node: str, now: float) -> None:
+        self.rules, self.role, self.ordinal, self.incarnation, self.node = rules, role, ordinal, incarnation, node
+        self.directive: Directive | None = None  # the newest
+        self.leaving = False
+        self.acknowledged = False  # it knows how the job ended
+        self.over = False  # no heartbeat is due any more
+        self.exit_code: int | None = None
+        self.retries = 0  # requests in a row that were not answered
+        self.contact = now  # when the newest request was sent that was answered
+        self._sequence = 0
+        self._epoch = 0  # of the last directive that was carried out
+        self._current: Directive | None = None  # being carried out, in one or two actions
+        self._completed: Directive | None = None
+        self._acting = False
+        self._hurried = False  # by a signal
+        self._leave_by = float("inf")
+        self._ticked = now
+        self._awake_since = now
+
+    # ---- heartbeats
+
+    def heartbeat(self, worker: WorkerStatus) -> Heartbeat:
+        """The next heartbeat."""
+        self._sequence += 1
+        return Heartbeat(
+            self.role, self.ordinal, self.incarnation, self._sequence, self.node, self._epoch, worker,
+            self.leaving, self.acknowledged,
+        )  # fmt: skip
+
+    @property
+    def known(self) -> Directive | None:
+        """The directive that the coordinator need not repeat; None asks for an answer at once, after a failure."""
+        return None if self.retries else self.directive
+
+    def silence(self, now: float) -> float:
+        """Seconds since the newest answered request was sent."""
+        return now - self.contact
+
+    def answered(self, heartbeat: Heartbeat, sent_at: float, directive: Directive, now: float) -> bool:
+        """The answer to `heartbeat`. Returns False where it came too late: the gang may have given this member up
+        since, and the request counts as failed."""
+        if now - sent_at > self.rules.lease * FENCE:
+            return False
+        if directive != self.directive:
+            self.directive = directive
+        self.contact, self.retries = sent_at, 0
+        if heartbeat.acknowledged:
+            self.over = True
+            self.exit(directive.code)
+        return True
+
+    def failed(self, now: float) -> None:
+        """A request got no answer. Exits where there is nobody left to wait for."""
+        self.retries += 1
+        silence, lease = self.silence(now), self.rules.lease
+        if self.leaving and silence > lease / 3:
+            self.exit(0)  # rank 0 is gone, and cannot drain
+        if self.acknowledged and self.directive and silence > lease * FENCE:
+            self.exit(self.directive.code)  # rank 0 did not wait for the last heartbeat
+        if silence > self.rules.rejoin_timeout and self.retries > 1:
+            self.exit(USAGE)
+
+    def refused(self) -> None:
+        """The coordinator refuses this rank."""
+        self.over = True
+        self.exit(USAGE)
+
+    # ---- directives
+
+    def next_action(self, worker: WorkerStatus) -> Action | None:
+        """The next action for the newest directive; None while one is under way, or where nothing is left to do.
+
+        A directive is carried out wholly before the next one is looked at. A worker is started once a generation, and
+        never beside another.
+        """
+        if self._acting or (self._current is None and self.directive is self._completed):
+            return None
+        directive = self._current = self._current or self.directive
+        assert directive is not None
+        kind: ActionKind = "end"
+        if directive.kind == "run" and worker.generation == directive.generation:
+            kind = "update"
+        elif directive.kind == "run" and worker.state not in ALIVE:
+            kind = "start"
+        self._acting = True
+        return Action(kind, directive)
+
+    def action_done(self, action: Action) -> None:
+        """`action` was carried out."""
+        self._acting, directive = False, action.directive
+        if action.kind == "end" and directive.kind == "run":
+            return  # the start follows
+        self._current, self._completed, self._epoch = None, directive, directive.epoch
+        if directive.kind == "leave":
+            self.exit(0)
+        self.acknowledged |= directive.kind in OVER
+
+    # ---- time
+
+    def tick(self, now: float, worker_heartbeat: float | None) -> Literal["", "silent", "stopped"]:
+        """Moves on to `now`; `worker_heartbeat` is when a live worker was last heard from. Returns the outcome with
+        which the worker is to be killed, if it is: it is `silent`, or fenced (`stopped`)."""
+        if now - self._ticked > self.rules.lease / 3:
+            self._awake_since = now  # this process was suspended, and the worker may have been too
+        self._ticked = now
+        if now > self._leave_by:
+            self.exit(FAILED)
+        if self.is_silent(now, worker_heartbeat):
+            return "silent"
+        return "stopped" if self.silence(now) > self.rules.lease * FENCE else ""
+
+    def is_silent(self, now: float, worker_heartbeat: float | None) -> bool:
+        """Whether a live worker has been silent for a lease."""
+        return worker_heartbeat is not None and now - max(worker_heartbeat, self._awake_since) > self.rules.lease
+
+    # ---- the end
+
+    def leave(self, now: float) -> None:
+        """SIGTERM or SIGINT: leaves after a drain; at once if it has not joined, and at the second signal."""
+        self._hurried = True
+        if self.leaving:
+            self.exit(FAILED)
+        elif self.directive is None:
+            self.exit(0)
+        elif self.exit_code is None:
+            self.leaving, self._leave_by = True, now + self.rules.drain_timeout + self.rules.lease / 2
+
+    def exit(self, code: int) -> None:
+        """Exits with `code`, unless it exits already."""
+        if self.exit_code is None:
+            self.exit_code = code
+
+    def exits(self, settled: bool) -> bool:
+        """Whether it exits now. Rank 0 stays until the gang has `settled`, so that every member learns how the job
+        ended, or until a signal; the others do not wait."""
+        return self.exit_code is not None and (settled or self._hurried or not self.acknowledged)

@@ -1,0 +1,118 @@
+"""The functions that are called over RPC: by the master at trainers and servers, and by trainers at servers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from rolecall import RankObject
+from rolecall.jobs.hybrid.messages import Command
+from rolecall.jobs.hybrid.server import SERVER
+from rolecall.jobs.hybrid.table import BagArrays, Bags, Table
+
+Answer = torch.futures.Future[Any]
+
+
+class Inbox:
+    """A trainer's commands by number: calls may arrive in another order than they were made in."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Future[tuple[Command, Answer]]] = {}
+
+    def slot(self, number: int) -> Future[tuple[Command, Answer]]:
+        """Holds command `number` and where to put its answer, once it has arrived."""
+        return self._slots.setdefault(number, Future())
+
+    def take(self, number: int) -> tuple[Command, Answer]:
+        """Waits for command `number`, and removes it."""
+        arrived = self.slot(number).result()  # the supervisor, which checks rank 0's lease, bounds this wait
+        del self._slots[number]
+        return arrived
+
+
+INBOX: RankObject[Inbox] = RankObject()
+
+
+# ---- at a trainer
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def command(number: int, what: Command) -> Answer:
+    """Has the trainer carry out `what` after command `number` - 1. The answer depends on the command."""
+    answer: Answer = torch.futures.Future()
+    INBOX.get().slot(number).set_result((what, answer))
+    return answer
+
+
+# ---- at a server
+
+
+def device() -> str:
+    """The name of the device that the server computes on."""
+    return str(SERVER.get().context.device)
+
+
+def build_table() -> Table:
+    """Builds the server's table, for the master's RemoteModule."""
+    server = SERVER.get()
+    server.table = Table(server.settings, server.context.me.ordinal)
+    return server.table
+
+
+def fill_table() -> None:
+    """Gives the table its initial values."""
+    SERVER.get().table.fill()
+
+
+def restore_rows(begin: int, weight: Tensor, squares: Tensor) -> None:
+    """Sets the rows from `begin` on to a checkpoint's `weight` [rows, width] and `squares` [rows] or [0]."""
+    SERVER.get().table.restore(begin, weight, squares)
+
+
+def start_training(step: int) -> None:
+    """Declares the table to be the one after `step` steps."""
+    SERVER.get().start(step)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def exchange(step: int, trainer: int, gradient: np.ndarray | None, arrays: BagArrays | None) -> Answer:
+    """A trainer's gradient [bags, width] of its pooled vectors, for the update that makes step `step`, and its bags of
+    the step after that; either may be missing. The answer, once step `step` is made, is `TableServer.pool`'s, or None.
+    """
+    server = SERVER.get()
+    if gradient is not None:
+        server.add_gradient(trainer, torch.from_numpy(gradient))
+    if arrays is None:
+        return server.at(step, lambda: None)
+    bags = Bags.from_arrays(arrays).to(server.table.weight.device)
+
+    def pool() -> np.ndarray | Exception:
+        server.add_bags(trainer, bags)  # before the answer, which the trainer's next gradient follows
+        return server.pool(bags)
+
+    return server.at(step, pool)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def lookup(step: int, arrays: BagArrays) -> Answer:
+    """Pools bags of the table after `step` steps; the answer is `TableServer.pool`'s."""
+    server = SERVER.get()
+    bags = Bags.from_arrays(arrays).to(server.table.weight.device)
+    return server.at(step, lambda: server.pool(bags))
+
+
+def copy_at(step: int) -> None:
+    """Has the server copy its table once step `step` is made, or now."""
+    SERVER.get().copy_at(step)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def copied_rows(step: int, begin: int, end: int) -> Answer:
+    """Rows `begin` to `end` of the copy after `step` steps: weight [rows, width] and squares [rows] or [0]."""
+    server = SERVER.get()
+    return server.at(step, lambda: server.copied_rows(begin, end))

@@ -1,0 +1,68 @@
+"""What travels between the master and the trainers: commands, and what they are answered with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+EVALUATION_BATCH = 512  # samples
+
+
+class DenseState(TypedDict):
+    """The dense network and its optimizer, as their `state_dict` gives them, on the CPU."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DescribeData:
+    """Asks for the `DataDescription` of the trainer's samples."""
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """Numbers of training samples, of test samples and of classes; `digest` identifies the data."""
+
+    samples: int
+    tests: int
+    classes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """Builds the dense network as it is after `step` steps; `dense` None: with its initial weights."""
+
+    step: int
+    dense: DenseState | None
+
+
+@dataclass(frozen=True)
+class TrainSteps:
+    """Trains on the sample numbers `samples` [n] int64: `counts[i]` of them in step i, which has `totals[i]` over all
+    trainers. Answered with `StepsResult`, which has the dense network's state where `with_dense` is set.
+    """
+
+    samples: Tensor
+    counts: list[int]
+    totals: list[int]
+    with_dense: bool
+
+
+@dataclass(frozen=True)
+class StepsResult:
+    """The loss, summed over this trainer's samples, and the dense network after the last step, if it was asked for."""
+
+    loss: float
+    dense: DenseState | None
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Asks for the number of correctly classified samples in the trainer's share of the test samples."""
+
+
+Command = DescribeData | Join | TrainSteps | Evaluate

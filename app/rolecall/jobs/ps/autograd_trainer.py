@@ -1,0 +1,43 @@
+"""The trainer of UPDATE_MODE=autograd, the tutorial's way: the model is at the lead. Trainers run forward through it,
+distributed autograd runs backward through both, and the lead steps the one optimizer there is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc
+
+from rolecall import Context
+from rolecall.jobs.ps import PsSettings, calls, data, model
+from rolecall.jobs.ps.messages import BatchReport, GradientKey
+
+
+def train(context: Context[PsSettings]) -> None:
+    """Computes one batch after another through the lead's model, until the epochs are done."""
+    settings, metrics, name = context.settings, context.metrics, context.me.name
+    samples, _ = data.load(settings)
+    lead = context.members[0].name
+    deadline = 2 * settings.step_timeout + settings.rpc_timeout
+    remote = rpc.remote(lead, calls.server_model, timeout=settings.connect_timeout)
+    device = context.device if lead in context.mapped else torch.device("cpu")
+    key = GradientKey(name, 0)
+    assignment = context.call(lead, calls.exchange, key, 0, None, BatchReport(0, 0), timeout=deadline).wait().assignment
+    while assignment.batches:
+        for batch in assignment.batches:
+            key = GradientKey(name, key.number + 1)
+            inputs, targets = samples.batch(torch.from_numpy(batch))
+            with dist_autograd.context() as context_id:
+                with metrics.ps_compute_seconds.time():
+                    call = context.call(lead, calls.forward, remote, name, context_id, inputs.to(device),
+                                        timeout=deadline)  # fmt: skip
+                    output = call.wait()
+                    loss = model.loss(output, targets.to(device))
+                    dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
+                correct = int((output.argmax(1).cpu() == targets).sum())
+                report = BatchReport(0, len(batch), float(loss.detach()), correct)
+                with metrics.ps_wait_seconds.time():
+                    call = context.call(lead, calls.step, remote, key, context_id, report, timeout=deadline)
+                    assignment = call.wait().assignment
+            metrics.ps_computed_samples.inc(len(batch))
+            context.report_step(key.number)

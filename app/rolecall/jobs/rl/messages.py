@@ -1,0 +1,84 @@
+"""What travels between the ranks.
+
+Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+PolicyState = dict[str, Tensor]  # the policy's parameters and buffers, by name
+
+
+class Done(IntEnum):
+    """Whether a step ends its episode, and how. Arrays called `dones` hold it as uint8."""
+
+    CONTINUES = 0
+    TERMINATED = 1
+    TRUNCATED = 2
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one group of environments did in a rollout, under the policy of `version`.
+
+    observations [T+1, n, ...]; actions [T, n] int64, counted from 0; rewards [T, n] float32; dones [T, n] uint8;
+    experience [T, n] bool, False for the step after an episode's end, which only resets.
+    """
+
+    observations: Array
+    actions: Array
+    rewards: Array
+    dones: Array
+    experience: Array
+    version: int
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
+        """Observations, actions, rewards, dones and experience."""
+        return self.observations, self.actions, self.rewards, self.dones, self.experience
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An observer's answer: the returns of the episodes that ended, and the trajectories of its groups.
+
+    With INFERENCE=agent there are no trajectories: the agent has recorded them.
+    """
+
+    returns: list[float]
+    trajectories: list[Trajectory]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, for the metrics of the call."""
+        return sum(array.nbytes for trajectory in self.trajectories for array in trajectory.arrays)
+
+
+def pack(observations: Array, rewards: Array, dones: Array) -> bytes:
+    """One step of a group: observations [n, ...], rewards [n] float32 and dones [n] uint8 as one message.
+
+    Bytes travel through RPC faster than small tensors do.
+    """
+    return b"".join((rewards.tobytes(), observations.tobytes(), dones.tobytes()))
+
+
+def unpack(message: bytes, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array, Array]:
+    """The inverse of `pack` for observations of `shape` and `dtype` each: (observations, rewards, dones), read-only.
+
+    Raises ValueError for a message of another length.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    n, rest = divmod(len(message), 5 + size)
+    if rest:
+        raise ValueError(f"a message of {len(message)} bytes holds no whole number of observations of {shape} {dtype}")
+    rewards = np.frombuffer(message, np.float32, n)
+    observations = np.frombuffer(message, np.uint8, n * size, 4 * n).view(dtype).reshape(n, *shape)
+    return observations, rewards, np.frombuffer(message, np.uint8, n, 4 * n + n * size)

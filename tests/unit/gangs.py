@@ -1,0 +1,141 @@
+"""A gang on a clock of the test's own, with members that do what the test asks for."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from rolecall.gang.gang import Gang
+from rolecall.gang.protocol import (
+    OVER,
+    Directive,
+    Effect,
+    Event,
+    Heartbeat,
+    Key,
+    RoleSpec,
+    Rules,
+    WorkerStatus,
+)
+
+RL = (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True))
+PS = (RoleSpec("ps", 1, 1, 1, False), RoleSpec("trainer", 2, 2, 2, False))
+RULES = Rules()
+FIRST = "first"  # rank 0's incarnation
+WORKER_FIELDS = {each.name for each in fields(WorkerStatus)}
+
+
+def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:
+    """`heartbeat` with `changes`, of its own fields and of its worker's."""
+    worker = {name: changes.pop(name) for name in list(changes) if name in WORKER_FIELDS}
+    return replace(heartbeat, worker=replace(heartbeat.worker, **worker), **changes)
+
+
+class FakeMember:
+    """A member that sends the heartbeats and carries out the directives that a test asks for."""
+
+    def __init__(self, play: Play, heartbeat: Heartbeat) -> None:
+        self.play, self.heartbeat = play, heartbeat
+        self.key: Key = (heartbeat.role, -1)
+
+    def sends(self, **changes: Any) -> None:
+        """Send a heartbeat, with `changes` from now on."""
+        self.heartbeat = changed(self.heartbeat, sequence=self.heartbeat.sequence + 1, **changes)
+        self.key = self.play.gang.receive(self.heartbeat, self.play.now)
+
+    @property
+    def directive(self) -> Directive:
+        return self.play.gang.directive(self.key)
+
+    def obeys(self) -> None:
+        """Carry out the directive, and report that."""
+        directive, worker = self.directive, self.heartbeat.worker
+        acknowledged = directive.kind in OVER
+        if directive.kind == "run" and (directive.generation != worker.generation or worker.state == "none"):
+            self.sends(
+                epoch=directive.epoch, generation=directive.generation, state="running", outcome="", error="", step=0
+            )
+        elif directive.kind != "run" and worker.state == "running":
+            self.sends(epoch=directive.epoch, state="ended", outcome="stopped", acknowledged=acknowledged)
+        else:
+            self.sends(epoch=directive.epoch, acknowledged=acknowledged)
+
+    def ends(self, outcome: str, **changes: Any) -> None:
+        """Its worker ends."""
+        self.sends(state="ended", outcome=outcome, **changes)
+
+
+class Play:
+    """A gang, its members, and the clock."""
+
+    def __init__(self, roles: tuple[RoleSpec, ...] = RL, rules: Rules = RULES, **persisted: Any) -> None:
+        self.now = 0.0
+        self.gang = Gang(roles, rules, FIRST, self.now, **persisted)
+        self.members: list[FakeMember] = []
+        self.joined = 0
+        self.effects: list[Effect] = []
+        self.events: list[Event] = []
+
+    def join(self, role: str, ordinal: int | None = 0, incarnation: str = "", **changes: Any) -> FakeMember:
+        """A new member, which sends its first heartbeat."""
+        self.joined += 1
+        incarnation = incarnation or (FIRST if role == self.gang.master[0] else f"{role}-{self.joined}")
+        heartbeat = Heartbeat(role, ordinal, incarnation, 0, node=f"node-of-{role}-{ordinal}")
+        member = FakeMember(self, changed(heartbeat, **changes))
+        member.sends()
+        self.members.append(member)
+        return member
+
+    def leaves(self, member: FakeMember) -> None:
+        """It sends nothing more."""
+        self.members.remove(member)
+
+    def tick(self) -> None:
+        while effect := self.gang.tick(self.now):
+            self.effects.append(effect)
+            self.gang.confirm(effect, self.now)
+        self.events += self.gang.events
+        self.gang.events.clear()
+
+    def settle(self) -> None:
+        """Everyone carries out its directives until they stay the same."""
+        epoch = -1
+        while epoch != self.gang.epoch:
+            epoch = self.gang.epoch
+            for member in list(self.members):
+                member.obeys()
+            self.tick()
+
+    def wait(self, seconds: float, *silent: FakeMember) -> None:
+        """Let time pass; everyone but `silent` sends heartbeats."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 0.5, end)
+            for member in self.members:
+                if member not in silent:
+                    member.sends()
+            self.tick()
+
+    def sleep(self, seconds: float) -> None:
+        """The coordinator is stopped (SIGSTOP) for so long."""
+        self.now += seconds
+        self.tick()
+
+    @property
+    def running(self) -> list[Key]:
+        """The members that are to run."""
+        return [member.key for member in self.members if member.directive.kind == "run"]
+
+    def causes(self, kind: str) -> list[str]:
+        return [details["cause"] for event, details in self.events if event == kind]
+
+
+def trains(roles: tuple[RoleSpec, ...] = RL, rules: Rules = RULES, step: int = 1) -> tuple[Play, list[FakeMember]]:
+    """A gang in its first generation, after `step`."""
+    play = Play(roles, rules)
+    members = [play.join(role.name, ordinal) for role in roles for ordinal in range(role.count)]
+    play.settle()
+    assert play.gang.state == "running"
+    members[0].sends(step=step)
+    play.tick()
+    return play, members

@@ -1,0 +1,135 @@
+"""The command line: a flag for every setting, what it overrides, and how its value reaches the ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rolecall import __main__, config
+from rolecall.config import Settings
+from rolecall.gang.protocol import USAGE
+from rolecall.job import registry
+from rolecall.jobs.rl import RlSettings
+from rolecall.watch.local import LocalRun
+from rolecall.watch.rank_process import RankProcess
+
+Started = list[RankProcess]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The environment has none of the variables, and CHECKPOINT_DIR of runs is in a directory of the test."""
+    for name in {field for job in registry.JOBS for field in registry.get(job).settings.model_fields}:
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """The ranks that `rolecall run` would start."""
+    planned: Started = []
+
+    async def run(self: LocalRun) -> int:
+        planned.extend(self.ranks)
+        return 0
+
+    monkeypatch.setattr(LocalRun, "run", run)
+    return planned
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        __main__.main([*arguments, "--help"])
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("job", registry.JOBS)
+def test_every_setting_has_a_flag_with_its_description(capsys: pytest.CaptureFixture[str], job: str) -> None:
+    text = help_of(capsys, "run", job)
+    fields = registry.get(job).settings.model_fields
+    for name, field in fields.items():
+        flag = f"--{name.replace('_', '-')} "
+        assert (flag in text) == (name not in __main__.NO_FLAG), name
+        assert name in __main__.NO_FLAG or (field.description or "") in text, name
+    jobs, shared = f"settings of {job}: ", "settings of every job: "
+    assert text.index("--plain") < text.index(jobs) < text.index("--epochs" if job != "rl" else "--env-id")
+    assert text.index(jobs) < text.index(shared) < text.index("--checkpoint-dir ")
+
+
+def test_the_jobs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "run")
+    assert all(registry.get(job).summary in text for job in registry.JOBS)
+    assert "usage: rolecall " in help_of(capsys)
+
+
+def test_a_flag_wins_over_its_variable_and_reaches_every_rank(ranks: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_ENVS", "5")
+    monkeypatch.setenv("GAMMA", "0.5")
+    given = ["--num-envs", "7", "--observers=3", "--env-id", "a:b-v0,c", "--lr", "1e-3", "--resume", "0", "--plain"]
+    assert __main__.main(["run", "rl", *given]) == 0
+    assert [rank.name for rank in ranks] == ["agent 0", "observer 0", "observer 1", "observer 2"]
+    for rank in ranks:
+        for name in RlSettings.model_fields:
+            monkeypatch.delenv(name.upper(), raising=False)
+        for name, value in rank.environment.items():
+            monkeypatch.setenv(name, value)
+        settings = config.load(RlSettings)
+        assert (settings.num_envs, settings.observers, settings.lr, settings.gamma) == (7, 3, 1e-3, 0.5)
+        assert (settings.env_id, settings.resume, settings.job) == ("a:b-v0,c", False, "rl")
+        assert f"{settings.role} {settings.ordinal}" == rank.name
+
+
+def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["run", "ps"]) == 0
+    fields = registry.get("ps").settings.model_fields
+    decided = {name.lower() for name in ranks[0].environment if os.environ.get(name) != ranks[0].environment[name]}
+    assert decided & set(fields) - {"checkpoint_dir"} == set(__main__.NO_FLAG) - {"rank", "world_size", "job_token"}
+    secrets = {row[0].lower() for row in config.variables(Settings) if row[1] == "secret"}
+    assert secrets <= set(__main__.NO_FLAG)
+    for name in __main__.NO_FLAG:
+        with pytest.raises(SystemExit) as ended:
+            __main__.main(["run", "ps", f"--{name.replace('_', '-')}", "1"])
+        assert ended.value.code == USAGE
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_checkpoint_dir_as_a_flag(ranks: Started, tmp_path: Path) -> None:
+    assert __main__.main(["run", "rl", "--checkpoint-dir", "mine"]) == 0
+    assert {rank.environment["CHECKPOINT_DIR"] for rank in ranks} == {"mine"}
+    assert (tmp_path / "mine" / "logs").is_dir()
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_wrong_values_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: bool
+) -> None:
+    """The same for a flag as for a variable."""
+    arguments = ["run", "rl", "--lr", "-1"]
+    if variable:
+        monkeypatch.setenv("NUM_ENVS", "x")
+    else:
+        arguments += ["--num-envs", "x"]
+    assert __main__.main(arguments) == USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("rolecall: wrong settings: NUM_ENVS='x': input should be a valid integer")
+    assert "LR='-1': " in line
+
+
+def test_no_flag_is_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["run", "rl", "--observer", "3"])
+    assert ended.value.code == USAGE
+    assert "--observer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "chess"], ["local", "rl"], ["run", "rl", "--num-envs"]])
+def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(arguments)
+    assert ended.value.code == USAGE
+    assert "usage: rolecall " in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""Gang and members together against random schedules, then the schedules against broken rules.
+
+SCHEDULES=10000 plays so many schedules instead of 300, SCHEDULES_FROM=N begins with seed N.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import rolecall.gang
+from tests.simulation.ambushes import PHASES
+from tests.simulation.explore import explore, replay, run
+from tests.simulation.rules import SAFE
+from tests.simulation.simulation import Code, Simulation
+from tests.simulation.story import Violation
+
+SCHEDULES = int(os.environ.get("SCHEDULES", "300"))
+SCHEDULES_FROM = int(os.environ.get("SCHEDULES_FROM", "0"))
+LIMIT = 3000  # of schedules in which a broken rule shows
+
+
+@pytest.mark.timeout(120 + SCHEDULES / 10)
+def test_schedules() -> None:
+    """Every promise of tests/simulation/promises.py holds in every schedule; a failure prints its seed and story."""
+    results = [run(seed) for seed in range(SCHEDULES_FROM, SCHEDULES_FROM + SCHEDULES)]
+    states = {state: sum(result.state == state for result in results) for state in ("training", "finished", "failed")}
+    slowest = max(results, key=lambda result: result.settled_after)
+    print(f"{SCHEDULES} schedules: {states}, {sum(result.generations for result in results)} generations; the slowest "
+          f"settled {slowest.settled_after:.1f} s after it was calm (seed {slowest.seed})")  # fmt: skip
+    if SCHEDULES >= 300:  # they reach what they are to test
+        assert all(states.values())
+        events = {event for result in results for event in result.events}
+        assert {"recovered", "draining", "stopped silent", "stopped drained", "lost left"} <= events
+        faults = {what for result in results for what in result.faults}
+        assert {f"ambush while {phase}" for phase in PHASES} <= faults
+        assert {"freeze supervisor", "second coordinator kept out", "number refused by the disk"} <= faults
+        assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert Simulation(7).run() == Simulation(7).run()
+
+
+OLD_WORKERS = r"old worker believed alive|runs beside generation"
+IDLE = "return self.heartbeat.worker.state not in ALIVE and self.heartbeat.epoch >= self.stop_epoch"
+MUTATIONS = {
+    "no wait for stopped workers": (IDLE, "return True", OLD_WORKERS),
+    "any report of a stop is believed": (IDLE, "return self.heartbeat.worker.state not in ALIVE", OLD_WORKERS),
+    "a lease is shorter than the fence": (
+        "now - member.received_at > self.rules.lease:",
+        "now - member.received_at > self.rules.lease / 2:",
+        r"is given up after",
+    ),
+    "no wait for an earlier coordinator's generation": (
+        "if waited < self._rules.lease:",
+        "if False:",
+        OLD_WORKERS,
+    ),
+    "no extra lease after the coordinator's own pause": (
+        "if paused > self.rules.lease / 3:",
+        "if False:",
+        r"is given up after",
+    ),
+    "numbers are used again": (
+        'Effect("begin", self.number + 1,',
+        'Effect("begin", self.number or 1,',
+        r"generation 1 begins after generation 1",
+    ),
+    "numbers are forgotten": ("self.number = last\n", "self.number = 0\n", r"begins after generation"),
+    "an elastic rank's loss ends the generation": (
+        "if not self._elastic(key) or not self.generation.connected:",
+        "if True:",
+        r"could go on",
+    ),
+    "workers that cannot meet are waited for": (
+        "if not self._elastic(key) or not self.generation.connected:",
+        "if not self._elastic(key):",
+        r"not training",
+    ),
+    "kills are failures": ("worker.outcome in ERRORS and (cause", "(cause", r"failed (by what never happened|after)"),
+    "failures are forgiven": ("worker.outcome in ERRORS and (cause", "False and (cause", r"not training"),
+    "a drain is a success": ('outcome == "finished":', 'outcome in ("finished", "drained"):', r"has not finished"),
+    "a heartbeat from before the directive to stop is believed": (
+        "member.stop_epoch = self.epoch  # an",
+        "pass  # an",
+        OLD_WORKERS,
+    ),
+    "no wait for a rank that lives on elsewhere": ("if now < self._fenced_at:", "if False:", OLD_WORKERS),
+    "who has another's assigned place is taken for that one": (
+        "return member.heartbeat.ordinal is not None or member.heartbeat.worker.generation >= self._last",
+        "return True",
+        OLD_WORKERS,
+    ),
+    "a new coordinator does not know DONE": (
+        '"gathering" if done is None else "finished"',
+        '"gathering"',
+        r"had finished|begins after DONE",
+    ),
+    "an earlier incarnation is not remembered": (
+        "before = self._newest.get(rank)",
+        "before = None",
+        r"refused: superseded|not training|two workers",
+    ),
+    "a generation starts before the disk has its number": (
+        'and effect.kind == "begin"',
+        "and False",
+        r"generation (\d+) begins after generation \1",
+    ),
+    "no fence": ('return "stopped" if self.silence(now)', 'return "stopped" if False and now', OLD_WORKERS),
+    "the fence is longer than a lease": (
+        "self.silence(now) > self.rules.lease * FENCE else",
+        "self.silence(now) > self.rules.lease * 1.3 else",
+        OLD_WORKERS,
+    ),
+    "a directive to stop ends no worker": (
+        'kind: ActionKind = "end"',
+        'kind: ActionKind = "update"',
+        r"not training|old worker|runs beside|two workers",
+    ),
+    "the job's end is not acknowledged": ("self.acknowledged |= directive.kind in OVER", "pass", r"not training"),
+    "a failed request is not repeated": ("self.retries += 1", "self.over = True", r"not training|does not know"),
+    "rank 0 does not wait for the others": ("settled or self._hurried", "True", r"does not know"),
+}
+
+
+def mutant(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> Code:
+    """The code under test, with `before` replaced by `after` in one of its modules."""
+    names = ("roster", "admission", "lifecycle", "gang", "pump", "member")
+    sources = {name: (Path(rolecall.gang.__file__).parent / f"{name}.py").read_text() for name in names}
+    assert sum(source.count(before) for source in sources.values()) == 1, f"{before!r} is not there, or twice"
+    modules = {}
+    first = next(place for place, name in enumerate(names) if before in sources[name])
+    for name in names[first:]:  # and those that may import it
+        module = modules[name] = ModuleType(f"rolecall.gang.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(sources[name].replace(before, after), f"{name}.py", "exec"), module.__dict__)
+    code = Code()
+    gang = modules["gang"].Gang if "gang" in modules else code.gang
+    return Code(gang, modules["member"].Member, modules.get("pump", code.pump))
+
+
+def first_violation(limit: int, **arguments: Any) -> str:
+    for seed in range(limit):
+        try:
+            Simulation(seed, **arguments).run()
+        except Violation as violation:
+            return str(violation)
+    return f"none in {limit} schedules"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_schedules_find(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, promise = MUTATIONS[mutation]
+    violation = first_violation(LIMIT, code=mutant(before, after, monkeypatch))
+    print(violation.strip())
+    assert re.search(promise, violation)
+
+
+LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    "a worker ends with its supervisor": ({"orphans_end": False}, OLD_WORKERS),
+    "one coordinator a directory": (
+        {"coordinator_lock": False},
+        r"another coordinator runs one|begins after generation",
+    ),
+    "one writer a directory": ({"writer_lock": False}, r"writes after generation \d+ has read"),
+    "a writer looks at the newest number": ({"write_fence": False}, r"writes, and generation \d+ had begun"),
+    "the store's keys carry the number": ({"prefix": False}, r"workers of generations \d+ and \d+ meet"),
+    "who waits for the writer's lock in vain has done no wrong": (
+        {"locked_out": "refused"},
+        r"failed after 1 failures",
+    ),
+}
+
+
+@pytest.mark.parametrize("safeguard", LEFT_OUT)
+def test_the_schedules_find_what_is_left_out(safeguard: str) -> None:
+    changes, promise = LEFT_OUT[safeguard]
+    violation = first_violation(LIMIT, safeguards=replace(SAFE, **changes))
+    print(violation.strip())
+    assert re.search(promise, violation)
+
+
+def test_a_broken_promise_is_printed_with_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    unsafe = replace(SAFE, prefix=False)
+    assert explore(100, 0, unsafe) == 1
+    printed = capsys.readouterr().out
+    seed = int(re.findall(r"tests\.simulation (\d+)$", printed, re.MULTILINE)[0])
+    assert f"seed {seed}, at " in printed
+    assert replay(seed, unsafe) == 1
+    story, broken = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert "coordinator" in story
+    assert broken.startswith(f"seed {seed}, at ")
+
+
+def test_an_exploration_that_finds_nothing_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explore(20, 1) == 0
+    printed = capsys.readouterr().out
+    for line in ("20 of 20 schedules", "faults", "gang events", "generations", "Every promise was kept."):
+        assert line in printed

@@ -38,16 +38,16 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 run-rl: $(READY) ## train the reinforcement learning job here: one agent, two observers
-	$(BIN)/python -m rolecall local rl
+	$(BIN)/rolecall run rl
 
 run-ps: $(READY) ## train the parameter server job here: one server, two trainers
-	$(BIN)/python -m rolecall local ps
+	$(BIN)/rolecall run ps
 
 run-rnn: $(READY) ## train the language model here: embedding and decoder in one process, LSTM in another
-	$(BIN)/python -m rolecall local rnn
+	$(BIN)/rolecall run rnn
 
 run-hybrid: $(READY) ## train the hybrid job here: a master, a server with the table, two trainers under DDP
-	$(BIN)/python -m rolecall local hybrid
+	$(BIN)/rolecall run hybrid
 
 test: $(READY) $(KUBECTL) ## every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -1,4 +1,4 @@
-"""Runs of Rolecall itself, started as a user starts them: `python -m rolecall run JOB`."""
+"""Runs of Rolecall itself, started as a user starts them: `rolecall run JOB`."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ OVERVIEW = dashboard(
                   (_of_rank_0("step"), JOB)),
             graph("Score", "none", "Return (rl), accuracy (ps, hybrid) or perplexity (rnn), and the goal.",
                   (_of_rank_0("score"), JOB), (_of_rank_0("goal"), JOB + " goal"), least=None),
-            graph("Loss", "none", "Mean training loss.", (_of_rank_0("loss"), JOB), least=None),
+            graph("Loss", "none", "Mean training loss; those of rl are in its row.", (_of_rank_0("loss"), JOB), least=None),
             graph("Epoch", "none", "Current epoch, counted from 1.", (_of_rank_0("epoch"), JOB)),
             graph("Time left", "s", "Estimated from the speed so far.", (_of_rank_0("left_seconds"), JOB)),
             graph("Non-finite losses", "none", "Refused steps. MAX_FAILURES in a row end the job.",

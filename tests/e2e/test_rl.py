@@ -143,7 +143,7 @@ def test_on_metrics_there_are_metrics_and_nothing_else(training: Project) -> Non
 
 
 def test_metrics_of_each_role(training: Project) -> None:
-    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint")
+    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|^loss$|^epoch$|^left")
 
 
 def test_status_shows_the_ranks(training: Project) -> None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Ask every running rank of this project: docker/ranks.sh metrics | status; or tell where their metrics are: addresses
+# Reads every running rank of this project: docker/ranks.sh metrics | status | addresses (of their metrics)
 set -euo pipefail
 
-# but for those that only watch
+# without Prometheus and Grafana
 ranks() {
   local watchers
   watchers=" $(docker compose --profile monitoring config --services | tr '\n' ' ')"
@@ -15,11 +15,11 @@ case ${1:-} in
   metrics)
     ranks | while read -r id name; do
       echo "# ======== $name"
-      ask "$id" </dev/null || true # it says itself what is wrong
+      ask "$id" </dev/null || true # the probe says what is wrong
     done
     ;;
   addresses)
-    # on the network `metrics`: the host itself reaches it, though it is internal
+    # on the network `metrics`: the host reaches it, although it is internal
     ranks | while read -r id name; do
       docker inspect --format '{{range $name, $net := .NetworkSettings.Networks}}{{$name}} {{$net.IPAddress}}{{"\n"}}{{end}}' \
         "$id" </dev/null | awk '$1 ~ /_metrics$/ && $2 { print $2 ":8000" }'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start a job's containers, follow their logs, and end with rank 0's exit code: docker/up.sh PROFILE RANK0
+# Starts a job's containers, follows their logs, and ends with rank 0's exit code: docker/up.sh PROFILE RANK0
 set -euo pipefail
 profile=$1 first=$2
 compose=(docker compose --profile "$profile")
@@ -9,18 +9,18 @@ since=$(date -u +%Y-%m-%dT%H:%M:%SZ)
 "${compose[@]}" logs --follow --since "$since" &
 logs=$!
 trap 'kill $logs 2>/dev/null || true' EXIT
-trap 'echo "rolecall: the containers go on: make logs, make ps-status, make stop, make down"; exit 130' INT TERM
+trap 'echo "rolecall: the containers keep running: make logs, make ps-status, make stop, make down"; exit 130' INT TERM
 
 rank0=$("${compose[@]}" ps --all --quiet "$first")
 while code=$(docker wait "$rank0"); do
-  # finished, bad input, failed for good: it ends here, although the engine would start the latter two again
+  # finished, bad input, failed for good: ends here, although the engine would restart the latter two
   case $code in 0 | 2 | 3) break ;; esac
   [ "$(docker inspect --format '{{.State.Status}}' "$rank0")" = exited ] && break
 done
 if [ "$code" = 0 ]; then
-  # the others hear of it, and the logs end with the last of them
+  # the others receive it, and the logs end with the last of them
   timeout 60 tail --pid="$logs" --follow /dev/null || true
 else
   "${compose[@]}" stop
 fi
-exit "${code:-1}" # none: somebody deleted the container meanwhile
+exit "${code:-1}" # none: the container was deleted meanwhile

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Train a job on a cluster of kind until it has finished: k8s/kind.sh OVERLAY IMAGE
-# CLUSTER=rolecall is made where there is none and stays: `kind delete cluster --name rolecall`. TIMEOUT is in seconds.
+# Trains a job on a kind cluster until it has finished: k8s/kind.sh OVERLAY IMAGE
+# Creates the cluster CLUSTER=rolecall if there is none, and keeps it: `kind delete cluster --name rolecall`. TIMEOUT is
+# in seconds.
 set -euo pipefail
 overlay=$1 image=$2
 cluster=${CLUSTER:-rolecall} timeout=${TIMEOUT:-1800}
@@ -14,7 +15,7 @@ kubectl() { command "$kubectl" --context "kind-$cluster" "$@"; }
 
 kind get clusters 2>/dev/null | grep -qx "$cluster" || kind create cluster --name "$cluster" --wait 180s
 kind load docker-image "$image" --name "$cluster"
-# pods of an earlier image with the same name
+# pods of an earlier image of the same name
 kubectl delete pods --selector "app.kubernetes.io/instance=$overlay" --ignore-not-found
 kubectl apply -k "k8s/$overlay"
 if ! kubectl rollout status "statefulset/${rank0%-0}" --timeout=300s; then
@@ -26,7 +27,7 @@ kubectl logs --follow "$rank0" &
 logs=$!
 trap 'kill $logs 2>/dev/null || true' EXIT
 for ((left = timeout; left > 0; left -= 2)); do
-  # a rank that is just started again does not answer
+  # a rank that is just restarting does not answer
   state=$(kubectl exec "$rank0" -- python -m rolecall.rank.probe /metrics 2>/dev/null |
     sed -n 's/^rolecall_gang_state{state="\([a-z]*\)"} 1.*/\1/p') || state=unknown
   case $state in

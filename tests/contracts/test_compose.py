@@ -264,7 +264,7 @@ def test_make_starts_every_profile(profile: str) -> None:
 def test_make_runs_every_job_here(job: str) -> None:
     recipe = re.search(rf"^run-{job}: .* ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe, f"no target run-{job}"
-    assert f"rolecall run {job}\n" in recipe.group(1)
+    assert f"/rolecall run {job}\n" in recipe.group(1)
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name)

@@ -138,7 +138,7 @@ def test_a_master_that_comes_late(training: Project) -> None:
     training.compose("rm", "--stop", "--force", "agent")
     observer = training.containers("observer")[0]
     unanswered = observer.metric("gang_unreachable_total")
-    until(lambda: observer.metric("gang_unreachable_total") > unanswered, "the observer to knock")
+    until(lambda: observer.metric("gang_unreachable_total") > unanswered, "the observer to retry")
     assert "rank 0 cannot be reached, retrying" in observer.logs()
     training.up()
     is_whole(training)

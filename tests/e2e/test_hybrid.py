@@ -45,9 +45,9 @@ def training(projects: Projects) -> Project:
 
 
 def test_metrics_of_each_role(training: Project) -> None:
-    until(lambda: training.rank0.metric("hybrid_accuracy_ratio"), "an epoch")
+    until(lambda: training.rank0.metric("score"), "an epoch")
     # a ps calls nobody
-    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|^rpc_|hybrid_stall")
+    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|goal|^rpc_|hybrid_stall")
 
 
 @pytest.mark.parametrize("service", ["hybrid-trainer", "hybrid-ps", "master"])

@@ -143,7 +143,7 @@ def test_on_metrics_there_are_metrics_and_nothing_else(training: Project) -> Non
 
 
 def test_metrics_of_each_role(training: Project) -> None:
-    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint")
+    each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|^loss$|^epoch$|^left")
 
 
 def test_status_shows_the_ranks(training: Project) -> None:
@@ -182,5 +182,5 @@ def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project
     written = training.newest_checkpoint()
     training.up()
     until(lambda: training.step() > written, "further steps")
-    starts = re.findall(r"\btraining .*?\biteration=(\d+)", training.rank0.logs())
+    starts = re.findall(r"\btraining .*?\bstep=(\d+)", training.rank0.logs())
     assert int(starts[-1]) == written

@@ -22,7 +22,9 @@ OLD = ("manylinux2014", "manylinux2010", "manylinux1", "linux")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("download", "install"))
-    parser.add_argument("--wheels", type=Path, required=True, help="folder of wheels; if it is empty, the network is used")
+    parser.add_argument(
+        "--wheels", type=Path, required=True, help="folder of wheels; if it is empty, the network is used"
+    )
     parser.add_argument("--torch", required=True, help="cpu or cuda")
     parser.add_argument("--index", default="", help="a package index with that build of torch, beside the default one")
     parser.add_argument("--into", default="", help="python to install for")

@@ -1,8 +1,9 @@
 """How fast `ps` is beside one process without RPC and beside the tutorial's way: `make bench-ps`. All in one run.
 
-Rates are samples a second over all trainers, in the middle of a run: without start-up, evaluations and checkpoints. A
-shared machine is not equally fast all the time, so the candidates take turns, a ratio is that of neighbours in time,
-and the median of the rounds' ratios counts. With BENCH_JSON=FILE the numbers are written as JSON too.
+Rates are samples a second over all trainers, in the middle of a run: without start-up and checkpoints. Each epoch is
+evaluated beside the training, and by the one process after it. A shared machine is not equally fast all the time, so
+the candidates take turns, a ratio is that of neighbours in time, and the median of the rounds' ratios counts. With
+BENCH_JSON=FILE the numbers are written as JSON too.
 """
 
 from __future__ import annotations
@@ -50,39 +51,40 @@ class Bench:
         return self.measured
 
     def _round(self, name: str) -> None:
-        found, rate = self.measured, "{:,.0f} samples/s".format
-        found.local.append([])
-        found.tutorial.append([])
+        measured, rate = self.measured, "{:,.0f} samples/s".format
+        measured.local.append([])
+        measured.tutorial.append([])
 
         def local() -> None:
-            self._display.step("one process" + name, lambda on: local_ps.samples_per_s(), found.local[-1].append, rate)
+            self._display.step("one process" + name, lambda on: local_ps.samples_per_s(),
+                               measured.local[-1].append, rate)  # fmt: skip
 
         for candidate, (variables, epochs) in CANDIDATES.items():
             local()
             measure = partial(_throughput, epochs, variables)
-            self._display.step(candidate + name, measure, found.throughput[candidate].append, _rate_line)
+            self._display.step(candidate + name, measure, measured.throughput[candidate].append, _rate_line)
             if candidate in BARRED:
                 self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(),
-                                   found.tutorial[-1].append, rate)  # fmt: skip
+                                   measured.tutorial[-1].append, rate)  # fmt: skip
         local()
         self._display.step("one process, memory kept" + name, lambda on: local_ps.samples_per_s(kept=True),
-                           found.local_kept.append, rate)  # fmt: skip
+                           measured.local_kept.append, rate)  # fmt: skip
         self._display.step("tutorial, one thread" + name, lambda on: tutorial_ps.samples_per_s(threads=1),
-                           found.tutorial_one_thread.append, rate)  # fmt: skip
+                           measured.tutorial_one_thread.append, rate)  # fmt: skip
 
     def _limits(self) -> None:
-        found = self.measured
+        measured = self.measured
 
         def step(what: str, keep: str, measure: Callable[[], float]) -> None:
-            self._display.step(what, lambda on: measure(), lambda value: setattr(found, keep, value),
+            self._display.step(what, lambda on: measure(), lambda value: setattr(measured, keep, value),
                                lambda value: f"{1000 * value:.2f} ms")  # fmt: skip
 
         step("forward and backward pass", "pass_seconds", lambda: local_ps.pass_seconds(TRAINERS))
         step("round trip", "round_trip_seconds", lambda: 1 / round_trip.calls_per_s(1, 1, 1, 1))
         step("round trip of the parameters", "exchange_seconds",
-             lambda: local_ps.round_trip_seconds(1, found.parameters))  # fmt: skip
+             lambda: local_ps.round_trip_seconds(1, measured.parameters))  # fmt: skip
         step(f"round trip of the parameters, {TRAINERS} at once", "exchanges_at_once_seconds",
-             lambda: local_ps.round_trip_seconds(TRAINERS, found.parameters))  # fmt: skip
+             lambda: local_ps.round_trip_seconds(TRAINERS, measured.parameters))  # fmt: skip
 
     def _accuracy(self, mode: str, trainers: int) -> None:
         self._display.step(

@@ -79,8 +79,8 @@ class Measured:
 
 def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
     """Everything. Raises RuntimeError or TimeoutError where a run fails."""
-    found = Measured()
-    display = Display(3 * rounds + len(micro) + 3, console, found.busy_percent)
+    results = Measured()
+    display = Display(3 * rounds + len(micro) + 3, console, results.busy_percent)
 
     def show(run: tuple[float, float]) -> str:
         return f"{run[0]:,.0f} tokens/s, {run[1] / 1e6:,.2f} MB a step"
@@ -92,40 +92,40 @@ def measure(rounds: int, micro: tuple[int, ...], console: Console) -> Measured:
         for number in range(1, rounds + 1):
             name = f", round {number}"
             display.step("tutorial" + name, lambda on: tutorial_rnn.measure(TUTORIAL_STEPS),
-                         found.tutorial.append, rate)  # fmt: skip
-            display.step("rolecall" + name, lambda on: rolecall_rnn.measure(STEPS, on), found.rolecall.append, show)
-            display.step("one process" + name, lambda on: local_rnn.tokens_per_s(STEPS), found.local.append, rate)
+                         results.tutorial.append, rate)  # fmt: skip
+            display.step("rolecall" + name, lambda on: rolecall_rnn.measure(STEPS, on), results.rolecall.append, show)
+            display.step("one process" + name, lambda on: local_rnn.tokens_per_s(STEPS), results.local.append, rate)
         display.step("the tutorial's bytes", lambda on: tutorial_rnn.bytes_a_step(BYTES_STEPS),
-                     lambda value: setattr(found, "tutorial_bytes", value),
+                     lambda value: setattr(results, "tutorial_bytes", value),
                      lambda value: f"{value / 1e6:,.2f} MB a step")  # fmt: skip
         for parts in micro:
-            display.step(f"MICRO_BATCHES={parts}", _with(parts), lambda value, n=parts: found.micro.update({n: value}),
-                         rate)  # fmt: skip
-        display.step("default run", rolecall_rnn.perplexity, lambda value: setattr(found, "perplexity", value),
+            display.step(f"MICRO_BATCHES={parts}", _with(parts),
+                         lambda value, n=parts: results.micro.update({n: value}), rate)  # fmt: skip
+        display.step("default run", rolecall_rnn.perplexity, lambda value: setattr(results, "perplexity", value),
                      lambda value: f"perplexity {value[0]:.2f} in {value[1]:.0f} s")  # fmt: skip
         display.step("default run in one process", lambda on: local_rnn.perplexity(),
-                     lambda value: setattr(found, "local_perplexity", value),
+                     lambda value: setattr(results, "local_perplexity", value),
                      lambda value: f"perplexity {value:.2f}")  # fmt: skip
-    return found
+    return results
 
 
 def _with(parts: int) -> Callable[[Callable[[str], None]], float]:
     return lambda on: rolecall_rnn.measure(STEPS, on, MICRO_BATCHES=parts)[0]
 
 
-def tables(found: Measured) -> list[Table]:
+def tables(results: Measured) -> list[Table]:
     """The results for people."""
     shape = f"vocabulary {local_rnn.VOCABULARY:,}, width {local_rnn.WIDTH}, {local_rnn.LAYERS} layers, " \
             f"sequence {local_rnn.SEQUENCE}, batch {local_rnn.BATCH}"  # fmt: skip
     rates = Table("", "tokens/s", "bytes a step", title=shape)
-    rates.add_row("the tutorial's way", f"{found.rate('tutorial'):,.0f}", f"{found.tutorial_bytes:,.0f}")
-    rates.add_row("one process", f"{found.rate('local'):,.0f}", "")
-    rates.add_row("rnn", f"{found.rate('rolecall'):,.0f}", f"{found.rolecall_bytes:,.0f}")
-    for parts, value in found.micro.items():
+    rates.add_row("the tutorial's way", f"{results.rate('tutorial'):,.0f}", f"{results.tutorial_bytes:,.0f}")
+    rates.add_row("one process", f"{results.rate('local'):,.0f}", "")
+    rates.add_row("rnn", f"{results.rate('rolecall'):,.0f}", f"{results.rolecall_bytes:,.0f}")
+    for parts, value in results.micro.items():
         rates.add_row(f"rnn, MICRO_BATCHES={parts}", f"{value:,.0f}", "")
     ends = Table("", "perplexity", title="After the default run")
-    ends.add_row("one process", f"{found.local_perplexity:.2f}")
-    ends.add_row(f"rnn, {found.perplexity[1]:.0f} s", f"{found.perplexity[0]:.2f}")
+    ends.add_row("one process", f"{results.local_perplexity:.2f}")
+    ends.add_row(f"rnn, {results.perplexity[1]:.0f} s", f"{results.perplexity[0]:.2f}")
     for table in (rates, ends):
         for column in table.columns[1:]:
             column.justify = "right"

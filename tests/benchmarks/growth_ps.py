@@ -25,13 +25,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import rpc
 
-from rolecall import config, telemetry
+from rolecall import Context, Peer, RankObject, config, telemetry
 from rolecall.job import registry
-from rolecall.job import rpc as rolecall_rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context, Peer
-from rolecall.jobs.ps import PsSettings, model, server
-from rolecall.jobs.ps.server import Report
+from rolecall.job.rpc import TorchRpc
+from rolecall.jobs.ps import PsSettings, calls, model, roles
+from rolecall.jobs.ps.messages import BatchReport, GradientKey
 from tests.benchmarks import launch, ranks
 
 TRAINERS = (1, 2, 4, 8, 16, 32, 64)
@@ -76,10 +75,10 @@ def measure(
 
 def curves(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
     """The points by UPDATE_MODE and SERVERS."""
-    found: dict[tuple[str, int], list[Point]] = {}
+    by_servers: dict[tuple[str, int], list[Point]] = {}
     for point in points:
-        found.setdefault((point.update_mode, point.servers), []).append(point)
-    return found
+        by_servers.setdefault((point.update_mode, point.servers), []).append(point)
+    return by_servers
 
 
 def saturation(points: Sequence[Point]) -> tuple[int, float]:
@@ -95,10 +94,10 @@ def table(points: Sequence[Point]) -> Table:
                   title="Growth (simulated: trainers that compute in no time)")  # fmt: skip
     for column in shown.columns[1:]:
         column.justify = "right"
-    for (mode, servers), own in curves(points).items():
-        rates = {point.trainers: f"{point.pushes_per_s:,.0f}" for point in own}
+    for (mode, servers), curve in curves(points).items():
+        rates = {point.trainers: f"{point.pushes_per_s:,.0f}" for point in curve}
         shown.add_row(f"{mode}, SERVERS={servers}", *(rates.get(count, "") for count in counts),
-                      f"{saturation(own)[0]}")  # fmt: skip
+                      f"{saturation(curve)[0]}")  # fmt: skip
     return shown
 
 
@@ -140,12 +139,12 @@ def _lead(
 
 
 def _push(settings: PsSettings, count: int, seconds: float) -> float:
-    calls = [
+    pushes = [
         rpc.rpc_async(f"poser_{number}", _pose, args=(settings.update_mode, settings.servers, names, seconds))
         for number in range(POSERS)
         if (names := tuple(f"trainer_{ordinal}" for ordinal in _ordinals(count)[number::POSERS]))
     ]
-    return float(sum(torch.futures.wait_all(calls)))
+    return float(sum(torch.futures.wait_all(pushes)))
 
 
 def _ordinals(count: int) -> range:
@@ -155,28 +154,35 @@ def _ordinals(count: int) -> range:
 
 def _settings(update_mode: str, servers: int) -> PsSettings:
     return config.load(PsSettings, update_mode=update_mode, servers=servers, dataset="tests.benchmarks.growth_ps:blank",
-                       epochs=NEVER, eval_interval=NEVER, log_interval=NEVER, checkpoint_interval=86400)  # fmt: skip
+                       epochs=NEVER, log_interval=NEVER, checkpoint_interval=86400)  # fmt: skip
 
 
 def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any:
-    """Be a server for `trainers` trainers from now on, in a thread. Called at each server, once for each point."""
+    """Begins a server for `trainers` trainers, in a thread. Called at each server, once for each point."""
     settings = _settings(update_mode, servers)
-    own = rpc.get_worker_info().id
+    rank = rpc.get_worker_info().id
     members = (
         *(Peer("ps", number, number) for number in range(servers)),
         *(Peer("trainer", ordinal, servers + place) for place, ordinal in enumerate(_ordinals(trainers))),
     )
     metrics = telemetry.build([*telemetry.WORKER, *registry.get("ps").metrics])
     telemetry.setup_logging("text", "error")
-    # a process is one server, once, and `connect` sets its metrics; here it is several in turn, connected already
-    rolecall_rpc._metrics = metrics
-    server._server = type(server._server)()
+    calls.INBOX = RankObject()  # a worker is one server, once; here a process is several in turn
     path = Path(directory, f"{trainers}")
     path.mkdir(exist_ok=True)
-    context = Context(settings, members[own], members, 1, metrics, Checkpoints(path, "ps", 1))
-    thread = threading.Thread(target=server.run, args=(context,), daemon=True)
+    job = registry.get("ps")
+    context = Context(settings, members[rank], members, 1, metrics, job, Checkpoints(path, "ps", 1))
+    context.transport = _Transport(metrics, None)  # type: ignore[arg-type]
+    thread = threading.Thread(target=roles.serve, args=(context,), daemon=True)
     thread.start()
-    return (context, thread) if own == 0 else None
+    return (context, thread) if rank == 0 else None
+
+
+class _Transport(TorchRpc):
+    """Calls over the RPC that is connected already."""
+
+    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
+        """The trainers are no processes of their own."""
 
 
 # ---- the trainers
@@ -187,7 +193,7 @@ class _Posed:
     """A trainer that computes nothing: what it has in hand, and when its pushes were answered."""
 
     name: str
-    stage: int = 0
+    number: int = 0  # of its next gradient
     version: int = 0
     batches: deque[int] = field(default_factory=deque)
     calls: list[torch.futures.Future[Any]] = field(default_factory=list)
@@ -214,7 +220,7 @@ class _Poser:
         """Answers a second, of all trainers; the first third of the time warms up."""
         started = time.perf_counter()
         for posed in self.posed:
-            self._send(posed, Report(0, 0), [None] * len(self._parts))
+            self._send(posed, BatchReport(0, 0), [None] * len(self._parts))
         while not self._enough(started + seconds):
             left = started + seconds - time.perf_counter()
             try:
@@ -224,30 +230,30 @@ class _Poser:
                     raise TimeoutError(f"too few answers within {POINT_SECONDS / 2:g} s") from None
                 continue
             self._take(posed)
-            self._send(posed, Report(posed.version, posed.batches.popleft(), loss=2.3), self._gradients)
+            self._send(posed, BatchReport(posed.version, posed.batches.popleft(), loss=2.3), self._gradients)
         return sum(posed.rate(started + seconds / 3) for posed in self.posed)
 
     def _enough(self, ends: float) -> bool:
         # of the answers, the first one is to no gradient
         return time.perf_counter() > ends and all(len(posed.answered) > LEAST + 1 for posed in self.posed)
 
-    def _send(self, posed: _Posed, report: Report, gradients: Sequence[Tensor | None]) -> None:
+    def _send(self, posed: _Posed, report: BatchReport, gradients: Sequence[Tensor | None]) -> None:
         posed.calls = [
             rpc.rpc_async(
-                f"ps_{part.server}", server.exchange, timeout=2 * POINT_SECONDS,
-                args=(posed.name, posed.stage, index, gradient, report if index == 0 else None),
+                f"ps_{part.server}", calls.exchange, timeout=2 * POINT_SECONDS,
+                args=(GradientKey(posed.name, posed.number), index, gradient, report if index == 0 else None),
             )
             for index, (part, gradient) in enumerate(zip(self._parts, gradients, strict=True))
         ]  # fmt: skip
-        posed.stage += 1
+        posed.number += 1
         torch.futures.collect_all(posed.calls).add_done_callback(lambda _: self._ready.put(posed))
 
     def _take(self, posed: _Posed) -> None:
         for call in posed.calls:
-            _, order = call.wait()  # it has come; raises what it raised
-            if order is not None:
-                posed.version = order.version
-                posed.batches.extend(len(batch) for batch in order.batches)
+            assignment = call.wait().assignment  # it has come; raises what it raised
+            if assignment is not None:
+                posed.version = assignment.version
+                posed.batches.extend(len(batch) for batch in assignment.batches)
         posed.answered.append(time.perf_counter())
 
 

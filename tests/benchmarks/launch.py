@@ -1,4 +1,4 @@
-"""Runs of Rolecall itself, started as a user starts them: `python -m rolecall local JOB`."""
+"""Runs of Rolecall itself, started as a user starts them: `rolecall run JOB`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(job: str, deadline: float, variables: dict[str, object]) -> Iterator[Run
     environment = {name: str(value) for name, value in variables.items()}
     with tempfile.TemporaryDirectory(prefix=f"bench-{job}-", ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rolecall", "local", job, "--plain"],
+            [sys.executable, "-m", "rolecall", "run", job, "--plain"],
             env={**os.environ, **environment, "CHECKPOINT_DIR": directory, "LOG_FORMAT": "json"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from rolecall import config
-from rolecall.job.context import cores
-from rolecall.jobs.ps import PsSettings, data, model
+from rolecall.config import cores
+from rolecall.jobs.ps import PsSettings, data, evaluate, model
 from rolecall.rank.worker import keep_memory
 from tests.benchmarks import ranks
 
@@ -26,7 +26,8 @@ _together: Barrier | None = None
 
 
 def samples_per_s(seconds: float = 6.0, kept: bool = False) -> float:
-    """Samples a second of one process that trains the same model at the same settings, with threads for all cores.
+    """Samples a second of one process that trains the same model at the same settings, with threads for all cores, and
+    evaluates it after each epoch.
 
     With `kept` it keeps the memory of tensors as Rolecall's workers do.
     """
@@ -35,8 +36,8 @@ def samples_per_s(seconds: float = 6.0, kept: bool = False) -> float:
 
 def pass_seconds(processes: int, seconds: float = 4.0) -> float:
     """Seconds of one batch's forward and backward pass where `processes` do that side by side, sharing the cores."""
-    found = _apart(processes, _pass, max(1, cores() // processes), seconds)
-    return sum(found) / len(found)
+    passes = _apart(processes, _pass, max(1, cores() // processes), seconds)
+    return sum(passes) / len(passes)
 
 
 def round_trip_seconds(callers: int, elements: int, seconds: float = 3.0) -> float:
@@ -45,8 +46,8 @@ def round_trip_seconds(callers: int, elements: int, seconds: float = 3.0) -> flo
     `callers` processes do so at once, with one call in flight each.
     """
     names = ["server", *(f"caller{number}" for number in range(callers))]
-    found: float = ranks.run(names, _exchange, names[1:], elements, seconds, deadline=DEADLINE)
-    return found
+    trips: float = ranks.run(names, _exchange, names[1:], elements, seconds, deadline=DEADLINE)
+    return trips
 
 
 def batches(split: data.Split, size: int) -> Iterator[Tensor]:
@@ -86,14 +87,18 @@ def _train(seconds: float, kept: bool) -> float:
     torch.set_num_threads(cores())
     net = model.build(settings).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=settings.lr, momentum=settings.momentum)
-    train, _ = data.load(settings)
+    train, test = data.load(settings)
     order = batches(train, settings.batch_size)
 
     def step() -> int:
-        inputs, targets = train.batch(next(order))
+        indices = next(order)
+        inputs, targets = train.batch(indices)
         optimizer.zero_grad()
         model.loss(net(inputs), targets).backward()
         optimizer.step()
+        if len(indices) < settings.batch_size:  # the last batch of an epoch
+            evaluate.accuracy(net, test, cores())
+            net.train()
         return len(targets)
 
     step()  # torch's optimizers import a lot at their first use
@@ -119,8 +124,8 @@ def _pass(threads: int, seconds: float) -> float:
 
 def _exchange(tell: ranks.Tell, callers: list[str], elements: int, seconds: float) -> float:
     calls = [rpc.rpc_async(name, _call, args=(elements, seconds)) for name in callers]
-    found: list[float] = torch.futures.wait_all(calls)
-    return sum(found) / len(found)
+    trips: list[float] = torch.futures.wait_all(calls)
+    return sum(trips) / len(trips)
 
 
 def _call(elements: int, seconds: float) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall import config
-from rolecall.job.context import cores
+from rolecall.config import cores
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate
 from rolecall.jobs.rnn.model import LanguageModel
 
@@ -47,8 +47,8 @@ def perplexity() -> float:
 
 def random_text() -> tuple[Tensor, Tensor]:
     """Inputs and targets [sequence, batch]."""
-    found = torch.randint(VOCABULARY, (SEQUENCE + 1, BATCH), generator=torch.Generator().manual_seed(1))
-    return found[:-1], found[1:]
+    tokens = torch.randint(VOCABULARY, (SEQUENCE + 1, BATCH), generator=torch.Generator().manual_seed(1))
+    return tokens[:-1], tokens[1:]
 
 
 def _loopback() -> int:

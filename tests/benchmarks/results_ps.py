@@ -91,22 +91,22 @@ class Measured:
         return self.parameters * size, statistics.median(sent), statistics.median(received)
 
     def bars(self) -> list[command.Bar]:
-        found = []
+        bars = []
         for name in BARRED:
             part, times = statistics.median(self.of_local(name)), statistics.median(self.of_tutorial(name))
-            found.append((f"{name} samples/s", f"{part:.3f} of one process", f">= {LOCAL_BAR}", part >= LOCAL_BAR))
-            found.append((f"{name} samples/s", f"{times:.2f} x the tutorial's", f">= {TUTORIAL_BAR:g} x",
+            bars.append((f"{name} samples/s", f"{part:.3f} of one process", f">= {LOCAL_BAR}", part >= LOCAL_BAR))
+            bars.append((f"{name} samples/s", f"{times:.2f} x the tutorial's", f">= {TUTORIAL_BAR:g} x",
                           times >= TUTORIAL_BAR))  # fmt: skip
         for mode, runs in self.accuracy.items():
             least = min(run.accuracy for run in runs.values())
             what = f"{mode} accuracy, {', '.join(map(str, runs))} trainers"
-            found.append((what, f"{least:.2%} (least)", f">= {ACCURACY_BAR:.0%}", least >= ACCURACY_BAR))
+            bars.append((what, f"{least:.2%} (least)", f">= {ACCURACY_BAR:.0%}", least >= ACCURACY_BAR))
         for name in ("sync", "sync bfloat16"):
             computed, *counted = self.step_bytes(name)
             worst = max(abs(value / computed - 1) for value in counted)
-            found.append((f"{name}: bytes a step", f"{worst:.2%} from the computed", f"<= {BYTES_BAR:.0%}",
+            bars.append((f"{name}: bytes a step", f"{worst:.2%} from the computed", f"<= {BYTES_BAR:.0%}",
                           worst <= BYTES_BAR))  # fmt: skip
-        return found
+        return bars
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys, and everything measured under `details`."""
@@ -123,8 +123,8 @@ class Measured:
             "overhead_seconds": self.overhead_seconds,
             "overhead_of_exchange": self.overhead_seconds / self.exchange_seconds,
             "saturated_trainers_pushes_per_s": {
-                f"{mode}, {servers} servers": growth_ps.saturation(own)
-                for (mode, servers), own in growth_ps.curves(self.growth).items()
+                f"{mode}, {servers} servers": growth_ps.saturation(curve)
+                for (mode, servers), curve in growth_ps.curves(self.growth).items()
             },
             "bars": command.bars_json(self),
             "processors": os.cpu_count(),
@@ -142,46 +142,46 @@ def batch_size() -> int:
     return config.load(PsSettings).batch_size
 
 
-def tables(found: Measured) -> list[Table]:
+def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     rates = Table("", "median", "least", "most", "of one process", "x tutorial",
                   title=f"Samples a second ({TRAINERS} trainers, batches of {batch_size()})")  # fmt: skip
-    local = [rate for rates in found.local for rate in rates]
+    local = [rate for rates in measured.local for rate in rates]
 
     def rate(what: str, values: Sequence[float], *ratios: str) -> None:
         rates.add_row(what, *(f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))), *ratios)
 
-    rate("the tutorial's way, one trainer", [rate for rates in found.tutorial for rate in rates])
-    rate("the same with one thread", found.tutorial_one_thread)
+    rate("the tutorial's way, one trainer", [rate for rates in measured.tutorial for rate in rates])
+    rate("the same with one thread", measured.tutorial_one_thread)
     rate("one process without RPC", local)
-    rate("the same, keeping memory as a worker does", found.local_kept)
-    for name, runs in found.throughput.items():
+    rate("the same, keeping memory as a worker does", measured.local_kept)
+    for name, runs in measured.throughput.items():
         rate(
             f"UPDATE_MODE={name}",
             [run.samples_per_s for run in runs],
-            f"{statistics.median(found.of_local(name)):.3f}",
-            f"{statistics.median(found.of_tutorial(name)):.2f}",
+            f"{statistics.median(measured.of_local(name)):.3f}",
+            f"{statistics.median(measured.of_tutorial(name)):.2f}",
         )
-    counts = list(next(iter(found.accuracy.values())))
+    counts = list(next(iter(measured.accuracy.values())))
     accuracy = Table("trainers:", *map(str, counts), title="Test accuracy on the digits")
-    for mode, ends in found.accuracy.items():
+    for mode, ends in measured.accuracy.items():
         accuracy.add_row(f"UPDATE_MODE={mode}", *(f"{run.accuracy:.2%}" for run in ends.values()))
     step = Table("a step of UPDATE_MODE=sync", "", title="What a step costs")
     for what, seconds in (
-        ("all of it", found.step_seconds),
-        ("forward and backward pass, all trainers side by side", found.pass_seconds),
-        ("the rest", found.overhead_seconds),
-        ("limit: round trip of all parameters", found.exchange_seconds),
-        (f"{TRAINERS} such round trips at once", found.exchanges_at_once_seconds),
-        ("round trip of one byte", found.round_trip_seconds),
+        ("all of it", measured.step_seconds),
+        ("forward and backward pass, all trainers side by side", measured.pass_seconds),
+        ("the rest", measured.overhead_seconds),
+        ("limit: round trip of all parameters", measured.exchange_seconds),
+        (f"{TRAINERS} such round trips at once", measured.exchanges_at_once_seconds),
+        ("round trip of one byte", measured.round_trip_seconds),
     ):
         step.add_row(what, f"{1000 * seconds:.2f} ms")
-    step.add_row("the rest to the limit", f"{found.overhead_seconds / found.exchange_seconds:.2f}")
+    step.add_row("the rest to the limit", f"{measured.overhead_seconds / measured.exchange_seconds:.2f}")
     size = Table("bytes of a trainer's step", "computed", "sent", "received", title="Bytes")
     for name in CANDIDATES:
         if name != "autograd":
-            size.add_row(f"UPDATE_MODE={name}", *(f"{value:,.0f}" for value in found.step_bytes(name)))
+            size.add_row(f"UPDATE_MODE={name}", *(f"{value:,.0f}" for value in measured.step_bytes(name)))
     for table in (rates, accuracy, step, size):
         for column in table.columns[1:]:
             column.justify = "right"
-    return [rates, accuracy, step, size, growth_ps.table(found.growth)]
+    return [rates, accuracy, step, size, growth_ps.table(measured.growth)]

@@ -16,8 +16,8 @@ from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.model import build, parts
 from tests.benchmarks import launch
 
-EPOCH = re.compile(r"Epoch (\d+)\tupdate (\d+)\tloss")
-NEVER = 1_000_000
+EPOCH = re.compile(r"Epoch (\d+)\tstep (\d+)\tloss")
+SAMPLES = 1438  # digits to train with
 WARM, AFTER = 3, 2  # epochs before the measured ones, and behind them
 JOIN_GRACE = 120  # seconds: on a busy machine too it starts with all trainers
 SCRAPE_SECONDS = 1.0  # of one trainer; the epochs behind the measured ones last longer
@@ -69,16 +69,17 @@ def accuracy(trainers: int, progress: Callable[[str], None], deadline: float = 3
 def throughput(
     trainers: int, epochs: int, progress: Callable[[str], None], deadline: float = 180.0, **variables: object
 ) -> Throughput:
-    """Train for a few epochs and measure `epochs` of them, without start-up, evaluations and checkpoints.
+    """Train for a few epochs and measure `epochs` of them, without start-up and checkpoints.
 
     Raises RuntimeError where the run fails or takes longer than `deadline` seconds. No process is left afterwards.
     """
-    fixed = {"TRAINERS": trainers, "EPOCHS": WARM + epochs + AFTER, "EVAL_INTERVAL": NEVER, "LOG_INTERVAL": NEVER,
+    settings = PsSettings(**variables)  # type: ignore[arg-type]
+    together = settings.batch_size * (trainers if settings.update_mode == "sync" else 1)
+    fixed = {"TRAINERS": trainers, "EPOCHS": WARM + epochs + AFTER, "LOG_INTERVAL": -(-SAMPLES // together),
              "CHECKPOINT_INTERVAL": 86400, "JOIN_GRACE": JOIN_GRACE}  # fmt: skip
     stamps: dict[int, float] = {}
     counts: dict[int, list[Counts]] = {}
     generations = 0
-    settings = PsSettings(**variables)  # type: ignore[arg-type]
     pieces = len(parts(build(settings), settings))
     with launch.run("ps", deadline, {**fixed, **{name.upper(): value for name, value in variables.items()}}) as running:
         for event in running.events():
@@ -126,7 +127,7 @@ class Counts:
 
 def _scrape(local: int, pieces: int) -> list[Counts]:
     """The counters of every trainer of the run whose process is `local`."""
-    found = []
+    scraped = []
     for rank in psutil.Process(local).children():
         environment = rank.environ()
         if environment.get("ROLE") == "trainer":
@@ -135,8 +136,8 @@ def _scrape(local: int, pieces: int) -> list[Counts]:
             # a step makes `pieces` calls: between two steps bytes and calls fit each other
             while (counts.calls % pieces or counts.answers % pieces) and time.monotonic() < ends:
                 counts = _counts(environment["METRICS_PORT"])
-            found.append(counts)
-    return found
+            scraped.append(counts)
+    return scraped
 
 
 def _counts(port: str) -> Counts:

@@ -35,7 +35,7 @@ class Result:
 def run(
     deadline: float = 600.0, progress: Callable[[tuple[int, float]], None] = lambda news: None, **variables: object
 ) -> Result:
-    """Run `python -m rolecall local rl` with these environment variables to its end.
+    """Run `rolecall run rl` with these environment variables to its end.
 
     `progress` is called with (iteration, running reward) at each progress line. Raises RuntimeError where the run
     fails or takes longer than `deadline` seconds. No process is left afterwards.

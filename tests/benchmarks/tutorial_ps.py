@@ -19,8 +19,8 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from rolecall.job.context import cores
-from rolecall.jobs.ps import data
+from rolecall.config import cores
+from rolecall.jobs.ps import data, mnist
 from tests.benchmarks import local_ps, ranks
 
 BATCH_SIZE = 32
@@ -36,8 +36,8 @@ def samples_per_s(seconds: float = 8.0, threads: int = 0) -> float:
     Raises RuntimeError where a process fails, TimeoutError where they take much too long.
     """
     names, limit = ["trainer", "server"], DEADLINE + seconds
-    found: float = ranks.run(names, _train, seconds, threads or cores(), deadline=limit, transports=())
-    return found
+    rate: float = ranks.run(names, _train, seconds, threads or cores(), deadline=limit, transports=())
+    return rate
 
 
 class Net(nn.Module):
@@ -73,8 +73,8 @@ class ParameterServer:
         return output
 
     def gradients(self, context: int) -> dict[Tensor, Tensor]:
-        found: dict[Tensor, Tensor] = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
-        return {parameter.cpu(): gradient.cpu() for parameter, gradient in found.items()}
+        gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
+        return {parameter.cpu(): gradient.cpu() for parameter, gradient in gradients.items()}
 
     def parameters(self) -> list[rpc.RRef[Tensor]]:
         return [rpc.RRef(parameter) for parameter in self.model.parameters()]
@@ -115,7 +115,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = torch.from_numpy(np.array(self.pixels[index].numpy(), copy=True)).view(28, 28, 1)
         image = image.permute(2, 0, 1).contiguous().to(torch.float32).div(255)
-        mean, std = (torch.tensor([value]).view(-1, 1, 1) for value in (data.MNIST_MEAN, data.MNIST_STD))
+        mean, std = (torch.tensor([value]).view(-1, 1, 1) for value in (mnist.MEAN, mnist.STD))
         return image.clone().sub_(mean).div_(std), int(self.labels[index])
 
 

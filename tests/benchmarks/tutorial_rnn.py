@@ -16,7 +16,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional
 
-from rolecall.job.context import cores
+from rolecall.config import cores
 from tests.benchmarks import ranks
 from tests.benchmarks.local_rnn import BATCH, LAYERS, SEQUENCE, VOCABULARY, WARM, WIDTH, Meter, random_text
 
@@ -27,14 +27,14 @@ DEADLINE = 300.0  # a fail-safe
 def measure(steps: int) -> float:
     """Tokens a second over `steps` steps. Raises RuntimeError or TimeoutError."""
     # with the transports that torch takes by itself
-    found: tuple[float, float] = ranks.run(["trainer", "server"], _train, steps, deadline=DEADLINE, transports=())
-    return found[0]
+    measured: tuple[float, float] = ranks.run(["trainer", "server"], _train, steps, deadline=DEADLINE, transports=())
+    return measured[0]
 
 
 def bytes_a_step(steps: int) -> float:
     """Bytes over the network, which shared memory, torch's own choice on one machine, is not."""
-    found: tuple[float, float] = ranks.run(["trainer", "server"], _train, steps, deadline=DEADLINE)
-    return found[1]
+    measured: tuple[float, float] = ranks.run(["trainer", "server"], _train, steps, deadline=DEADLINE)
+    return measured[1]
 
 
 class Embedding(nn.Module):
@@ -46,8 +46,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         torch.set_num_threads(cores())  # of whichever of RPC's threads this is
-        found: Tensor = self.table(tokens)
-        return found
+        vectors: Tensor = self.table(tokens)
+        return vectors
 
 
 class Decoder(nn.Module):
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         return logits
 
 
-def _train(tell: ranks.Tell, steps: int) -> tuple[float, float]:
+def _train(_: ranks.Tell, steps: int) -> tuple[float, float]:
     torch.set_num_threads(cores())
     embedding, decoder = (rpc.remote("server", module) for module in (Embedding, Decoder))
     lstm = nn.LSTM(WIDTH, WIDTH, LAYERS)

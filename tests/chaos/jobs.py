@@ -76,7 +76,7 @@ def _judge_ps(checkpoints: Path, log: str) -> tuple[str, bool]:
     """At most a point below what training without any disturbance comes to."""
     found = evaluate("ps", checkpoints)["accuracy"]
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "rolecall", "local", "ps", "--plain"]
+        command = [sys.executable, "-m", "rolecall", "run", "ps", "--plain"]
         settings = {**environment("ps", {}, 1), "CHECKPOINT_DIR": directory}
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=EVALUATION_DEADLINE, check=True)
         undisturbed = evaluate("ps", Path(directory))["accuracy"]
@@ -95,7 +95,7 @@ def _judge_rnn(checkpoints: Path, log: str) -> tuple[str, bool]:
     found, newest = evaluate("rnn", checkpoints), Checkpoints(checkpoints, "rnn").newest()
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "rolecall", "local", "rnn", "--plain"]
+        command = [sys.executable, "-m", "rolecall", "run", "rnn", "--plain"]
         own = {**RNN, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
         settings = environment("rnn", own, newest.state["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
@@ -117,7 +117,7 @@ def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:
     newest = Checkpoints(checkpoints, "hybrid").newest()
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "rolecall", "local", "hybrid", "--plain"]
+        command = [sys.executable, "-m", "rolecall", "run", "hybrid", "--plain"]
         own = {**HYBRID, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
         settings = environment("hybrid", own, newest.state["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)

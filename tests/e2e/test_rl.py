@@ -182,5 +182,5 @@ def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project
     written = training.newest_checkpoint()
     training.up()
     until(lambda: training.step() > written, "further steps")
-    starts = re.findall(r"\btraining .*?\biteration=(\d+)", training.rank0.logs())
+    starts = re.findall(r"\btraining .*?\bstep=(\d+)", training.rank0.logs())
     assert int(starts[-1]) == written

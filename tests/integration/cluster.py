@@ -23,7 +23,6 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.job import registry
-from rolecall.rank import endpoints
 from rolecall.run import history, rundir
 from rolecall.run.history import History
 from rolecall.watch.local import PORTS, free_ports
@@ -135,29 +134,28 @@ class Rank:
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def get(self, path: str, **headers: str) -> tuple[int, str]:
+    def get(self, path: str) -> tuple[int, str]:
         """Status and body of an HTTP GET on the metrics port; status 0 where nobody answers."""
         url = f"http://127.0.0.1:{self.environment['METRICS_PORT']}{path}"
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as got:
+            with urllib.request.urlopen(url, timeout=5) as got:
                 return got.status, got.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
         except OSError:
             return 0, ""
 
-    def metrics(self, scraper: bool = False) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """All samples; `scraper`: asked for as Prometheus asks."""
-        headers = {endpoints.SCRAPER: "10"} if scraper else {}
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """All samples."""
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(self.get("/metrics", **headers)[1])
+            for family in text_string_to_metric_families(self.get("/metrics")[1])
             for sample in family.samples
         }
 
-    def metric(self, name: str, scraper: bool = False, **labels: str) -> float:
+    def metric(self, name: str, **labels: str) -> float:
         """A sample by its name without the prefix; 0 where there is none (yet)."""
-        return self.metrics(scraper).get(("rolecall_" + name, tuple(sorted(labels.items()))), 0.0)
+        return self.metrics().get(("rolecall_" + name, tuple(sorted(labels.items()))), 0.0)
 
     def worker(self) -> psutil.Process | None:
         """The worker's process: forked by the fork server, which the supervisor started."""

@@ -1,4 +1,4 @@
-"""A whole job: solved, finished, lingering, refused; and the `local` command."""
+"""A complete job: solved, finished, lingering, refused; and `rolecall run`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MakeCluster = Callable[..., Cluster]
 QUICK_ID = "tests.integration.environments:Quick-v0"
 
 
-def local(directory: Path, **settings: str) -> subprocess.Popen[str]:
-    """`python -m rolecall local rl` in a session of its own."""
+def run(directory: Path, *flags: str, **settings: str) -> subprocess.Popen[str]:
+    """`rolecall run rl` in its own session."""
     environment = {**os.environ, **QUICK, "OBSERVERS": "1", "CHECKPOINT_DIR": str(directory), **settings}
     return subprocess.Popen(
-        [sys.executable, "-m", "rolecall", "local", "rl", "--plain"], env=environment, cwd=ROOT, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "rolecall", "run", "rl", "--plain", *flags], env=environment, cwd=ROOT,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str
 
 
 def watch(*arguments: str) -> subprocess.Popen[str]:
-    """`python -m rolecall watch`, without a terminal."""
+    """`rolecall watch`, without a terminal."""
     return subprocess.Popen(
         [sys.executable, "-m", "rolecall", "watch", *arguments], cwd=ROOT, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -50,8 +50,9 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_local_solves_a_quick_task(tmp_path: Path) -> None:
-    process = local(tmp_path, ENV_ID=QUICK_ID, NUM_ENVS="16", ROLLOUT_STEPS="16", JOB_TOKEN="a-secret-of-ours")
+def test_run_solves_a_quick_task(tmp_path: Path) -> None:
+    process = run(tmp_path, "--num-envs", "16", "--env-id", QUICK_ID, ENV_ID="x", ROLLOUT_STEPS="16",
+                  JOB_TOKEN="a-secret-of-ours")  # fmt: skip
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out + err
     assert "Solved! Running reward is now" in out
@@ -68,8 +69,8 @@ def test_local_solves_a_quick_task(tmp_path: Path) -> None:
     assert summary["throughput"]["per_second"] > 0
     assert summary["training_seconds"] == pytest.approx(done["seconds"], abs=0.5)
     assert (summary["settings"]["ENV_ID"], summary["settings"]["INFERENCE"]) == (QUICK_ID, "agent")
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert b"a-secret-of-ours" not in written
+    contents = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"a-secret-of-ours" not in contents
     evaluated = command("eval", "rl", "--checkpoint", str(tmp_path), "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["mean_return"] > 3.6
@@ -82,7 +83,7 @@ def test_observers_with_the_policy_solve_a_quick_task(cluster: MakeCluster) -> N
     assert json.loads((job.checkpoints / "DONE").read_text())["running_return"] > 3.6
 
 
-def test_without_a_threshold_it_ends_at_max_iterations_and_says_so(cluster: MakeCluster) -> None:
+def test_without_a_threshold_it_ends_at_max_iterations(cluster: MakeCluster) -> None:
     job = cluster(ENV_ID="tests.integration.environments:NoThreshold-v0", MAX_ITERATIONS="5").start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
     assert "Stopped at MAX_ITERATIONS=5" in job.agent.text()
@@ -101,7 +102,7 @@ def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(cluster: Ma
 
 
 def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    both, watching = [local(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")], None
+    both, watching = [run(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")], None
     try:
         for name in ("one", "two"):
             log = tmp_path / name / "logs" / "agent-0.log"
@@ -109,7 +110,7 @@ def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         processes = [child for process in both for child in descendants(process)]
         assert len(processes) >= 2 * 2 * 2
         watching = watch(str(tmp_path / "two"))
-        until(lambda: "gang running" in watching.stdout.readline(), "a line of what is watched")  # type: ignore[union-attr]
+        until(lambda: "gang running" in watching.stdout.readline(), "a line of the display")  # type: ignore[union-attr]
         for process in both:
             process.send_signal(signal.SIGINT)
         for process in both:
@@ -127,8 +128,8 @@ def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_local_killed_takes_its_ranks_along(tmp_path: Path) -> None:
-    process = local(tmp_path)
+def test_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+    process = run(tmp_path)
     try:
         until(lambda: len(descendants(process)) >= 4, "all ranks")
         processes = descendants(process)
@@ -165,7 +166,7 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
     job = cluster(CHECKPOINT_INTERVAL="0.2").start(1)
     job.trains()
     until(lambda: job.agent.metric("checkpoint_seconds_count"), "a checkpoint")
-    own = registry.get("rl").metrics
+    rl_metrics = registry.get("rl").metrics
     for rank in job.ranks.values():
         until(lambda rank=rank: rank.get("/readyz")[0] == 200, f"{rank.name} to be ready")
         assert rank.get("/healthz") == (200, "ok\n")
@@ -173,7 +174,7 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
         places = {rank.role, "rank 0"} if rank.role == "agent" else {rank.role}
         declared = [
             *telemetry.SUPERVISOR,
-            *(m for m in (*telemetry.WORKER, *own) if not m.roles or places & set(m.roles)),
+            *(m for m in (*telemetry.WORKER, *rl_metrics) if not m.roles or places & set(m.roles)),
         ]
         if rank.role == "agent":
             declared += telemetry.COORDINATOR
@@ -181,7 +182,7 @@ def test_every_rank_serves_its_metrics_and_health(cluster: MakeCluster) -> None:
         for metric in declared:
             shown = any(name.startswith(metric.full_name.removesuffix("_total")) for name in families)
             assert shown or metric.labels or metric.full_name in lazy, f"{rank.name}: {metric.full_name}"
-        wrong = {m.full_name for m in own if m.roles and not places & set(m.roles)}
+        wrong = {m.full_name for m in rl_metrics if m.roles and not places & set(m.roles)}
         assert not {name for name in families if name in wrong}
 
 
@@ -202,7 +203,7 @@ def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
     ],
 )
 def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, str], expected: list[str]) -> None:
-    process = local(tmp_path, **settings)
+    process = run(tmp_path, **settings)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 2
     complaints = [line for line in err.splitlines() if "wrong" in line or "=" in line]

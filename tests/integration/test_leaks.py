@@ -21,16 +21,16 @@ GROWTH = 8 * 2**20  # bytes; an interpreter's heap breathes
 
 
 def measured(rank: Rank, temporary: Path) -> dict[str, int]:
-    """What a rank holds: its supervisor and its fork server, and the metric files of all ranks."""
+    """What a rank's supervisor and fork server hold, and the metric files of all ranks."""
     supervisor = psutil.Process(rank.pid)
     (server,) = [child for child in supervisor.children() if child.children()]
-    found = {"metric files": len(list(temporary.glob("rolecall-*/*.db")))}
+    counts = {"metric files": len(list(temporary.glob("rolecall-*/*.db")))}
     for name, process in (("supervisor", supervisor), ("fork server", server)):
-        found[f"{name} file descriptors"] = process.num_fds()
-        found[f"{name} threads"] = process.num_threads()
-        found[f"{name} memory"] = process.memory_info().rss
-        found[f"{name} children"] = len(process.children())
-    return found
+        counts[f"{name} file descriptors"] = process.num_fds()
+        counts[f"{name} threads"] = process.num_threads()
+        counts[f"{name} memory"] = process.memory_info().rss
+        counts[f"{name} children"] = len(process.children())
+    return counts
 
 
 @pytest.mark.timeout(60 + 20 * GENERATIONS)

@@ -26,7 +26,7 @@ class Coordinator:
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
         self.waiting: list[tuple[Post, Key, float]] = []  # with the time of their arrival
-        self.epoch, self.generation = self.gang.epoch, self.gang.generation.number
+        self.epoch, self.generation = self.gang.epoch, self.gang.generation
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
@@ -45,8 +45,8 @@ class Coordinator:
         self.ticked = now
         before = list(gang.members)
         while self.simulation.code.pump.step(gang, now, self._persist) and not self.owner.dead:
-            if gang.generation.number != self.generation:
-                self.generation = gang.generation.number
+            if gang.generation is not self.generation:
+                self.generation = gang.generation
                 promises.begins(self)
             self._enter()  # a phase that the next step ends at once is one too
         if self.owner.dead:

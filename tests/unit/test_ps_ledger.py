@@ -12,26 +12,28 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
-from rolecall.jobs.ps.messages import GradientKey, Indices
+from rolecall.jobs.ps.ledger import Ledger, Update
+from rolecall.jobs.ps.messages import GradientKey as Key
+from rolecall.jobs.ps.messages import Indices
 
 DEPTH = 2  # a trainer's gradients under way at once
 
 
 def make(trainers: int = 3, sync: bool = True, **changed: Any) -> Ledger:
-    shape: dict[str, Any] = {"samples": 24, "batch": 4, "epochs": 2, "seed": 0, **changed}
-    return Ledger(trainers=[f"t{n}" for n in range(trainers)], sync=sync, **shape)
+    shape = {"trainers": [f"t{n}" for n in range(trainers)], "samples": 24, "batch": 4, "epochs": 2, "seed": 0}
+    return Ledger(**{**shape, "sync": sync, **changed})
 
 
-def gradient(trainer: str, number: int, version: int, samples: int) -> Gradient:
-    return Gradient(GradientKey(trainer, number), version, samples)
+def due(update: Update | None) -> Update:
+    assert update is not None
+    return update
 
 
 def start(ledger: Ledger) -> dict[str, Indices]:
     """All trainers report ready; the first batch of each."""
     first: dict[str, Indices] = {}
     for name in ledger.trainers:
-        if update := ledger.take(gradient(name, 0, 0, 0)):
+        if update := ledger.take(Key(name, 0), 0, 0):
             first |= {key.trainer: batches[0] for key, batches in update.batches.items()}
     return first
 
@@ -44,9 +46,8 @@ def sample_orders(seed: int) -> list[list[int]]:
     while not ledger.over:
         given[ledger.epoch] += batch.tolist()
         number += 1
-        update = ledger.take(gradient("t0", number, ledger.version, len(batch)))
-        assert update is not None
-        batch = next(iter(update.batches[GradientKey("t0", number)]), batch)
+        update = due(ledger.take(Key("t0", number), ledger.version, len(batch)))
+        batch = next(iter(update.batches[Key("t0", number)]), batch)
     return given
 
 
@@ -61,12 +62,12 @@ class Peer:
     number: int = 0  # of its next gradient
     batches: deque[Indices] = field(default_factory=deque)
     sent: deque[int] = field(default_factory=deque)  # numbers of gradients whose answers it has not taken
-    travelling: deque[Gradient] = field(default_factory=deque)
+    travelling: deque[tuple[int, int, int]] = field(default_factory=deque)  # number, version, samples
     answers: dict[int, tuple[int, list[Indices]]] = field(default_factory=dict)
     computed: dict[int, Indices] = field(default_factory=dict)
 
     def send(self, samples: int) -> None:
-        self.travelling.append(gradient("", self.number, self.version, samples))
+        self.travelling.append((self.number, self.version, samples))
         self.sent.append(self.number)
         self.number += 1
 
@@ -131,13 +132,12 @@ class Run:
             assert self.ledger.over, "a trainer was sent home before the end"
 
     def arrive(self, name: str, peer: Peer) -> None:
-        sent = peer.travelling.popleft()
-        staleness = self.ledger.version - sent.version
+        number, version, samples = peer.travelling.popleft()
+        staleness = self.ledger.version - version
         before, refused = self.ledger.version, self.ledger.refused
-        key = GradientKey(name, sent.key.number)
-        update = self.ledger.take(Gradient(key, sent.version, sent.samples))
+        update = self.ledger.take(Key(name, number), version, samples)
         self.carry_out(update)
-        if self.ledger.sync or not sent.samples:
+        if self.ledger.sync or not samples:
             assert self.ledger.refused == refused
             return
         stale = staleness > self.ledger.max_staleness
@@ -145,7 +145,7 @@ class Run:
         assert self.ledger.version - before == (not stale)
         if not stale:
             assert update is not None
-            assert (update.weights, update.rate) == ({key: 1.0}, 1 / max(1, staleness))
+            assert (update.weights, update.rate) == ({Key(name, number): 1.0}, 1 / max(1, staleness))
 
     def lose(self, name: str) -> None:
         del self.peers[name]
@@ -202,18 +202,17 @@ def test_every_sample_is_used_once_an_epoch(
     run.finish(loss, 0.02 if restarts else 0)
 
 
-# ---- a step of sync
+# ---- sync and async
 
 
 def test_sync_waits_for_all_and_weighs_by_samples() -> None:
     ledger = make(3, samples=10, batch=4)
     batches = start(ledger)
     assert [len(batch) for batch in batches.values()] == [4, 3, 3]
-    assert ledger.take(gradient("t1", 1, 0, 3)) is None
-    assert ledger.take(gradient("t0", 1, 0, 4)) is None
+    assert ledger.take(Key("t1", 1), 0, 3) is None
+    assert ledger.take(Key("t0", 1), 0, 4) is None
     assert ledger.late() == ["t2"]
-    update = ledger.take(gradient("t2", 1, 0, 3))
-    assert update is not None
+    update = due(ledger.take(Key("t2", 1), 0, 3))
     assert update.weights == {("t1", 1): 0.3, ("t0", 1): 0.4, ("t2", 1): 0.3}
     assert update.batches.keys() == update.weights.keys()
     assert (ledger.epoch, ledger.version, ledger.used) == (1, 1, 0)
@@ -222,16 +221,15 @@ def test_sync_waits_for_all_and_weighs_by_samples() -> None:
 def test_sync_closes_when_the_last_it_waits_for_is_lost() -> None:
     ledger = make(3)
     batches = start(ledger)
-    assert ledger.take(gradient("t0", 1, 0, 4)) is None
-    assert ledger.take(gradient("t2", 1, 0, 4)) is None
-    update = ledger.lose("t1")
-    assert update is not None
+    assert ledger.take(Key("t0", 1), 0, 4) is None
+    assert ledger.take(Key("t2", 1), 0, 4) is None
+    update = due(ledger.lose("t1"))
     assert update.weights == {("t0", 1): 0.5, ("t2", 1): 0.5}
-    assert update.batches[GradientKey("t0", 1)][0].tolist() == batches["t1"].tolist(), (
+    assert update.batches[Key("t0", 1)][0].tolist() == batches["t1"].tolist(), (
         "what the lost one had is handed out next"
     )
     assert ledger.lose("t1") is None
-    assert ledger.take(gradient("t1", 1, 0, 4)) is None, "a gradient of a lost trainer counts for nothing"
+    assert ledger.take(Key("t1", 1), 0, 4) is None, "a gradient of a lost trainer counts for nothing"
 
 
 @pytest.mark.parametrize(("left", "shares"), [(24, [4] * 4), (15, [4, 4, 4, 3]), (10, [3, 3, 2, 2]), (3, [1, 1, 1])])
@@ -239,37 +237,29 @@ def test_sync_shares_the_end_of_an_epoch_evenly(left: int, shares: list[int]) ->
     assert [len(batch) for batch in start(make(4, samples=left)).values()] == shares
 
 
-# ---- async
-
-
 def test_async_refuses_what_is_too_stale_and_hands_its_batch_out_again() -> None:
     ledger = make(2, sync=False, max_staleness=1)
     batches = start(ledger)
     for number in (1, 2):
-        ledger.take(gradient("t0", number, number - 1, 4))
-    update = ledger.take(gradient("t1", 1, 0, 4))
-    assert update is not None
+        ledger.take(Key("t0", number), number - 1, 4)
+    update = due(ledger.take(Key("t1", 1), 0, 4))
     assert (update.weights, ledger.refused, ledger.version) == ({}, 1, 2)
-    assert update.batches[GradientKey("t1", 1)][0].tolist() == batches["t1"].tolist()
+    assert update.batches[Key("t1", 1)][0].tolist() == batches["t1"].tolist()
 
 
 @pytest.mark.parametrize(("staleness", "rate"), [(0, 1), (1, 1), (2, 1 / 2), (7, 1 / 7)])
 def test_async_lowers_the_rate_of_a_stale_gradient(staleness: int, rate: float) -> None:
     start(ledger := make(2, sync=False, samples=100, max_staleness=7))
     for number in range(1, staleness + 1):
-        ledger.take(gradient("t0", number, number - 1, 4))
-    update = ledger.take(gradient("t1", 1, 0, 4))
-    assert update is not None
-    assert update.rate == rate
+        ledger.take(Key("t0", number), number - 1, 4)
+    assert due(ledger.take(Key("t1", 1), 0, 4)).rate == rate
 
 
 def test_gradients_of_one_trainer_that_overtake_each_other_are_of_their_own_batches() -> None:
     """RPC promises no order: with two under way, the second may arrive whole before the first."""
     ledger = make(1, sync=False, samples=7, batch=4, ahead=2, max_staleness=64)
-    update = ledger.take(gradient("t0", 0, 0, 0))
-    assert update is not None
-    first, second = update.batches[GradientKey("t0", 0)]
-    ledger.take(gradient("t0", 2, 0, len(second)))
+    first, second = due(ledger.take(Key("t0", 0), 0, 0)).batches[Key("t0", 0)]
+    ledger.take(Key("t0", 2), 0, len(second))
     assert ledger.used == len(second)
     ledger.lose("t0")
     assert ledger.used == 3, "the first was not used"
@@ -289,13 +279,11 @@ def test_other_seeds_and_epochs_give_other_orders() -> None:
 def test_goes_on_after_an_epoch_that_ended_and_stays_over() -> None:
     ledger = make(1, samples=8, batch=8, epochs=2)
     start(ledger)
-    ledger.take(gradient("t0", 1, 0, 8))
+    ledger.take(Key("t0", 1), 0, 8)
     following = make(1, samples=8, batch=8, epochs=2)
     following.load(ledger.state())
     assert (following.epoch, following.used, following.over) == (1, 0, False)
-    last = ledger.take(gradient("t0", 2, 1, 8))
-    assert last
-    assert last.batches == {("t0", 2): []}
+    assert due(ledger.take(Key("t0", 2), 1, 8)).batches == {("t0", 2): []}
     following.load(ledger.state())
     assert following.over
     longer = make(1, samples=8, batch=8, epochs=3)

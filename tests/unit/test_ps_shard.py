@@ -13,8 +13,9 @@ from torch.futures import Future
 
 from rolecall import Context, Peer, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
-from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
-from rolecall.jobs.ps.messages import ArrivedGradient, Assignment, Fetch, GradientKey, PartAnswer, Restore, UpdateShard
+from rolecall.jobs.ps.ledger import Ledger
+from rolecall.jobs.ps.messages import ArrivedGradient, Assignment, Fetch, PartAnswer, Restore, UpdateShard
+from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import ShardServer
 from rolecall.jobs.ps.shard import Shard, join_states, require_same_model
@@ -25,7 +26,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"optimizer": "sgd", "momentum": 0},
     {"optimizer": "adam", "lr": 0.01},
 ]
-WEIGHTS = {GradientKey("t0", 1): 0.5, GradientKey("t1", 1): 0.3, GradientKey("t2", 4): 0.2}
+WEIGHTS = {Key("t0", 1): 0.5, Key("t1", 1): 0.3, Key("t2", 4): 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def make(settings: PsSettings, flat: Tensor, optimizer: dict[str, Tensor] | None
     return shards
 
 
-def send(shards: Sequence[Shard], key: GradientKey, gradient: Tensor | None) -> dict[int, Future[Any]]:
+def send(shards: Sequence[Shard], key: Key, gradient: Tensor | None) -> dict[int, Future[Any]]:
     """Sends a whole gradient; the answers to it, by part."""
     answers: dict[int, Future[Any]] = {}
     for shard in shards:
@@ -73,24 +74,20 @@ def flat_of(shards: Sequence[Shard]) -> Tensor:
     return torch.cat([shard.flat for shard in shards])
 
 
-def apply(shards: Sequence[Shard], weights: dict[GradientKey, float], rate: float = 1) -> None:
+def apply(shards: Sequence[Shard], weights: dict[Key, float], rate: float = 1) -> None:
     for shard in shards:
         for part in shard.parts:
             shard.apply(part, weights, rate)
 
 
-def answer(
-    shards: Sequence[Shard], keys: Iterable[GradientKey], assignments: dict[GradientKey, Assignment] | None = None
-) -> None:
+def answer(shards: Sequence[Shard], keys: Iterable[Key], assigned: dict[Key, Assignment] | None = None) -> None:
     keys = list(keys)
     for shard in shards:
         for part in shard.parts:
-            shard.answer(part, keys, shard.copy(part), assignments or {})
+            shard.answer(part, keys, shard.copy(part), assigned or {})
 
 
-def step(
-    shards: Sequence[Shard], gradients: dict[GradientKey, Tensor], weights: dict[GradientKey, float], rate: float = 1
-) -> None:
+def step(shards: Sequence[Shard], gradients: dict[Key, Tensor], weights: dict[Key, float], rate: float = 1) -> None:
     for key, gradient in gradients.items():
         send(shards, key, gradient)
     apply(shards, weights, rate)
@@ -158,7 +155,7 @@ def test_an_update_without_gradients_changes_nothing() -> None:
 
 def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
     """The encoder makes up for its own rounding; a rounding of the server's would be lost."""
-    weights: dict[GradientKey, float] = {GradientKey("t0", 1): 1 / 3, GradientKey("t1", 1): 2 / 3}
+    weights: dict[Key, float] = {Key("t0", 1): 1 / 3, Key("t1", 1): 2 / 3}
     gradients = {key: torch.randn(TOTAL).bfloat16() for key in weights}
     [shard] = make(settings_of(wire_dtype="bfloat16", momentum=0.9), torch.randn(TOTAL))
     step([shard], gradients, weights)
@@ -171,10 +168,10 @@ def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
 
 def test_answers_are_copies_that_later_updates_leave_alone() -> None:
     shards = make(settings_of(servers=3, update_mode="async"), torch.randn(TOTAL))
-    answers = send(shards, GradientKey("t0", 0), None)
+    answers = send(shards, Key("t0", 0), None)
     before = flat_of(shards)
     assignment = Assignment(0, [])
-    answer(shards, [GradientKey("t0", 0)], {GradientKey("t0", 0): assignment})
+    answer(shards, [Key("t0", 0)], {Key("t0", 0): assignment})
     step(shards, {key: torch.ones(TOTAL) for key in WEIGHTS}, WEIGHTS)
     assert not torch.equal(flat_of(shards), before)
     values: list[PartAnswer] = [answers[index].value() for index in sorted(answers)]
@@ -195,23 +192,20 @@ def test_answers_are_of_the_type_of_the_wire(wire: str, dtype: torch.dtype) -> N
 
 def test_only_those_in_the_update_are_answered_and_once() -> None:
     [shard] = make(settings_of(), torch.randn(TOTAL))
-    waiting = {name: send([shard], GradientKey(name, 0), None) for name in ("t0", "t1")}
-    answer([shard], [GradientKey("t0", 0)])
-    assert all(one.done() for one in waiting["t0"].values())
-    assert not any(one.done() for one in waiting["t1"].values())
-    answer([shard], [GradientKey("t0", 0), GradientKey("t1", 0)])  # a second answer to t0 would raise
+    waiting = {name: send([shard], Key(name, 0), None) for name in ("t0", "t1")}
+    answer([shard], [Key("t0", 0)])
+    assert [[one.done() for one in answers.values()] for answers in waiting.values()] == [[True] * 2, [False] * 2]
+    answer([shard], [Key("t0", 0), Key("t1", 0)])  # a second answer to t0 would raise
     assert all(one.done() for one in waiting["t1"].values())
 
 
 def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
     [shard] = make(settings_of(momentum=0, lr=1), torch.zeros(TOTAL))
-    lost = send([shard], GradientKey("t0", 1), torch.full((TOTAL,), 100.0)) | send(
-        [shard], GradientKey("t0", 2), torch.ones(TOTAL)
-    )
-    stays = send([shard], GradientKey("t1", 1), torch.ones(TOTAL))
+    lost = send([shard], Key("t0", 1), torch.full((TOTAL,), 100.0)) | send([shard], Key("t0", 2), torch.ones(TOTAL))
+    stays = send([shard], Key("t1", 1), torch.ones(TOTAL))
     shard.drop("t0")
-    apply([shard], {GradientKey("t1", 1): 1.0})
-    answer([shard], [GradientKey("t0", 1), GradientKey("t0", 2), GradientKey("t1", 1)])
+    apply([shard], {Key("t1", 1): 1.0})
+    answer([shard], [Key("t0", 1), Key("t0", 2), Key("t1", 1)])
     assert torch.equal(flat_of([shard]), -torch.ones(TOTAL))
     assert not any(one.done() for one in lost.values())
     assert all(one.done() for one in stays.values())
@@ -238,9 +232,9 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     [part] = served.shard.parts
     for name, answer in answers.items():
         gradient = torch.ones(len(served.shard.flat))
-        served.inbox.put(ArrivedGradient(GradientKey(name, 1), part, gradient, None, answer))
+        served.inbox.put(ArrivedGradient(Key(name, 1), part, gradient, None, answer))
     context.lose("trainer_0")
-    weights: dict[GradientKey, float] = {GradientKey("trainer_0", 1): 0.5, GradientKey("trainer_1", 1): 0.5}
+    weights: dict[Key, float] = {Key("trainer_0", 1): 0.5, Key("trainer_1", 1): 0.5}
     served.inbox.put(UpdateShard(1, weights, 1.0, tuple(weights)))
     served.inbox.put(Fetch(1, Enough()))  # type: ignore[arg-type]
     with pytest.raises(Enough):
@@ -255,7 +249,7 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
 def test_refuses_the_state_of_another_optimizer(saved: str, wanted: str) -> None:
     [shard] = make(settings_of(optimizer=saved), torch.randn(TOTAL))
     step([shard], {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
-    state = flat_of([shard]), shard.optimizer_state()
+    state = shard.flat, shard.optimizer_state()
     require_same_model(*state, settings_of(optimizer=saved), TOTAL)
     with pytest.raises(UsageError, match=f"OPTIMIZER={wanted}"):
         require_same_model(*state, settings_of(optimizer=wanted), TOTAL)
@@ -285,19 +279,17 @@ def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(s
     parameter, optimizer = reference(settings, start)
     # 58 samples: two whole steps, and an end of the epoch of 10, which is shared 4, 3, 3
     ledger = Ledger(58, 8, 2, 0, ["t0", "t1", "t2"], sync=True)
-    update: Update | None = None
     for name in ledger.trainers:
-        send(shards, GradientKey(name, 0), None)
-        update = ledger.take(Gradient(GradientKey(name, 0), 0, 0))
+        send(shards, Key(name, 0), None)
+        update = ledger.take(Key(name, 0), 0, 0)
     sizes = []
     for number in range(1, 5):
-        assert update
         batches = {key.trainer: torch.from_numpy(given[0]) for key, given in update.batches.items()}
         answer(shards, update.batches)
         model.unflatten(flat_of(shards), module)
         for name, batch in batches.items():
-            send(shards, GradientKey(name, number), gradient_of(module, train, batch))
-            update = ledger.take(Gradient(GradientKey(name, number), ledger.version, len(batch)))
+            send(shards, Key(name, number), gradient_of(module, train, batch))
+            update = ledger.take(Key(name, number), ledger.version, len(batch))
         assert update
         apply(shards, update.weights, update.rate)
         model.unflatten(parameter.detach(), module)

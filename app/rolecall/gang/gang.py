@@ -195,9 +195,10 @@ class Gang(Lifecycle):
 
         After a pause of this process, a member may have been restarted since it acknowledged: it gets a lease, too.
         """
-        awake = now - self._ticked <= self.rules.lease / 3 and now - self._resumed_at > self.rules.lease
-        informed = awake and self._uninformed <= {self.master}
-        return self.state in OVER and (informed or now - self.since > self.rules.finish_grace)
+        if self.state not in OVER or now - self._ticked > self.rules.lease / 3:  # a pause that no tick has noticed yet
+            return False
+        informed = now - self._resumed_at > self.rules.lease and self._uninformed <= {self.master}
+        return informed or now - self.since > self.rules.finish_grace
 
     def counts(self, role: str, now: float) -> tuple[int, int, int]:
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""

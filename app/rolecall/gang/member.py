@@ -69,8 +69,9 @@ class Member:
 
     @property
     def known(self) -> Directive | None:
-        """The directive that the coordinator need not repeat; None asks for an answer at once, after a failure."""
-        return None if self.retries else self.directive
+        """The directive that the coordinator need not repeat; None asks for an answer at once: after a failure, and for
+        the acknowledgement that the job is over."""
+        return None if self.retries or self.acknowledged else self.directive
 
     def silence(self, now: float) -> float:
         """Seconds since the newest answered request was sent."""

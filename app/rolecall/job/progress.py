@@ -80,6 +80,7 @@ class Progress:
 
     def _advance(self, step: int, done: float, loss: float | None) -> None:
         self._loss += (loss or 0.0) * (done - self._done)
+        self.metrics.step.set(step)
         self.metrics.done.inc(done - self._done)
         self._done = done
         self.supervision.record("done", step, done)

@@ -26,7 +26,7 @@ from rolecall.gang.protocol import FAILED, USAGE, Directive
 from rolecall.job import registry
 from rolecall.job.registry import Identity
 from rolecall.job.spec import Job
-from rolecall.rank import coordinator, endpoints
+from rolecall.rank import coordinator, endpoints, worker_process
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
 from rolecall.rank.worker_manager import WorkerManager
@@ -99,6 +99,7 @@ class Supervisor:
                 await lead.stop(ended=member.exit_code == 0 and member.directive is not None)
             if runner:
                 await runner.cleanup()
+            worker_process.end_fork_server()
             shutil.rmtree(directory, ignore_errors=True)
 
     # ---- before joining

@@ -82,13 +82,13 @@ def start_training(step: int) -> None:
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def exchange(step: int, trainer: int, gradient: np.ndarray | None, arrays: BagArrays | None) -> Answer:
     """A trainer's gradient [bags, width] of its pooled vectors, for the update that makes step `step`, and its bags of
-    the step after that; either may be missing. The answer, once step `step` is made, is `TableServer.pool`'s, or None.
+    the step after that; either may be missing. The answer to bags is `TableServer.pool`'s, once step `step` is made.
     """
     server = SERVER.get()
     if gradient is not None:
         server.add_gradient(trainer, torch.from_numpy(gradient))
     if arrays is None:
-        return server.at(step, lambda: None)
+        return server.at(0, lambda: None)  # now
     bags = Bags.from_arrays(arrays).to(server.table.weight.device)
 
     def pool() -> np.ndarray | Exception:

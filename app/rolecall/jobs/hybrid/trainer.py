@@ -126,7 +126,7 @@ class Trainer:
 
     def _sum(self, answers: Answers) -> Tensor:
         """The servers' shares of pooled vectors, summed: [bags, width]. Raises what pooling raised at a server."""
-        shares = self.context.wait_all(answers)
+        shares = [answer.wait() for answer in answers]  # faster than `wait_all`
         for share in shares:
             if isinstance(share, Exception):
                 raise share

@@ -70,20 +70,14 @@ class PsSettings(Settings):
         return self
 
 
+ROLES = "rolecall.jobs.ps.roles"
 JOB = Job(
     summary="parameter server: trainers push gradients, servers update and hand out parameters",
     settings=PsSettings,
     roles=(
         # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("ps", "rolecall.jobs.ps.roles:serve", "SERVERS", preload=("rolecall.jobs.ps.roles", "torch._dynamo")),
-        Role(
-            "trainer",
-            "rolecall.jobs.ps.roles:train",
-            "TRAINERS",
-            "MIN_TRAINERS",
-            "MAX_TRAINERS",
-            preload=("rolecall.jobs.ps.roles",),
-        ),
+        Role("ps", f"{ROLES}:serve", "SERVERS", preload=(ROLES, "torch._dynamo")),
+        Role("trainer", f"{ROLES}:train", "TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS", preload=(ROLES,)),
     ),
     check="rolecall.jobs.ps.model:check",
     evaluate="rolecall.jobs.ps.evaluate:evaluate",

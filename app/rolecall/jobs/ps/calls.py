@@ -9,21 +9,11 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from rolecall import RankObject
-from rolecall.jobs.ps.messages import (
-    ArrivedGradient,
-    BatchReport,
-    Fetch,
-    GradientKey,
-    Message,
-    OptimizerState,
-    PartAnswer,
-    PartsReceived,
-    Restore,
-    UpdateShard,
-)
+from rolecall.jobs.ps import messages
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, OptimizerState, PartAnswer, PartsReceived, UpdateShard
 from rolecall.jobs.ps.server_model import ServerModel
 
-INBOX: RankObject[queue.SimpleQueue[Message]] = RankObject()
+INBOX: RankObject[queue.SimpleQueue[messages.Message]] = RankObject()
 SERVER_MODEL: RankObject[ServerModel] = RankObject()
 
 # ---- called by trainers
@@ -35,7 +25,7 @@ def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: Batch
     turn. The first part has the report, and its answer the assignment. No gradient: send the parameters.
     """
     answer: Future[PartAnswer] = Future()
-    INBOX.get().put(ArrivedGradient(key, part, gradient, report, answer))
+    INBOX.get().put(messages.ArrivedGradient(key, part, gradient, report, answer))
     return answer
 
 
@@ -58,7 +48,7 @@ def step(model: rpc.RRef[ServerModel], key: GradientKey, context_id: int, report
     gradient, version, buffers = model.local_value().gradient(context_id)
     answer: Future[PartAnswer] = Future()
     complete = BatchReport(version, report.samples, report.loss, report.correct, buffers)
-    INBOX.get().put(ArrivedGradient(key, 0, gradient, complete, answer))
+    INBOX.get().put(messages.ArrivedGradient(key, 0, gradient, complete, answer))
     return answer
 
 
@@ -82,7 +72,7 @@ def update(message: UpdateShard) -> None:
 def restore(flat: Tensor, optimizer: OptimizerState) -> Future[None]:
     """Loads the shard from the parameters [total] and the optimizer's state of the whole model. The first call."""
     done: Future[None] = Future()
-    INBOX.get().put(Restore(flat, optimizer, done))
+    INBOX.get().put(messages.Restore(flat, optimizer, done))
     return done
 
 
@@ -90,5 +80,5 @@ def restore(flat: Tensor, optimizer: OptimizerState) -> Future[None]:
 def fetch(number: int) -> Future[tuple[Tensor, OptimizerState]]:
     """The shard's parameters [elements] and its optimizer's state, right after update `number`."""
     answer: Future[tuple[Tensor, OptimizerState]] = Future()
-    INBOX.get().put(Fetch(number, answer))
+    INBOX.get().put(messages.Fetch(number, answer))
     return answer

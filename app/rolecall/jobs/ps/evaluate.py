@@ -31,16 +31,6 @@ def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """What is evaluated: the parameters `flat` [total] and the model's buffers after `epoch` epochs, `step` updates."""
-
-    epoch: int
-    step: int
-    flat: Tensor
-    buffers: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """Accuracy of the parameters after `epoch` epochs and `step` updates; it took `seconds`."""
 
@@ -63,9 +53,9 @@ class Evaluator:
         """Whether an evaluation was begun whose result was not taken."""
         return self._running is not None
 
-    def begin(self, parameters: Parameters) -> None:
-        """Begins an evaluation in the background."""
-        self._running = self._pool.submit(self.evaluate, parameters)
+    def begin(self, *parameters: Any) -> None:
+        """Begins `evaluate` with these parameters in the background."""
+        self._running = self._pool.submit(self.evaluate, *parameters)
 
     def take(self) -> Evaluation | None:
         """The result of the evaluation that has ended, once; None where there is none."""
@@ -78,13 +68,13 @@ class Evaluator:
         """Waits for the evaluation that runs."""
         self._pool.shutdown()
 
-    def evaluate(self, parameters: Parameters) -> Evaluation:
-        """Evaluates at once. No other evaluation may run."""
+    def evaluate(self, epoch: int, step: int, flat: Tensor, buffers: tuple[Tensor, ...]) -> Evaluation:
+        """Evaluates parameters [total] and buffers at once. No other evaluation may run."""
         started = time.perf_counter()
-        model.unflatten(parameters.flat, self._module)
-        model.load_buffers(self._module, parameters.buffers)
+        model.unflatten(flat, self._module)
+        model.load_buffers(self._module, buffers)
         share = accuracy(self._module, self._test, self._threads)
-        return Evaluation(parameters.epoch, parameters.step, share, time.perf_counter() - started)
+        return Evaluation(epoch, step, share, time.perf_counter() - started)
 
 
 def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:

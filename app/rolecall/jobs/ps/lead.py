@@ -11,20 +11,10 @@ import torch
 from torch import Tensor
 
 from rolecall import Context, Outcome, UsageError
-from rolecall.jobs.ps import PsSettings, calls, data, model
-from rolecall.jobs.ps.evaluate import Evaluation, Evaluator, Parameters
-from rolecall.jobs.ps.ledger import Gradient, Ledger, Update
-from rolecall.jobs.ps.messages import (
-    ArrivedGradient,
-    Assignment,
-    BatchReport,
-    GradientKey,
-    OptimizerState,
-    PartsReceived,
-    TrainerDisconnected,
-    TrainerLost,
-    UpdateShard,
-)
+from rolecall.jobs.ps import PsSettings, calls, data, messages, model
+from rolecall.jobs.ps.evaluate import Evaluation, Evaluator
+from rolecall.jobs.ps.ledger import Ledger, Update
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, OptimizerState, UpdateShard
 from rolecall.jobs.ps.server import ShardServer
 from rolecall.jobs.ps.server_model import ServerModel
 from rolecall.jobs.ps.shard import join_states, require_same_model
@@ -39,7 +29,7 @@ class LeadServer(ShardServer):
         super().__init__(context)
         s = self.settings
         # the lead alone: what it counted before it learned of a loss, every server applies
-        context.on_lost(lambda name: self.inbox.put(TrainerLost(name)))
+        context.on_lost(lambda name: self.inbox.put(messages.TrainerLost(name)))
         train, test = data.load(s)
         trainers = [peer.name for peer in context.peers("trainer")]
         # a trainer computes its next batch while its gradient travels, where the bound on staleness leaves room
@@ -83,7 +73,7 @@ class LeadServer(ShardServer):
                            dataset=self.settings.dataset, update_mode=self.settings.update_mode,
                            epoch=self.ledger.epoch, trainers=len(trainers), parameters=len(flat))  # fmt: skip
         for peer in trainers:  # in sync all wait for one whose gradient does not come
-            self.context.on_disconnect(peer.name, lambda name: self.inbox.put(TrainerDisconnected(name)))
+            self.context.on_disconnect(peer.name, self.context.give_up)
 
     # ---- gradients
 
@@ -94,18 +84,16 @@ class LeadServer(ShardServer):
         except queue.Empty:
             return None
         match message:
-            case ArrivedGradient(key) | PartsReceived(key=key) if key.trainer in self.context.lost:
+            case messages.ArrivedGradient(key) | messages.PartsReceived(key=key) if key.trainer in self.context.lost:
                 pass  # it comes too late
-            case ArrivedGradient(key, part, gradient, report, answer):
+            case messages.ArrivedGradient(key, part, gradient, report, answer):
                 if report is not None:
                     self._reports[key] = report
                 if self.shard.receive(key, part, gradient, answer):
                     return self._parts_received(0, key)
-            case PartsReceived(server, key):
+            case messages.PartsReceived(server, key):
                 return self._parts_received(server, key)
-            case TrainerDisconnected(name):
-                self.context.give_up(name)  # which brings TrainerLost
-            case TrainerLost(name):
+            case messages.TrainerLost(name) if name in self.ledger.trainers:
                 return self._drop(name)
         return None
 
@@ -119,7 +107,7 @@ class LeadServer(ShardServer):
         report, refused = self._reports[key], self.ledger.refused
         if report.samples:
             self.metrics.ps_staleness_updates.observe(self.ledger.version - report.version)
-        update = self.ledger.take(Gradient(key, report.version, report.samples))
+        update = self.ledger.take(key, report.version, report.samples)
         self.metrics.ps_gradients_refused.inc(self.ledger.refused - refused)
         if self.ledger.refused > refused or not report.samples:
             del self._reports[key]  # no update will use it
@@ -159,10 +147,10 @@ class LeadServer(ShardServer):
             self.buffers = report.buffers or self.buffers
         used = sum(report.samples for report in reports)
         begun = self.ledger.done - used  # samples that came before this update's
-        order = UpdateShard(update.number, update.weights, update.rate * self._schedule(begun), tuple(update.batches))
-        answers = [self.context.call(name, calls.update, order) for name in self.others]
+        message = UpdateShard(update.number, update.weights, update.rate * self._schedule(begun), tuple(update.batches))
+        answers = [self.context.call(name, calls.update, message) for name in self.others]
         version = self.ledger.version
-        self.execute(order, {
+        self.execute(message, {
             key: Assignment(version, batches, self.buffers if key.number == 0 else ())
             for key, batches in update.batches.items()
         })  # fmt: skip
@@ -174,7 +162,7 @@ class LeadServer(ShardServer):
             self.context.log(version, done=self.ledger.done, loss=loss, epoch=begun // self.ledger.samples + 1,
                              ps_train_accuracy_ratio=correct)  # fmt: skip
             if self.ledger.used == 0 and not self.ledger.over and not self.evaluator.busy:
-                self.evaluator.begin(self._parameters())
+                self.evaluator.begin(*self._parameters())
 
     def _schedule(self, done: int) -> float:
         """The next update's learning rate over LR (cosine: Loshchilov and Hutter 2017, SGDR, without restarts)."""
@@ -197,8 +185,9 @@ class LeadServer(ShardServer):
         shards = [(self.shard.flat, self.shard.optimizer_state()), *others]
         return torch.cat([flat for flat, _ in shards]), join_states([state for _, state in shards])
 
-    def _parameters(self) -> Parameters:
-        return Parameters(self.ledger.epoch, self.ledger.version, self._gather()[0], self.buffers)
+    def _parameters(self) -> tuple[int, int, Tensor, tuple[Tensor, ...]]:
+        """What is evaluated: see `Evaluator.evaluate`."""
+        return self.ledger.epoch, self.ledger.version, self._gather()[0], self.buffers
 
     def _log_evaluation(self, evaluation: Evaluation | None) -> None:
         if evaluation is not None:
@@ -210,7 +199,7 @@ class LeadServer(ShardServer):
         self.evaluator.close()
         self._log_evaluation(self.evaluator.take())
         with self.context.evaluating():
-            last = self.evaluator.evaluate(self._parameters())
+            last = self.evaluator.evaluate(*self._parameters())
         self._log_evaluation(last)
         message = f"Finished: test accuracy {last.accuracy:.2%} after {last.epoch} epochs"
         return self.context.finish(last.step, self._state(), message, accuracy=last.accuracy, epochs=last.epoch,

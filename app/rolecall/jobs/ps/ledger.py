@@ -19,17 +19,6 @@ from rolecall.jobs.ps.messages import GradientKey, Indices
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """A gradient of `samples` samples, computed with the parameters after update `version`. A trainer's first one in a
-    generation has no samples: with it the trainer reports that it is ready.
-    """
-
-    key: GradientKey
-    version: int
-    samples: int
-
-
-@dataclass(frozen=True)
 class Update:
     """What the servers do next, in the order of `number`: apply the mean of the gradients in `weights` (adding up to 1;
     none: nothing changes) at `rate` times the learning rate, then answer those in `batches` with parameters and with
@@ -80,7 +69,7 @@ class Ledger:
         self.refused = 0
         self._number = 0
         self._trainers = {name: _Trainer() for name in trainers}
-        self._gradients: list[Gradient] = []  # of the open update
+        self._gradients: dict[GradientKey, int] = {}  # of the open update, with their samples
         self._rate = 1.0
         self._begin_epoch(np.zeros(samples, bool))
 
@@ -127,20 +116,21 @@ class Ledger:
 
     # ---- events
 
-    def take(self, gradient: Gradient) -> Update | None:
-        """A trainer's gradient has arrived, whole. Returns the update that is due, if one is."""
-        key = gradient.key
+    def take(self, key: GradientKey, version: int, samples: int) -> Update | None:
+        """A gradient of `samples` samples has arrived, whole, computed with the parameters after update `version`; with
+        one of no samples a trainer reports that it is ready. Returns the update that is due, if one is.
+        """
         trainer = self._trainers.get(key.trainer)
         if trainer is None:
             return None  # it was lost meanwhile
         trainer.ready = True
         trainer.waiting.append(key)
-        staleness = 0 if self.sync else self.version - gradient.version
-        if gradient.samples and staleness > self.max_staleness:
+        staleness = 0 if self.sync else self.version - version
+        if samples and staleness > self.max_staleness:
             self.refused += 1
             self._return(trainer.batches.pop(key.number))
-        elif gradient.samples:
-            self._gradients.append(gradient)
+        elif samples:
+            self._gradients[key] = samples
             trainer.sent += 1
             # staleness-aware asynchronous SGD (Zhang et al. 2016): without it, momentum and staleness together diverge
             self._rate = 1 / max(1, staleness)
@@ -151,7 +141,7 @@ class Ledger:
         trainer = self._trainers.pop(name, None)
         if trainer is None:
             return None
-        self._gradients = [gradient for gradient in self._gradients if gradient.key.trainer != name]
+        self._gradients = {key: samples for key, samples in self._gradients.items() if key.trainer != name}
         for _, batch in sorted(trainer.batches.items(), reverse=True):
             self._return(batch)
         return self._close()
@@ -162,14 +152,14 @@ class Ledger:
         """Closes the open update, unless it waits for a trainer. None where nothing changes and nobody is answered."""
         if self.sync and self.late():
             return None
-        total = sum(gradient.samples for gradient in self._gradients)
-        weights = {gradient.key: gradient.samples / total for gradient in self._gradients}
+        total = sum(self._gradients.values())
+        weights = {key: samples / total for key, samples in self._gradients.items()}
         for key in weights:
             trainer = self._trainers[key.trainer]
             self._used[trainer.batches.pop(key.number)] = True
             trainer.sent -= 1
         self.version += bool(weights)
-        self._gradients = []
+        self._gradients = {}
         self._advance_epoch()
         batches = self._hand_out()
         if not weights and not batches:

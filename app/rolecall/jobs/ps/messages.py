@@ -107,17 +107,10 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class TrainerDisconnected:
-    """At the lead: the connection to a trainer broke."""
-
-    trainer: str
-
-
-@dataclass(frozen=True)
 class TrainerLost:
     """At the lead: a trainer is out of this generation."""
 
     trainer: str
 
 
-Message = ArrivedGradient | PartsReceived | UpdateShard | Restore | Fetch | TrainerDisconnected | TrainerLost
+Message = ArrivedGradient | PartsReceived | UpdateShard | Restore | Fetch | TrainerLost

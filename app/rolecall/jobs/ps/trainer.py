@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.wire import DTYPES, Encoder
 
 DEPTH = 2  # gradients under way at once
+Exchange = dict[int, Future[PartAnswer]]  # a gradient's calls, by part
 
 
 def threads(context: Context[PsSettings]) -> int:
@@ -29,17 +30,6 @@ def threads(context: Context[PsSettings]) -> int:
     if context.settings.threads or not one_machine:
         return context.threads
     return max(1, context.threads // len(context.peers("trainer")))
-
-
-@dataclass
-class Exchange:
-    """A gradient under way: its calls, by part."""
-
-    calls: dict[int, Future[PartAnswer]] = field(default_factory=dict)
-
-    def done(self) -> bool:
-        """Whether all parts are answered."""
-        return all(call.done() for call in self.calls.values())
 
 
 class Trainer:
@@ -59,7 +49,7 @@ class Trainer:
         self.version = 0  # of the parameters here
         self.number = 0  # of the next gradient
         self.batches: deque[Indices] = deque()
-        self.exchanges: deque[Exchange] = deque()
+        self.exchanges: deque[Exchange] = deque()  # under way
         self._servers = {peer.ordinal: peer.name for peer in context.peers("ps")}
         # longer than the lead waits for the slowest trainer
         self._deadline = 2 * self.settings.step_timeout + self.settings.rpc_timeout
@@ -73,7 +63,7 @@ class Trainer:
         for parameter in model.trainable(self.model):
             parameter.data = parameter.data.contiguous()  # as the elements of a part are
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
-        self._incoming: dict[int, Future[PartAnswer]] = {}  # parts whose parameters are still under way
+        self._incoming: Exchange = {}  # parts whose parameters are still under way
         self._called: set[nn.Module] = set()
         self._needs = _needs(self.model, self._pieces)
         for module in self._needs:
@@ -86,13 +76,16 @@ class Trainer:
         for index in range(len(self.parts)):
             self._send(index, None)
         while True:
-            while self.exchanges and (not self.batches or len(self.exchanges) == DEPTH or self.exchanges[0].done()):
-                self._incoming = self.exchanges.popleft().calls
+            while self.exchanges and (not self.batches or len(self.exchanges) == DEPTH or self._answered()):
+                self._incoming = self.exchanges.popleft()
                 self._await(self._eager)
             if not self.batches:  # the epochs are done
                 return
             with self.metrics.ps_compute_seconds.time():
                 self._compute(self.batches.popleft())
+
+    def _answered(self) -> bool:
+        return all(call.done() for call in self.exchanges[0].values())
 
     def _compute(self, batch: Indices) -> None:
         """Forward and backward pass of the samples `batch` [n]; the backward pass sends the gradient."""
@@ -118,7 +111,7 @@ class Trainer:
         """Begins the exchange of the next gradient."""
         self._report = report
         self._missing = [{piece.parameter for piece in pieces} for pieces in self._pieces]
-        self.exchanges.append(Exchange())
+        self.exchanges.append({})
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient is computed: sends the parts that waited for it alone."""
@@ -139,7 +132,7 @@ class Trainer:
         """Sends part `index` [elements] of the gradient to its server."""
         report = self._report if index == 0 else None  # the lead has the first part
         server, key = self._servers[self.parts[index].server], GradientKey(self.context.me.name, self.number)
-        sent = self.exchanges[-1].calls
+        sent = self.exchanges[-1]
         sent[index] = self.context.call(server, calls.exchange, key, index, gradient, report, timeout=self._deadline)
         if len(sent) == len(self.parts):
             self.number += 1

@@ -6,7 +6,6 @@ Shapes: T are the steps of a rollout, n the environments of a group, ... an obse
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ Array = NDArray[Any]
 PolicyState = dict[str, Tensor]  # the policy's parameters and buffers, by name
 
 
-class Done(IntEnum):
-    """Whether a step ends its episode, and how. Arrays called `dones` hold it as uint8."""
+class Done:
+    """Whether a step ends its episode, and how. Arrays called `dones` hold these codes as uint8."""
 
+    # not an enum: numpy takes microseconds, at every step, to convert its members
     CONTINUES = 0
     TERMINATED = 1
     TRUNCATED = 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -24,9 +23,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
-COMMAND = (sys.executable, "-m", "rolecall", "run", "rl", "--plain")
 # few environments and long rollouts: iterations last as long after a restart, which synchronizes the environments
-SETTINGS = {"NUM_ENVS": "16", "ROLLOUT_STEPS": "256", "CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "2"}
+COMMAND = "rolecall run rl --num-envs 16 --rollout-steps 256 --checkpoint-interval 1 --rejoin-interval 2"
 SCORE, GOAL = "rolecall_score", "rolecall_goal"
 # when this score is reached: the rank, whether all of its processes are killed or its worker only, and what follows
 KILLS = (
@@ -34,7 +32,7 @@ KILLS = (
     (260.0, "agent 0", False, "next generation, newest checkpoint"),
     (400.0, "agent 0", True, "rank 0 restarts and resumes"),
 )
-DEADLINE = 180.0  # of a recording, in seconds
+DEADLINE = 300.0  # of a recording, in seconds
 PERIOD = 0.1  # between two looks
 
 LENGTH, PAUSE = 10.0, 3.0  # of the picture, in seconds: playing, and standing still before it begins again
@@ -63,8 +61,8 @@ def record() -> Recording:
     recording, kills = Recording(), list(KILLS)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name, "run")
-        environment = {**os.environ, **SETTINGS, "CHECKPOINT_DIR": str(directory)}
-        process = subprocess.Popen(COMMAND, env=environment, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", *COMMAND.split(), "--plain", "--checkpoint-dir", str(directory)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         began, deadline = math.nan, time.monotonic() + DEADLINE
         try:
             while process.poll() is None:
@@ -166,8 +164,8 @@ def draw(recording: Recording) -> str:
         f'fill="{GREY}">',
         "<title>A reinforcement learning run goes on after SIGKILL</title>",
         f'<text x="{LEFT}" y="24" font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" '
-        f'font-size="15">$ rolecall run rl</text>',
-        f'<text x="{WIDTH - RIGHT}" y="24" text-anchor="end">a recorded run, {end / LENGTH:.1f} times as fast</text>',
+        f'font-size="12.5">$ {COMMAND}</text>',
+        f'<text x="{LEFT}" y="{HEIGHT - 10}">a recorded run, shown {end / LENGTH:.1f} times as fast</text>',
         *axes(recording, scale),
         *lights(recording, scale),
         *markers(recording, scale),

@@ -37,8 +37,8 @@ SELECTOR = re.compile(r"\b(rolecall_\w+|rolecall:[\w:]+|ALERTS|up)\b(?:\{([^}]*)
 
 def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
     """All panels, those of folded rows too, without the rows."""
-    found = [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", ()))]
-    return [panel for panel in found if panel["type"] != "row"]
+    everything = [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", ()))]
+    return [panel for panel in everything if panel["type"] != "row"]
 
 
 def queries(board: dict[str, Any]) -> list[str]:

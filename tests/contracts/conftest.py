@@ -15,5 +15,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "overlay_name" in metafunc.fixturenames:
-        own = [str(Path(path).resolve()) for path in metafunc.config.getoption("--overlay")]
-        metafunc.parametrize("overlay_name", [*OVERLAYS, *own])
+        extra = [str(Path(path).resolve()) for path in metafunc.config.getoption("--overlay")]
+        metafunc.parametrize("overlay_name", [*OVERLAYS, *extra])

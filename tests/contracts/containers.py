@@ -79,9 +79,9 @@ EVERYTHING = [instruction for stage in STAGES for instruction in stage]
 
 def only(name: str) -> str:
     """The arguments of the image's one instruction `name`."""
-    found = [rest for word, rest in STAGES[-1] if word == name]
-    assert len(found) == 1, f"{name}: {found}"
-    return found[0]
+    matching = [rest for word, rest in STAGES[-1] if word == name]
+    assert len(matching) == 1, f"{name}: {matching}"
+    return matching[0]
 
 
 def image_environment() -> dict[str, str]:

@@ -23,9 +23,9 @@ Object = dict[str, Any]
 
 def kubectl() -> str:
     """The machine's kubectl, or the one that make fetches."""
-    found = shutil.which("kubectl") or str(ROOT / "build" / "kubectl")
-    assert Path(found).exists(), "there is no kubectl: run `make kubectl`"
-    return found
+    program = shutil.which("kubectl") or str(ROOT / "build" / "kubectl")
+    assert Path(program).exists(), "there is no kubectl: run `make kubectl`"
+    return program
 
 
 def render(directory: Path) -> list[Object]:
@@ -51,22 +51,22 @@ class Overlay:
     objects: list[Object]
 
     def of_kind(self, kind: str) -> list[Object]:
-        return [found for found in self.objects if found["kind"] == kind]
+        return [item for item in self.objects if item["kind"] == kind]
 
     def only(self, kind: str) -> Object:
-        found = self.of_kind(kind)
-        assert len(found) == 1, f"{kind}: {[one['metadata']['name'] for one in found]}"
-        return found[0]
+        item = self.of_kind(kind)
+        assert len(item) == 1, f"{kind}: {[one['metadata']['name'] for one in item]}"
+        return item[0]
 
     @property
     def sets(self) -> list[RankSet]:
-        return [RankSet(self, found) for found in self.of_kind("StatefulSet")]
+        return [RankSet(self, item) for item in self.of_kind("StatefulSet")]
 
     @property
     def first(self) -> RankSet:
         """Rank 0's set."""
-        (found,) = [one for one in self.sets if one.role == one.job.roles[0]]
-        return found
+        (item,) = [one for one in self.sets if one.role == one.job.roles[0]]
+        return item
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class RankSet:
 
     @property
     def container(self) -> Object:
-        (found,) = self.pod["containers"]
-        return dict(found)
+        (item,) = self.pod["containers"]
+        return dict(item)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -104,10 +104,10 @@ class RankSet:
     @property
     def environment(self) -> dict[str, str]:
         """What the container's variables are, but for those from Secrets, which may be absent."""
-        maps = {found["metadata"]["name"]: found["data"] for found in self.overlay.of_kind("ConfigMap")}
+        maps = {item["metadata"]["name"]: item["data"] for item in self.overlay.of_kind("ConfigMap")}
         named = [source["configMapRef"]["name"] for source in self.container.get("envFrom", [])]
-        own = {entry["name"]: entry["value"] for entry in self.container["env"] if "value" in entry}
-        return {**{key: value for name in named for key, value in maps[name].items()}, **own}
+        literals = {entry["name"]: entry["value"] for entry in self.container["env"] if "value" in entry}
+        return {**{key: value for name in named for key, value in maps[name].items()}, **literals}
 
     @property
     def secrets(self) -> dict[str, Object]:

@@ -73,8 +73,8 @@ def test_a_service_is_a_role_of_one_job(name: str) -> None:
 def test_every_variable_is_passed(name: str) -> None:
     fields = {field.upper() for field in job_of(name).settings.model_fields}
     assert fields >= NOT_PASSED
-    own = {"ORDINAL"} if is_first(name) and role_of(name).count else set()
-    assert set(SERVICES[name]["environment"]) == fields - NOT_PASSED | own
+    extra = {"ORDINAL"} if is_first(name) and role_of(name).count else set()
+    assert set(SERVICES[name]["environment"]) == fields - NOT_PASSED | extra
     assert SERVICES[name]["environment"].get("ORDINAL", "0") == "0"
 
 
@@ -239,8 +239,8 @@ def test_data_are_mounted_where_the_job_looks_for_them(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_the_image_is_the_one_that_make_builds(name: str) -> None:
     service = SERVICES[name]
-    made = dict(re.findall(r"^(IMAGE|TORCH) \?= (\S+)$", MAKEFILE, re.MULTILINE))
-    assert filled(service["image"]) == f"{made['IMAGE']}:{made['TORCH']}"
+    defaults = dict(re.findall(r"^(IMAGE|TORCH) \?= (\S+)$", MAKEFILE, re.MULTILINE))
+    assert filled(service["image"]) == f"{defaults['IMAGE']}:{defaults['TORCH']}"
     declared = {rest.partition("=")[0]: rest.partition("=")[2] for word, rest in EVERYTHING if word == "ARG"}
     assert set(service["build"]["args"]) <= set(declared)
     for argument, value in service["build"]["args"].items():

@@ -69,24 +69,24 @@ def test_the_image_asks_after_its_health() -> None:
 def test_the_images_user_is_nobody_else() -> None:
     user, _, group = only("USER").partition(":")
     runs = " ".join(rest for word, rest in STAGES[-1] if word == "RUN")
-    made = re.search(r"\buseradd --uid (\d+) .* (\w+)(?: |$)", runs.partition(" && install ")[0].strip())
-    assert made
-    assert made.group(1) == user
+    created = re.search(r"\buseradd --uid (\d+) .* (\w+)(?: |$)", runs.partition(" && install ")[0].strip())
+    assert created
+    assert created.group(1) == user
     assert re.search(rf"\bgroupadd --gid {group} ", runs)
     assert int(user) >= 1000
     assert int(group) >= 1000
     # a new volume takes over its owner from the directory that it is mounted on
     directory = re.escape(image_environment()["CHECKPOINT_DIR"])
-    assert re.search(rf"\binstall --directory --owner {made.group(2)} .*{directory}(?: |$)", runs)
+    assert re.search(rf"\binstall --directory --owner {created.group(2)} .*{directory}(?: |$)", runs)
     words = [word for word, _ in STAGES[-1]]
     assert "RUN" not in words[words.index("USER") :]
 
 
 def test_one_python() -> None:
     wanted = dependencies_python()
-    found = re.findall(r"python(\d+\.\d+)", DOCKERFILE)
-    assert found
-    assert set(found) == {wanted}
+    versions = re.findall(r"python(\d+\.\d+)", DOCKERFILE)
+    assert versions
+    assert set(versions) == {wanted}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"{wanted}.0" in SpecifierSet(project["requires-python"])
 
@@ -134,12 +134,12 @@ def sent(path: str) -> bool:
 
 def sources() -> list[str]:
     """What the Dockerfile takes from the repository."""
-    found = []
+    paths = []
     for word, rest in EVERYTHING:
         if word in ("COPY", "ADD") and "--from=" not in rest:
-            found += rest.split()[:-1]
-        found += re.findall(r"type=bind,source=([^, ]+)", rest)
-    return found
+            paths += rest.split()[:-1]
+        paths += re.findall(r"type=bind,source=([^, ]+)", rest)
+    return paths
 
 
 @pytest.mark.parametrize("source", sources())

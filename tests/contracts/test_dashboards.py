@@ -33,9 +33,9 @@ from tools.dashboards.panels import WIDTH
 def test_what_is_asked_for_exists(name: str) -> None:
     assert EVERY_QUERY[name]
     for query in EVERY_QUERY[name]:
-        found = SELECTOR.findall(query)
-        assert found, query
-        for metric, selector in found:
+        selectors = SELECTOR.findall(query)
+        assert selectors, query
+        for metric, selector in selectors:
             if metric.startswith("rolecall_"):
                 assert metric in SAMPLES, query
                 known = {*SAMPLES[metric].labels, *TARGET}

@@ -43,14 +43,14 @@ def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def test_the_objects_fit_the_schemas(rendered: Overlay) -> None:
-    for found in rendered.objects:
-        if found["kind"] not in CUSTOM:
-            kubernetes_validate.validate(found, KUBERNETES, strict=True)
-        assert "namespace" not in found["metadata"]  # it goes where kubectl is told to
+    for item in rendered.objects:
+        if item["kind"] not in CUSTOM:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+        assert "namespace" not in item["metadata"]  # it goes where kubectl is told to
 
 
 def test_names_are_given_once(rendered: Overlay) -> None:
-    names = [(found["kind"], found["metadata"]["name"]) for found in rendered.objects]
+    names = [(item["kind"], item["metadata"]["name"]) for item in rendered.objects]
     assert len(names) == len(set(names))
 
 
@@ -133,12 +133,12 @@ def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
     served = (ROOT / "app" / "rolecall" / "rank" / "endpoints.py").read_text()
     for one in rendered.sets:
         probes = {kind: one.container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
-        assert {kind: found["path"] for kind, found in probes.items()} == {
+        assert {kind: item["path"] for kind, item in probes.items()} == {
             "startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"
         }  # fmt: skip
-        for found in probes.values():
-            assert found["port"] == "metrics"
-            assert f'web.get("{found["path"]}"' in served
+        for item in probes.values():
+            assert item["port"] == "metrics"
+            assert f'web.get("{item["path"]}"' in served
         startup = one.container["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 60
         notes = one.spec["template"]["metadata"]["annotations"]
@@ -174,7 +174,7 @@ def test_disruptions_are_few_and_never_forbidden(rendered: Overlay) -> None:
 def test_selectors_match_their_own_pods_only(rendered: Overlay) -> None:
     for one in rendered.sets:
         assert matches(one.spec["selector"], one.labels)
-        for other in [*rendered.sets, *(found for job in JOBS for found in overlay(job).sets)]:
+        for other in [*rendered.sets, *(item for job in JOBS for item in overlay(job).sets)]:
             same = other.name == one.name
             assert matches(one.spec["selector"], other.labels) == same, f"{one.name}, {other.name}"
 
@@ -229,11 +229,14 @@ def test_the_network_is_the_wall(rendered: Overlay) -> None:
     policy = rendered.only("NetworkPolicy")["spec"]
     assert sorted(policy["policyTypes"]) == ["Egress", "Ingress"]  # what no rule lets through is denied
     assert all(matches(policy["podSelector"], one.labels) for one in rendered.sets)
-    own = [{"podSelector": policy["podSelector"]}]
+    same_job = [{"podSelector": policy["podSelector"]}]
     monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
-    assert policy["ingress"] == [{"from": own}, {"from": monitoring, "ports": [{"port": "metrics", "protocol": "TCP"}]}]
+    assert policy["ingress"] == [
+        {"from": same_job},
+        {"from": monitoring, "ports": [{"port": "metrics", "protocol": "TCP"}]},
+    ]
     mates, names = policy["egress"]
-    assert mates == {"to": own}
+    assert mates == {"to": same_job}
     assert {(entry["port"], entry["protocol"]) for entry in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     assert all(set(to) == {"namespaceSelector"} or to["ipBlock"]["cidr"].endswith("/32") for to in names["to"])
     for other in JOBS:
@@ -283,5 +286,5 @@ def test_the_documented_overlays_render(example: str, tmp_path: Path) -> None:
     before, after = render(K8S / re.findall(r"\.\./k8s/(\S+)", example)[0]), render(directory)
     assert len(before) == len(after)
     assert before != after
-    for found in after:
-        kubernetes_validate.validate(found, KUBERNETES, strict=True)
+    for item in after:
+        kubernetes_validate.validate(item, KUBERNETES, strict=True)

@@ -56,11 +56,11 @@ def test_tests_speak_of_metrics_that_exist() -> None:
     for series in (one["series"] for test in TESTS for one in test["input_series"]):
         name, _, labels = series.partition("{")
         assert name == "up" or name in SAMPLES, series
-        own = set(SAMPLES[name].labels) if name in SAMPLES else set()
+        declared = set(SAMPLES[name].labels) if name in SAMPLES else set()
         given = set(re.findall(r"(\w+)=", labels))
-        assert given <= own | TARGET | {"pod"}, series
+        assert given <= declared | TARGET | {"pod"}, series
         if name != "rolecall_rank_info":
-            assert own <= given, series
+            assert declared <= given, series
 
 
 def test_the_operator_gets_the_same_rules() -> None:
@@ -74,15 +74,15 @@ def test_the_operator_gets_the_same_rules() -> None:
 
 def test_prometheus_finds_every_service_with_ranks() -> None:
     (scrape,) = CONFIG["scrape_configs"]
-    (found,) = scrape["dns_sd_configs"]
-    (name,) = found["names"]
+    (discovery,) = scrape["dns_sd_configs"]
+    (name,) = discovery["names"]
     # and itself: the engine answers for a name that nobody has with an error, and Prometheus keeps the old targets
     known = [(service, network) for service in COMPOSE["services"]
              for network, aliases in networks(service).items() if name in aliases]  # fmt: skip
     assert known == [(service, "metrics") for service in (*SERVICES, "prometheus")]
-    assert f"--web.listen-address=:{found['port']}" in WATCHERS["prometheus"]["command"]
-    assert filled(WATCHERS["prometheus"]["ports"][0]).endswith(f":{found['port']}")
-    assert (found["type"], found["port"]) == ("A", Settings.model_fields["metrics_port"].default)
+    assert f"--web.listen-address=:{discovery['port']}" in WATCHERS["prometheus"]["command"]
+    assert filled(WATCHERS["prometheus"]["ports"][0]).endswith(f":{discovery['port']}")
+    assert (discovery["type"], discovery["port"]) == ("A", Settings.model_fields["metrics_port"].default)
     assert CONFIG["rule_files"] == [ALERTS.name]
     assert "honor_labels" not in scrape
 

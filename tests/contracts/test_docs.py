@@ -67,6 +67,13 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {name for name in PAGES if name.startswith("docs/") and f"]({name})" not in README} == set()
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_flags_in_the_pages_exist(name: str) -> None:
+    for job, rest in re.findall(r"^\$? *rolecall run (\w+)([^#\n]*)", PAGES[name], re.MULTILINE):
+        flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest)}
+        assert flags <= {*registry.get(job).settings.model_fields, "plain"}, rest
+
+
 def test_messages_quoted_in_the_runbook_exist() -> None:
     trees = [ast.parse(path.read_text()) for path in (ROOT / "app").rglob("*.py")]
     texts = [str(node.value) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]

@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
-    parser.set_defaults(handler=_rank, tied=False)
+    parser.set_defaults(handler=_rank, tied=0)
     commands = parser.add_subparsers(metavar="COMMAND")
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
-    rank.add_argument("--tied", action="store_true", help="end with the parent process")
+    rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
     rank.set_defaults(handler=_rank)
     run = commands.add_parser("run", help="run every rank of a job as a process on this machine")
     jobs = run.add_subparsers(metavar="JOB", dest="job", required=True)

@@ -37,9 +37,8 @@ REPEAT = 30.0  # seconds between two equal log lines
 class Supervisor:
     """One rank's supervisor. `run` returns the process's exit code."""
 
-    def __init__(self, job: Job, settings: Settings, identity: Identity, tied: bool = False) -> None:
+    def __init__(self, job: Job, settings: Settings, identity: Identity, tied: int = 0) -> None:
         self.job, self.settings, self.identity, self.tied = job, settings, identity, tied
-        self._parent = os.getppid()
         self.roles = registry.roles(job, settings)
         self.first = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
@@ -198,7 +197,7 @@ class Supervisor:
                 self.workers.kill(outcome)
             if undecided and self.member.exit_code is not None:
                 self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
-            if self.tied and os.getppid() != self._parent:
+            if self.tied and os.getppid() != self.tied:
                 self.member.exit(FAILED)
             self._check_exit()
 
@@ -255,6 +254,6 @@ class Supervisor:
         return "" if running or self._finished else "not in a running generation"
 
 
-def run(job: Job, settings: Settings, identity: Identity, tied: bool = False) -> int:
+def run(job: Job, settings: Settings, identity: Identity, tied: int = 0) -> int:
     """Runs one rank until the job is over for it. Returns the exit code. Raises UsageError for bad input."""
     return asyncio.run(Supervisor(job, settings, identity, tied).run())

@@ -46,8 +46,8 @@ class RankProcess:
     async def _run(self, log: IO[str]) -> int:
         # -P: no module of the working directory may replace one of a library
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "rolecall", "rank", "--tied", env=self.environment, start_new_session=True,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            sys.executable, "-P", "-m", "rolecall", "rank", "--tied", str(os.getpid()),
+            env=self.environment, start_new_session=True, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             limit=2**20,
         )  # fmt: skip
         assert self.process.stdout is not None

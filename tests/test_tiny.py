@@ -1,0 +1,64 @@
+"""Does anything work at all? In a few seconds: settings, a gang, a checkpoint, and one call over torch RPC."""
+
+from __future__ import annotations
+
+import multiprocessing
+import operator
+import socket
+from pathlib import Path
+
+from rolecall import config, telemetry
+from rolecall.gang.gang import Gang
+from rolecall.gang.protocol import Heartbeat, RoleSpec, Rules, WorkerStatus
+from rolecall.job import registry
+from rolecall.job.checkpoint import Checkpoints
+from rolecall.job.task import Peer
+
+
+def test_every_job_has_settings_and_roles() -> None:
+    for name in registry.JOBS:
+        job, settings = registry.load(name)
+        assert registry.roles(job, settings)[0].name == job.roles[0].name
+
+
+def test_a_gang_starts_a_generation_and_finishes() -> None:
+    gang = Gang((RoleSpec("agent", 1, 1, 1, False),), Rules(), "first", 0.0)
+    key = gang.receive(Heartbeat("agent", 0, "first", 1), 0.0)
+    gang.receive(Heartbeat("agent", 0, "first", 2, epoch=gang.directive(key).epoch), 0.0)  # it has no worker
+    effect = gang.tick(0.1)
+    assert effect is not None
+    gang.confirm(effect, 0.1)
+    directive = gang.directive(key)
+    assert (directive.kind, directive.generation, directive.members) == ("run", 1, (("agent", 0),))
+    worker = WorkerStatus(generation=1, state="ended", outcome="finished")
+    gang.receive(Heartbeat("agent", 0, "first", 3, epoch=directive.epoch, worker=worker), 0.2)
+    effect = gang.tick(0.3)
+    assert effect is not None
+    assert effect.kind == "done"
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, "rl", generation=1).write(7, {"weights": [1.0, 2.0]})
+    snapshot = Checkpoints(tmp_path, "rl").newest()
+    assert snapshot is not None
+    assert (snapshot.step, snapshot.state["weights"]) == (7, [1.0, 2.0])
+
+
+def _call_itself(directory: str) -> int:
+    from rolecall.job import rpc  # torch, in a process of its own: RPC cannot be connected twice
+    from rolecall.job.context import Context
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    me = Peer("agent", 0, 0)
+    settings = config.load(config.Settings, bind_addr="127.0.0.1", master_port=port, device="cpu")
+    telemetry.use_directory(Path(directory))
+    context = Context(settings, me, (me,), 1, telemetry.build_worker(telemetry.WORKER, "agent", first=True))
+    rpc.connect(context)
+    return int(context.call(me.name, operator.add, 40, 2).wait())
+
+
+def test_a_call_over_rpc(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply_async(_call_itself, (str(tmp_path),)).get(timeout=60) == 42

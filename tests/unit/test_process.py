@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rolecall.config import Settings
-from rolecall.job.context import Peer, Task
+from rolecall.job.task import Peer, Task
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
 

@@ -144,7 +144,7 @@ class Context(Generic[S]):
         job, by their metrics' names. A line begins with `message`, if one is given. Without `done`, `step` may be an
         earlier one, whose score is known only now.
         """
-        if done is not None:  # the score of an earlier step may come late
+        if done is not None and self.me.rank:  # rank 0's progress does so itself
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
 

@@ -72,8 +72,7 @@ class Progress:
             if score is not None:
                 self.metrics.score.set(score)
                 self.supervision.record("score", step, score)
-            if done is not None:
-                self.metrics.step.set(step)
+            if done is not None:  # the score of an earlier step may come later
                 self._advance(step, done, loss)
                 if step // self.settings.log_interval > self._logged_step // self.settings.log_interval:
                     self._line(step, loss is not None, message)

@@ -103,6 +103,7 @@ class TorchRpc:
     def __init__(self, metrics: Any, store: Store) -> None:
         self._metrics, self._store = metrics, store
         self._methods: set[str] = set()  # that were called
+        self._forwarded: torch.futures.Future[None] | None = None
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """See `Context.call`."""
@@ -158,8 +159,14 @@ class TorchRpc:
             raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
 
     def forward(self, context: Context[Any], method: str, *args: Any, **values: Any) -> None:
-        """Calls a method of rank 0's `Progress`, and waits until it is done: what is logged is not lost at the end."""
-        rpc.rpc_sync(context.members[0].name, _progress, args=(method, args, values))
+        """Calls a method of rank 0's `Progress`, in order: the call before must have been answered. Waits for a score,
+        after which the job may end.
+        """
+        if self._forwarded is not None:
+            self._forwarded.wait()
+        self._forwarded = rpc.rpc_async(context.members[0].name, _progress, args=(method, args, values))
+        if values.get("score") is not None:
+            self._forwarded.wait()
 
 
 def _progress(method: str, args: tuple[Any, ...], values: dict[str, Any]) -> None:

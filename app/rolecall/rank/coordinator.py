@@ -74,7 +74,10 @@ class Coordinator:
                          last.members, done)  # fmt: skip
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._receive)
-        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=self.settings.lease_seconds)
+        # `cleanup` waits for handlers: one whose member has closed the connection must end
+        self._runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=self.settings.lease_seconds, handler_cancellation=True
+        )
         await self._runner.setup()
         await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.control_port, "CONTROL_PORT")
 
@@ -155,6 +158,8 @@ class Coordinator:
         self._pump()
         latest = pump.answer_by(self.gang, received_at)
         while (answer := pump.answer(self.gang, key, request.known, received_at, time.monotonic())) is None:
+            if http_request.transport is None:
+                raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), latest - time.monotonic())
         return web.json_response(asdict(answer))

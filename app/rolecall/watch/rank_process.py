@@ -47,8 +47,8 @@ class RankProcess:
         # -P: no module of the working directory may replace one of a library
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "rolecall", "rank", "--tied", str(os.getpid()),
-            env=self.environment, start_new_session=True, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            limit=2**20,
+            env=self.environment, start_new_session=True, limit=2**20,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         assert self.process.stdout is not None
         # a killed supervisor's orphans keep the pipe open for a moment; only its exit counts

@@ -112,7 +112,8 @@ class RunFiles:
         history, directory = self.journal.history, self.directory
         over = gang.state in OVER
         # not for a job that was refused, interrupted in its drain, or finished and reported before
-        due = self._trained or (over and not (directory / rundir.SUMMARY).exists())
+        reported = all((directory / name).exists() for name in (rundir.SUMMARY, rundir.CURVE))
+        due = self._trained or (over and not reported)
         if not due or code not in (0, FAILED) or (code and not over) or not (history.generations or code):
             return
         state = gang.state if over else "stopped"

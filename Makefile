@@ -78,7 +78,7 @@ image: ## builds the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, whi
 	@ls docker/wheels/*.whl >/dev/null 2>&1 || $(MAKE) wheels
 	DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$(IMAGE):$(TORCH)" \
 	  --build-arg TORCH --build-arg TORCH_INDEX \
-	  --build-arg VERSION="$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" \
+	  --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
 	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" .
 
 up-rl: image ## trains the reinforcement learning job in containers until it is solved (OBSERVERS=2)

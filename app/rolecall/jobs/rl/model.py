@@ -15,9 +15,10 @@ from rolecall.jobs.rl.messages import Array, PolicyState
 
 
 class Rows(nn.Module):
-    """Each observation as one row: [n, ...] to [n, size]; nn.Flatten refuses observations that are single numbers."""
+    """Each observation as one row; nn.Flatten refuses observations that are single numbers."""
 
     def forward(self, observations: Tensor) -> Tensor:
+        """Observations [n, ...] as [n, size]."""
         return observations.reshape(len(observations), -1)
 
 

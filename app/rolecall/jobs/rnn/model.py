@@ -34,6 +34,7 @@ class Lstm(nn.Module):
             nn.init.uniform_(parameter, -bound, bound, generator)
 
     def forward(self, vectors: Tensor, state: LstmState) -> tuple[Tensor, LstmState]:
+        """Hidden states [length, batch, hidden], and the state after them."""
         dropped = functional.dropout(vectors, self.settings.dropout, self.training)
         output, after = self.layers(dropped, state)
         return functional.dropout(output, self.settings.dropout, self.training), after

@@ -23,7 +23,7 @@ def start(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_is_small_and_says_what_it_is() -> None:
     image = json.loads(docker("image", "inspect", IMAGE))[0]
-    assert image["Size"] < 1.2e9
+    assert image["Size"] < 1.25e9
     labels = image["Config"]["Labels"]
     assert labels["org.opencontainers.image.title"] == "rolecall"
     assert labels["org.opencontainers.image.version"]

@@ -127,7 +127,7 @@ MUTATIONS = {
     ),
     "the job's end is not acknowledged": ("self.acknowledged |= directive.kind in OVER", "pass", r"not training"),
     "a failed request is not repeated": ("self.retries += 1", "self.over = True", r"not training|does not know"),
-    "rank 0 does not wait for the others": ("settled or self._hurried", "True", r"does not know"),
+    "rank 0 does not wait for the others": ("settled or self.hurried", "True", r"does not know"),
 }
 
 

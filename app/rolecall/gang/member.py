@@ -52,7 +52,7 @@ class Member:
         self._current: Directive | None = None  # being carried out, in one or two actions
         self._completed: Directive | None = None
         self._acting = False
-        self._hurried = False  # by a signal
+        self.hurried = False  # by a signal
         self._leave_by = float("inf")
         self._ticked = now
         self._awake_since = now
@@ -158,7 +158,7 @@ class Member:
 
     def leave(self, now: float) -> None:
         """SIGTERM or SIGINT: leaves after a drain; at once if it has not joined, and at the second signal."""
-        self._hurried = True
+        self.hurried = True
         if self.leaving:
             self.exit(FAILED)
         elif self.directive is None:
@@ -174,4 +174,4 @@ class Member:
     def exits(self, settled: bool) -> bool:
         """Whether it exits now. Rank 0 stays until the gang has `settled`, so that every member learns how the job
         ended, or until a signal; the others do not wait."""
-        return self.exit_code is not None and (settled or self._hurried or not self.acknowledged)
+        return self.exit_code is not None and (settled or self.hurried or not self.acknowledged)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import Outcome, Peer, PeerLostError
+    from rolecall.job.task import Drained, Peer, PeerLostError
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Epochs", "Job", "Metric", "Outcome", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
     "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
 ]  # fmt: skip
 
@@ -30,7 +30,7 @@ _MODULES = {
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
-    "job.task": ("Outcome", "Peer", "PeerLostError"),
+    "job.task": ("Drained", "Peer", "PeerLostError"),
     "telemetry": ("Metric",),
 }
 

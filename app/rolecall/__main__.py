@@ -9,27 +9,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import create_model
-from pydantic_settings import BaseSettings, CliSettingsSource
 from rich.console import Console
 from rich.table import Table
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import USAGE
-from rolecall.job import checkpoint, registry
+from rolecall.job import checkpoint, describe, registry
 
-# secrets, and what `rolecall run` decides for each rank
-NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "master_port", "control_port", "metrics_port",
-           "bind_addr", "job_token", "on_finish")  # fmt: skip
+TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
+RUN = f"""JOB is {TARGET}.
+
+`rolecall run JOB --help` lists its settings, each of which is a flag."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input, 3 the job failed, 130 after Ctrl-C."""
-    arguments = _parser().parse_args(argv)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # settings name the user's modules; those of libraries come first
+    words = sys.argv[1:] if argv is None else argv
     try:
+        if words[:1] == ["run"] and len(words) > 1 and not words[1].startswith("-"):
+            return _run(words[1], words[2:])  # whose flags depend on the job
+        arguments = _parser().parse_args(words)
         return int(arguments.handler(arguments))
     except UsageError as error:
         print(f"rolecall: {error}", file=sys.stderr, flush=True)
@@ -45,14 +47,17 @@ def _parser() -> argparse.ArgumentParser:
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
     rank.set_defaults(handler=_rank)
-    run = commands.add_parser("run", help="run every rank of a job as a process on this machine")
-    jobs = run.add_subparsers(metavar="JOB", dest="job", required=True)
-    for name in registry.JOBS:
-        job = jobs.add_parser(name, help=registry.get(name).summary, allow_abbrev=False,
-                              usage=f"rolecall run {name} [--plain] [--SETTING VALUE]...")  # fmt: skip
-        job.add_argument("--plain", action="store_true", help="lines instead of the live display")
-        _add_flags(job, name)
-    run.set_defaults(handler=_run)
+    run = commands.add_parser("run", help="run every rank of a job as a process on this machine", description=RUN,
+                              usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
+                              formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    run.add_argument("job", metavar="JOB", help=TARGET)
+    describe = commands.add_parser("describe", help="describe a job with its settings filled in")
+    describe.add_argument("job", metavar="JOB", help=TARGET)
+    describe.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
+    describe.add_argument("--ranks", action="store_true", help="print the world size alone")
+    describe.add_argument("--variables", action="store_true", help="print the names of its own variables alone")
+    describe.add_argument("--output", type=Path, metavar="FILE", help="write the description to a file")
+    describe.set_defaults(handler=_describe)
     watch = commands.add_parser("watch", help="the live display of ranks that run anywhere, from their metrics")
     watch.add_argument(
         "targets",
@@ -65,52 +70,52 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--timeout", type=_seconds, default=30.0, help="seconds without an answer to end after (30)")
     watch.set_defaults(handler=_watch)
     show = commands.add_parser("config", help="list the variables")
-    show.add_argument("job", nargs="?", choices=registry.JOBS)
+    show.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
     show.add_argument("--markdown", action="store_true", help="as a Markdown table")
     show.set_defaults(handler=_config)
     metrics = commands.add_parser("metrics", help="list the metrics")
-    metrics.add_argument("job", nargs="?", choices=registry.JOBS)
+    metrics.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
     metrics.add_argument("--markdown", action="store_true", help="as a Markdown table")
     metrics.set_defaults(handler=_metrics)
     evaluate = commands.add_parser("eval", help="evaluate a checkpoint")
-    evaluate.add_argument("job", choices=registry.JOBS)
+    evaluate.add_argument("job", metavar="JOB", help=TARGET)
     evaluate.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or a directory of them")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
-    evaluate.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead (rnn)")
+    evaluate.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead")
     evaluate.set_defaults(handler=_evaluate)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser, job: str) -> None:
-    """Adds a flag for each setting of `job`, its own first; not for a secret, nor for those that `run` decides."""
-    fields, shared = registry.get(job).settings.model_fields, Settings.model_fields
-    groups = {
-        f"settings of {job}": [name for name in fields if name not in shared],
-        "settings of every job": [name for name in shared if name not in NO_FLAG],
-    }
-    for title, names in groups.items():
-        model = create_model("Flags", __base__=BaseSettings, **{n: (fields[n].annotation, fields[n]) for n in names})  # type: ignore[call-overload]
-        CliSettingsSource(model, root_parser=parser.add_argument_group(title), parse_args_method=parser.parse_args,
-                          cli_kebab_case=True, cli_hide_none_type=True)  # fmt: skip
-
-
 def _rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import supervisor  # here and below: other commands start without it
 
-    job, settings = registry.load()
-    identity = registry.identity(job, settings, config.host_name())
-    telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role, ordinal=identity.ordinal)
-    telemetry.warn_misspelt(job.settings)
+    job, settings = describe.of_rank(config.job_name()), config.load(Settings)
+    identity = registry.identity(job.roles, settings, config.host_name())
+    telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
+                            ordinal=identity.ordinal)  # fmt: skip
+    telemetry.warn_misspelt({*Settings.model_fields, *job.settings})
     return supervisor.run(job, settings, identity, arguments.tied)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.watch import local
 
-    fields = registry.get(arguments.job).settings.model_fields
-    flags = {name.upper(): value for name, value in vars(arguments).items() if name in fields and name not in NO_FLAG}
-    return local.run(arguments.job, flags, arguments.plain)
+    return local.run(describe.ask(target, words))
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    job = describe.describe(arguments.job, arguments.arguments)
+    text = describe.ADAPTER.dump_json(job, indent=1).decode()
+    if arguments.output:
+        arguments.output.write_text(text)
+    elif arguments.ranks:
+        print(job.ranks)
+    elif arguments.variables:
+        print("\n".join(name.upper() for name in job.settings))
+    else:
+        print(text)
+    return 0
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -138,7 +143,7 @@ def _metrics(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job_metrics(name: str | None) -> tuple[telemetry.Metric, ...]:
+def _job_metrics(name: str | None) -> Sequence[telemetry.Metric]:
     return registry.get(name).metrics if name else ()
 
 
@@ -146,37 +151,38 @@ def _jobs(arguments: argparse.Namespace) -> int:
     rows = []
     for name in registry.JOBS:
         job = registry.get(name)
-        roles = ", ".join(role.name + (f" x {role.count}" if role.count else "") for role in job.roles)
+        roles = ", ".join(role.name + (f" x {role.count}" if role.count != 1 else "") for role in job.roles)
         rows.append((name, roles, job.summary))
     _print(("job", "roles", "what"), rows, markdown=False)
     return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    job = registry.get(arguments.job)
-    if arguments.prompt is not None and not job.complete:
-        raise UsageError(f"--prompt: {arguments.job} writes no text; leave it out")
+    job, name = registry.get(arguments.job), registry.name_of(arguments.job)
+    function = job.complete if arguments.prompt is not None else job.evaluate
+    if function is None:
+        raise UsageError(
+            f"--prompt: {name} writes no text; leave it out" if arguments.prompt is not None
+            else f"{name} has nothing to evaluate: give its Job evaluate=function"
+        )  # fmt: skip
     settings = config.load(job.settings, job=arguments.job)
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
     path: Path = arguments.checkpoint
     if not path.exists():
         raise UsageError(f"--checkpoint {path}: no such file or directory")
     try:
-        if path.is_dir():
-            snapshot = checkpoint.Checkpoints(path, arguments.job).newest()
-        else:
-            snapshot = checkpoint.read(path, arguments.job)
+        snapshot = checkpoint.Checkpoints(path, name).newest() if path.is_dir() else checkpoint.read(path, name)
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from error
     if snapshot is None:
         raise UsageError(f"--checkpoint {path}: holds no checkpoint")
-    settings = settings.model_copy(update=snapshot.state.get("settings", {}))  # those that it depends on
-    if arguments.prompt is not None:
-        text = registry.resolve(job.complete)(settings, snapshot.state, arguments.prompt)
-        print(json.dumps({"text": text}) if arguments.json else text)
-        return 0
-    result = registry.resolve(job.evaluate)(settings, snapshot.state)
-    if arguments.json:
+    pinned = snapshot.about.get("settings", {})  # those that it depends on
+    settings = config.load(job.settings, **{**settings.model_dump(), **pinned})
+    prompt = () if arguments.prompt is None else (arguments.prompt,)
+    result = registry.resolve(function)(settings, snapshot.state, *prompt)
+    if prompt:
+        print(json.dumps({"text": result}) if arguments.json else result)
+    elif arguments.json:
         print(json.dumps(result))
     else:
         print(f"{snapshot.path.name}: " + ", ".join(f"{name} {value:g}" for name, value in result.items()))

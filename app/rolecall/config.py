@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 __version__ = "0.1.0"
 
+DESCRIPTION = "ROLECALL_DESCRIPTION"
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]
@@ -225,9 +226,9 @@ def variables(cls: type[Settings]) -> list[tuple[str, str, str, str, str]]:
     return rows
 
 
-def misspelt(cls: type[Settings], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """Names in the environment that look like a misspelt variable, with the variable they look like."""
-    known = {name.upper() for name in cls.model_fields}
+def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Names in the environment that look like the variable of one of `settings` misspelt, with that variable."""
+    known = {name.upper() for name in settings}
     pairs = []
     for name in sorted(set(os.environ if environ is None else environ) - known):
         if len(name) < 3 or name.startswith("_"):
@@ -241,6 +242,16 @@ def misspelt(cls: type[Settings], environ: Mapping[str, str] | None = None) -> l
 def job_name() -> str:
     """JOB, on which it depends which settings there are."""
     return os.environ.get("JOB", "")
+
+
+def passed_description() -> str:
+    """What `rolecall run` tells its ranks of a user's job; empty where it has not started this process."""
+    return os.environ.get(DESCRIPTION, "")
+
+
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES, CUDA's own variable."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def host_name() -> str:

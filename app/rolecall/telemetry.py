@@ -24,7 +24,7 @@ from prometheus_client.core import Metric as Samples
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rolecall import config
-from rolecall.config import Settings, __version__
+from rolecall.config import __version__
 
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -115,6 +115,12 @@ COORDINATOR = (
         buckets=DURATION,
     ),
     Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),
+    Metric(
+        "gauge",
+        "job_info",
+        "What the job calls its score and its work, and its roles; always 1.",
+        ("score", "unit", "roles"),
+    ),
 )
 WORKER = (
     Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
@@ -135,9 +141,11 @@ WORKER = (
     Metric("gauge", "loss", "Mean training loss since the last progress line of the log.", roles=("rank 0",)),
     Metric("gauge", "score", "Newest point of the job's curve: return, accuracy, perplexity.", roles=("rank 0",)),
     Metric("gauge", "goal", "Score at which the job counts as solved.", roles=("rank 0",)),
+    Metric("gauge", "value", "A value that the job logs under a name of its own.", ("name",), roles=("rank 0",)),
     Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
     Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
 )  # fmt: skip
+SHARED = {metric.name for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  # names that no job's metric may have
 
 
 def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:
@@ -276,8 +284,8 @@ def cause(text: str) -> dict[str, str]:
     return {} if not lines else {"cause": lines[-1]} if len(lines) == 1 else {"cause": lines[-1], "exception": text}
 
 
-def warn_misspelt(settings: type[Settings]) -> None:
-    """Logs a warning for each environment variable that looks like a misspelt setting."""
+def warn_misspelt(settings: Iterable[str]) -> None:
+    """Logs a warning for each environment variable that looks like one of `settings` misspelt."""
     for variable, meant in config.misspelt(settings):
         log().warning("a variable looks misspelt and has no effect", variable=variable, meant=meant)
 

@@ -128,8 +128,7 @@ def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(clust
     assert job.first.text().count("resumed") >= 3
     summary, history = reported(job.checkpoints)
     assert summary["generations"] == job.first.text().count("resumed") + 1
-    # on a busy machine, the trainer's loss of the ps that drained may be known before the drain's end is
-    assert summary["restarts"].get("drained", 0) + summary["restarts"].get("lost", 0) == 1
+    assert summary["restarts"]["drained"] == 1
     assert sum(summary["restarts"].values()) == summary["generations"] - 1
     perplexities = [math.exp(validation) for _, validation in last.state["history"]]
     assert [point.value for point in history.curves["score"]] == pytest.approx(perplexities)

@@ -7,6 +7,7 @@ import pytest
 from rolecall.gang import pump
 from rolecall.gang.protocol import (
     FAILED,
+    HOLD,
     Effect,
     RoleSpec,
 )
@@ -80,6 +81,9 @@ def test_fixed_rank_whose_worker_ends_ends_the_generation(outcome: str) -> None:
     play, (ps, first, second) = trains(PS)
     first.ends(outcome)
     play.tick()
+    if outcome == "lost":
+        assert play.gang.state == "running"  # the peer that it lost has not reported yet
+        play.wait(HOLD)
     assert play.causes("stopped") == [outcome]
     assert {member.directive.kind for member in (ps, first, second)} == {"stop"}
     ps.obeys()
@@ -215,8 +219,19 @@ def test_ranks_that_lost_a_peer_that_reports_nothing_end_the_generation() -> Non
     for member in observers:
         member.ends("lost")
     play.tick()
-    play.wait(0.5)
+    play.wait(HOLD)
     assert play.causes("stopped") == ["lost"]
+
+
+@pytest.mark.parametrize("outcome", ["killed", "failed", "drained"])
+def test_the_cause_is_the_end_of_the_peer_that_others_lost(outcome: str) -> None:
+    play, (ps, first, second) = trains(PS)
+    for member in (first, second):
+        member.ends("lost")
+        play.tick()
+    ps.ends(outcome)
+    play.tick()
+    assert play.causes("stopped") == [outcome]
 
 
 # ---- a disk that takes nothing

@@ -13,8 +13,23 @@ are persisted before use.
 
 from __future__ import annotations
 
+from typing import Any
+
 from rolecall.gang.lifecycle import Lifecycle
-from rolecall.gang.protocol import ACTIVE, ERRORS, FAILED, OVER, USAGE, Directive, Effect, Heartbeat, Key, name_of
+from rolecall.gang.protocol import (
+    ACTIVE,
+    ERRORS,
+    FAILED,
+    HOLD,
+    OVER,
+    USAGE,
+    Directive,
+    DirectiveKind,
+    Effect,
+    Heartbeat,
+    Key,
+    name_of,
+)
 from rolecall.gang.roster import Generation, MemberRecord, same_node
 
 
@@ -67,6 +82,8 @@ class Gang(Lifecycle):
             self._stop("drained", self.reason or "drained", now)
         elif worker.outcome == "refused":
             self._fail(reason, USAGE, now)
+        elif worker.outcome == "lost" and not self._elastic(key):
+            self.generation.bereft.setdefault(key, now)  # the peer that it lost reports its own end in a moment
         elif worker.outcome in ERRORS and (cause := self._progress.failed(self.generation.number, reason)):
             self._fail(cause, FAILED, now)
         else:
@@ -100,6 +117,9 @@ class Gang(Lifecycle):
                 del self.members[key]
         if self._finishing:
             return Effect("done", summary=self.summary)
+        for key, since in self.generation.bereft.items():
+            if now - since >= HOLD:
+                self._lose(key, "lost", f"the worker of {name_of(key)} ended: lost", now)
         match self.state:
             case "gathering":
                 return self._gather(now)
@@ -178,17 +198,20 @@ class Gang(Lifecycle):
 
     def directive(self, key: Key) -> Directive:
         """What the member `key` must do now."""
-        ordinal, epoch = key[1], self.epoch
         if self.state == "finished" or self.state == "failed":
-            return Directive(self.state, ordinal, epoch, reason=self.reason, code=self.code)
+            return self._directive(self.state, key, reason=self.reason, code=self.code)
         if self._live(key):
             generation, drain = self.generation, self.state == "draining" and key == self.master
             members, lost = tuple(generation.members), tuple(sorted(generation.lost))
-            return Directive("run", ordinal, epoch, generation.number, members, lost, drain, self.reason)
+            return self._directive("run", key, generation=generation.number, members=members, lost=lost, drain=drain,
+                                   reason=self.reason)  # fmt: skip
         # rank 0 leaves last: the others learn from it that they may
         if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
-            return Directive("leave", ordinal, epoch, reason="left")
-        return Directive("stop", ordinal, epoch, reason=self.reason)
+            return self._directive("leave", key, reason="left")
+        return self._directive("stop", key, reason=self.reason)
+
+    def _directive(self, kind: DirectiveKind, key: Key, **values: Any) -> Directive:
+        return Directive(kind, key[1], self.epoch, role=key[0], **values)
 
     def settled(self, now: float) -> bool:
         """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.

@@ -13,6 +13,7 @@ class Lifecycle:
     """The state of a gang. `incarnation` is that of rank 0, where the coordinator runs.
 
     `last`, `previous`: the last generation's number and members, as persisted; `done`: DONE's summary, if there is one.
+    Members of another `job`, as heartbeats name it, are refused; empty: none are.
     `since` is when it entered its `state`, in seconds; `epoch` grows whenever a directive may have changed.
     """
 
@@ -25,6 +26,7 @@ class Lifecycle:
         last: int = 0,
         previous: tuple[Key, ...] = (),
         done: dict[str, Any] | None = None,
+        job: str = "",
     ) -> None:
         self.roles = {role.name: role for role in roles}
         self.rules = rules
@@ -39,7 +41,7 @@ class Lifecycle:
         self.code = 0
         self.summary = done or {}
         self.events: list[Event] = []
-        self._roster = Roster(self.roles, self.master, incarnation)
+        self._roster = Roster(self.roles, self.master, incarnation, job)
         self._admission = Admission(self.roles, rules, last, previous)
         self._progress = Progress(rules.max_failures)
         everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}

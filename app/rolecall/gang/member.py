@@ -36,10 +36,14 @@ class Action:
 
 
 class Member:
-    """One rank's side of the gang. `ordinal` is None where the gang assigns one; all times are in seconds."""
+    """One rank's side of the gang. `role` is empty, and `ordinal` None, where the gang assigns one; `job` is what
+    heartbeats call the job; all times are in seconds."""
 
-    def __init__(self, rules: Rules, role: str, ordinal: int | None, incarnation: str, node: str, now: float) -> None:
+    def __init__(
+        self, rules: Rules, role: str, ordinal: int | None, incarnation: str, node: str, now: float, job: str = ""
+    ) -> None:
         self.rules, self.role, self.ordinal, self.incarnation, self.node = rules, role, ordinal, incarnation, node
+        self.job = job
         self.directive: Directive | None = None  # the newest
         self.leaving = False
         self.acknowledged = False  # it knows how the job ended
@@ -64,7 +68,7 @@ class Member:
         self._sequence += 1
         return Heartbeat(
             self.role, self.ordinal, self.incarnation, self._sequence, self.node, self._epoch, worker,
-            self.leaving, self.acknowledged,
+            self.leaving, self.acknowledged, self.job,
         )  # fmt: skip
 
     @property

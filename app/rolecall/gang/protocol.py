@@ -25,7 +25,7 @@ USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
 FAILED = 3  # the job failed, for every rank: starting it again would not help
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
 MAX_BACKOFF = 300.0  # seconds
-HOLD = 0.3  # seconds from one rank's loss of a peer until the gang knows how that peer ended
+HOLD = 1.0  # seconds from one rank's loss of a peer until the gang knows how that peer ended
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ class WorkerStatus:
 class Heartbeat:
     """A member's state, as it sends it to the coordinator.
 
-    `sequence` grows with every heartbeat of an incarnation; `epoch` is that of the last directive the member carried
-    out; `acknowledged` says that it knows how the job ended.
+    `role` is empty where the gang assigns one; `sequence` grows with every heartbeat of an incarnation; `epoch` is that
+    of the last directive the member carried out; `acknowledged` says that it knows how the job ended; `job` names the
+    job and the version of its file.
     """
 
     role: str
@@ -89,13 +90,15 @@ class Heartbeat:
     worker: WorkerStatus = field(default_factory=WorkerStatus)
     leaving: bool = False
     acknowledged: bool = False
+    job: str = ""
 
 
 @dataclass(frozen=True)
 class Directive:
     """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
-    `lost` are the members that the generation goes on without; `drain` asks rank 0's worker for a checkpoint.
+    `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without; `drain`
+    asks rank 0's worker for a checkpoint.
     """
 
     kind: DirectiveKind
@@ -107,6 +110,7 @@ class Directive:
     drain: bool = False
     reason: str = ""
     code: int = 0
+    role: str = ""
 
 
 @dataclass(frozen=True)

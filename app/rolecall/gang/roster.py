@@ -44,6 +44,7 @@ class Generation:
     drains_failed: int = 0
     drain_after: float = 0.0
     hold_until: float = 0.0
+    bereft: dict[Key, float] = field(default_factory=dict)  # whose workers ended without a peer, and when
 
     def has(self, key: Key, member: MemberRecord | None) -> bool:
         """Whether `member`, in its present incarnation, belongs to it."""
@@ -55,48 +56,56 @@ class Generation:
 
 
 class Roster:
-    """Gives each rank its place. `incarnation` is rank 0's: no other process can be rank 0."""
+    """Gives each rank its place. `incarnation` is rank 0's: no other process can be rank 0. Empty `job`: of any job."""
 
-    def __init__(self, roles: Mapping[str, RoleSpec], master: Key, incarnation: str) -> None:
-        self._roles, self._master, self._incarnation = roles, master, incarnation
+    def __init__(self, roles: Mapping[str, RoleSpec], master: Key, incarnation: str, job: str = "") -> None:
+        self._roles, self._master, self._incarnation, self._job = roles, master, incarnation, job
         self._newest: dict[object, str] = {}  # the incarnation of each rank, silent ones too
         self._retired: dict[str, None] = {}
 
     def place(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The key of the member that sent `heartbeat`. Raises RejectedError."""
-        role = self._roles.get(heartbeat.role)
-        if role is None:
+        if self._job and heartbeat.job != self._job:
+            raise RejectedError(
+                "job", f"this rank is of {heartbeat.job}, rank 0 of {self._job}; give every rank the same JOB and files"
+            )
+        if heartbeat.role not in self._roles and (heartbeat.role or heartbeat.ordinal is not None):
             raise RejectedError("role", f"no role {heartbeat.role!r} in this job")
         if heartbeat.incarnation in self._retired:
-            raise RejectedError(
-                "superseded", f"another process took the place of this {role.name}; give each an ORDINAL"
-            )
-        ordinal = heartbeat.ordinal
-        if ordinal is None:
-            ordinal = self._assign(role, heartbeat, members)
-        if not 0 <= ordinal < role.maximum:
-            raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {ordinal}")
-        if (role.name, ordinal) == self._master and heartbeat.incarnation != self._incarnation:
+            which = heartbeat.role or "rank"
+            raise RejectedError("superseded", f"another process took the place of this {which}; give each an ORDINAL")
+        key = self._assign(heartbeat, members) if heartbeat.ordinal is None else (heartbeat.role, heartbeat.ordinal)
+        role = self._roles[key[0]]
+        if not 0 <= key[1] < role.maximum:
+            raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {key[1]}")
+        if key == self._master and heartbeat.incarnation != self._incarnation:
             raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
-        key = role.name, ordinal
         self._retire_older(key, heartbeat)
         return key
 
-    def _assign(self, role: RoleSpec, heartbeat: Heartbeat, members: Members) -> int:
-        taken = {key[1]: member.heartbeat for key, member in members.items() if key[0] == role.name}
-        for ordinal, holder in taken.items():
+    def _assign(self, heartbeat: Heartbeat, members: Members) -> Key:
+        """The place of a rank without an ordinal: the one that it has, or the first that is free. Roles are filled in
+        the job's order, each up to its count, then the elastic ones up to their maximum."""
+        roles = [role for role in self._roles.values() if heartbeat.role in ("", role.name)]
+        for key, member in members.items():
+            holder = member.heartbeat
             same = holder.incarnation == heartbeat.incarnation
-            if same or (holder.ordinal is None and same_node(holder, heartbeat)):
-                return ordinal
-        for ordinal in range(role.maximum):
-            if ordinal not in taken and (role.name, ordinal) != self._master:
-                return ordinal
-        raise RejectedError("full", f"all {role.maximum} places for {role.name} are taken")
+            assigned = holder.ordinal is None and holder.role == heartbeat.role
+            if same or (assigned and same_node(holder, heartbeat)):
+                return key
+        for most in ([role.count for role in roles], [role.maximum for role in roles]):
+            for role, limit in zip(roles, most, strict=True):
+                for key in ((role.name, ordinal) for ordinal in range(limit)):
+                    if key not in members and key != self._master:
+                        return key
+        places, name = sum(role.maximum for role in roles), heartbeat.role or "ranks"
+        raise RejectedError("full", f"all {places} places for {name} are taken")
 
     def _retire_older(self, key: Key, heartbeat: Heartbeat) -> None:
         """Late heartbeats of a replaced incarnation are refused. A rank is the same if its configured ordinal is, or
         else its node; one that lost an assigned place to another node's rank gets another place if it returns."""
-        rank: object = key if heartbeat.ordinal is not None else (key[0], heartbeat.node or heartbeat.incarnation)
+        node = heartbeat.node or heartbeat.incarnation
+        rank: object = key if heartbeat.ordinal is not None else (heartbeat.role, node)
         before = self._newest.get(rank)
         if before and before != heartbeat.incarnation:
             self._retired[before] = None

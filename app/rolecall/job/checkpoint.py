@@ -1,8 +1,9 @@
 """Checkpoints: atomic, checksummed snapshots, ordered by (generation, step).
 
 A file is one line of JSON (format, job, generation, step, length of the rest, and SHA-256 of all that) and a
-`torch.save` of the state, which is read with `weights_only=True`. It is written under another name, synced and renamed,
-so a reader never sees a partial file. A file that is torn all the same is skipped, and the one before it is used.
+`torch.save` of the state and what is known about it, which is read with `weights_only=True`. It is written under
+another name, synced and renamed, so a reader never sees a partial file. A file that is torn all the same is skipped,
+and the one before it is used.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from rolecall.config import Settings, UsageError
 from rolecall.run.rundir import NAME, write_atomically
 
-FORMAT = 1
+FORMAT = 2
 HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
 
 
@@ -28,17 +29,20 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint's contents, and its file."""
+    """A checkpoint's contents, and its file. `about` has the pinned `settings`, `seconds` of training, work `done`."""
 
     path: Path
     generation: int
     step: int
     state: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
 
     def require_settings(self, settings: Settings) -> None:
         """Raises UsageError where a setting that the checkpoint depends on has another value now."""
-        for name, before in self.state.get("settings", {}).items():
-            if (now := getattr(settings, name, before)) != before:
+        pinned = self.about.get("settings", {})
+        current = settings.model_dump(mode="json", include=set(pinned))
+        for name, before in pinned.items():
+            if (now := current.get(name, before)) != before:
                 raise UsageError(
                     f"{name.upper()}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {before}; set that, "
                     "or another directory"
@@ -112,7 +116,7 @@ class Checkpoints:
             )
         return None
 
-    def write(self, step: int, state: dict[str, Any]) -> Path:
+    def write(self, step: int, state: dict[str, Any], about: dict[str, Any] | None = None) -> Path:
         """Write `state` as the checkpoint of `step`, then delete all but the newest ones.
 
         Raises CheckpointError where it could not be written; the files that were there before are then unchanged.
@@ -126,7 +130,7 @@ class Checkpoints:
         if owner > self.generation:
             raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save({"state": state, "about": about or {}}, buffer)
         body = buffer.getbuffer()
         head = {
             "format": FORMAT,
@@ -183,11 +187,14 @@ def read(path: Path, job: str) -> Snapshot:
     if _digest(head, body) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
     try:
-        state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises, the file holds what may not or cannot be loaded
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path.name} cannot be loaded: {first}") from error
-    return Snapshot(path, head["generation"], head["step"], state)
+    if head["format"] == 1:
+        about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
+        content = {"state": content, "about": about}
+    return Snapshot(path, head["generation"], head["step"], content["state"], content["about"])
 
 
 def _digest(head: dict[str, Any], body: bytes | memoryview) -> str:

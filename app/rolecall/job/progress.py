@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.job.spec import Job
 
 Curve = Literal["start", "train", "goal", "score", "loss", "done"]
 
@@ -31,45 +32,68 @@ class Supervision:
 class Progress:
     """Rank 0's account of the training. Safe to use from several threads."""
 
-    def __init__(self, settings: Settings, metrics: Any, supervision: Supervision, unit: str) -> None:
-        self.settings, self.metrics, self.supervision, self.unit = settings, metrics, supervision, unit
+    def __init__(self, settings: Settings, metrics: Any, supervision: Supervision, job: Job | None) -> None:
+        self.settings, self.metrics, self.supervision = settings, metrics, supervision
+        self.unit, self.label = (job.unit, job.score) if job else ("steps", "score")
         self.logger = telemetry.log()
-        self.seconds = 0.0  # of training, before this generation
+        self.done = 0.0
+        self._seconds = 0.0  # of training, before this generation
         self._lock = threading.RLock()
         self._started: float | None = None
-        self._total: float | None = None
-        self._first = self._done = self._logged_done = 0.0
+        self._total: float | None = None  # work at the end
+        self._steps: int | None = None  # and steps
+        self._first_step = 0
+        self._step = 0
+        self._first = self._logged_done = 0.0
         self._logged_at = 0.0
         self._logged_step = 0
         self._loss = 0.0  # summed over the work since the last line
         self._epoch: int | None = None
+        self._score: float | None = None  # logged since the last line
+        self._values: dict[str, float] = {}  # that have no metric of their own
+
+    def resume(self, seconds: float, done: float) -> None:
+        """Continues after `seconds` of training and `done` units of work."""
+        self._seconds, self.done = seconds, done
+
+    @property
+    def started(self) -> bool:
+        """Whether training has begun."""
+        return self._started is not None
 
     @property
     def total_seconds(self) -> float:
         """Seconds of training, over all generations."""
-        return self.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
 
-    def start(self, step: int, done: float, total: float | None, goal: float | None, **facts: Any) -> None:
-        """See `Context.start`."""
-        self.logger.info("training", step=step, **facts)
+    def start(self, step: int, done: float, total: float | None, goal: float | None, steps: int | None = None,
+              **facts: Any) -> None:  # fmt: skip
+        """See `Context.start`; `steps` is the number of the last one."""
+        self.logger.info("training", step=step, **({} if steps is None else {"steps": steps}), **facts)
         self.supervision.record("train", step, 0)
         if goal is not None:
             self.metrics.goal.set(goal)
             self.supervision.record("goal", step, goal)
         self._started = self._logged_at = time.monotonic()
-        self._first = self._done = self._logged_done = done
-        self._logged_step, self._total = step, total
+        self._first = self.done = self._logged_done = done
+        self._step = self._first_step = self._logged_step = step
+        self._total, self._steps = total, steps
 
-    def log(self, step: int, done: float | None, loss: float | None, score: float | None, epoch: int | None,
+    def log(self, step: int | None, done: float | None, loss: float | None, score: float | None, epoch: int | None,
             message: str, **values: float) -> None:  # fmt: skip
-        """See `Context.log`."""
+        """See `Context.log`; without `step`, the newest."""
         with self._lock:
+            step = self._step if step is None else step
             for name, value in values.items():
-                getattr(self.metrics, name).set(value)
+                gauge = getattr(self.metrics, name, None)
+                if gauge is None:
+                    gauge, self._values[name] = self.metrics.value.labels(name), value
+                gauge.set(value)
             if epoch is not None:
                 self._epoch = epoch
                 self.metrics.epoch.set(epoch)
             if score is not None:
+                self._score = score
                 self.metrics.score.set(score)
                 self.supervision.record("score", step, score)
             if done is not None:  # the score of an earlier step may come later
@@ -78,24 +102,39 @@ class Progress:
                     self._line(step, loss is not None, message)
 
     def _advance(self, step: int, done: float, loss: float | None) -> None:
-        self._loss += (loss or 0.0) * (done - self._done)
-        self.metrics.step.set(step)
-        self.metrics.done.inc(done - self._done)
-        self._done = done
+        self._loss += (loss or 0.0) * (done - self.done)
+        self.metrics.done.inc(max(0.0, done - self.done))
+        self.done = done
         self.supervision.record("done", step, done)
+        self._reach(step)
+
+    def made(self, step: int) -> None:
+        """`step` was made, whether anything was logged of it or not."""
+        with self._lock:
+            if step > self._step:
+                self._reach(step)
+
+    def _reach(self, step: int) -> None:
+        self._step = step
+        self.metrics.step.set(step)
         self.supervision.report_step(step)  # rank 0's progress, whichever rank made the step
         if self._left is not None:
             self.metrics.left_seconds.set(self._left)
 
     @property
     def _left(self) -> float | None:
-        """Seconds until the work is done, at the rate of this generation."""
-        if self._total is None or self._started is None or self._done <= self._first:
+        """Seconds until the work, or else the last step, is done, at the rate of this generation."""
+        if self._started is None:
             return None
-        return (self._total - self._done) * (time.monotonic() - self._started) / (self._done - self._first)
+        first, now, last = self._first, self.done, self._total
+        if last is None:
+            first, now, last = self._first_step, self._step, self._steps
+        return (
+            None if last is None or now <= first else (last - now) * (time.monotonic() - self._started) / (now - first)
+        )
 
     def _line(self, step: int, with_loss: bool, message: str) -> None:
-        now, work = time.monotonic(), self._done - self._logged_done
+        now, work = time.monotonic(), self.done - self._logged_done
         parts = [] if self._epoch is None else [f"Epoch {self._epoch}"]
         parts.append(f"step {step}")
         if with_loss and work:
@@ -103,7 +142,10 @@ class Progress:
             self.metrics.loss.set(mean)
             self.supervision.record("loss", step, mean)
             parts.append(f"loss {mean:.4f}")
+        if self._score is not None:
+            parts.append(f"{self.label} {self._score:.6g}")
         rate = {f"{self.unit}_per_s": round(work / max(now - self._logged_at, 1e-9))}
         left = {} if self._left is None else {"left_s": round(self._left)}
-        self.logger.info(message or "\t".join(parts), **rate, **left)
-        self._loss, self._logged_at, self._logged_done, self._logged_step = 0.0, now, self._done, step
+        values = {name: float(f"{value:.6g}") for name, value in self._values.items()}
+        self.logger.info(message or "\t".join(parts), **values, **rate, **left)
+        self._loss, self._score, self._logged_at, self._logged_done, self._logged_step = 0.0, None, now, self.done, step

@@ -1,99 +1,148 @@
-"""The jobs by name, and the rank of a process."""
+"""The jobs that there are, and the rank of a process."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
-from rolecall.gang import protocol
-from rolecall.job.spec import Job
+from rolecall.gang.protocol import RoleSpec
+from rolecall.job import loader
+from rolecall.job.spec import MOST, Function, Job
 
 JOBS = ("rl", "ps", "rnn", "hybrid")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process's role and ordinal; `ordinal` is None where the gang assigns one."""
+    """A process's role and ordinal; `role` is empty, and `ordinal` None, where the gang assigns one."""
 
     role: str
     ordinal: int | None
 
 
-def get(name: str) -> Job:
-    """The job called `name`. Raises UsageError for an unknown name."""
-    if name not in JOBS:
-        raise UsageError(f"JOB={name!r}: " + ("is missing" if not name else "no such job") + f" ({', '.join(JOBS)})")
-    return cast(Job, importlib.import_module(f"rolecall.jobs.{name}").JOB)
+def get(target: str) -> Job:
+    """The job that `target` names: a built-in one, FILE.py, or package.module, with :NAME where it is not called JOB.
+
+    Raises UsageError, with file and line where the user's file is wrong.
+    """
+    if not target:
+        raise UsageError(f"JOB='': is missing ({', '.join(JOBS)}, FILE.py or package.module)")
+    if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
+        raise UsageError(f"JOB={target!r}: no such job ({', '.join(JOBS)}, FILE.py or package.module)")
+    module = module_of(target)
+    name = loader.split(target)[1] or "JOB"
+    job = getattr(module, name, None)
+    if not isinstance(job, Job):
+        where = loader.shown(Path(module.__file__)) if module.__file__ else module.__name__
+        raise UsageError(
+            f"{where}: has no {name} = Job(...); a program without one runs by `rolecall run FILE --ranks N`"
+        )
+    return job
 
 
-def load(name: str = "", **overrides: Any) -> tuple[Job, Settings]:
-    """The job that `name`, or else JOB, names, and its settings; `overrides` (by field name) win over the environment.
+def module_of(target: str) -> ModuleType:
+    """The module of the job that `target` names. Raises UsageError."""
+    if target in JOBS:
+        return importlib.import_module(f"rolecall.jobs.{target}")
+    return loader.load(loader.split(target)[0])
+
+
+def name_of(target: str) -> str:
+    """The short name of the job that `target` names: of its run directories, checkpoints and metrics."""
+    place, name = loader.split(target)
+    stem = loader.file_of(place).stem if loader.is_file(place) else place.rpartition(".")[2]
+    return stem if name in ("", "JOB") else f"{stem}-{name.lower()}"
+
+
+def absolute(target: str) -> str:
+    """`target`, so that it names the same job in any working directory."""
+    place, name = loader.split(target)
+    return f"{Path(place).absolute()}" + (f":{name}" if name else "") if loader.is_file(place) else target
+
+
+def load(target: str = "", **overrides: Any) -> tuple[Job, Settings]:
+    """The job that `target`, or else JOB, names, and its settings; `overrides`, by field, win over the environment.
 
     Raises UsageError for an unknown job or wrong settings.
     """
-    name = name or config.job_name()
-    job = get(name)
-    return job, config.load(job.settings, job=name, **overrides)
+    target = target or config.job_name()
+    job = get(target)
+    return job, config.load(job.settings, **{**overrides, "job": target})
 
 
-def resolve(target: str) -> Callable[..., Any]:
-    """Imports the function that `target`, a `module:function` of this package, names."""
-    module, _, name = target.partition(":")
+def resolve(function: Function) -> Callable[..., Any]:
+    """`function` itself, or the one that a `module:function` names."""
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
 
 
-def roles(job: Job, settings: Settings) -> tuple[protocol.RoleSpec, ...]:
+def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
     """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
-
-    def number(name: str, default: int) -> int:
-        return int(getattr(settings, name.lower())) if name else default
-
     specs = []
     for role in job.roles:
-        count = number(role.count, 1)
-        low, high = number(role.minimum, count), number(role.maximum, count)
-        if not low <= count <= high:
+        count = job.number(role.count, settings)
+        low = count if role.minimum is None else job.number(role.minimum, settings)
+        most = max(count, MOST) if role.elastic else count
+        high = most if role.maximum is None else job.number(role.maximum, settings)
+        if not 1 <= low <= count <= high:
+            counts = {"count": (role.count, count), "minimum": (role.minimum, low), "maximum": (role.maximum, high)}
+            spelled = [f"{name if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]
             raise UsageError(
-                f"wrong settings: {role.count}={count} must lie between {role.minimum}={low} and {role.maximum}={high}"
+                f"wrong settings: {spelled[0]} must lie between {spelled[1]} and {spelled[2]}, all at least 1"
             )
-        specs.append(protocol.RoleSpec(role.name, count, low, high, role.elastic))
+        specs.append(RoleSpec(role.name, count, low, high, role.elastic))
     return tuple(specs)
 
 
-def identity(job: Job, settings: Settings, host: str) -> Identity:
+def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identity:
     """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
 
-    A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do.
-    Raises UsageError where the role is missing or unknown, or the ordinal is out of range.
+    A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
+    a rank where it so ends in rank-<n>. Without any of them, the gang assigns role and ordinal. Raises UsageError where
+    the role is unknown, or the ordinal is out of range.
     """
-    counts = roles(job, settings)
-    total = sum(role.count for role in counts)
+    total = sum(role.count for role in roles)
     if settings.world_size is not None and settings.world_size != total and not settings.role:
-        spelled = " + ".join(f"{role.count} {role.name}" for role in counts)
+        spelled = " + ".join(f"{role.count} {role.name}" for role in roles)
         raise UsageError(f"WORLD_SIZE={settings.world_size}: the counts make {total} ({spelled})")
-    if not settings.role and settings.rank is not None:
-        left = settings.rank
-        for role in counts:
-            if left < role.count:
-                return Identity(role.name, left)
-            left -= role.count
-        raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
-    by_name = {role.name: role for role in counts}
+    if not settings.role:
+        rank, source = settings.rank, "RANK"
+        if rank is None:
+            rank, source = _number_in(host, "rank"), f"the host name {host}"
+        return Identity("", None) if rank is None else _by_rank(roles, rank, source)
+    by_name = {role.name: role for role in roles}
     if settings.role not in by_name:
-        problem = "is missing" if not settings.role else "no such role"
-        raise UsageError(f"ROLE={settings.role!r}: {problem} ({', '.join(by_name)})")
+        raise UsageError(f"ROLE={settings.role!r}: no such role ({', '.join(by_name)})")
     role = by_name[settings.role]
-    ordinal = settings.ordinal
-    source = "ORDINAL"
-    if ordinal is None and (match := re.search(rf"(?:^|-){re.escape(role.name)}-(\d{{1,4}})$", host)):
-        ordinal, source = int(match.group(1)), f"the host name {host}"
+    ordinal, source = settings.ordinal, "ORDINAL"
+    if ordinal is None:
+        ordinal, source = _number_in(host, role.name), f"the host name {host}"
     if ordinal is None and role.maximum == 1:
         ordinal = 0
     if ordinal is not None and ordinal >= role.maximum:
         raise UsageError(f"{source}={ordinal}: {role.name} has ordinals 0 to {role.maximum - 1}")
     return Identity(role.name, ordinal)
+
+
+def _by_rank(roles: Sequence[RoleSpec], rank: int, source: str) -> Identity:
+    """The place of rank `rank` where the roles are filled in order, each up to its count."""
+    left = rank
+    for role in roles:
+        if left < role.count:
+            return Identity(role.name, left)
+        left -= role.count
+    raise UsageError(f"{source}={rank}: the job has ranks 0 to {rank - left - 1}")
+
+
+def _number_in(host: str, name: str) -> int | None:
+    match = re.search(rf"(?:^|-){re.escape(name)}-(\d{{1,4}})$", host)
+    return int(match.group(1)) if match else None

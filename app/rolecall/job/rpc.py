@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job.context import Context
+from rolecall.job.peers import require_importable
 from rolecall.job.task import PeerLostError
 from rolecall.telemetry import Timer
 
@@ -98,7 +99,7 @@ def connect(context: Context[Any]) -> None:
 
 
 class TorchRpc:
-    """A `Transport` over torch's TensorPipe."""
+    """Calls over torch's TensorPipe."""
 
     def __init__(self, metrics: Any, store: Store) -> None:
         self._metrics, self._store = metrics, store
@@ -107,8 +108,9 @@ class TorchRpc:
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """See `Context.call`."""
-        method, metrics = function.__name__, self._metrics
+        method, metrics = getattr(function, "__name__", ""), self._metrics
         if method not in self._methods:
+            require_importable(function)
             self._methods.add(method)
             telemetry.begin(metrics.rpc_failures, [method])
         started = time.perf_counter()
@@ -137,6 +139,11 @@ class TorchRpc:
             if not is_lost(error):
                 raise
             raise PeerLostError(f"a peer does not answer: {first_line(error)}") from error
+
+    @staticmethod
+    def is_lost(error: BaseException) -> bool:
+        """Whether `error` says that a peer is gone or silent."""
+        return is_lost(error)
 
     def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
         """See `Context.on_disconnect`."""

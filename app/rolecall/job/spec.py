@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rolecall.config import Settings
-from rolecall.telemetry import Metric
+from rolecall.config import Settings, UsageError
+from rolecall.telemetry import SHARED, Metric
+
+Function = Callable[..., Any] | str  # a callable, or its `module:name`, imported where it is needed
+MOST = 1024  # members of an elastic role without a maximum
+NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
+# variables that any environment has, and flags of `rolecall run`
+RESERVED = {"path", "home", "user", "shell", "lang", "pwd", "term", "hostname", "tmpdir", "editor", "display",
+            "logname", "plain", "help"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Role:
     """One role of a job. The first role's member 0 is rank 0, which coordinates and writes checkpoints.
 
-    `run` is a `module:function` that is called with a `Context`. The counts name settings: a start waits for `count`
-    members; `minimum` and `maximum` bound an elastic role, whose members may join and leave while the job trains.
-    `preload` lists slow modules to import once, before workers are forked.
+    `run` is called with a `Context`; without one, or once it has returned, a member serves the calls of its peers. A
+    start waits for `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and
+    leave while the job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to
+    itself under `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once,
+    before workers are forked.
     """
 
     name: str
-    run: str
-    count: str = ""
-    minimum: str = ""
-    maximum: str = ""
-    preload: tuple[str, ...] = ()
+    run: Function | None = None
+    count: str | int = 1
+    minimum: str | int | None = None
+    maximum: str | int | None = None
+    gpus: int | None = None
+    preload: Sequence[str] = ()
 
     @property
     def elastic(self) -> bool:
         """Whether members may join and leave while the job trains."""
-        return bool(self.minimum)
+        return self.minimum is not None
 
 
 @dataclass(frozen=True)
 class Job:
-    """A topology: its settings, its roles, and where its functions are.
+    """A topology: its roles, its settings, and what else Rolecall can do with it. Raises UsageError for contradictions.
 
     `check` is called with the settings before a rank joins, and raises UsageError for what can never work.
     `evaluate` is called with the settings and a checkpoint's state by `rolecall eval JOB`; `complete`, of a job whose
@@ -40,17 +53,72 @@ class Job:
     saved with it, must be the same on resume, and are restored for `evaluate`.
 
     `score` labels the curve that `Context.log` draws, of which lower is better where `lower` is set; `unit` is what
-    its `done` counts.
+    its `done` counts. Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
     """
 
-    summary: str
-    settings: type[Settings]
-    roles: tuple[Role, ...]
-    check: str
-    evaluate: str
-    score: str
-    unit: str
-    metrics: tuple[Metric, ...] = ()
+    roles: Sequence[Role]
+    settings: type[Settings] = Settings
+    summary: str = ""
+    check: Function | None = None
+    evaluate: Function | None = None
+    complete: Function | None = None
+    score: str = "score"
+    unit: str = "steps"
     lower: bool = False
-    complete: str = ""
-    pinned: tuple[str, ...] = ()
+    metrics: Sequence[Metric] = ()
+    pinned: Sequence[str] = ()
+    rpc: bool = True
+
+    def __post_init__(self) -> None:
+        for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):
+            raise UsageError(problem)
+
+    def number(self, value: str | int, settings: Settings) -> int:
+        """A role's count, minimum or maximum, with `settings` filled in."""
+        return value if isinstance(value, int) else int(getattr(settings, value.lower()))
+
+    def _problems_of_settings(self) -> Iterator[str]:
+        cls = self.settings
+        if Settings not in getattr(cls, "__mro__", ()):
+            yield f"Job(settings={cls!r}): is not a subclass of rolecall.Settings"
+            return
+        below = cls.__mro__[: cls.__mro__.index(Settings)]
+        declared = {name for base in below for name in vars(base).get("__annotations__", ())}
+        for name in declared & set(Settings.model_fields):
+            yield f"{cls.__name__}.{name}: Rolecall has a setting {name.upper()} already; choose another name"
+        for name, field in cls.model_fields.items():
+            if name in RESERVED:
+                yield f"{cls.__name__}.{name}: the variable {name.upper()} means something else; choose another name"
+            elif field.is_required():
+                yield f"{cls.__name__}.{name}: has no default; give it one"
+        for name in self.pinned:
+            if name not in cls.model_fields:
+                yield f"Job(pinned=...): {cls.__name__} has no setting {name!r}"
+
+    def _problems_of_roles(self) -> Iterator[str]:
+        if not self.roles or not all(isinstance(role, Role) for role in self.roles):
+            yield "Job(roles=...): needs a list of rolecall.Role"
+            return
+        first, names = self.roles[0], [role.name for role in self.roles]
+        if len(set(names)) < len(names):
+            yield f"Job(roles=...): two roles have the same name ({', '.join(names)})"
+        if first.elastic:
+            yield f"role {first.name}: has rank 0, and cannot be elastic; leave its minimum out"
+        if first.run is None:
+            yield f"role {first.name}: has rank 0, and needs a function: Role({first.name!r}, function)"
+        for role in self.roles:
+            if not NAME.fullmatch(role.name):
+                yield f"role {role.name!r}: a name consists of small letters, digits and _, and begins with a letter"
+            if role.run is not None and not callable(role.run) and not re.fullmatch(r"[\w.]+:\w+", str(role.run)):
+                yield f"role {role.name}: {role.run!r} is not a function"
+            for number in (role.count, role.minimum, role.maximum):
+                if isinstance(number, str) and number.lower() not in self.settings.model_fields:
+                    yield f"role {role.name}: {self.settings.__name__} has no setting {number!r} to count members by"
+
+    def _problems_of_metrics(self) -> Iterator[str]:
+        if not all(isinstance(metric, Metric) for metric in self.metrics):
+            yield "Job(metrics=...): needs a list of rolecall.Metric"
+            return
+        for metric in self.metrics:
+            if metric.name in SHARED:
+                yield f"metric {metric.name}: Rolecall has a metric of that name already; choose another"

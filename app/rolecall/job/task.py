@@ -1,15 +1,23 @@
-"""What a worker is started with, and how its function may end."""
+"""What a worker is started with, and how the loss of a peer or a drain ends its function."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rolecall.config import Settings
 
 
 class PeerLostError(RuntimeError):
     """A peer that this rank cannot do without is gone or silent. The gang regroups; this rank has not failed."""
+
+
+class Drained(BaseException):  # not an Exception: no function of a job takes it for a failure
+    """Ends rank 0's function after a drain's checkpoint, that of `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -27,17 +35,10 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How rank 0's function ended: the job is `finished` (with a summary), or it `drained` after step `step`."""
-
-    kind: Literal["finished", "drained"]
-    step: int
-    summary: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Task:
-    """What a worker is started with; `members` are in order of rank, and empty for a check of the settings."""
+    """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
+    JOB, `settings` are those that every job has, `values` those of this job, by name.
+    """
 
     job: str
     settings: Settings
@@ -45,3 +46,4 @@ class Task:
     members: tuple[Peer, ...] = ()
     generation: int = 0
     lost: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)

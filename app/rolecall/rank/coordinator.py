@@ -22,7 +22,8 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang import pump
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Directive, Event, Heartbeat, RejectedError, RoleSpec, Rules
+from rolecall.gang.protocol import Directive, Event, Heartbeat, RejectedError, Rules
+from rolecall.job.describe import Description
 from rolecall.rank import endpoints
 from rolecall.rank.run_files import REPEAT, RunFiles
 
@@ -51,13 +52,13 @@ def rules(settings: Settings) -> Rules:
 class Coordinator:
     """Serves the gang of one job. `start` takes the run's directory and the port, `loops` keep it going."""
 
-    def __init__(self, job: str, settings: Settings, roles: tuple[RoleSpec, ...], incarnation: str, node: str) -> None:
-        self.settings = settings
+    def __init__(self, job: Description, settings: Settings, incarnation: str, node: str) -> None:
+        self.job, self.settings = job, settings
         self.log = telemetry.log()
         self.files = RunFiles(job, settings, node)
         self.gang: Gang
         self.metrics: Any = None
-        self._roles, self._incarnation = roles, incarnation
+        self._incarnation = incarnation
         self._changed = asyncio.Event()  # replaced when it is set
         self._epoch = 0
         self._logged_at = float("-inf")
@@ -67,11 +68,13 @@ class Coordinator:
         """Raises UsageError where the directory or the port cannot be used."""
         self.metrics = metrics
         metrics.checkpoint_interval_seconds.set(self.settings.checkpoint_interval)
+        names = ",".join(role.name for role in self.job.roles)
+        metrics.job_info.labels(self.job.score, self.job.unit, names).set(1)
         telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
         done = self.files.open()
         last = self.files.persisted
-        self.gang = Gang(self._roles, rules(self.settings), self._incarnation, time.monotonic(), last.number,
-                         last.members, done)  # fmt: skip
+        self.gang = Gang(self.job.roles, rules(self.settings), self._incarnation, time.monotonic(), last.number,
+                         last.members, done, self.job.identity)  # fmt: skip
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._receive)
         # `cleanup` waits for handlers: one whose member has closed the connection must end
@@ -106,7 +109,7 @@ class Coordinator:
             self._report_event(event)
         gang.events.clear()
         telemetry.one_hot(self.metrics.gang_state, telemetry.GANG_STATES, gang.state)
-        for role in self._roles:
+        for role in self.job.roles:
             members, registered, wanted = gang.counts(role.name, now)
             self.metrics.gang_members.labels(role.name).set(members)
             self.metrics.gang_registered.labels(role.name).set(registered)

@@ -12,7 +12,7 @@ from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import FAILED, OVER, Effect, Key
-from rolecall.job import registry
+from rolecall.job.describe import Description
 from rolecall.run import report, rundir
 from rolecall.run.history import Record
 from rolecall.run.journal import Journal
@@ -23,7 +23,7 @@ REPEAT = 10.0  # seconds between two equal log lines
 class RunFiles:
     """The files of one run, on `node`. `open` takes the directory, `close` releases it."""
 
-    def __init__(self, job: str, settings: Settings, node: str) -> None:
+    def __init__(self, job: Description, settings: Settings, node: str) -> None:
         self.job, self.settings, self.node = job, settings, node
         self.directory = settings.checkpoint_dir
         self.log = telemetry.log()
@@ -42,8 +42,8 @@ class RunFiles:
         settings, directory = self.settings, self.directory
         self._lock = rundir.lock(directory, rundir.COORDINATOR_LOCK, settings.lease_seconds)
         persisted = rundir.read_generation(directory)
-        if persisted.job not in ("", self.job):
-            raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job}")
+        if persisted.job not in ("", self.job.name):
+            raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job.name}")
         # this very rank, killed in the middle of its run and restarted, continues its run
         if not settings.resume and persisted.node != self.node:
             persisted = self._start_anew(persisted)
@@ -69,7 +69,7 @@ class RunFiles:
         aside = rundir.set_aside(directory, earlier.number, self.settings.lease_seconds)
         if aside:
             self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
-        return rundir.Persisted(earlier.number, self.job)
+        return rundir.Persisted(earlier.number, self.job.name)
 
     def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there."""
@@ -83,7 +83,7 @@ class RunFiles:
         return True
 
     def _write_generation(self, number: int, members: tuple[Key, ...], must: bool = False) -> bool:
-        persisted = rundir.Persisted(number, self.job, members, self.node)
+        persisted = rundir.Persisted(number, self.job.name, members, self.node)
         try:
             rundir.write_generation(self.directory, persisted)
         except OSError as error:
@@ -122,9 +122,9 @@ class RunFiles:
         try:
             self.journal.add(history.close())
             await self.journal.save()
-            job = registry.get(self.job)
+            job, settings = self.job, report.settings_of(self.settings, self.job.settings)
             summary = report.summary(
-                self.job, self.settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
+                job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
                 score=job.score, unit=job.unit, lower=job.lower,
             )  # fmt: skip
             await asyncio.to_thread(report.write, directory, summary)

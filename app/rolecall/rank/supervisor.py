@@ -22,10 +22,9 @@ from aiohttp import web
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import RETRY_SECONDS, TICKS, Member
-from rolecall.gang.protocol import FAILED, USAGE, Directive
-from rolecall.job import registry
+from rolecall.gang.protocol import FAILED, USAGE, Directive, name_of
+from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
-from rolecall.job.spec import Job
 from rolecall.rank import coordinator, endpoints, worker_process
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
@@ -37,15 +36,15 @@ REPEAT = 30.0  # seconds between two equal log lines
 class Supervisor:
     """One rank's supervisor. `run` returns the process's exit code."""
 
-    def __init__(self, job: Job, settings: Settings, identity: Identity, tied: int = 0) -> None:
+    def __init__(self, job: Description, settings: Settings, identity: Identity, tied: int = 0) -> None:
         self.job, self.settings, self.identity, self.tied = job, settings, identity, tied
-        self.roles = registry.roles(job, settings)
         self.first = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
         node = f"{config.host_name()}:{settings.metrics_port}"
         self.member = Member(
-            coordinator.rules(settings), identity.role, identity.ordinal, secrets.token_hex(8), node, time.monotonic()
-        )
+            coordinator.rules(settings), identity.role, identity.ordinal, secrets.token_hex(8), node, time.monotonic(),
+            job.identity,
+        )  # fmt: skip
         self.log = telemetry.log()
         self._logged_at = 0.0
         self._changed = asyncio.Event()  # there is something new to report
@@ -70,7 +69,7 @@ class Supervisor:
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare(directory)
             if self.first:
-                lead = Coordinator(self.settings.job, self.settings, self.roles, member.incarnation, member.node)
+                lead = Coordinator(self.job, self.settings, member.incarnation, member.node)
                 await lead.start(self.metrics)
                 self.workers.record = lead.files.record
             await self.workers.check()
@@ -105,12 +104,12 @@ class Supervisor:
 
     def _make_metrics(self, directory: Path) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(directory, self.first)
-        self._name_rank(self.identity.ordinal)
+        self._name_rank(self.identity.role, self.identity.ordinal)
         changed = self._changed.set
         self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files, changed)
 
-    def _name_rank(self, ordinal: int | None) -> None:
-        telemetry.name_rank(self.metrics.rank_info, self.settings.job, self.identity.role, ordinal)
+    def _name_rank(self, role: str, ordinal: int | None) -> None:
+        telemetry.name_rank(self.metrics.rank_info, self.job.name, role, ordinal)
 
     # ---- the member's loops
 
@@ -147,9 +146,11 @@ class Supervisor:
                         await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
 
     def _log_ordinal(self, previous: Directive | None, directive: Directive) -> None:
-        if directive.ordinal not in (self.identity.ordinal, previous and previous.ordinal):
-            self.log.info("ordinal assigned", assigned=directive.ordinal)
-            self._name_rank(directive.ordinal)
+        place = directive.role, directive.ordinal
+        before = (previous.role, previous.ordinal) if previous else (self.identity.role, self.identity.ordinal)
+        if place != before:
+            self.log.info("place assigned", assigned=name_of(place))
+            self._name_rank(*place)
 
     def _fail(self, error: BaseException) -> None:
         """A request got no answer."""
@@ -254,6 +255,6 @@ class Supervisor:
         return "" if running or self._finished else "not in a running generation"
 
 
-def run(job: Job, settings: Settings, identity: Identity, tied: int = 0) -> int:
+def run(job: Description, settings: Settings, identity: Identity, tied: int = 0) -> int:
     """Runs one rank until the job is over for it. Returns the exit code. Raises UsageError for bad input."""
     return asyncio.run(Supervisor(job, settings, identity, tied).run())

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from rolecall import telemetry
-from rolecall.config import UsageError
-from rolecall.job import registry, rpc
+from rolecall import config, telemetry
+from rolecall.config import Settings, UsageError
+from rolecall.job import loader, registry, rpc
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context
+from rolecall.job.context import Context, mixed_seed
 from rolecall.job.progress import Curve, Supervision
-from rolecall.job.task import Outcome, PeerLostError, Task
+from rolecall.job.spec import Job
+from rolecall.job.task import Drained, PeerLostError, Task
 from rolecall.run import rundir
 from rolecall.run.history import Record
 
@@ -116,25 +117,39 @@ def main(task: Task, connection: Connection) -> None:
     threading.Thread(target=pipe.heartbeat_forever, daemon=True).start()
     result: tuple[Any, ...]
     try:
-        if task.members:
-            result = _work(task, pipe)
-        else:
-            registry.resolve(registry.get(task.job).check)(settings)
-            result = ("result", "finished", "", 0, {})
+        job = registry.get(task.job)
+        result = _work(task, job, pipe) if task.members else _check(task, job)
+    except Drained as drained:
+        result = ("result", "drained", "", drained.step, {})
     except UsageError as error:
-        result = ("result", "refused", str(error), 0, {})
+        result = ("result", "refused", loader.explain(error), 0, {})
     except Exception as error:
         if rpc.is_lost(error):
             result = ("result", "lost", rpc.first_line(error), 0, {})
         else:
-            result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
+            result = ("result", "failed", loader.users_traceback(error), 0, {})
     pipe.heartbeat()  # with the last records
     pipe.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone
 
 
-def _work(task: Task, pipe: Pipe) -> tuple[Any, ...]:
-    job, settings = registry.get(task.job), task.settings
+def _settings(task: Task, job: Job) -> Settings:
+    """The job's own settings class, with the values that the supervisor has."""
+    return config.load(job.settings, **{**task.settings.model_dump(), **task.values})
+
+
+def _check(task: Task, job: Job) -> tuple[Any, ...]:
+    settings = _settings(task, job)
+    if job.check:
+        registry.resolve(job.check)(settings)
+    for role in job.roles:
+        if role.run:
+            registry.resolve(role.run)
+    return "result", "finished", "", 0, {}
+
+
+def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
+    settings = _settings(task, job)
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
     torch.set_num_threads(1)  # see Context.threads
@@ -155,10 +170,15 @@ def _work(task: Task, pipe: Pipe) -> tuple[Any, ...]:
     rpc.connect(context)
     pipe.send("running")
     role = next(role for role in job.roles if role.name == task.me.role)
-    outcome = registry.resolve(role.run)(context)
-    if not first or not isinstance(outcome, Outcome):
-        raise RuntimeError(f"{role.run} returned before the job was over")
-    return "result", outcome.kind, "", outcome.step, outcome.summary
+    summary = registry.resolve(role.run)(context) if role.run else None
+    if not first:
+        threading.Event().wait()  # it serves calls; bounded by the supervisor, which ends this process
+    if summary is not None and not isinstance(summary, Mapping):
+        raise UsageError(
+            f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
+        )
+    finished = context.finished or context.finish(**(summary or {}))
+    return "result", "finished", "", context.step, finished
 
 
 def _checkpoints(task: Task, pipe: Pipe) -> Checkpoints:
@@ -173,7 +193,7 @@ def _checkpoints(task: Task, pipe: Pipe) -> Checkpoints:
     log = telemetry.log()
     return Checkpoints(
         directory,
-        task.job,
+        registry.name_of(task.job),
         task.generation,
         settings.checkpoint_keep,
         fence=lambda: rundir.read_generation(directory).number,
@@ -196,7 +216,7 @@ def keep_memory() -> None:
 
 def seed(seed: int, rank: int, generation: int) -> None:
     """Seeds Python's, numpy's and torch's generators, differently for each rank and generation."""
-    mixed = int(np.random.SeedSequence((seed, rank, generation)).generate_state(1)[0])
+    mixed = mixed_seed(seed, rank, generation)
     random.seed(mixed)
     np.random.seed(mixed)
     torch.manual_seed(mixed)

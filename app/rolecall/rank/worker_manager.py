@@ -11,7 +11,7 @@ from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Outcome, WorkerStatus
-from rolecall.job.spec import Job
+from rolecall.job.describe import Description
 from rolecall.job.task import Peer, Task
 from rolecall.rank import worker_process
 from rolecall.rank.worker_process import WorkerProcess
@@ -24,11 +24,13 @@ EXPECTED = ("finished", "drained", "stopped")
 
 
 class WorkerManager:
-    """A rank's workers. `changed` is called whenever the worker's status changes."""
+    """The workers of a rank with `role`, which is empty where the gang assigns one. `changed` is called whenever the
+    worker's status changes."""
 
     def __init__(
-        self, job: Job, settings: Settings, role: str, metrics: Any, files: WorkerFiles, changed: Callable[[], None]
-    ) -> None:
+        self, job: Description, settings: Settings, role: str, metrics: Any, files: WorkerFiles,
+        changed: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.job, self.settings, self.role = job, settings, role
         self.metrics, self.files = metrics, files
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
@@ -45,14 +47,14 @@ class WorkerManager:
         telemetry.use_directory(directory)
         # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
         config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-        worker_process.prepare(next(role.preload for role in self.job.roles if role.name == self.role))
+        worker_process.prepare(self.job.preload(self.role))
 
     async def check(self) -> None:
         """Has a worker check the settings, before this rank joins. Raises UsageError where they can never work."""
         limit = self.settings.connect_timeout
         for _ in range(CHECKS):
             self.worker = check = WorkerProcess(
-                Task(self.settings.job, self.settings, Peer(self.role, 0, 0)), lambda: None
+                Task(self.job.target, self.settings, Peer(self.role, 0, 0), values=self.job.settings), lambda: None
             )
             await check.start()
             try:
@@ -82,10 +84,11 @@ class WorkerManager:
 
     async def _start(self, directive: Directive) -> None:
         members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(directive.members))
-        me = next(peer for peer in members if (peer.role, peer.ordinal) == (self.role, directive.ordinal))
+        me = next(peer for peer in members if (peer.role, peer.ordinal) == (directive.role, directive.ordinal))
         self.files.clean()
         self.metrics.worker_starts.inc()
-        task = Task(self.settings.job, self.settings, me, members, directive.generation, _names_of(directive))
+        task = Task(self.job.target, self.settings, me, members, directive.generation, _names_of(directive),
+                    self.job.settings)  # fmt: skip
         self.worker = WorkerProcess(task, self._worker_changed, self.record)
         await self.worker.start()
 

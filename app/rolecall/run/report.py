@@ -27,7 +27,7 @@ LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "wo
 
 def summary(
     job: str,
-    settings: Settings,
+    settings: dict[str, Any],
     history: History,
     state: str,
     reason: str,
@@ -72,12 +72,14 @@ def summary(
             "per_second": _number(history.per_second()),
         },
         "result": {name: _number(value) for name, value in result.items()},
-        "settings": {
-            name.upper(): value
-            for name, value in settings.model_dump(mode="json", exclude=LEFT_OUT).items()
-            if value is not None
-        },
+        "settings": settings,
     }
+
+
+def settings_of(shared: Settings, values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run by variable: `shared` by all jobs, and the job's `values`; without secrets."""
+    every = {**shared.model_dump(mode="json", exclude=LEFT_OUT), **values}
+    return {name.upper(): value for name, value in every.items() if value is not None}
 
 
 def _score(point: Point | None) -> dict[str, Any] | None:

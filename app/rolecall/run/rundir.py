@@ -23,7 +23,8 @@ DONE = "DONE"
 HISTORY = "history.jsonl"
 SUMMARY = "summary.json"
 CURVE = "curve.png"
-OF_A_RUN = (DONE, HISTORY, SUMMARY, CURVE)
+FILES = "files"  # a folder, for files of the job's own
+OF_A_RUN = (DONE, HISTORY, SUMMARY, CURVE, FILES)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
 

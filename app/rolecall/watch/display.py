@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,8 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rolecall.config import UsageError
-from rolecall.job import registry
-from rolecall.job.spec import Job
 from rolecall.telemetry import PREFIX
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -43,6 +42,11 @@ class Target:
     def info(self) -> dict[str, str]:
         """Its job, role, ordinal and version; empty until a scrape has succeeded."""
         return next((dict(labels) for name, labels in self.samples if name == PREFIX + "rank_info"), {})
+
+    @property
+    def job_info(self) -> dict[str, str]:
+        """What the job calls its score and its work, and its roles, at rank 0; empty elsewhere."""
+        return next((dict(labels) for name, labels in self.samples if name == PREFIX + "job_info"), {})
 
     @property
     def rank(self) -> str:
@@ -82,15 +86,13 @@ class Display:
         self.started = time.monotonic()
 
     @property
-    def spec(self) -> Job:
-        """The job on display. Raises UsageError where it is not known yet."""
-        return registry.get(self.job)
-
-    @property
     def first(self) -> Target | None:
         """Rank 0, where it is among the targets and a scrape has succeeded."""
-        rank = f"{self.spec.roles[0].name} 0" if self.job else ""
-        return next((target for target in self.targets if target.info and target.rank == rank), None)
+        return next((target for target in self.targets if target.job_info), None)
+
+    def called(self, what: Literal["score", "unit", "roles"]) -> str:
+        """What the job calls its score or the unit of its work, or its roles; empty until rank 0 was reached."""
+        return self.first.job_info[what] if self.first else ""
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
         """Scrapes every target once. Raises UsageError where they are of different jobs."""
@@ -112,10 +114,9 @@ class Display:
             which = "; ".join(f"{target.name} is of {target.info['job']}" for target in self.targets if target.info)
             raise UsageError(f"the targets are ranks of different jobs ({which}): watch one job")
         if jobs and not self.job:
-            registry.get(*jobs)  # raises for a job that only another version has
             (self.job,) = jobs
         if self.job:
-            roles = [role.name for role in self.spec.roles]
+            roles = self.called("roles").split(",")
             self.targets.sort(key=lambda target: _position(target, roles))
 
     async def _scrape(self, session: aiohttp.ClientSession, target: Target) -> None:
@@ -158,7 +159,7 @@ class Display:
         left = "" if seconds is None else f"  {seconds:.0f} s left"
         return (
             f"{gang}  step {_number(self.first.value('step') if self.first else None)}  "
-            f"{self.per_second():,.0f} {self.spec.unit}/s  {time.monotonic() - self.started:.0f} s{left}"
+            f"{self.per_second():,.0f} {self.called('unit')}/s  {time.monotonic() - self.started:.0f} s{left}"
         )
 
     def score(self) -> str:
@@ -184,7 +185,7 @@ class Display:
         body: list[RenderableType] = [head, table]
         if self.job:
             curve = Text(sparkline(self.points, max(10, width - 30), top=self._value("goal")), style="cyan")
-            body.append(Text.assemble(self.spec.score + " ", (self.score(), "bold"), "  ", curve))
+            body.append(Text.assemble(self.called("score") + " ", (self.score(), "bold"), "  ", curve))
         if self.lines:
             body.append(Text("\n".join(self.lines), style="dim", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*body))

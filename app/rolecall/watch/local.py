@@ -19,9 +19,10 @@ from rich.live import Live
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import registry
+from rolecall.job import describe
+from rolecall.job.describe import Description
 from rolecall.run import report, rundir
-from rolecall.watch import targets
+from rolecall.watch import gpu, targets
 from rolecall.watch.display import Display, Target, poll_forever
 from rolecall.watch.rank_process import RankProcess
 from rolecall.watch.targets import Address
@@ -47,47 +48,45 @@ def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
 
 
 class LocalRun:
-    """The ranks of one job on this machine, and their display. Raises UsageError for an unusable CHECKPOINT_DIR.
+    """The ranks of one job on this machine, and their display. Raises UsageError for an unusable CHECKPOINT_DIR."""
 
-    `flags` are settings, by variable, that win over the environment's.
-    """
-
-    def __init__(self, job: str, settings: Settings, flags: dict[str, str], live: bool) -> None:
+    def __init__(self, job: Description, settings: Settings, live: bool) -> None:
         self.job, self.settings, self.live = job, settings, live
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
-        stamp = f"{job}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         given = "checkpoint_dir" in settings.model_fields_set
         self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
         self._temporary = Path(tempfile.mkdtemp(prefix="rolecall-local-"))
-        self.ranks = self._plan(flags)
+        self.ranks = self._plan()
         self.addresses = [
             Address(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics") for rank in self.ranks
         ]
-        self.display = Display([Target(address.name, address.url) for address in self.addresses], job)
+        self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
 
-    def _plan(self, flags: dict[str, str]) -> list[RankProcess]:
+    def _plan(self) -> list[RankProcess]:
         logs = self.directory / "logs"
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
-        roles = registry.roles(registry.get(self.job), self.settings)
-        members = [(role.name, ordinal) for role in roles for ordinal in range(role.count)]
+        members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
+        gpus = gpu.share([self.job.gpus[role] for role, _ in members])
         master, control, *metrics = free_ports(2 + len(members))
         shared = {
-            **flags, "JOB": self.job, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1", "MASTER_PORT": str(master),
-            "CONTROL_PORT": str(control), "CHECKPOINT_DIR": str(self.directory), "TMPDIR": str(self._temporary),
-            "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
+            **self.job.flags, "JOB": self.job.target, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(master), "CONTROL_PORT": str(control), "CHECKPOINT_DIR": str(self.directory),
+            "TMPDIR": str(self._temporary), "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
+            **describe.passed_on(self.job),
         }  # fmt: skip
         return [
             RankProcess(
                 f"{role} {ordinal}",
-                config.child_environment(**shared, ROLE=role, ORDINAL=str(ordinal), METRICS_PORT=str(port)),
+                config.child_environment(**shared, ROLE=role, ORDINAL=str(ordinal), METRICS_PORT=str(port), **visible),
                 logs / f"{role}-{ordinal}.log",
                 self.show,
             )
-            for (role, ordinal), port in zip(members, metrics, strict=True)
+            for (role, ordinal), port, visible in zip(members, metrics, gpus, strict=True)
         ]
 
     def show(self, line: str) -> None:
@@ -167,16 +166,14 @@ class LocalRun:
             await poll_forever(self.display, lambda: live.update(self.display.render(console.width), refresh=True))
 
 
-def run(name: str, flags: dict[str, str], plain: bool) -> int:
-    """Runs the job `name`; `flags` are settings, by variable, that win over the environment's. Returns the exit code.
-
-    Raises UsageError for wrong settings.
-    """
-    job, settings = registry.load(name, **{variable.lower(): value for variable, value in flags.items()})
+def run(job: Description) -> int:
+    """Runs `job`. Returns the exit code. Raises UsageError for wrong settings."""
+    settings = config.load(Settings, **{name.lower(): value for name, value in job.flags.items()
+                                        if name.lower() in Settings.model_fields})  # fmt: skip
     telemetry.setup_logging(settings.log_format, settings.log_level)
-    telemetry.warn_misspelt(job.settings)
+    telemetry.warn_misspelt({*Settings.model_fields, *job.settings})
 
     async def main() -> int:
-        return await LocalRun(name, settings, flags, live=sys.stdout.isatty() and not plain).run()
+        return await LocalRun(job, settings, live=sys.stdout.isatty() and not job.plain).run()
 
     return asyncio.run(main())

@@ -108,7 +108,7 @@ class Viewer:
 
     def _end(self, state: str) -> bool:
         self.code = FAILED if state == "failed" else 0
-        self.result = f"{self.display.job} {state}: {self.display.spec.score} {self.display.score()}"
+        self.result = f"{self.display.job} {state}: {self.display.called('score')} {self.display.score()}"
         return True
 
     def line(self) -> str:
@@ -116,7 +116,7 @@ class Viewer:
         ranks = ", ".join(f"{target.rank} {target.state}" for target in self.display.targets)
         if not self.display.job:
             return ranks
-        score = f"{self.display.spec.score} {self.display.score()}"
+        score = f"{self.display.called('score')} {self.display.score()}"
         return f"{self.display.job}  {self.display.summary()}  {score}  ({ranks})"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.nn.api.remote_module import RemoteModule
 
-from rolecall import Context, Outcome, UsageError
+from rolecall import Context, UsageError
 from rolecall.jobs.hybrid import HybridSettings, calls, messages, snapshot
 
 PIPELINED = 2  # commands under way at a trainer
@@ -22,7 +22,7 @@ MAX_STEPS = 200  # of a command
 LOAD_FACTOR = 10  # times STEP_TIMEOUT: deadline for the trainers to load their data
 
 
-def run(context: Context[HybridSettings]) -> Outcome:
+def run(context: Context[HybridSettings]) -> dict[str, Any]:
     """Trains until all epochs are done, or a drain is ordered."""
     settings, master = context.settings, Master(context)
     master.prepare()
@@ -32,12 +32,11 @@ def run(context: Context[HybridSettings]) -> Outcome:
                   width=settings.embedding_dim, servers=len(master.servers),
                   trainers=len(master.trainers))  # fmt: skip
     while master.epoch < settings.epochs:
-        if not master.train_epoch():
-            return context.drained(master.step)
+        master.train_epoch()
         master.evaluate()
     message = f"Finished: test accuracy {master.accuracy:.2%} after {master.epoch} epochs"
-    return context.finish(master.step, master.checkpoint(), message, accuracy=master.accuracy, epochs=master.epoch,
-                          steps=master.step, samples=master.done)  # fmt: skip
+    return context.finish(message, step=master.step, state=master.checkpoint(), accuracy=master.accuracy,
+                          epochs=master.epoch, steps=master.step, samples=master.done)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Master:
         self._step_seconds = COMMAND_SECONDS
         self._received_at = 0.0
         self._writer = ThreadPoolExecutor(1)
-        self._writing: Future[bool] | None = None
+        self._writing: Future[None] | None = None
 
     @property
     def done(self) -> int:
@@ -77,7 +76,7 @@ class Master:
         """Builds the table at the servers and the dense network at the trainers, from the newest checkpoint if there
         is one.
         """
-        resumed = self.context.restore()
+        resumed = self.context.snapshot()
         descriptions = self.context.wait_all(self._command(messages.DescribeData(), LOAD_FACTOR))
         self.data = descriptions[0]
         if any(description != self.data for description in descriptions):
@@ -102,8 +101,8 @@ class Master:
 
     # ---- training
 
-    def train_epoch(self) -> bool:
-        """Trains to the end of the current epoch. Returns False where a drain ended it early."""
+    def train_epoch(self) -> None:
+        """Trains to the end of the current epoch, or to a drain."""
         self._received_at = time.monotonic()
         batches, sent = deque(self._batches()), deque[SentSteps]()
         while batches or sent:
@@ -111,10 +110,9 @@ class Master:
                 sent.append(self._send(batches, sent[-1] if sent else SentSteps([], self.step, self.position, False)))
             if sent:
                 self._receive(sent.popleft())
-            elif self.context.draining and self.context.save(self.step, self.checkpoint()):
-                return False
+            elif self.context.draining:
+                self.context.save(self.step, self.checkpoint())
         self.epoch, self.position = self.epoch + 1, 0
-        return True
 
     def _batches(self) -> Sequence[Tensor]:
         """The rest of the epoch: sample numbers [n] of each step, for all trainers together."""
@@ -198,9 +196,9 @@ class Master:
         table, squares = snapshot.fetch(self._call, self.servers, state["step"], self.settings)
         return {**state, "dense": dense, "table": table, "squares": squares}
 
-    def _write(self, dense: messages.DenseState, state: dict[str, Any]) -> bool:
+    def _write(self, dense: messages.DenseState, state: dict[str, Any]) -> None:
         """Writes a checkpoint while training goes on."""
-        return self.context.save(state["step"], self._with_weights(dense, state), drain=False)
+        self.context.save(state["step"], self._with_weights(dense, state), drain=False)
 
     # ---- calls
 

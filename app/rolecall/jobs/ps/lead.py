@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall import Context, Outcome, UsageError
+from rolecall import Context, UsageError
 from rolecall.jobs.ps import PsSettings, calls, data, messages, model
 from rolecall.jobs.ps.evaluate import Evaluation, Evaluator
 from rolecall.jobs.ps.ledger import Ledger, Update
@@ -48,12 +48,12 @@ class LeadServer(ShardServer):
         self._heard_at = dict.fromkeys(trainers, time.monotonic())
         self._checked_at = time.monotonic()
 
-    def serve(self) -> Outcome:
+    def serve(self) -> dict[str, Any]:
         """Trains until the epochs are done or a drain's checkpoint is written. Raises PeerLostError, UsageError."""
         self._start()
         while not self.ledger.over:
-            if self.context.due and self.context.save(self.ledger.version, self._state()):
-                return self.context.drained(self.ledger.version)
+            if self.context.due:
+                self.context.save(self.ledger.version, self._state())
             update = self._receive()
             self._log_evaluation(self.evaluator.take())
             if update is not None:
@@ -195,15 +195,15 @@ class LeadServer(ShardServer):
             self.context.logger.info(f"Epoch {evaluation.epoch}\ttest accuracy {evaluation.accuracy:.2%}",
                                      step=evaluation.step, seconds=round(evaluation.seconds, 3))  # fmt: skip
 
-    def _finish(self) -> Outcome:
+    def _finish(self) -> dict[str, Any]:
         self.evaluator.close()
         self._log_evaluation(self.evaluator.take())
         with self.context.evaluating():
             last = self.evaluator.evaluate(*self._parameters())
         self._log_evaluation(last)
         message = f"Finished: test accuracy {last.accuracy:.2%} after {last.epoch} epochs"
-        return self.context.finish(last.step, self._state(), message, accuracy=last.accuracy, epochs=last.epoch,
-                                   updates=last.step, samples=self.ledger.done)  # fmt: skip
+        return self.context.finish(message, step=last.step, state=self._state(), accuracy=last.accuracy,
+                                   epochs=last.epoch, updates=last.step, samples=self.ledger.done)  # fmt: skip
 
     def _state(self) -> dict[str, Any]:
         flat, optimizer = self._gather()
@@ -217,7 +217,7 @@ class LeadServer(ShardServer):
     def _restore(self) -> tuple[Tensor, OptimizerState]:
         """The parameters [total] and the optimizer's state to begin with; the ledger and the buffers are set."""
         initial = model.flatten(self.model)
-        snapshot = self.context.restore()
+        snapshot = self.context.snapshot()
         if snapshot is None:
             return initial, {}
         state = snapshot.state

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+from typing import Any
 
 import torch
 
-from rolecall import Context, Outcome
+from rolecall import Context
 from rolecall.jobs.ps import PsSettings, autograd_trainer, calls, trainer
 from rolecall.jobs.ps.lead import LeadServer
 from rolecall.jobs.ps.server import ShardServer
 
 
-def serve(context: Context[PsSettings]) -> Outcome | None:
+def serve(context: Context[PsSettings]) -> dict[str, Any] | None:
     """Serves one shard; at rank 0, the lead, until the epochs are done or a drain."""
     server = ShardServer(context) if context.me.rank else LeadServer(context)
     calls.INBOX.set(server.inbox)
@@ -20,10 +20,9 @@ def serve(context: Context[PsSettings]) -> Outcome | None:
 
 
 def train(context: Context[PsSettings]) -> None:
-    """Trains until the epochs are done, and then waits for the end of the process."""
+    """Trains until the epochs are done."""
     torch.set_num_threads(trainer.threads(context))
     if context.settings.update_mode == "autograd":
         autograd_trainer.train(context)
     else:
         trainer.Trainer(context).train()
-    threading.Event().wait()  # bounded by the supervisor

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 from torch.futures import Future
 
-from rolecall import Context, Outcome
+from rolecall import Context
 from rolecall.jobs.rl import RlSettings, calls, envs, model
 from rolecall.jobs.rl.batching import Batcher, Group
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import PolicyState, Rollout
 
 
-def run(context: Context[RlSettings]) -> Outcome:
+def run(context: Context[RlSettings]) -> dict[str, Any]:
     """Trains until the running return passes the environment's threshold, or for MAX_ITERATIONS."""
     settings, metrics = context.settings, context.metrics
     env = envs.describe(settings.env_id)
     learner = Learner(model.build(settings, env.observation, env.action), settings, context.device, context.threads)
     score = Score(env.threshold)
     iteration = env_steps = 0
-    if snapshot := context.restore():
+    if snapshot := context.snapshot():
         iteration, env_steps = snapshot.step, snapshot.state["samples"]
         score = Score(env.threshold, snapshot.state["last"], snapshot.state["running"], updates=iteration)
         learner.load(snapshot.state["learner"])
@@ -42,8 +42,8 @@ def run(context: Context[RlSettings]) -> Outcome:
     context.start(iteration, done=env_steps, goal=env.threshold, env_id=settings.env_id, threshold=env.threshold,
                   inference=settings.inference, observers=len(context.peers("observer")))  # fmt: skip
     while not score.solved and iteration < settings.max_iterations:
-        if context.due and context.save(iteration, state()):
-            return context.drained(iteration)
+        if context.due:
+            context.save(iteration, state())
         context.require_peers("observer")
         policy = learner.policy_state() if settings.inference == "observer" else None
         with context.timer() as timer:
@@ -81,7 +81,7 @@ def run(context: Context[RlSettings]) -> Outcome:
             f"Stopped at MAX_ITERATIONS={settings.max_iterations}: running reward {score.running:.2f}; "
             f"{settings.env_id} {bar}"
         )
-    return context.finish(iteration, state(), message, solved=score.solved, iterations=iteration,
+    return context.finish(message, step=iteration, state=state(), solved=score.solved, iterations=iteration,
                           running_return=score.running, env_steps=env_steps)  # fmt: skip
 
 

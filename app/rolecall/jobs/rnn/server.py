@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rolecall import Context, Outcome, PeerLostError, RankObject
+from rolecall import Context, Drained, PeerLostError, RankObject
 from rolecall.jobs.rnn import RnnSettings, optimizer
 from rolecall.jobs.rnn.evaluate import perplexity
 from rolecall.jobs.rnn.loss import GradientSums, Pool
@@ -21,7 +21,7 @@ from rolecall.jobs.rnn.messages import SaveRequest
 CHECK_SECONDS = 0.2  # how often it checks for a silent trainer
 
 
-def run(context: Context[RnnSettings]) -> Outcome:
+def run(context: Context[RnnSettings]) -> dict[str, Any]:
     """Writes the checkpoints that the trainer requests, until the last one or a drain's; RPC's threads serve its other
     calls (`calls`). Raises PeerLostError, and UsageError for a checkpoint of other settings.
     """
@@ -32,14 +32,16 @@ def run(context: Context[RnnSettings]) -> Outcome:
         if request.final:
             score = perplexity(counters.history[-1][1])
             message = f"Finished: validation perplexity {score:.2f} after {counters.epoch} epochs"
-            summary = {"perplexity": score, "epochs": counters.epoch, "steps": counters.step}
-            outcome = context.finish(counters.step, state, message, **summary)
+            summary = context.finish(message, step=counters.step, state=state, perplexity=score, epochs=counters.epoch,
+                                     steps=counters.step)  # fmt: skip
             answer.set_result(False)
-            return outcome
-        drained = context.save(counters.step, state)
-        answer.set_result(not drained)
-        if drained:
-            return context.drained(counters.step)
+            return summary
+        try:
+            context.save(counters.step, state)
+        except Drained:
+            answer.set_result(False)
+            raise
+        answer.set_result(True)
 
 
 class ModelServer:
@@ -54,7 +56,7 @@ class ModelServer:
         self.turn = threading.Lock()  # one micro-batch after the other: the trainer waits for the first
         self.called_at = math.inf  # when the trainer called last
         self._sums = -1, GradientSums()
-        self.snapshot = context.restore()
+        self.snapshot = context.snapshot()
 
     def next_request(self) -> tuple[SaveRequest, Future[bool]]:
         """The next request for a checkpoint, and where its answer goes: whether to train on. Raises PeerLostError where

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,10 @@ from rolecall.jobs.rnn.model import Lstm
 
 
 def run(context: Context[RnnSettings]) -> None:
-    """Trains until the epochs are done or a drain's checkpoint is written, then waits for the end of the process."""
+    """Trains until the epochs are done or a drain's checkpoint is written."""
     trainer = Trainer(context)
     if trainer.train():
         trainer.finish()
-    threading.Event().wait()  # bounded by the supervisor
 
 
 class Trainer:

@@ -1,0 +1,53 @@
+"""The flags of `rolecall run JOB`: every setting is one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import create_model
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+from rolecall.config import Settings
+from rolecall.job.spec import Job
+
+# secrets, and what `rolecall run` decides for each rank
+NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "master_port", "control_port", "metrics_port",
+           "bind_addr", "job_token", "on_finish")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line gives: settings, by variable, and whether the display is to be `plain`."""
+
+    variables: dict[str, str]
+    plain: bool
+
+
+def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
+    """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does."""
+    parser = argparse.ArgumentParser(prog=f"rolecall run {target}", description=job.summary or None, allow_abbrev=False,
+                                     usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...")  # fmt: skip
+    parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
+    _add(parser, job, target)
+    given = vars(parser.parse_args(arguments))
+    plain = bool(given.pop("plain"))
+    return Flags({name.upper(): value for name, value in given.items() if name in job.settings.model_fields}, plain)
+
+
+def _add(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
+    """Adds a flag for each setting of `job`, its own first; not for a secret, nor for those that `run` decides."""
+    fields, shared = job.settings.model_fields, Settings.model_fields
+    groups = {
+        f"settings of {target}": [name for name in fields if name not in shared],
+        "settings of every job": [name for name in shared if name not in NO_FLAG],
+    }
+    for title, names in groups.items():
+        if not names:
+            continue
+        model = create_model("Flags", __base__=BaseSettings, **{n: (fields[n].annotation, fields[n]) for n in names})  # type: ignore[call-overload]
+        CliSettingsSource(model, root_parser=parser.add_argument_group(title), parse_args_method=parser.parse_args,
+                          cli_kebab_case=True, cli_hide_none_type=True)  # fmt: skip
+    for action in parser._actions:  # argparse expands % in a help text
+        action.help = action.help and action.help.replace("%", "%%")

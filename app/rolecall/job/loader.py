@@ -1,0 +1,117 @@
+"""Loads a user's file or module, and says where in it an error lies."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import keyword
+import site
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from rolecall.config import UsageError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LIBRARIES = [Path(path).resolve() for path in (*site.getsitepackages(), sysconfig.get_path("stdlib"))]
+
+
+def is_file(target: str) -> bool:
+    """Whether `target` names a file (or a folder) rather than a module."""
+    return target.partition(":")[0].endswith(".py") or "/" in target
+
+
+def split(target: str) -> tuple[str, str]:
+    """`target` as (file or module, name in it, which may be empty)."""
+    place, _, name = target.partition(":")
+    return place, name
+
+
+def file_of(place: str) -> Path:
+    """The absolute path of a user's file; of a folder, its one Python file. Raises UsageError."""
+    path = Path(place).absolute()
+    if path.is_dir():
+        files = sorted(path.glob("*.py"))
+        if len(files) != 1:
+            raise UsageError(f"{place}: a folder must hold one Python file, and has {len(files)}; name the file")
+        return files[0]
+    if not path.is_file():
+        raise UsageError(f"{place}: no such file")
+    return path
+
+
+def load(place: str) -> ModuleType:
+    """Imports a file or a module. Raises UsageError, with file and line, for whatever that raises."""
+    if is_file(place):
+        return load_file(file_of(place))
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise UsageError(explain(error, f"{place} cannot be imported")) from error
+
+
+def load_file(path: Path) -> ModuleType:
+    """Loads a file as a module under its stem, so that its functions can be called over RPC by that name. The modules
+    beside it can be imported. Raises UsageError, with file and line, for whatever the file raises.
+    """
+    name = path.stem
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(f"{path.name}: {name!r} is no name for a module; rename the file")
+    module = sys.modules.get(name)
+    if module is not None and getattr(module, "__file__", None) == str(path):
+        return module
+    if module is not None or name in sys.stdlib_module_names:
+        raise UsageError(f"{path.name}: a module {name!r} exists already; rename the file")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: nothing in it replaces a module of a library
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path.name}: is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UsageError(explain(error, f"{path.name} cannot be imported")) from error
+    return module
+
+
+def explain(error: BaseException, otherwise: str = "") -> str:
+    """What went wrong in a user's file, in a line: `FILE:LINE: TYPE: TEXT`, or `otherwise` for an unknown place."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if isinstance(error, SyntaxError):
+        return f"{shown(Path(error.filename or '?'))}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    what = text if isinstance(error, UsageError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    place = locate(error)
+    return f"{place}: {what}" if place else f"{otherwise}: {what}" if otherwise else what
+
+
+def locate(error: BaseException) -> str:
+    """`FILE:LINE` of the innermost line of a user's file that led to `error`; empty where there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            place = f"{shown(Path(frame.f_code.co_filename))}:{line}"
+    return place
+
+
+def is_users(filename: str) -> bool:
+    """Whether a code's file is neither Rolecall's nor a library's."""
+    path = Path(filename)
+    return path.is_absolute() and not any(path.is_relative_to(folder) for folder in (PACKAGE, *LIBRARIES))
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback of `error` without Rolecall's frames on top, up to 8,000 characters of its end."""
+    top = error.__traceback__
+    while top is not None and Path(top.tb_frame.f_code.co_filename).is_relative_to(PACKAGE) \
+            and not Path(top.tb_frame.f_code.co_filename).is_relative_to(PACKAGE / "jobs"):  # fmt: skip
+        top = top.tb_next
+    return "".join(traceback.format_exception(type(error), error, top or error.__traceback__))[-8000:]

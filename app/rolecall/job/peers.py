@@ -1,0 +1,185 @@
+"""A rank's view of its generation: who it is, who its peers are, and calls to them."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from rolecall import telemetry
+from rolecall.config import Settings, UsageError
+from rolecall.job.progress import Supervision
+from rolecall.job.spec import Job
+from rolecall.job.task import Peer, PeerLostError
+
+S = TypeVar("S", bound=Settings)
+Lost = Literal["skip", "raise", "answer"]
+Answers = queue.SimpleQueue[tuple[str, Any]]
+
+
+@dataclass
+class Peers(Generic[S]):
+    """`mapped` are peers that CUDA tensors can be sent to."""
+
+    settings: S
+    me: Peer
+    members: tuple[Peer, ...]
+    generation: int
+    metrics: Any
+    job: Job | None = None
+    supervision: Supervision = field(default_factory=Supervision)
+    lost: set[str] = field(default_factory=set)
+    mapped: set[str] = field(default_factory=set)
+    transport: Any = None  # `rolecall.job.rpc.TorchRpc`, once connected
+    _drain: threading.Event = field(default_factory=threading.Event)
+    _listeners: list[Callable[[str], None]] = field(default_factory=list)
+    _answers: list[Answers] = field(default_factory=list)  # of `call_each`, under way
+
+    def __post_init__(self) -> None:
+        self.logger = telemetry.log()
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 on, among the members of the generation."""
+        return self.me.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of members of the generation, lost ones included."""
+        return len(self.members)
+
+    def peers(self, role: str) -> list[Peer]:
+        """The generation's members with `role`, by ordinal, without those that were lost."""
+        return [peer for peer in self.members if peer.role == role and peer.name not in self.lost]
+
+    # ---- calls
+
+    def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+        """Calls `function(*args)` at the peer `to`. Returns a torch future, which raises RuntimeError where the call
+        fails or `timeout` seconds pass (-1: RPC_TIMEOUT). Calls are counted and timed under the function's name.
+
+        Raises UsageError for a function that the peer cannot import.
+        """
+        return self._connected.call(to if isinstance(to, str) else to.name, function, *args, timeout=timeout)
+
+    def call_each(self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0,
+                  lost: Lost | None = None) -> Iterator[tuple[Peer, Any]]:  # fmt: skip
+        """Calls `function(*args)` at every member with `role`; yields each with its answer, as they come.
+
+        A member that is gone, or does not answer within `timeout` seconds, is given up: the gang replaces it. With
+        `lost` "skip", the default for an elastic role, it is left out; "answer" yields a PeerLostError in place of its
+        answer; "raise", the default for the other roles, raises it. What the function raised is raised here. Where no
+        member is left, raises PeerLostError, or yields nothing while the job drains.
+        """
+        spec = next((each for each in (self.job.roles if self.job else ()) if each.name == role), None)
+        if self.job and spec is None:
+            raise UsageError(f"no role {role!r} in this job ({', '.join(each.name for each in self.job.roles)})")
+        lost = lost or ("skip" if spec and spec.elastic else "raise")
+        if lost != "raise":
+            self.require_peers(role)
+        answers: Answers = queue.SimpleQueue()
+        self._answers.append(answers)
+        try:
+            waiting = {peer.name: peer for peer in self.peers(role)}
+            for name in waiting:
+                future = self.call(name, function, *args, timeout=timeout)
+                future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
+            limit = self.settings.rpc_timeout if timeout < 0 else timeout
+            while waiting:
+                # longer than the calls' own deadline: each call ends, and with it this wait
+                name, answered = answers.get(timeout=limit + self.settings.rpc_timeout if timeout else None)
+                peer = waiting.pop(name, None)
+                if peer is None:
+                    continue
+                value = self._outcome(name, answered)
+                if isinstance(value, PeerLostError):
+                    if lost == "raise":
+                        raise value
+                    self.give_up(name)
+                if not isinstance(value, PeerLostError) or lost == "answer":
+                    yield peer, value
+        finally:
+            self._answers.remove(answers)
+
+    def call_all(self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0,
+                 lost: Lost | None = None) -> Iterator[Any]:  # fmt: skip
+        """The answers of `call_each`, without the members that gave them."""
+        for _, value in self.call_each(role, function, *args, timeout=timeout, lost=lost):
+            yield value
+
+    def _outcome(self, name: str, answered: Any) -> Any:
+        """What a call to `name` was answered with; a PeerLostError, not raised, where the peer is lost."""
+        if answered is None or name in self.lost:
+            return PeerLostError(f"{name} was lost")
+        try:
+            return answered.value()
+        except Exception as error:
+            if not self._connected.is_lost(error):
+                raise
+            problem = str(error).strip().partition("\n")[0]
+            self.logger.warning("peer given up", peer=name, problem=problem)
+            return PeerLostError(f"{name} does not answer: {problem}")
+
+    def wait_all(self, calls: list[Any]) -> list[Any]:
+        """The answers of calls to peers that this rank cannot do without. Raises PeerLostError."""
+        return self._connected.wait_all(calls)  # type: ignore[no-any-return]
+
+    def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
+        """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke.
+
+        For a peer that is not called while it works. The gang notices one that falls silent.
+        """
+        self._connected.on_disconnect(to if isinstance(to, str) else to.name, gone)
+
+    def join_group(self, role: str, timeout: float) -> None:
+        """Makes torch's default process group of the members with `role`, all of which call this. Collectives time
+        out after `timeout` seconds. NCCL where each has a GPU of its own, gloo otherwise. Raises PeerLostError.
+        """
+        self._connected.join_group(self, role, timeout)
+
+    @property
+    def _connected(self) -> Any:
+        if self.transport is None:
+            raise RuntimeError("this context is not connected to any peer")
+        return self.transport
+
+    # ---- peers that are lost
+
+    def lose(self, name: str) -> None:
+        """Takes `name` out of this generation: its calls are refused, calls to it are given up."""
+        if name in self.lost:
+            return
+        self.lost.add(name)
+        for answers in list(self._answers):
+            answers.put((name, None))
+        for listener in self._listeners:
+            listener(name)
+
+    def give_up(self, name: str) -> None:
+        """Loses `name`, which rank 0 found dead or silent, and has the gang replace its worker."""
+        if name not in self.lost:
+            self.lose(name)
+            peer = next(peer for peer in self.members if peer.name == name)
+            self.supervision.report_lost(peer.role, peer.ordinal)
+
+    def on_lost(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""
+        self._listeners.append(listener)
+
+    def require_peers(self, role: str) -> None:
+        """Raises PeerLostError where no peer with `role` is left, unless a drain is ordered within two leases."""
+        # the gang ends such a generation, or drains it
+        if not self.peers(role) and not self._drain.wait(2 * self.settings.lease_seconds):
+            raise PeerLostError(f"no {role} is left")
+
+
+def require_importable(function: Callable[..., Any]) -> None:
+    """Raises UsageError where a peer could not import `function` by its module and name."""
+    try:
+        pickle.dumps(function)
+    except Exception as error:  # of several kinds
+        name = getattr(function, "__qualname__", repr(function))
+        raise UsageError(f"{name} cannot be called at a peer: define it with `def` at the top of a module") from error

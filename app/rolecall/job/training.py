@@ -1,0 +1,268 @@
+"""Rank 0's training: where it resumes, its steps, what it logs, and its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall import telemetry
+from rolecall.config import UsageError
+from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot
+from rolecall.job.peers import Peers, S
+from rolecall.job.progress import Progress
+from rolecall.job.task import Drained
+from rolecall.run import rundir
+
+PLAIN = {type(None), bool, int, float, complex, str, bytes}  # beside tensors, what a checkpoint may hold
+CONTAINERS = {list, tuple, set}
+State = dict[str, Any]
+
+
+@dataclass
+class Training(Peers[S]):
+    """Progress and checkpoints, on top of a rank's peers."""
+
+    checkpoints: Checkpoints | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.progress = Progress(self.settings, self.metrics, self.supervision, self.job)
+        self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
+        self._state: State | None = None  # what `steps` saves
+        self._step = 0  # the newest that was made, or resumed from
+        self._stepping = False  # the next one is under way
+        self._redo = False
+        self._saved_at = time.monotonic()
+
+    # ---- steps
+
+    def restore(self, state: Mapping[str, Any]) -> State:
+        """Returns `state` as the newest checkpoint has it, or as it is where there is none; `steps` and `finish` save
+        it from now on. Values with `state_dict` and `load_state_dict` (torch.distributed.checkpoint's Stateful:
+        modules, optimizers, objects of the job's own) are loaded in place, the others (numbers, strings, tensors, and
+        lists, sets and dicts of those) are replaced.
+
+        Raises UsageError for other values, for a checkpoint that does not fit, that was made with other pinned
+        settings, or where none of the checkpoints can be read.
+        """
+        self._state = dict(state)
+        for name, value in state.items():
+            require_plain(name, value.state_dict() if is_stateful(value) else value)
+        snapshot = self.snapshot()
+        for name, value in self._state.items() if snapshot else ():
+            assert snapshot is not None
+            if name not in snapshot.state:
+                self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
+                continue
+            saved = snapshot.state[name]
+            if is_stateful(value):
+                advice = "restore what the job was trained with, or set another CHECKPOINT_DIR"
+                with UsageError.wrap(f"{snapshot.path.name}: {name} does not fit this program", advice=advice):
+                    value.load_state_dict(saved)
+            else:
+                self._state[name] = saved
+        return self._state
+
+    def snapshot(self) -> Snapshot | None:
+        """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
+        none of the checkpoints can be read."""
+        snapshot = self._checkpoints.newest()
+        if snapshot is not None:
+            snapshot.require_settings(self.settings)
+            self._step = snapshot.step
+            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), float(snapshot.about.get("done", 0.0)))
+            self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
+        return snapshot
+
+    def steps(self, total: int | None = None, state: State | None = None, *, until: Callable[[], bool] | None = None,
+              work: float | None = None, goal: float | None = None, **facts: Any) -> Iterator[int]:  # fmt: skip
+        """Yields the numbers of the steps to make: from the one after the checkpoint that `restore` returned to
+        `total`, or `until()` is true. Before each, it writes a checkpoint of `state` (by default, that of `restore`)
+        where one is due, and ends the function by raising `Drained` where a drain is ordered. A `break` ends the loop
+        with the step under way.
+
+        `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` the score
+        to reach; `facts` are for the log.
+        """
+        self._state = state if state is not None else self._state or {}
+        if not self.progress.started:
+            self.start(self._step, done=self.progress.done, total=work, goal=goal, steps=total, **facts)
+        while (total is None or self._step < total) and not (until is not None and until()):
+            if self.due:
+                self.save()
+            self._redo, self._stepping = False, True
+            try:
+                yield self._step + 1
+            finally:  # also after a `break`
+                self._stepping = False
+                if not self._redo:
+                    self._step += 1
+            if not self._redo:
+                self.progress.made(self._step)
+
+    def redo(self) -> None:
+        """The step under way is made again: `steps` yields its number once more."""
+        self._redo = True
+
+    def start(self, step: int, *, done: float = 0, total: float | None = None, goal: float | None = None,
+              **facts: Any) -> None:  # fmt: skip
+        """Training begins after `step`, with `done` units of work behind it and `total` at its end, towards a score of
+        `goal`. `facts` are for the log. `steps` does so itself.
+        """
+        self._progress("start", step, done=done, total=total, goal=goal, **facts)
+
+    def log(self, step: int | None = None, *, done: float | None = None, loss: float | None = None,
+            score: float | None = None, epoch: int | None = None, message: str = "",
+            **values: float) -> None:  # fmt: skip
+        """Says how training stands after `step`, by default the one under way: metrics, the run's history, and a log
+        line every LOG_INTERVAL steps.
+
+        `done` is the work so far, in the job's unit, from which rate and time left follow (by default, with the step
+        under way, its number); `loss` the mean loss over the work since the last call; `score` a point of the curve;
+        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`.
+        A line begins with `message`, if one is given. With `step` and without `done`, it may be an earlier step, whose
+        score is known only now.
+        """
+        if step is None and self.rank == 0:
+            step = self._step + self._stepping
+            done = step if done is None and self._stepping else done
+        if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
+            self.report_step(step)
+        self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
+
+    def report_step(self, step: int) -> None:
+        """Tells the supervisor that this rank has made `step`: progress, after which earlier failures do not count."""
+        self.supervision.report_step(step)
+
+    def _progress(self, method: str, *args: Any, **values: Any) -> None:
+        if self.rank == 0:
+            getattr(self.progress, method)(*args, **values)
+        else:
+            self._connected.forward(self, method, *args, **values)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Marks training as paused for an evaluation, so that it is not taken for stuck."""
+        self.metrics.evaluating.set(1)
+        try:
+            yield
+        finally:
+            self.metrics.evaluating.set(0)
+
+    def require_finite(self, *values: float, hint: str) -> None:
+        """Raises FloatingPointError, and counts it, where a loss or the norm of its gradient is not finite."""
+        if not all(map(math.isfinite, values)):
+            self.metrics.nonfinite_losses.inc()
+            raise FloatingPointError(hint)
+
+    # ---- checkpoints
+
+    @property
+    def draining(self) -> bool:
+        """Whether the job is to stop after the current step and write a checkpoint."""
+        return self._drain.is_set()
+
+    def drain(self) -> None:
+        """Orders a drain."""
+        self._drain.set()
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint is due: CHECKPOINT_INTERVAL has passed, or a drain was ordered."""
+        return self.draining or time.monotonic() - self._saved_at > self.settings.checkpoint_interval
+
+    def save(self, step: int | None = None, state: State | None = None, *, drain: bool | None = None) -> None:
+        """Writes the checkpoint of `step` with `state`, by default those of `steps`. Raises `Drained` after it where a
+        drain is ordered (`drain`: by default, whether one is). Where it cannot be written, training goes on, and the
+        drain is given up.
+        """
+        ending = self.draining if drain is None else drain
+        if self._write(step, state, ending) and ending:
+            raise Drained(self._step if step is None else step)
+
+    def _write(self, step: int | None, state: State | None, drain: bool) -> bool:
+        self._saved_at, step = time.monotonic(), self._step if step is None else step
+        values = {name: value.state_dict() if is_stateful(value) else value
+                  for name, value in ((self._state or {}) if state is None else state).items()}  # fmt: skip
+        for name, value in values.items():
+            require_plain(name, value)
+        pinned = self.settings.model_dump(mode="json", include=set(self.job.pinned if self.job else ()))
+        about = {"settings": pinned, "seconds": self.progress.total_seconds, "done": self.progress.done}
+        try:
+            with telemetry.Timer() as timer:
+                path = self._checkpoints.write(step, values, about)
+        except CheckpointError as error:
+            self.metrics.checkpoint_failures.inc()
+            self.logger.error("no checkpoint written; training goes on", problem=str(error))
+            if drain:
+                self._drain.clear()
+                self.supervision.refuse_drain(str(error))
+            return False
+        self.metrics.checkpoint_seconds.observe(timer.seconds)
+        self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
+        self.logger.info("checkpoint", file=path.name, seconds=round(timer.seconds, 3))
+        return True
+
+    def finish(self, message: str = "Finished", *, step: int | None = None, state: State | None = None,
+               **summary: Any) -> dict[str, Any]:  # fmt: skip
+        """Writes the last checkpoint and logs `message`; returns the summary, with `seconds` of training and whether
+        the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
+        """
+        step = self._step if step is None else step
+        saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
+        seconds = self.progress.total_seconds
+        self.logger.info(message, steps=step, seconds=round(seconds, 1))
+        self._step, self.finished = step, {**summary, "seconds": seconds, **saved}
+        return self.finished
+
+    @property
+    def step(self) -> int:
+        """The newest step that was made, or resumed from."""
+        return self._step
+
+    @property
+    def files(self) -> Path:
+        """The directory for files of the job's own, under this rank's CHECKPOINT_DIR. Raises UsageError where it cannot
+        be made."""
+        directory = self.settings.checkpoint_dir.absolute() / rundir.FILES
+        with UsageError.wrap(f"CHECKPOINT_DIR={self.settings.checkpoint_dir}: cannot be written", OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        if self.checkpoints is None:
+            raise UsageError("only rank 0 reads and writes checkpoints")
+        return self.checkpoints
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def require_plain(name: str, value: Any) -> None:
+    """Raises UsageError where `value` holds anything that a checkpoint, which loads data and no code, cannot hold."""
+    import torch  # rank 0's supervisor, too, reads this module's names
+
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, torch.Tensor | torch.dtype | torch.device):
+        return
+    if kind in CONTAINERS or kind is torch.Size:
+        for each in value:
+            require_plain(f"{name}[...]", each)
+    elif kind in (dict, OrderedDict):
+        for key, each in value.items():
+            require_plain(f"a key of {name}", key)
+            require_plain(f"{name}[{key!r}]", each)
+    else:
+        raise UsageError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give it state_dict "
+            "and load_state_dict, or save numbers, strings, tensors, and lists and dicts of those"
+        )

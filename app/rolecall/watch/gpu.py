@@ -1,0 +1,32 @@
+"""GPUs for the ranks of `rolecall run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolecall import config, telemetry
+
+DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder a GPU
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = config.visible_gpus()
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    return [str(number) for number in range(len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0)]
+
+
+def share(wanted: Sequence[int | None]) -> list[dict[str, str]]:
+    """The variable that gives each rank as many GPUs as it wants, each to one rank for as long as there are enough;
+    nothing for a rank that wants None, which sees all."""
+    gpus, taken, shares = visible(), 0, list[dict[str, str]]()
+    for count in wanted:
+        chosen = [gpus[number % len(gpus)] for number in range(taken, taken + (count or 0))] if gpus else []
+        taken += count or 0
+        shares.append({} if count is None else {VISIBLE: ",".join(dict.fromkeys(chosen))})
+    if taken > len(gpus):
+        telemetry.log().warning("fewer GPUs than the roles ask for", gpus=len(gpus), asked=taken)
+    return shares

@@ -18,7 +18,9 @@ from rolecall.gang.protocol import USAGE
 from rolecall.job import checkpoint, describe, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
-RUN = f"""JOB is {TARGET}.
+RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
+
+{jobs}
 
 `rolecall run JOB --help` lists its settings, each of which is a flag."""
 
@@ -47,10 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
     rank.set_defaults(handler=_rank)
-    run = commands.add_parser("run", help="run every rank of a job as a process on this machine", description=RUN,
-                              usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
+    jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
+    run = commands.add_parser("run", help="run every rank of a job as a process on this machine",
+                              description=RUN.format(jobs=jobs), usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     run.add_argument("job", metavar="JOB", help=TARGET)
+    run.set_defaults(handler=lambda arguments: _run(arguments.job, ()))
     describe = commands.add_parser("describe", help="describe a job with its settings filled in")
     describe.add_argument("job", metavar="JOB", help=TARGET)
     describe.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")

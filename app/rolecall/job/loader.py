@@ -14,8 +14,9 @@ from types import ModuleType
 
 from rolecall.config import UsageError
 
-PACKAGE = Path(__file__).resolve().parents[1]
-LIBRARIES = [Path(path).resolve() for path in (*site.getsitepackages(), sysconfig.get_path("stdlib"))]
+PACKAGE = Path(__file__).absolute().parents[1]
+_INSTALLED = (*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
+LIBRARIES = {folder for path in _INSTALLED for folder in (Path(path), Path(path).resolve())}  # a venv may be a link
 
 
 def is_file(target: str) -> bool:
@@ -48,7 +49,7 @@ def load(place: str) -> ModuleType:
         return load_file(file_of(place))
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(explain(error, f"{place} cannot be imported")) from error
 
 
@@ -72,7 +73,7 @@ def load_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(explain(error, f"{path.name} cannot be imported")) from error
     return module

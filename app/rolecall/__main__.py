@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     rank.set_defaults(handler=_rank)
     jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
     run = commands.add_parser("run", help="run every rank of a job as a process on this machine",
-                              description=RUN.format(jobs=jobs), usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
+                              description=RUN.format(jobs=jobs), usage="rolecall run JOB [--plain] [--FLAG VALUE]...",
                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     run.add_argument("job", metavar="JOB", help=TARGET)
     run.set_defaults(handler=lambda arguments: _run(arguments.job, ()))

@@ -38,6 +38,7 @@ class Training(Peers[S]):
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._redo = False
+        self._counts = False  # the job itself, its work
         self._saved_at = time.monotonic()
 
     # ---- steps
@@ -75,8 +76,9 @@ class Training(Peers[S]):
         snapshot = self._checkpoints.newest()
         if snapshot is not None:
             snapshot.require_settings(self.settings)
-            self._step = snapshot.step
-            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), float(snapshot.about.get("done", 0.0)))
+            self._step, done = snapshot.step, float(snapshot.about.get("done", 0.0))
+            self._counts = done != snapshot.step
+            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), done)
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
         return snapshot
 
@@ -123,15 +125,17 @@ class Training(Peers[S]):
         """Says how training stands after `step`, by default the one under way: metrics, the run's history, and a log
         line every LOG_INTERVAL steps.
 
-        `done` is the work so far, in the job's unit, from which rate and time left follow (by default, with the step
-        under way, its number); `loss` the mean loss over the work since the last call; `score` a point of the curve;
-        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`.
-        A line begins with `message`, if one is given. With `step` and without `done`, it may be an earlier step, whose
-        score is known only now.
+        `done` is the work so far, in the job's unit, from which rate and time left follow (of a job that never gives
+        it, the number of the step under way); `loss` the mean loss over the work since the last call; `score` a point
+        of the curve; `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as
+        `rolecall_value`. A line begins with `message`, if one is given. With `step` and without `done`, it may be an
+        earlier step, whose score is known only now.
         """
+        self._counts = self._counts or done is not None
         if step is None and self.rank == 0:
             step = self._step + self._stepping
-            done = step if done is None and self._stepping else done
+            done = step if self._stepping and not self._counts else done
+        done, loss, score = (None if each is None else float(each) for each in (done, loss, score))  # tensors, perhaps
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
@@ -215,6 +219,7 @@ class Training(Peers[S]):
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
         step = self._step if step is None else step
+        self.progress.made(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))

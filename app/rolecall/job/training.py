@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from rolecall.run import rundir
 
 PLAIN = {type(None), bool, int, float, complex, str, bytes}  # beside tensors, what a checkpoint may hold
 CONTAINERS = {list, tuple, set}
+MAPPINGS = {dict, OrderedDict, Counter}
 State = dict[str, Any]
 
 
@@ -135,7 +136,7 @@ class Training(Peers[S]):
         if step is None and self.rank == 0:
             step = self._step + self._stepping
             done = step if self._stepping and not self._counts else done
-        done, loss, score = (None if each is None else float(each) for each in (done, loss, score))  # tensors, perhaps
+        done, loss, score = map(_number, (done, loss, score))
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
@@ -247,9 +248,18 @@ class Training(Peers[S]):
         return self.checkpoints
 
 
+def _number(value: Any) -> float | None:
+    """A tensor, too, as a float: one with its graph would keep all of that in memory."""
+    return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
+
+
 def is_stateful(value: Any) -> bool:
     """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
 
 
 def require_plain(name: str, value: Any) -> None:
@@ -257,12 +267,14 @@ def require_plain(name: str, value: Any) -> None:
     import torch  # rank 0's supervisor, too, reads this module's names
 
     kind = type(value)
-    if kind in PLAIN or isinstance(value, torch.Tensor | torch.dtype | torch.device):
+    if kind in PLAIN or kind in (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device):
+        return
+    if kind in torch.serialization.get_safe_globals():  # torch's own kinds of tensors, and what the job adds
         return
     if kind in CONTAINERS or kind is torch.Size:
         for each in value:
             require_plain(f"{name}[...]", each)
-    elif kind in (dict, OrderedDict):
+    elif kind in MAPPINGS:
         for key, each in value.items():
             require_plain(f"a key of {name}", key)
             require_plain(f"{name}[{key!r}]", each)

@@ -140,7 +140,7 @@ class Settings(BaseSettings):
         target, variable = getattr(self, name), name.upper()
         module, _, attribute = target.partition(":")
         if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
+            sys.path.append(str(Path.cwd()))
         with UsageError.wrap(f"{variable}={target}: cannot be imported", advice="write package.module:name"):
             function = getattr(importlib.import_module(module), attribute)
         if not callable(function):

@@ -55,8 +55,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True, frozen=True)
 
-    job: str = Field("", description="the job to take part in: see `rolecall jobs`")
-    role: str = Field("", description="this rank's role in the job")
+    job: str = Field("", description="the job to take part in: see `rolecall jobs`; or FILE.py, or package.module")
+    role: str = Field(
+        "",
+        description="this rank's role in the job; otherwise taken from RANK or a host name rank-<n>, otherwise assigned",
+    )
     ordinal: int | None = Field(
         None,
         ge=0,

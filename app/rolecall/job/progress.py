@@ -110,7 +110,7 @@ class Progress:
         self.supervision.record("done", step, done)
         self._reach(step)
 
-    def made(self, step: int) -> None:
+    def reached(self, step: int) -> None:
         """`step` was made, whether anything was logged of it or not."""
         with self._lock:
             if step > self._step:

@@ -107,7 +107,7 @@ class Training(Peers[S]):
                 if not self._redo:
                     self._step += 1
             if not self._redo:
-                self.progress.made(self._step)
+                self.progress.reached(self._step)
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""
@@ -220,7 +220,7 @@ class Training(Peers[S]):
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
         step = self._step if step is None else step
-        self.progress.made(step)
+        self.progress.reached(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))

@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     job: str = Field("", description="the job to take part in: see `rolecall jobs`; or FILE.py, or package.module")
     role: str = Field(
         "",
-        description="this rank's role in the job; otherwise taken from RANK or a host name rank-<n>, otherwise assigned",
+        description="this rank's role; otherwise taken from RANK or a host name rank-<n>, otherwise assigned",
     )
     ordinal: int | None = Field(
         None,

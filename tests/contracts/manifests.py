@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from rolecall.job import registry
+from rolecall.job.spec import Job, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
@@ -119,9 +120,9 @@ class RankSet:
         return [f"{self.name}-{number}" for number in range(self.replicas)]
 
     @property
-    def job(self) -> registry.Job:
+    def job(self) -> Job:
         return registry.get(self.environment["JOB"])
 
     @property
-    def role(self) -> registry.Role:
+    def role(self) -> Role:
         return next(role for role in self.job.roles if role.name == self.environment["ROLE"])

@@ -90,11 +90,12 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
         for variable, value in one.environment.items():
             monkeypatch.setenv(variable, value)
         job, settings = registry.load()
-        assert not config.misspelt(job.settings)
+        assert not config.misspelt(job.settings.model_fields)
+        roles = registry.roles(job, settings)
         for pod in one.pods:
-            identity = registry.identity(job, settings, pod)
+            identity = registry.identity(roles, settings, pod)
             assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
-        counts = {role.name: role for role in registry.roles(job, settings)}
+        counts = {role.name: role for role in roles}
         assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"
         assert settings.on_finish == "linger"  # an exit would only be started again
         for probe, port in (("metrics", settings.metrics_port), ("control", settings.control_port),

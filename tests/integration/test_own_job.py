@@ -64,10 +64,10 @@ def test_a_killed_thrower_costs_its_answer_and_a_killed_lead_the_steps_since_its
     done = json.loads((job.checkpoints / "DONE").read_text())
     summary, curves = reported(job.checkpoints)
     assert (summary["job"], summary["state"], summary["result"]) == ("dartboard", "finished", done)
-    assert (summary["steps"], summary["world"]) == (done["rounds"], {"lead": 1, "thrower": 2})
+    assert (summary["steps"], summary["world"]) == (done["step"], {"lead": 1, "thrower": 2})
     assert (summary["curve"]["label"], summary["throughput"]["unit"]) == ("pi", "darts")
     assert (summary["curve"]["final"], summary["throughput"]["total"]) == (done["pi"], curves.last["done"].value)
-    assert (summary["settings"]["DARTS"], done["saved"]) == (1000, True)
+    assert (summary["settings"]["DARTS"], done["saved"], done["state"]) == (1000, True, "estimated")
     assert 3 < done["pi"] < 3.3
     assert list(summary["ranks_lost"].values()) == [1]
 
@@ -166,10 +166,15 @@ def test_a_mistake_in_a_function_is_a_line_of_the_file(
     assert not list(job.checkpoints.glob("checkpoint-*"))
 
 
-def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Path) -> None:
-    broken = TEXT.replace(
-        "        context.log(", '        assert context.step < 2, "a bug of the user"\n        context.log('
-    )
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        ("assert context.step < 2, 'a bug of the user'", "AssertionError: a bug of the user"),
+        ("raise SystemExit(0)", "SystemExit: 0"),  # which would look as if the worker had been killed
+    ],
+)
+def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Path, bug: str, says: str) -> None:
+    broken = TEXT.replace("        context.log(", f"        {bug}\n        context.log(")
     (tmp_path / FILE.name).write_text(broken)
     job = cluster(JOB=str(tmp_path / FILE.name), MAX_FAILURES="1").start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
@@ -179,4 +184,4 @@ def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Pat
     first, _, rest = text[text.index("Traceback (most recent call last):") :].partition("\n")
     assert first == "Traceback (most recent call last):"
     assert rest.startswith(f'  File "{tmp_path / FILE.name}", line {line_of("        context.log(")}, in lead\n')
-    assert "AssertionError: a bug of the user" in rest
+    assert says in rest

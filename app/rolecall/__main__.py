@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,13 @@ from rolecall.gang.protocol import USAGE
 from rolecall.job import checkpoint, describe, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
-RUN = f"""JOB is {TARGET}.
+SCRIPT = "script"  # the job that runs a program without one
+RUN = f"""JOB is {TARGET}:
+{chr(10).join(f"  {name:8}{registry.get(name).summary}" for name in registry.JOBS)}
 
-`rolecall run JOB --help` lists its settings, each of which is a flag."""
+`rolecall run JOB --help` lists its settings, each of which is a flag. A torch RPC program that has no job runs by
+`rolecall run FILE.py:FUNCTION --ranks N`, or as __main__ by `rolecall run FILE.py --ranks N -- ARGUMENTS`, in which
+{{rank}} and {{world_size}} are replaced."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,7 +106,19 @@ def _rank(arguments: argparse.Namespace) -> int:
 def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.watch import local
 
-    return local.run(describe.ask(target, words))
+    return local.run(describe.ask(*_script(target, words)))
+
+
+def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The job and its flags. A program without a job, which is given --ranks or arguments of its own, is one of the job
+    `script`."""
+    flags, arguments = list(words), list[str]()
+    if "--" in flags:
+        flags, arguments = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+    if target in registry.JOBS or not (arguments or any(word.partition("=")[0] == "--ranks" for word in flags)):
+        return target, words
+    given = [f"--script={registry.absolute(target)}", f"--script-args={shlex.join(arguments)}"]
+    return SCRIPT, [*flags, *given]
 
 
 def _describe(arguments: argparse.Namespace) -> int:

@@ -47,9 +47,10 @@ class Progress:
         self._first = self._logged_done = 0.0
         self._logged_at = 0.0
         self._logged_step = 0
-        self._loss = 0.0  # summed over the work since the last line
+        self._loss = self._work = 0.0  # the loss, summed over the work since the last line
         self._epoch: int | None = None
         self._score: float | None = None  # logged since the last line
+        self._message = ""
         self._values: dict[str, float] = {}  # that have no metric of their own
 
     def resume(self, seconds: float, done: float) -> None:
@@ -80,8 +81,8 @@ class Progress:
         self._total, self._steps = total, steps
 
     def log(self, step: int | None, done: float | None, loss: float | None, score: float | None, epoch: int | None,
-            message: str, **values: float) -> None:  # fmt: skip
-        """See `Context.log`; without `step`, the newest."""
+            message: str, ended: bool = True, **values: float) -> None:  # fmt: skip
+        """See `Context.log`; without `step`, the newest. `ended` says that the step is over, which may print a line."""
         with self._lock:
             step = self._step if step is None else step
             for name, value in values.items():
@@ -96,23 +97,29 @@ class Progress:
                 self._score = score
                 self.metrics.score.set(score)
                 self.supervision.record("score", step, score)
+            if loss is not None:
+                work = 1.0 if done is None else done - self.done
+                self._loss, self._work = self._loss + loss * work, self._work + work
+            self._message = message or self._message
             if done is not None:  # the score of an earlier step may come later
-                self._advance(step, done, loss)
-                if step // self.settings.log_interval > self._logged_step // self.settings.log_interval:
-                    self._line(step, loss is not None, message)
+                self._advance(step, done)
+                if ended:
+                    self._end(step)
 
-    def _advance(self, step: int, done: float, loss: float | None) -> None:
-        self._loss += (loss or 0.0) * (done - self.done)
+    def _advance(self, step: int, done: float) -> None:
         self.metrics.done.inc(max(0.0, done - self.done))
         self.done = done
         self.supervision.record("done", step, done)
         self._reach(step)
 
     def made(self, step: int) -> None:
-        """`step` was made, whether anything was logged of it or not."""
+        """`step` was made, whatever was logged of it."""
         with self._lock:
-            if step > self._step:
+            if self.unit == "steps" and self.done < step:
+                self._advance(step, step)
+            elif step > self._step:
                 self._reach(step)
+            self._end(step)
 
     def _reach(self, step: int) -> None:
         self._step = step
@@ -129,16 +136,19 @@ class Progress:
         first, now, last = self._first, self.done, self._total
         if last is None:
             first, now, last = self._first_step, self._step, self._steps
-        return (
-            None if last is None or now <= first else (last - now) * (time.monotonic() - self._started) / (now - first)
-        )
+        if last is None or now <= first:
+            return None
+        return (last - now) * (time.monotonic() - self._started) / (now - first)
 
-    def _line(self, step: int, with_loss: bool, message: str) -> None:
+    def _end(self, step: int) -> None:
+        """The end of a step: a line every LOG_INTERVAL steps."""
+        if step // self.settings.log_interval <= self._logged_step // self.settings.log_interval:
+            return
         now, work = time.monotonic(), self.done - self._logged_done
         parts = [] if self._epoch is None else [f"Epoch {self._epoch}"]
         parts.append(f"step {step}")
-        if with_loss and work:
-            mean = self._loss / work
+        if self._work:
+            mean = self._loss / self._work
             self.metrics.loss.set(mean)
             self.supervision.record("loss", step, mean)
             parts.append(f"loss {mean:.4f}")
@@ -147,5 +157,6 @@ class Progress:
         rate = {f"{self.unit}_per_s": round(work / max(now - self._logged_at, 1e-9))}
         left = {} if self._left is None else {"left_s": round(self._left)}
         values = {name: float(f"{value:.6g}") for name, value in self._values.items()}
-        self.logger.info(message or "\t".join(parts), **values, **rate, **left)
-        self._loss, self._score, self._logged_at, self._logged_done, self._logged_step = 0.0, None, now, self.done, step
+        self.logger.info(self._message or "\t".join(parts), **values, **rate, **left)
+        self._loss, self._work, self._score, self._message = 0.0, 0.0, None, ""
+        self._logged_at, self._logged_done, self._logged_step = now, self.done, step

@@ -103,8 +103,7 @@ class Training(Peers[S]):
                 self._stepping = False
                 if not self._redo:
                     self._step += 1
-            if not self._redo:
-                self.progress.made(self._step)
+                    self.progress.made(self._step)
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""
@@ -123,18 +122,17 @@ class Training(Peers[S]):
         """Says how training stands after `step`, by default the one under way: metrics, the run's history, and a log
         line every LOG_INTERVAL steps.
 
-        `done` is the work so far, in the job's unit, from which rate and time left follow (by default, with the step
-        under way, its number); `loss` the mean loss over the work since the last call; `score` a point of the curve;
-        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`.
-        A line begins with `message`, if one is given. With `step` and without `done`, it may be an earlier step, whose
-        score is known only now.
+        `done` is the work so far, in the job's unit, from which rate and time left follow; `loss` the mean loss over
+        the work since the last call; `score` a point of the curve; `epoch` counts from 1. `values` are gauges: the
+        job's own by their metrics' names, others as `rolecall_value`. A line begins with `message`, if one is given.
+        `step` may be an earlier one, without `done`, whose score is known only now.
         """
         if step is None and self.rank == 0:
             step = self._step + self._stepping
-            done = step if done is None and self._stepping else done
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
-        self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
+        self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message,
+                       **({"ended": False} if self._stepping else {}), **values)  # fmt: skip
 
     def report_step(self, step: int) -> None:
         """Tells the supervisor that this rank has made `step`: progress, after which earlier failures do not count."""

@@ -151,8 +151,9 @@ bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, 
 chaos: $(READY) ## kills and freezes a job's ranks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
-docs: $(READY) ## regenerates tables in docs/, Grafana's dashboards and the PrometheusRule from the code
+docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards and the PrometheusRule from the code
 	$(BIN)/python -m tools.tables
+	$(BIN)/python -m tools.snippets
 	$(BIN)/python -m tools.dashboards
 
 clean: ## deletes caches, runs and .venv

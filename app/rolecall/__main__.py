@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall import config, telemetry
+from rolecall import config, new, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import USAGE
 from rolecall.job import checkpoint, describe, registry
@@ -88,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead")
     evaluate.set_defaults(handler=_evaluate)
+    create = commands.add_parser(
+        "new", help="write a job to start from: its file, a test, compose.yaml, a kustomization"
+    )
+    create.add_argument("name", metavar="NAME", help="of the folder, which is made here, and of the job")
+    create.set_defaults(handler=_new)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
 
@@ -171,6 +176,13 @@ def _jobs(arguments: argparse.Namespace) -> int:
         roles = ", ".join(role.name + (f" x {role.count}" if role.count != 1 else "") for role in job.roles)
         rows.append((name, roles, job.summary))
     _print(("job", "roles", "what"), rows, markdown=False)
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    files = new.write(arguments.name, Path.cwd())
+    print(f"rolecall: wrote {', '.join(str(file.relative_to(Path.cwd())) for file in files)}")
+    print(f"try: rolecall run {files[0].parent.name}/{arguments.name}.py    pytest {arguments.name}")
     return 0
 
 

@@ -12,11 +12,12 @@ import pytest
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job import registry
-from tools.tables import generate
+from tools import snippets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+GENERATED = {**tables.generate(), **snippets.generate()}
 VARIABLES = {name.upper() for job in registry.JOBS for name in registry.get(job).settings.model_fields}
 METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
 # environment variables and constants in the pages that are not settings of a rank
@@ -26,9 +27,18 @@ OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {
 }
 
 
-@pytest.mark.parametrize("path", generate(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: path.name)
 def test_generated_pages_are_those_of_the_code(path: Path) -> None:
-    assert path.read_text() == generate()[path], "run `make docs`"
+    assert path.read_text() == GENERATED[path], "run `make docs`"
+
+
+def test_a_snippet_is_the_code_of_a_region() -> None:
+    page = "<!-- snippet: examples/pi.py -->\nold\n<!-- end of snippet -->\n"
+    assert f"```python\n{(ROOT / 'examples/pi.py').read_text()}```\n<!-- end" in snippets.fill(page)
+    assert "class Regression" in snippets.fill(page.replace("pi.py", "regression.py settings"))
+    assert "def lead" not in snippets.fill(page.replace("pi.py", "regression.py settings"))
+    with pytest.raises(ValueError, match="no region other"):
+        snippets.fill(page.replace("pi.py", "pi.py other"))
 
 
 @pytest.mark.parametrize("cls", [Settings, *(registry.get(job).settings for job in registry.JOBS)])

@@ -112,7 +112,7 @@ class Progress:
         self.supervision.record("done", step, done)
         self._reach(step)
 
-    def made(self, step: int) -> None:
+    def complete(self, step: int) -> None:
         """`step` was made, whatever was logged of it."""
         with self._lock:
             if self.unit == "steps" and self.done < step:

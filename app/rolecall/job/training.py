@@ -103,7 +103,7 @@ class Training(Peers[S]):
                 self._stepping = False
                 if not self._redo:
                     self._step += 1
-                    self.progress.made(self._step)
+                    self.progress.complete(self._step)
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""

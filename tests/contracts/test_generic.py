@@ -1,4 +1,6 @@
-"""The profiles `job` and `script` of compose.yaml, and the script that starts them. Needs no Docker."""
+"""What runs the user's own: compose.yaml's profiles `job` and `script` with the script that starts them, k8s/job and
+k8s/script. Needs neither Docker nor a cluster.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, image_environment, is_first, settings_of
+from tests.contracts.manifests import overlay
 from tests.contracts.test_compose import NOT_PASSED
 
 PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
@@ -82,6 +85,23 @@ def test_the_users_files_are_read_only_and_every_rank_may_write_beside_the_check
 def test_the_jobs_own_settings_are_passed_by_name() -> None:
     for name, service in RANKS.items():
         assert service.get("env_file") == (["${JOB_VARIABLES:-/dev/null}"] if name.startswith("job-") else None)
+
+
+# ---- k8s/job and k8s/script
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_the_users_file_is_mounted_where_the_settings_look_for_it(name: str) -> None:
+    (one,) = overlay(name).sets
+    assert one.environment["JOB" if name == "job" else "SCRIPT"] == f"/{name}"
+    (volume,) = [volume for volume in one.pod["volumes"] if "configMap" in volume]
+    assert volume["configMap"] == {"name": name}  # kubectl create configmap NAME --from-file=FILE.py
+    (mount,) = [mount for mount in one.container["volumeMounts"] if mount["name"] == volume["name"]]
+    assert (mount["mountPath"], mount["readOnly"]) == (f"/{name}", True)
+    assert one.container["workingDir"] == f"/{name}"
+
+
+# ---- docker/up.sh
 
 
 @pytest.fixture

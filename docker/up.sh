@@ -23,14 +23,17 @@ locate() {
       [ -f "$file" ] || fail "$1=$given: there is no such file"
       JOB_FOLDER=$(cd "$(dirname "$file")" && pwd)
       case $JOB_FOLDER in *:*) fail "$1=$given: a folder with a colon in its name cannot be mounted" ;; esac
+      target=/$profile/$(basename "$file")$attribute
       JOB_NAME=$(basename "$file" .py)
-      target=/$profile/$JOB_NAME.py$attribute
       export JOB_FOLDER
       ;;
-    ?*) target=$given JOB_NAME=${given%%:*} JOB_NAME=${JOB_NAME##*.} ;;
+    ?*:*) target=$given attribute=:${given##*:} JOB_NAME=${given%:*} JOB_NAME=${JOB_NAME##*.} ;;
+    ?*) target=$given JOB_NAME=${given##*.} ;;
     *) fail "$1 is missing: it names a file, such as ./pi.py" ;;
   esac
-  export JOB_NAME
+  # a folder for each job, named as the job is
+  case $attribute in '' | :JOB) ;; *) JOB_NAME+=-${attribute#:} ;; esac
+  export JOB_NAME=${JOB_NAME,,}
 }
 
 # ARGUMENTS: what `rolecall describe` prints in a container of the job

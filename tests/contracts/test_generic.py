@@ -129,14 +129,22 @@ def up(tmp_path: Path) -> Any:
     ("variables", "folder", "said"),
     [
         ({"JOB_FILE": "pi.py"}, "", "name=pi job=/job/pi.py script= ranks= others=2"),
-        ({"JOB_FILE": "./my jobs/pi.py:OTHER"}, "/my jobs", "name=pi job=/job/pi.py:OTHER script= ranks= others=2"),
+        (
+            {"JOB_FILE": "./my jobs/pi.py:OTHER"},
+            "/my jobs",
+            "name=pi-other job=/job/pi.py:OTHER script= ranks= others=2",
+        ),
         ({"JOB_FILE": "pi.py", "OTHERS": "7"}, "", "name=pi job=/job/pi.py script= ranks= others=7"),
         ({"JOB_FILE": "pi.py", "SAID": "1"}, "", "name=pi job=/job/pi.py script= ranks= others=0"),
-        ({"JOB_FILE": "package.jobs.pi:OTHER"}, None, "name=pi job=package.jobs.pi:OTHER script= ranks= others=2"),
+        (
+            {"JOB_FILE": "package.jobs.pi:OTHER"},
+            None,
+            "name=pi-other job=package.jobs.pi:OTHER script= ranks= others=2",
+        ),
         ({"JOB_FILE": "pi.py", "IMAGE": "mine"}, "", "name=pi job=/job/pi.py script= ranks= others=2"),
-        ({"SCRIPT": "./pi.py:run"}, "", "name=pi job= script=/script/pi.py:run ranks=2 others=1"),
+        ({"SCRIPT": "./pi.py:run"}, "", "name=pi-run job= script=/script/pi.py:run ranks=2 others=1"),
         ({"SCRIPT": "pi.py", "RANKS": "4"}, "", "name=pi job= script=/script/pi.py ranks=4 others=3"),
-        ({"SCRIPT": "package.pi:run"}, None, "name=pi job= script=package.pi:run ranks=2 others=1"),
+        ({"SCRIPT": "package.pi:run"}, None, "name=pi-run job= script=package.pi:run ranks=2 others=1"),
     ],
 )
 def test_up_mounts_the_file_and_counts_the_ranks(

@@ -11,12 +11,15 @@ from typing import Any
 
 import yaml
 
+from rolecall.config import Settings
 from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
 JOBS = ("rl", "ps-trainers", "rnn", "hybrid")
-OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS))
+# for the user's own: one set of ranks, which are given their roles by number
+GENERIC = ("job", "script")
+OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC)
 CONTAINER = "rank"
 Object = dict[str, Any]
 
@@ -65,13 +68,15 @@ class Overlay:
     @property
     def first(self) -> RankSet:
         """Rank 0's set."""
-        (item,) = [one for one in self.sets if one.role == one.job.roles[0]]
+        (item,) = [
+            one for one in self.sets if (one.role == one.job.roles[0] if one.has_role else one.name.endswith("rank"))
+        ]
         return item
 
 
 @dataclass(frozen=True)
 class RankSet:
-    """The ranks of one role: a StatefulSet."""
+    """The ranks of one role, or those that are told apart by their numbers: a StatefulSet."""
 
     overlay: Overlay
     object: Object
@@ -117,6 +122,16 @@ class RankSet:
     @property
     def pods(self) -> list[str]:
         return [f"{self.name}-{number}" for number in range(self.replicas)]
+
+    @property
+    def has_role(self) -> bool:
+        return "ROLE" in self.environment
+
+    @property
+    def settings(self) -> type[Settings]:
+        """The settings of its job; of a job file, those that are known before there is one."""
+        name = self.environment["JOB"]
+        return registry.get(name).settings if name in registry.JOBS else Settings
 
     @property
     def job(self) -> registry.Job:

@@ -128,7 +128,7 @@ def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -
     job, settings = registry.load()
     assert job is job_of(name)
     assert config.load(job.settings) == settings
-    identity = registry.identity(job, settings, "3b40cf1c355c")
+    identity = registry.identity(registry.roles(job, settings), settings, "3b40cf1c355c")
     assert identity.role == role_of(name).name
     assert [role.count for role in registry.roles(job, settings)] == [
         role.count for role in registry.roles(job, job.settings.model_construct())

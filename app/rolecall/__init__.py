@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import Drained, Peer, PeerLostError
+    from rolecall.job.task import Drained, Peer, PeerLostError, RemoteError
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
-    "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "RankObject", "RemoteError", "Role",
+    "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {
@@ -30,7 +30,7 @@ _MODULES = {
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
-    "job.task": ("Drained", "Peer", "PeerLostError"),
+    "job.task": ("Drained", "Peer", "PeerLostError", "RemoteError"),
     "telemetry": ("Metric",),
 }
 

@@ -12,25 +12,27 @@ if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
+    from rolecall.job.program import Program
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import Outcome, Peer, PeerLostError
+    from rolecall.job.task import Outcome, Peer, PeerLostError, ProgramError
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Epochs", "Job", "Metric", "Outcome", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
-    "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
+    "Context", "Epochs", "Job", "Metric", "Outcome", "Peer", "PeerLostError", "Program", "ProgramError", "RankObject",
+    "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
+    "job.program": ("Program",),
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
-    "job.task": ("Outcome", "Peer", "PeerLostError"),
+    "job.task": ("Outcome", "Peer", "PeerLostError", "ProgramError"),
     "telemetry": ("Metric",),
 }
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from rolecall import telemetry
@@ -16,6 +17,7 @@ from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot
 from rolecall.job.progress import Progress, Supervision
 from rolecall.job.spec import Job
 from rolecall.job.task import Outcome, Peer, PeerLostError
+from rolecall.run import rundir
 
 S = TypeVar("S", bound=Settings)
 
@@ -58,6 +60,7 @@ class Context(Generic[S]):
     lost: set[str] = field(default_factory=set)
     mapped: set[str] = field(default_factory=set)  # peers that CUDA tensors can be sent to
     transport: Transport | None = None
+    store: Any = None  # the generation's torch Store, where its workers met
     _drain: threading.Event = field(default_factory=threading.Event)
     _listeners: list[Callable[[str], None]] = field(default_factory=list)
 
@@ -187,6 +190,13 @@ class Context(Generic[S]):
         return snapshot
 
     @property
+    def files(self) -> Path:
+        """The folder for the job's own files, beside the checkpoints. Absolute, and there."""
+        path = (self.settings.checkpoint_dir / rundir.FILES).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @property
     def draining(self) -> bool:
         """Whether the job is to stop after the current step and write a checkpoint."""
         return self._drain.is_set()
@@ -194,6 +204,10 @@ class Context(Generic[S]):
     def drain(self) -> None:
         """Orders a drain."""
         self._drain.set()
+
+    def await_drain(self) -> None:
+        """Returns as soon as a drain is ordered."""
+        self._drain.wait()
 
     @property
     def due(self) -> bool:
@@ -240,6 +254,12 @@ class Context(Generic[S]):
         saved, seconds = self._write(step, state, drain=False), self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
         return Outcome("finished", step, {**summary, "seconds": seconds, "saved": saved})
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Ends this process at once as if rank 0's function had returned `outcome`, from any thread: for a function
+        that cannot be made to return.
+        """
+        self.supervision.conclude(outcome)
 
     # ---- where it computes
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.job.task import Outcome
 
 Curve = Literal["start", "train", "goal", "score", "loss", "done"]
 
@@ -26,6 +27,9 @@ class Supervision:
 
     def refuse_drain(self, why: str) -> None:
         """The drain's checkpoint could not be written."""
+
+    def conclude(self, outcome: Outcome) -> None:
+        """This process ends with `outcome`, whatever its function does."""
 
 
 class Progress:

@@ -13,7 +13,7 @@ from rolecall.config import Settings, UsageError
 from rolecall.gang import protocol
 from rolecall.job.spec import Job
 
-JOBS = ("rl", "ps", "rnn", "hybrid")
+JOBS = ("rl", "ps", "rnn", "hybrid", "script")
 
 
 @dataclass(frozen=True)

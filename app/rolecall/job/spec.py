@@ -40,7 +40,7 @@ class Job:
     saved with it, must be the same on resume, and are restored for `evaluate`.
 
     `score` labels the curve that `Context.log` draws, of which lower is better where `lower` is set; `unit` is what
-    its `done` counts.
+    its `done` counts. Without `rpc`, workers do not call `init_rpc`: they share only `Context.store`.
     """
 
     summary: str
@@ -54,3 +54,4 @@ class Job:
     lower: bool = False
     complete: str = ""
     pinned: tuple[str, ...] = ()
+    rpc: bool = True

@@ -12,6 +12,10 @@ class PeerLostError(RuntimeError):
     """A peer that this rank cannot do without is gone or silent. The gang regroups; this rank has not failed."""
 
 
+class ProgramError(Exception):
+    """A user's program failed: the text is what its author reads, the program's own traceback."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """A member of a generation; `name` is its RPC worker name."""

@@ -25,7 +25,7 @@ from rolecall.job import registry, rpc
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context
 from rolecall.job.progress import Curve, Supervision
-from rolecall.job.task import Outcome, PeerLostError, Task
+from rolecall.job.task import Outcome, PeerLostError, ProgramError, Task
 from rolecall.run import rundir
 from rolecall.run.history import Record
 
@@ -88,6 +88,12 @@ class Pipe(Supervision):
         """Reports that the drain's checkpoint could not be written."""
         self.send("drain failed", why)
 
+    def conclude(self, outcome: Outcome) -> None:
+        """Reports `outcome` and ends the process."""
+        self.heartbeat()  # with the last records
+        self.send("result", outcome.kind, "", outcome.step, outcome.summary)
+        os._exit(0)
+
     def obey_forever(self, context: Context[Any]) -> None:
         """Passes the supervisor's commands on to `context`."""
         while True:
@@ -127,7 +133,8 @@ def main(task: Task, connection: Connection) -> None:
         if rpc.is_lost(error):
             result = ("result", "lost", rpc.first_line(error), 0, {})
         else:
-            result = ("result", "failed", traceback.format_exc()[-8000:], 0, {})
+            text = str(error) if isinstance(error, ProgramError) else traceback.format_exc()
+            result = ("result", "failed", text[-8000:], 0, {})
     pipe.heartbeat()  # with the last records
     pipe.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone

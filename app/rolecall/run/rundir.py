@@ -23,7 +23,8 @@ DONE = "DONE"
 HISTORY = "history.jsonl"
 SUMMARY = "summary.json"
 CURVE = "curve.png"
-OF_A_RUN = (DONE, HISTORY, SUMMARY, CURVE)
+FILES = "files"  # the folder of a job's own files
+OF_A_RUN = (DONE, HISTORY, SUMMARY, CURVE, FILES)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
 

@@ -25,7 +25,7 @@ class ScriptSettings(Settings):
 JOB = Job(
     summary="your own torch RPC program, unmodified: one file, run in every rank",
     settings=ScriptSettings,
-    roles=(Role("rank", "rolecall.jobs.script.rank:run", count="RANKS"),),
+    roles=(Role("rank", "rolecall.jobs.script.rank:run", count="RANKS", preload=("torch._dynamo",)),),
     check="rolecall.jobs.script.rank:check",
     evaluate="",
     score="",

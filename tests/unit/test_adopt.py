@@ -84,7 +84,7 @@ def test_rank_and_world_size_are_those_of_the_environment(store: Store, settings
 
 def test_a_program_that_is_only_loaded_meets_nobody(settings: Settings) -> None:
     adopt.adopt(settings, 0, 2)
-    with pytest.raises(RuntimeError, match="tcp://localhost:1.*: a program that is imported meets nobody"):
+    with pytest.raises(RuntimeError, match="a program that is imported meets nobody"):
         meet("tcp://localhost:1", 0, 2)
 
 

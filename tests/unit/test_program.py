@@ -117,9 +117,7 @@ def test_a_module(tmp_path: Path) -> None:
     (tmp_path / "package_of_mine" / "prog.py").write_text("def run(rank, world_size): pass\n")
     Program("package_of_mine.prog:run").check(Settings(), 2)
     assert problem("package_of_mine.prog:main") == "package_of_mine.prog: the function main is missing"
-    assert (
-        problem("package_of_yours:run") == "package_of_yours: ModuleNotFoundError: No module named 'package_of_yours'"
-    )
+    assert problem("no_package:run") == "no_package: ModuleNotFoundError: No module named 'no_package'"
 
 
 def test_a_check_does_not_run_a_main_program(write: Write, adopted: list[tuple[int, int]]) -> None:
@@ -132,9 +130,7 @@ def test_a_check_does_not_run_a_main_program(write: Write, adopted: list[tuple[i
 
 
 def test_a_function_is_called_with_rank_and_world_size(write: Write, adopted: list[tuple[int, int]]) -> None:
-    write(
-        "import sys\nloaded = sys.argv[1:]\ndef run(rank, world_size): sys.called = (rank, world_size, __name__, loaded)\n"
-    )
+    write("import sys\nloaded = sys.argv[1:]\ndef run(*ranks): sys.called = (*ranks, __name__, loaded)\n")
     arguments = "--rank={rank} --world_size '{world_size}' 'a b'"
     Program("prog.py:run", arguments).check(Settings(), 5)
     assert sys.modules["prog"].loaded == ["--rank=0", "--world_size", "5", "a b"]
@@ -148,9 +144,7 @@ def test_a_function_is_called_with_rank_and_world_size(write: Write, adopted: li
 
 
 def test_a_file_is_run_as_main(write: Write) -> None:
-    write(
-        "import sys\nclass Mine: pass\nif __name__ == '__main__': sys.called = (__file__, Mine.__module__, sys.argv[1:])\n"
-    )
+    write("import sys\nclass Mine: pass\nsys.called = (__file__, Mine.__module__, sys.argv[1:])\n")
     Program("prog.py", "{rank}").run(context(rank=1))
     assert sys.called == (str(Path("prog.py").resolve()), "__main__", ["1"])
     assert sys.modules["__main__"].Mine.__name__ == "Mine"
@@ -197,12 +191,10 @@ def test_where_a_peer_may_be_gone_the_gang_has_time_to_say_so(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(program.time, "sleep", waited.append)
-    text = (
-        f"try:\n    raise {error}\nexcept Exception as error:\n    raise KeyError('lost') from error\n"
-        if wrapped
-        else f"raise {error}\n"
-    )
-    write(f"import torch\n{text}")
+    raised = f"raise {error}"
+    if wrapped:
+        raised = f"try:\n    {raised}\nexcept Exception as error:\n    raise KeyError('lost') from error"
+    write(f"import torch\n{raised}\n")
     with pytest.raises(ProgramError):
         Program("prog.py").run(context())
     assert waited == ([3.0] if waits else [])

@@ -20,6 +20,7 @@ from rolecall.jobs.script import ScriptSettings
 DRAIN = "drain"
 RETURNED, STOPPED = "returned", "stopped"
 PERIOD = timedelta(minutes=10)  # of a wait that has no deadline: the gang ends the process
+PATIENCE = 0.75  # fraction of DRAIN_TIMEOUT after which a program that SIGTERM does not end is left alone
 
 
 class Ending:
@@ -33,17 +34,23 @@ class Ending:
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._stopped = False  # SIGTERM has reached the program
-        self.has_ended = False
+        self._over = threading.Event()
         self._store, waiting = (PrefixStore("ending", context.store.clone()) for _ in range(2))
         threading.Thread(target=self._obey_drain, args=(waiting,), name="drain", daemon=True).start()
 
     def end(self) -> bool:
         """The program of this rank has ended. Returns False where that was known."""
         with self._lock:
-            known, self.has_ended = self.has_ended, True
-            if not known:
-                self._store.set(f"ended-{self._rank}", STOPPED if self._stopped else RETURNED)
-            return not known
+            if self._over.is_set():
+                return False
+            self._store.set(f"ended-{self._rank}", STOPPED if self._stopped else RETURNED)
+            self._over.set()
+            return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program of this rank has ended, by itself or by SIGTERM."""
+        return self._over.is_set()
 
     def outcome(self) -> Outcome:
         """Waits until the program has ended in every rank. The job is finished where each has returned by itself."""
@@ -76,8 +83,8 @@ class Ending:
             return
 
     def _stop(self) -> None:
-        """SIGTERM. A program without a handler ends there and then: what it still does until its process is killed,
-        when all ranks' programs have ended, does not count.
+        """SIGTERM. A program without a handler ends there and then, one with a handler in its own time; what it still
+        does after that, until its process is killed when all ranks' programs have ended, does not count.
         """
         with self._lock:
             if self.has_ended:
@@ -86,7 +93,10 @@ class Ending:
         self._context.logger.info("SIGTERM to the program")
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif self.end() and self._rank == 0:
+            seconds = PATIENCE * self._context.settings.drain_timeout
+            if not self._over.wait(seconds):
+                self._context.logger.warning("the program did not end after SIGTERM", seconds=seconds)
+        if self.end() and self._rank == 0:
             self._context.conclude(self.outcome())
 
 

@@ -1,8 +1,8 @@
 """DistributedDataParallel together with RPC: a sparse part on a server, a dense part replicated on the trainers.
 
-The last rank is the server: it has an embedding table that would not fit on every trainer, and orders the work. The
-other ranks are trainers: each has a replica of the dense part, kept equal by DDP, which averages gradients over a
-process group of the trainers alone. What to learn from it:
+Rank 0 is the server: it has an embedding table that would not fit on every trainer, and orders the work. The other
+ranks are trainers: each has a replica of the dense part, kept equal by DDP, which averages gradients over a process
+group of the trainers alone. What to learn from it:
 
 - `RemoteModule` is an `nn.Module` that lives on another rank, and whose `forward` is called like a local one's;
 - one distributed backward pass covers both: DDP averages the dense gradients, RPC takes the sparse ones to the server;
@@ -93,15 +93,14 @@ def run_worker(rank, world_size):
     """One rank. The two rendezvous need two ports. Trainers serve calls until `rpc.shutdown`."""
     torch.manual_seed(rank)
     options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://localhost:29500", rpc_timeout=120)
-    trainers = [f"trainer{other}" for other in range(world_size - 1)]
-    if rank < len(trainers):
-        dist.init_process_group("gloo", "tcp://localhost:29501", rank=rank, world_size=len(trainers))
-        rpc.init_rpc(trainers[rank], rank=rank, world_size=world_size, rpc_backend_options=options)
-    else:
+    if rank == 0:
         rpc.init_rpc("server", rank=rank, world_size=world_size, rpc_backend_options=options)
-        lead(trainers)
+        lead([f"trainer{other}" for other in range(1, world_size)])
+    else:  # a trainer's rank in the group is not that in RPC
+        dist.init_process_group("gloo", "tcp://localhost:29501", rank=rank - 1, world_size=world_size - 1)
+        rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     rpc.shutdown()
-    if rank < len(trainers):
+    if rank > 0:
         dist.destroy_process_group()
 
 

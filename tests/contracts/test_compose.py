@@ -260,7 +260,7 @@ def test_make_starts_every_profile(profile: str) -> None:
     assert f"docker/up.sh {profile} {first}\n" in recipe.group(1)
 
 
-@pytest.mark.parametrize("job", registry.JOBS)
+@pytest.mark.parametrize("job", [job for job in registry.JOBS if job != "script"])  # which needs a program
 def test_make_runs_every_job_here(job: str) -> None:
     recipe = re.search(rf"^run-{job}: .* ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe, f"no target run-{job}"

@@ -11,7 +11,7 @@ import pytest
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job import registry
+from rolecall.job import adopt, registry
 from tools.tables import generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +21,12 @@ VARIABLES = {name.upper() for job in registry.JOBS for name in registry.get(job)
 METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
 # environment variables and constants in the pages that are not settings of a rank
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
-OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {
-    name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())
-}
+OF_PROGRAMS = set(adopt.variables(Settings(), 0, 1, 1))
+OTHERS = (
+    {"BENCH_JSON", "PIP_ARGS"}
+    | OF_PROGRAMS
+    | {name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())}
+)
 
 
 @pytest.mark.parametrize("path", generate(), ids=lambda path: path.name)
@@ -60,7 +63,7 @@ def test_links_and_make_targets_exist(name: str) -> None:
 def test_the_readme_is_short_and_says_how_to_start() -> None:
     assert len(README.splitlines()) <= 170
     assert "make test" in README
-    assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS}
+    assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS} - {"run-script"}
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
@@ -69,8 +72,9 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_flags_in_the_pages_exist(name: str) -> None:
-    for job, rest in re.findall(r"^\$? *rolecall run (\w+)([^#\n]*)", PAGES[name], re.MULTILINE):
-        flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest)}
+    for target, rest in re.findall(r"^\$? *rolecall run (\S+)([^#\n]*)", PAGES[name], re.MULTILINE):
+        job = "script" if "." in target else target
+        flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest.split(" -- ")[0])}
         assert flags <= {*registry.get(job).settings.model_fields, "plain"}, rest
 
 
@@ -88,6 +92,18 @@ def test_messages_quoted_in_the_runbook_exist() -> None:
 def test_every_job_has_its_page(job: str) -> None:
     assert PAGES[f"docs/{job}.md"].startswith(f"# The job `{job}`\n")
     assert f"](docs/{job}.md)" in README
+
+
+def test_every_variable_of_a_program_is_explained() -> None:
+    assert {name for name in OF_PROGRAMS if f"`{name}`" not in PAGES["docs/script.md"]} == set()
+
+
+def test_every_example_is_linked_and_short() -> None:
+    for path in (ROOT / "examples").iterdir():
+        if path.suffix == ".py":
+            assert f"](../examples/{path.name})" in PAGES["docs/script.md"]
+            assert 60 <= len(path.read_text().splitlines()) <= 150
+            assert not re.search(r"^\s*(from|import) rolecall", path.read_text(), re.MULTILINE)
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,14 @@ def fail(rank: int, world_size: int) -> None:
 def forever() -> None:
     """Does not return while its process lives."""
     torch.futures.Future[None]().wait()
+
+
+def ignore(rank: int, world_size: int) -> None:
+    """Has a handler for SIGTERM that ends nothing."""
+    signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
+    print("ready")
+    while True:
+        time.sleep(1)
 
 
 def leave(rank: int, world_size: int) -> None:

@@ -104,6 +104,16 @@ def test_sigterm_ends_a_program_that_does_not_handle_it(cluster: MakeCluster) ->
     assert not (job.checkpoints / "DONE").exists()
 
 
+def test_a_program_that_ignores_sigterm_is_ended(cluster: MakeCluster) -> None:
+    job = cluster(JOB="script", SCRIPT="tests.integration.programs:ignore", DRAIN_TIMEOUT="2").start(2)
+    until(lambda: all("ready" in printed(job, rank) for rank in (0, 1)), "both programs")
+    job.first.terminate()
+    assert job.first.wait() == 0
+    assert printed(job, 1) == ["ready", "no"]
+    assert "the program did not end after SIGTERM" in job.first.text()
+    assert "outcome=" not in job.logs()
+
+
 def test_addresses_of_a_program_lead_to_its_peers(cluster: MakeCluster) -> None:
     job = cluster(JOB="script", SCRIPT="tests.integration.programs:meet").start(3)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]

@@ -114,7 +114,8 @@ class Program:
                 time.sleep(1.5 * context.settings.lease_seconds)
             raise ProgramError(loader.user_traceback(error)) from None
         finally:
-            sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError):  # the program may have closed it
+                sys.stdout.flush()
 
 
 def _replaced(word: str, values: dict[str, str]) -> str:

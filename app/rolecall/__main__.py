@@ -54,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
     rank.set_defaults(handler=_rank)
     jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
-    run = commands.add_parser("run", help="run every rank of a job as a process on this machine",
-                              description=RUN.format(jobs=jobs),
-                              usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
-                              formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    run = commands.add_parser(
+        "run", help="run every rank of a job as a process on this machine", description=RUN.format(jobs=jobs),
+        usage="rolecall run JOB [--plain] [--SETTING VALUE]...", formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     run.add_argument("job", metavar="JOB", help=TARGET)
     run.set_defaults(handler=lambda arguments: _run(arguments.job, ()))
     describe = commands.add_parser("describe", help="describe a job with its settings filled in")

@@ -15,6 +15,7 @@ import yaml
 from rolecall import new
 from rolecall.config import Settings
 from rolecall.job import registry
+from rolecall.job.spec import Job, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
@@ -140,9 +141,9 @@ class RankSet:
         return registry.get(name).settings if name in registry.JOBS else Settings
 
     @property
-    def job(self) -> registry.Job:
+    def job(self) -> Job:
         return registry.get(self.environment["JOB"])
 
     @property
-    def role(self) -> registry.Role:
+    def role(self) -> Role:
         return next(role for role in self.job.roles if role.name == self.environment["ROLE"])

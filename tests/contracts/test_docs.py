@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,9 +83,18 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_flags_in_the_pages_exist(name: str) -> None:
-    for job, rest in re.findall(r"^\$? *rolecall run (\w+)([^#\n]*)", PAGES[name], re.MULTILINE):
-        flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest)}
-        assert flags <= {*registry.get(job).settings.model_fields, "plain"}, rest
+    for target, rest in re.findall(r"^\$? *rolecall run ([^\s-]\S*)([^#\n]*)", PAGES[name], re.MULTILINE):
+        flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", rest.partition(" -- ")[0])}
+        assert flags <= {*fields_of(target), "plain"}, rest
+
+
+def fields_of(target: str) -> dict[str, Any]:
+    """The settings of a job that a page runs; one of the user's own is among the examples."""
+    if target in registry.JOBS:
+        return registry.get(target).settings.model_fields
+    (path,) = ROOT.glob(f"examples/**/{Path(target.partition(':')[0]).name}")
+    has_job = re.search(r"^JOB = Job\(", path.read_text(), re.MULTILINE)
+    return registry.get(str(path) if has_job else "script").settings.model_fields
 
 
 def test_messages_quoted_in_the_runbook_exist() -> None:

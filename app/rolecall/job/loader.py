@@ -63,7 +63,7 @@ def load_file(path: Path) -> ModuleType:
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__file__", None) == str(path):
         return module
-    if module is not None or name in sys.stdlib_module_names:
+    if module is not None or name in sys.stdlib_module_names or _is_installed(name):
         raise UsageError(f"{path.name}: a module {name!r} exists already; rename the file")
     _add_folder(path)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -103,11 +103,16 @@ def make_main(path: Path) -> tuple[ModuleType, CodeType]:
     return module, code
 
 
+def _is_installed(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and not is_users(spec.origin)
+
+
 def explain(error: BaseException, otherwise: str = "") -> str:
     """What went wrong in a user's file, in a line: `FILE:LINE: TYPE: TEXT`, or `otherwise` for an unknown place."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    if isinstance(error, SyntaxError):
-        return f"{shown(Path(error.filename or '?'))}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    if isinstance(error, SyntaxError) and is_users(error.filename or ""):
+        return f"{shown(Path(error.filename or ''))}:{error.lineno}: {type(error).__name__}: {error.msg}"
     what = text if isinstance(error, UsageError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     place = locate(error)
     return f"{place}: {what}" if place else f"{otherwise}: {what}" if otherwise else what

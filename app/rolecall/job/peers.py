@@ -77,13 +77,20 @@ class Peers(Generic[S]):
         `lost` "skip", the default for an elastic role, it is left out; "answer" yields a PeerLostError in place of its
         answer; "raise", the default for the other roles, raises it. What the function raised is raised here. Where no
         member is left, raises PeerLostError, or yields nothing while the job drains.
+
+        The calls are made at once, whether the answers are looked at or not.
         """
+        answers = self._call_each(role, function, args, timeout, lost)
+        next(answers)  # makes the calls
+        return answers
+
+    def _call_each(self, role: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: float,
+                   lost: Lost | None) -> Iterator[tuple[Peer, Any]]:  # fmt: skip
         spec = next((each for each in (self.job.roles if self.job else ()) if each.name == role), None)
         if self.job and spec is None:
             raise UsageError(f"no role {role!r} in this job ({', '.join(each.name for each in self.job.roles)})")
         lost = lost or ("skip" if spec and spec.elastic else "raise")
-        if lost != "raise":
-            self.require_peers(role)
+        self.require_peers(role)
         answers: Answers = queue.SimpleQueue()
         self._answers.append(answers)
         try:
@@ -91,6 +98,7 @@ class Peers(Generic[S]):
             for name in waiting:
                 future = self.call(name, function, *args, timeout=timeout)
                 future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
+            yield self.me, None  # to `call_each`; the answers follow
             limit = self.settings.rpc_timeout if timeout < 0 else timeout
             while waiting:
                 # longer than the calls' own deadline: each call ends, and with it this wait
@@ -111,8 +119,7 @@ class Peers(Generic[S]):
     def call_all(self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0,
                  lost: Lost | None = None) -> Iterator[Any]:  # fmt: skip
         """The answers of `call_each`, without the members that gave them."""
-        for _, value in self.call_each(role, function, *args, timeout=timeout, lost=lost):
-            yield value
+        return (value for _, value in self.call_each(role, function, *args, timeout=timeout, lost=lost))
 
     def _outcome(self, name: str, answered: Any) -> Any:
         """What a call to `name` was answered with; a PeerLostError, not raised, where the peer is lost."""

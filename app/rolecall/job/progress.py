@@ -55,6 +55,8 @@ class Progress:
         self._score: float | None = None  # logged since the last line
         self._message = ""
         self._values: dict[str, float] = {}  # that have no metric of their own
+        declared = (*telemetry.WORKER, *(job.metrics if job else ()))
+        self._gauges = {metric.name for metric in declared if metric.kind == "gauge" and not metric.labels}
 
     def resume(self, seconds: float, done: float) -> None:
         """Continues after `seconds` of training and `done` units of work."""
@@ -89,9 +91,9 @@ class Progress:
         with self._lock:
             step = self._step if step is None else step
             for name, value in values.items():
-                gauge = getattr(self.metrics, name, None)
+                gauge = getattr(self.metrics, name, None) if name in self._gauges else None
                 if gauge is None:
-                    gauge, self._values[name] = self.metrics.value.labels(name), value
+                    gauge, self._values[name] = self.metrics.value.labels(name), float(value)
                 gauge.set(value)
             if epoch is not None:
                 self._epoch = epoch

@@ -99,7 +99,7 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
         high = most if role.maximum is None else job.number(role.maximum, settings)
         if not 1 <= low <= count <= high:
             counts = {"count": (role.count, count), "minimum": (role.minimum, low), "maximum": (role.maximum, high)}
-            spelled = [f"{name if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]
+            spelled = [f"{name.upper() if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]
             raise UsageError(
                 f"wrong settings: {spelled[0]} must lie between {spelled[1]} and {spelled[2]}, all at least 1"
             )

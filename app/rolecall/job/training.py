@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from rolecall.run import rundir
 
 PLAIN = {type(None), bool, int, float, complex, str, bytes}  # beside tensors, what a checkpoint may hold
 CONTAINERS = {list, tuple, set}
+MAPPINGS = {dict, OrderedDict, Counter}
 State = dict[str, Any]
 
 
@@ -39,6 +40,7 @@ class Training(Peers[S]):
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._redo = False
+        self._counts = False  # the job itself, its work
         self._saved_at = time.monotonic()
 
     # ---- steps
@@ -76,8 +78,9 @@ class Training(Peers[S]):
         self._begun, snapshot = True, self._checkpoints.newest()
         if snapshot is not None:
             snapshot.require_settings(self.settings)
-            self._step = snapshot.step
-            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), float(snapshot.about.get("done", 0.0)))
+            self._step, done = snapshot.step, float(snapshot.about.get("done", 0.0))
+            self._counts = done != snapshot.step
+            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), done)
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
         return snapshot
 
@@ -131,8 +134,10 @@ class Training(Peers[S]):
         job's own by their metrics' names, others as `rolecall_value`. A line begins with `message`, if one is given.
         `step` may be an earlier one, without `done`, whose score is known only now.
         """
+        self._counts = self._counts or done is not None
         if step is None and self.rank == 0:
             step = self._step + self._stepping
+        done, loss, score = map(_number, (done, loss, score))
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message,
@@ -221,6 +226,7 @@ class Training(Peers[S]):
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
         step = self._step if step is None else step
+        self.progress.reached(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
@@ -254,9 +260,18 @@ class Training(Peers[S]):
         return self.checkpoints
 
 
+def _number(value: Any) -> float | None:
+    """A tensor, too, as a float: one with its graph would keep all of that in memory."""
+    return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
+
+
 def is_stateful(value: Any) -> bool:
     """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
 
 
 def require_plain(name: str, value: Any) -> None:
@@ -264,12 +279,14 @@ def require_plain(name: str, value: Any) -> None:
     import torch  # rank 0's supervisor, too, reads this module's names
 
     kind = type(value)
-    if kind in PLAIN or isinstance(value, torch.Tensor | torch.dtype | torch.device):
+    if kind in PLAIN or kind in (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device):
+        return
+    if kind in torch.serialization.get_safe_globals():  # torch's own kinds of tensors, and what the job adds
         return
     if kind in CONTAINERS or kind is torch.Size:
         for each in value:
             require_plain(f"{name}[...]", each)
-    elif kind in (dict, OrderedDict):
+    elif kind in MAPPINGS:
         for key, each in value.items():
             require_plain(f"a key of {name}", key)
             require_plain(f"{name}[{key!r}]", each)

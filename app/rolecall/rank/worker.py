@@ -5,6 +5,7 @@ job's function for its role, reports the outcome to its supervisor, and exits.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import signal
@@ -186,7 +187,10 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
         )
-    finished = context.finished or context.finish(**(summary or {}))
+    finished = {**(summary or {}), **(context.finished or context.finish())}
+    with UsageError.wrap(f"role {role.name}: its function returns what JSON does not have", TypeError, ValueError,
+                         advice="return numbers and strings by name"):  # fmt: skip
+        json.dumps(finished)
     return "result", "finished", "", context.step, finished
 
 

@@ -74,7 +74,7 @@ def test_links_and_make_targets_exist(name: str) -> None:
 def test_the_readme_is_short_and_says_how_to_start() -> None:
     assert len(README.splitlines()) <= 170
     assert "make test" in README
-    assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS}
+    assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS} - {"run-script"}
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
@@ -89,12 +89,13 @@ def test_flags_in_the_pages_exist(name: str) -> None:
 
 
 def fields_of(target: str) -> dict[str, Any]:
-    """The settings of a job that a page runs; one of the user's own is among the examples."""
+    """The settings of a job that a page runs; one of the user's own is among the examples, or is any program."""
     if target in registry.JOBS:
         return registry.get(target).settings.model_fields
-    (path,) = ROOT.glob(f"examples/**/{Path(target.partition(':')[0]).name}")
-    has_job = re.search(r"^JOB = Job\(", path.read_text(), re.MULTILINE)
-    return registry.get(str(path) if has_job else "script").settings.model_fields
+    for path in ROOT.glob(f"examples/**/{Path(target.partition(':')[0]).name}"):
+        if re.search(r"^JOB = Job\(", path.read_text(), re.MULTILINE):
+            return registry.get(str(path)).settings.model_fields
+    return registry.get("script").settings.model_fields
 
 
 def test_messages_quoted_in_the_runbook_exist() -> None:

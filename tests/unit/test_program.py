@@ -75,7 +75,7 @@ def test_arguments_that_are_not_quoted_right() -> None:
 
 
 def test_errors_of_a_file_have_their_place(write: Write, tmp_path: Path) -> None:
-    assert problem("none.py") == "none.py: cannot be read (No such file or directory)"
+    assert problem("none.py") == "none.py: no such file"
     write("x = 1\n\nimport nothing_of_that_name\n")
     assert problem("prog.py:run") == "prog.py:3: ModuleNotFoundError: No module named 'nothing_of_that_name'"
     assert problem(f"{tmp_path}/prog.py:run").startswith("prog.py:3: ModuleNotFoundError: ")
@@ -104,7 +104,7 @@ def test_a_function_that_cannot_be_called(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("json.py", "there is a module json already"), ("a-b.py", "rename the file")]
+    ("name", "said"), [("json.py", "a module 'json' exists already"), ("a-b.py", "rename the file")]
 )
 def test_a_file_whose_name_cannot_be_a_modules(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).write_text("def run(rank, world_size): pass\n")
@@ -117,7 +117,9 @@ def test_a_module(tmp_path: Path) -> None:
     (tmp_path / "package_of_mine" / "prog.py").write_text("def run(rank, world_size): pass\n")
     Program("package_of_mine.prog:run").check(Settings(), 2)
     assert problem("package_of_mine.prog:main") == "package_of_mine.prog: the function main is missing"
-    assert problem("no_package:run") == "no_package: ModuleNotFoundError: No module named 'no_package'"
+    assert (
+        problem("no_package:run") == "no_package cannot be imported: ModuleNotFoundError: No module named 'no_package'"
+    )
 
 
 def test_a_check_does_not_run_a_main_program(write: Write, adopted: list[tuple[int, int]]) -> None:

@@ -375,7 +375,7 @@ def test_the_time_left_follows_from_the_steps(context: Context, clock: Clock) ->
     for step in context.steps(10):
         clock.now += 2
         context.log(score=0.1)
-        if step == 4:
+        if step == 5:  # four are over
             break
     assert value(context.metrics.left_seconds) == 12
 
@@ -396,7 +396,7 @@ def test_a_log_is_of_the_step_under_way(context: Context, supervisor: Supervisor
     for step in context.steps(2):
         context.log(score=step / 10)
     assert supervisor.records == [
-        ("train", 0, 0), ("score", 1, 0.1), ("done", 1, 1), ("score", 2, 0.2), ("done", 2, 2),
+        ("start", 0, 1), ("train", 0, 0), ("score", 1, 0.1), ("done", 1, 1), ("score", 2, 0.2), ("done", 2, 2),
     ]  # fmt: skip
     assert value(context.metrics.done) == 2
     context.log(score=0.3)  # after them it is of the last
@@ -418,7 +418,7 @@ def test_work_that_the_job_counts_is_never_mistaken_for_steps(
     train(context, 3)
     context.finish()
     assert [record for record in supervisor.records if record[0] == "done"] == [
-        ("done", 1, 1), ("done", 1, 1000), ("done", 2, 2000), ("done", 3, 3000),
+        ("done", 1, 1000), ("done", 2, 2000), ("done", 3, 3000),
     ]  # fmt: skip
     sink = Supervisor()
     later = make(tmp_path, sink, generation=2)

@@ -143,7 +143,8 @@ def users_traceback(error: BaseException) -> str:
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
     while part is not None:
-        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _is_ours(frame.filename)])
+        theirs = [frame for frame in part.stack if not _is_ours(frame.filename)]
+        part.stack = traceback.StackSummary.from_list(theirs or part.stack)
         part = part.__cause__ or part.__context__
     return "".join(report.format())[-8000:]
 

@@ -35,13 +35,13 @@ class Program:
         if not target or (colon and not function.isidentifier()):
             raise UsageError(f"SCRIPT={script!r}: name a program: FILE.py, FILE.py:FUNCTION or package.module:FUNCTION")
         self.script, self.target, self.function = script, target, function
-        self.path = loader.file_of(target) if loader.is_file(target) else None
-        if self.path is None and not function:
+        if not loader.is_file(target) and not function:
             raise UsageError(f"SCRIPT={script!r}: name the function of the module too: {script}:FUNCTION")
         try:
             self.arguments = shlex.split(arguments)
         except ValueError as error:
             raise UsageError(f"SCRIPT_ARGS={arguments!r}: {str(error).lower()}") from None
+        self.path = loader.file_of(target) if loader.is_file(target) else None
 
     def check(self, settings: Settings, world_size: int) -> None:
         """Loads the program's function, as rank 0 would; compiles a file that is to be `__main__`, without running it.
@@ -76,7 +76,10 @@ class Program:
 
     def _set_arguments(self, rank: int, world_size: int) -> None:
         values = {"{rank}": str(rank), "{world_size}": str(world_size)}
-        sys.argv[:] = [str(self.path or self.target), *(_replaced(word, values) for word in self.arguments)]
+        sys.argv[:] = [
+            loader.shown(self.path) if self.path else self.target,
+            *(_replaced(word, values) for word in self.arguments),
+        ]
 
     def _load(self) -> Callable[[int, int], object]:
         module = loader.load_file(self.path) if self.path else loader.load(self.target)

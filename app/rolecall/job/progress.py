@@ -40,6 +40,7 @@ class Progress:
         self.unit, self.label = (job.unit, job.score) if job else ("steps", "score")
         self.logger = telemetry.log()
         self.done = 0.0
+        self._counted = False  # the job itself gives `done`; otherwise it is the number of steps
         self._seconds = 0.0  # of training, before this generation
         self._lock = threading.RLock()
         self._started: float | None = None
@@ -58,9 +59,10 @@ class Progress:
         declared = (*telemetry.WORKER, *(job.metrics if job else ()))
         self._gauges = {metric.name for metric in declared if metric.kind == "gauge" and not metric.labels}
 
-    def resume(self, seconds: float, done: float) -> None:
-        """Continues after `seconds` of training and `done` units of work."""
-        self._seconds, self.done = seconds, done
+    def resume(self, step: int, done: float, seconds: float) -> None:
+        """Continues after `step`, with `done` units of work and `seconds` of training behind it."""
+        self._step, self.done, self._seconds = step, done, seconds
+        self._counted = done != step
 
     @property
     def started(self) -> bool:
@@ -107,6 +109,7 @@ class Progress:
                 self._loss, self._work = self._loss + loss * work, self._work + work
             self._message = message or self._message
             if done is not None:  # the score of an earlier step may come later
+                self._counted = True
                 self._advance(step, done)
                 if ended:
                     self._end(step)
@@ -120,7 +123,7 @@ class Progress:
     def complete(self, step: int) -> None:
         """`step` was made, whatever was logged of it."""
         with self._lock:
-            if self.unit == "steps" and self.done < step:
+            if not self._counted and self.done < step:
                 self._advance(step, step)
             elif step > self._step:
                 self._reach(step)

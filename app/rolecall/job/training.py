@@ -40,7 +40,6 @@ class Training(Peers[S]):
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._redo = False
-        self._counts = False  # the job itself, its work
         self._saved_at = time.monotonic()
 
     # ---- steps
@@ -78,9 +77,8 @@ class Training(Peers[S]):
         self._begun, snapshot = True, self._checkpoints.newest()
         if snapshot is not None:
             snapshot.require_settings(self.settings)
-            self._step, done = snapshot.step, float(snapshot.about.get("done", 0.0))
-            self._counts = done != snapshot.step
-            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), done)
+            self._step, about = snapshot.step, snapshot.about
+            self.progress.resume(self._step, float(about.get("done", 0.0)), float(about.get("seconds", 0.0)))
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
         return snapshot
 
@@ -107,7 +105,8 @@ class Training(Peers[S]):
                 self._stepping = False
                 if not self._redo:
                     self._step += 1
-                    self.progress.complete(self._step)
+            if not self._redo:
+                self.progress.complete(self._step)
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""
@@ -129,12 +128,12 @@ class Training(Peers[S]):
         """Says how training stands after `step`, by default the one under way: metrics, the run's history, and a log
         line every LOG_INTERVAL steps.
 
-        `done` is the work so far, in the job's unit, from which rate and time left follow; `loss` the mean loss over
-        the work since the last call; `score` a point of the curve; `epoch` counts from 1. `values` are gauges: the
-        job's own by their metrics' names, others as `rolecall_value`. A line begins with `message`, if one is given.
-        `step` may be an earlier one, without `done`, whose score is known only now.
+        `done` is the work so far, in the job's unit, from which rate and time left follow (of a job that never gives
+        it, the number of steps); `loss` the mean loss over the work since the last call; `score` a point of the curve;
+        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A
+        line begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known
+        only now.
         """
-        self._counts = self._counts or done is not None
         if step is None and self.rank == 0:
             step = self._step + self._stepping
         done, loss, score = map(_number, (done, loss, score))
@@ -226,7 +225,7 @@ class Training(Peers[S]):
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
         step = self._step if step is None else step
-        self.progress.reached(step)
+        self.progress.complete(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))

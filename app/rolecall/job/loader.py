@@ -57,6 +57,7 @@ def load_file(path: Path) -> ModuleType:
     """Loads a file as a module under its stem, so that its functions can be called over RPC by that name. The modules
     beside it can be imported. Raises UsageError, with file and line, for whatever the file raises.
     """
+    path = path.absolute()
     name = path.stem
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"{path.name}: {name!r} is no name for a module; rename the file")

@@ -58,6 +58,9 @@ class Training(Peers[S]):
         for name, value in self._state.items() if snapshot else ():
             assert snapshot is not None
             if name not in snapshot.state:
+                if "format" in snapshot.about:  # an earlier one, when jobs named their values otherwise
+                    problem = f"{snapshot.path.name}: is of an earlier version, without {name}"
+                    raise UsageError(f"{problem}; finish that run with it, or set another CHECKPOINT_DIR")
                 self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
                 continue
             saved = snapshot.state[name]

@@ -97,7 +97,7 @@ def _judge_rnn(checkpoints: Path, log: str) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "rnn", "--plain"]
         own = {**RNN, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
-        settings = environment("rnn", own, newest.state["settings"]["seed"])
+        settings = environment("rnn", own, newest.about["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
         undisturbed = evaluate("rnn", Path(directory))["perplexity"]
     text = f"perplexity {found['perplexity']:.2f} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2f}"
@@ -108,7 +108,7 @@ def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
     """To the end of the epoch that it is in."""
     found = Checkpoints(checkpoints, "rnn").newest()
     assert found is not None
-    return {**RNN, "EPOCHS": str(found.state["epoch"] + 1)}
+    return {**RNN, "EPOCHS": str(len(found.state["history"]) + 1)}
 
 
 def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import Drained, Peer, PeerLostError
+    from rolecall.job.task import Drained, Peer, PeerLostError, RemoteError
     from rolecall.job.turns import in_turn
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
-    "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "standard_library",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "RankObject", "RemoteError", "Role",
+    "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {
@@ -31,7 +31,7 @@ _MODULES = {
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
-    "job.task": ("Drained", "Peer", "PeerLostError"),
+    "job.task": ("Drained", "Peer", "PeerLostError", "RemoteError"),
     "job.turns": ("in_turn",),
     "telemetry": ("Metric",),
 }

@@ -20,8 +20,9 @@ from rolecall.job import checkpoint, describe, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
-RUN = f"""JOB is {TARGET}:
-{chr(10).join(f"  {name:8}{registry.get(name).summary}" for name in registry.JOBS)}
+RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
+
+{jobs}
 
 `rolecall run JOB --help` lists its settings, each of which is a flag. A torch RPC program that has no job runs by
 `rolecall run FILE.py:FUNCTION --ranks N`, or as __main__ by `rolecall run FILE.py --ranks N -- ARGUMENTS`, in which
@@ -52,10 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
     rank.set_defaults(handler=_rank)
-    run = commands.add_parser("run", help="run every rank of a job as a process on this machine", description=RUN,
+    jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
+    run = commands.add_parser("run", help="run every rank of a job as a process on this machine",
+                              description=RUN.format(jobs=jobs),
                               usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     run.add_argument("job", metavar="JOB", help=TARGET)
+    run.set_defaults(handler=lambda arguments: _run(arguments.job, ()))
     describe = commands.add_parser("describe", help="describe a job with its settings filled in")
     describe.add_argument("job", metavar="JOB", help=TARGET)
     describe.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")

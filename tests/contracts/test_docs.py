@@ -22,9 +22,11 @@ VARIABLES = {name.upper() for job in registry.JOBS for name in registry.get(job)
 METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
 # environment variables and constants in the pages that are not settings of a rank
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
-OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {
-    name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())
-}
+OTHERS = (
+    {"BENCH_JSON", "PIP_ARGS"}
+    | {name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())}
+    | set(re.findall(r"\bgiven-([A-Z_]+)", (ROOT / "Makefile").read_text()))
+)
 
 
 @pytest.mark.parametrize("path", GENERATED, ids=lambda path: path.name)

@@ -172,9 +172,10 @@ def test_a_table_that_is_fetched_in_pieces_is_restored_to_any_number_of_servers(
 
 def test_a_checkpoint_of_earlier_settings_is_resumed_and_one_of_others_refused() -> None:
     pinned = settings().model_dump(include=set(JOB.pinned))
-    Snapshot(Path("x"), 1, 5, {"settings": {**pinned, "sample_lines": 5, "ngrams": 2}}).require_settings(settings())
+    earlier = {"settings": {**pinned, "sample_lines": 5, "ngrams": 2}}
+    Snapshot(Path("x"), 1, 5, {}, earlier).require_settings(settings())
     with pytest.raises(UsageError, match=r"EMBEDDING_DIM=3: .* made with 5"):
-        Snapshot(Path("x"), 1, 5, {"settings": {**pinned, "embedding_dim": 5}}).require_settings(settings())
+        Snapshot(Path("x"), 1, 5, {}, {"settings": {**pinned, "embedding_dim": 5}}).require_settings(settings())
 
 
 def test_a_saved_model_is_evaluated_on_its_own_samples_only() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,8 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
     job, otherwise from a child process. Raises UsageError, and SystemExit where the child process has said what is
     wrong, or has given the help that `arguments` request.
     """
-    if target in registry.JOBS or not target:
+    registry.require_target(target)
+    if target in registry.JOBS:
         return describe(target, arguments)
     with tempfile.TemporaryDirectory(prefix="rolecall-") as directory:
         output = Path(directory) / "description"
@@ -115,6 +117,8 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
             child = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DEADLINE)
         except subprocess.TimeoutExpired:
             raise UsageError(f"JOB={target}: its import took over {DEADLINE:g} s") from None
+        if child.returncode < 0:
+            raise UsageError(f"JOB={target}: its import ended by {signal.Signals(-child.returncode).name}")
         if child.returncode or not output.exists():
             raise SystemExit(child.returncode)
         return ADAPTER.validate_json(output.read_bytes())

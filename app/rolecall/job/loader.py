@@ -14,8 +14,9 @@ from types import ModuleType
 
 from rolecall.config import UsageError
 
-PACKAGE = Path(__file__).resolve().parents[1]
-LIBRARIES = [Path(path).resolve() for path in (*site.getsitepackages(), sysconfig.get_path("stdlib"))]
+PACKAGE = Path(__file__).absolute().parents[1]
+_INSTALLED = (*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
+LIBRARIES = {folder for path in _INSTALLED for folder in (Path(path), Path(path).resolve())}  # a venv may be a link
 
 
 def is_file(target: str) -> bool:
@@ -48,7 +49,7 @@ def load(place: str) -> ModuleType:
         return load_file(file_of(place))
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(explain(error, f"{place} cannot be imported")) from error
 
 
@@ -72,7 +73,7 @@ def load_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(explain(error, f"{path.name} cannot be imported")) from error
     return module
@@ -109,9 +110,15 @@ def shown(path: Path) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback of `error` without Rolecall's frames on top, up to 8,000 characters of its end."""
-    top = error.__traceback__
-    while top is not None and Path(top.tb_frame.f_code.co_filename).is_relative_to(PACKAGE) \
-            and not Path(top.tb_frame.f_code.co_filename).is_relative_to(PACKAGE / "jobs"):  # fmt: skip
-        top = top.tb_next
-    return "".join(traceback.format_exception(type(error), error, top or error.__traceback__))[-8000:]
+    """The traceback of `error` without Rolecall's frames, but for those of its jobs: up to 8,000 characters."""
+    report = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = report
+    while part is not None:
+        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _is_ours(frame.filename)])
+        part = part.__cause__ or part.__context__
+    return "".join(report.format())[-8000:]
+
+
+def _is_ours(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "jobs")

@@ -32,10 +32,7 @@ def get(target: str) -> Job:
 
     Raises UsageError, with file and line where the user's file is wrong.
     """
-    if not target:
-        raise UsageError(f"JOB='': is missing ({', '.join(JOBS)}, FILE.py or package.module)")
-    if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
-        raise UsageError(f"JOB={target!r}: no such job ({', '.join(JOBS)}, FILE.py or package.module)")
+    require_target(target)
     module = module_of(target)
     name = loader.split(target)[1] or "JOB"
     job = getattr(module, name, None)
@@ -45,6 +42,13 @@ def get(target: str) -> Job:
             f"{where}: has no {name} = Job(...); a program without one runs by `rolecall run FILE --ranks N`"
         )
     return job
+
+
+def require_target(target: str) -> None:
+    """Raises UsageError where `target` is neither a built-in job's name nor looks like a file or a module."""
+    if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
+        problem = "no such job" if target else "is missing"
+        raise UsageError(f"JOB={target!r}: {problem} ({', '.join(JOBS)}, FILE.py or package.module)")
 
 
 def module_of(target: str) -> ModuleType:
@@ -107,40 +111,38 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
     """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
 
     A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
-    a rank where it so ends in rank-<n>. Without any of them, the gang assigns role and ordinal. Raises UsageError where
-    the role is unknown, or the ordinal is out of range.
+    a rank where it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
+    Raises UsageError where the role is unknown, or RANK or the ordinal is out of range.
     """
     total = sum(role.count for role in roles)
     if settings.world_size is not None and settings.world_size != total and not settings.role:
         spelled = " + ".join(f"{role.count} {role.name}" for role in roles)
         raise UsageError(f"WORLD_SIZE={settings.world_size}: the counts make {total} ({spelled})")
     if not settings.role:
-        rank, source = settings.rank, "RANK"
-        if rank is None:
-            rank, source = _number_in(host, "rank"), f"the host name {host}"
-        return Identity("", None) if rank is None else _by_rank(roles, rank, source)
+        if settings.rank is not None and settings.rank >= total:
+            raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
+        rank = _number_in(host, "rank") if settings.rank is None else settings.rank
+        if rank is None and settings.ordinal is not None:
+            raise UsageError(f"ORDINAL={settings.ordinal}: of which ROLE? ({', '.join(role.name for role in roles)})")
+        return Identity("", None) if rank is None or rank >= total else _by_rank(roles, rank)
     by_name = {role.name: role for role in roles}
     if settings.role not in by_name:
         raise UsageError(f"ROLE={settings.role!r}: no such role ({', '.join(by_name)})")
     role = by_name[settings.role]
-    ordinal, source = settings.ordinal, "ORDINAL"
+    ordinal, source = settings.ordinal, f"ORDINAL={settings.ordinal}"
     if ordinal is None:
         ordinal, source = _number_in(host, role.name), f"the host name {host}"
     if ordinal is None and role.maximum == 1:
         ordinal = 0
     if ordinal is not None and ordinal >= role.maximum:
-        raise UsageError(f"{source}={ordinal}: {role.name} has ordinals 0 to {role.maximum - 1}")
+        raise UsageError(f"{source}: {role.name} has ordinals 0 to {role.maximum - 1}")
     return Identity(role.name, ordinal)
 
 
-def _by_rank(roles: Sequence[RoleSpec], rank: int, source: str) -> Identity:
+def _by_rank(roles: Sequence[RoleSpec], rank: int) -> Identity:
     """The place of rank `rank` where the roles are filled in order, each up to its count."""
-    left = rank
-    for role in roles:
-        if left < role.count:
-            return Identity(role.name, left)
-        left -= role.count
-    raise UsageError(f"{source}={rank}: the job has ranks 0 to {rank - left - 1}")
+    places = [(role.name, ordinal) for role in roles for ordinal in range(role.count)]
+    return Identity(*places[rank])
 
 
 def _number_in(host: str, name: str) -> int | None:

@@ -123,9 +123,11 @@ def main(task: Task, connection: Connection) -> None:
         result = ("result", "drained", "", drained.step, {})
     except UsageError as error:
         result = ("result", "refused", loader.explain(error), 0, {})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if rpc.is_lost(error):
             result = ("result", "lost", rpc.first_line(error), 0, {})
+        elif not task.members and loader.locate(error):
+            result = ("result", "refused", loader.explain(error), 0, {})
         else:
             result = ("result", "failed", loader.users_traceback(error), 0, {})
     pipe.heartbeat()  # with the last records

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import queue
+from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
-from rolecall import Context, Outcome
+from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, model
 from rolecall.jobs.ps.messages import ArrivedGradient, Assignment, Fetch, GradientKey, Message, Restore, UpdateShard
 from rolecall.jobs.ps.shard import Shard
@@ -29,7 +30,7 @@ class ShardServer:
         self._early: dict[int, UpdateShard] = {}  # by number: calls may overtake each other
         self._fetches: list[Fetch] = []
 
-    def serve(self) -> Outcome | None:
+    def serve(self) -> dict[str, Any] | None:
         """Serves until the process is ended."""
         lead, reports = self.context.members[0].name, list[Future[None]]()
         while True:

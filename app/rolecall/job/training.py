@@ -59,8 +59,8 @@ class Training(Peers[S]):
             assert snapshot is not None
             if name not in snapshot.state:
                 if "format" in snapshot.about:  # an earlier one, when jobs named their values otherwise
-                    problem = f"{snapshot.path.name}: is of an earlier version, without {name}"
-                    raise UsageError(f"{problem}; finish that run with it, or set another CHECKPOINT_DIR")
+                    problem = f"{snapshot.path.name}: was written by an earlier version, without {name}"
+                    raise UsageError(f"{problem}; finish the run with that version, or set another CHECKPOINT_DIR")
                 self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
                 continue
             saved = snapshot.state[name]

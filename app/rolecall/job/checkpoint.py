@@ -192,7 +192,7 @@ def read(path: Path, job: str) -> Snapshot:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path.name} cannot be loaded: {first}") from error
     if head["format"] == 1:
-        about = {"format": 1, "settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
+        about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
         content = {"state": content, "about": about}
     return Snapshot(path, head["generation"], head["step"], content["state"], content["about"])
 

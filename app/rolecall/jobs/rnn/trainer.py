@@ -115,9 +115,7 @@ def train(step: int) -> tuple[float, int]:
         with metrics.rnn_optimizer_seconds.time():
             norm = trainer.wait(calls.clip, context_id, optimizer.square_norm(context_id))
             loss = float(mean.detach())
-            context.require_finite(
-                loss, norm, hint="the loss or its gradient is not finite; lower LR or MAX_GRAD_NORM"
-            )
+            context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR or MAX_GRAD_NORM")
             optimizer.clip(context_id, norm, settings.max_grad_norm)
             for each in trainer.optimizers:
                 each.step(context_id)

@@ -11,7 +11,7 @@ import pytest
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job import registry
+from rolecall.job import adopt, registry
 from tools import snippets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +24,7 @@ METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(regist
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
 OTHERS = (
     {"BENCH_JSON", "PIP_ARGS"}
+    | set(adopt.variables(Settings(), 0, 1, 1))
     | {name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())}
     | set(re.findall(r"\bgiven-([A-Z_]+)", (ROOT / "Makefile").read_text()))
 )

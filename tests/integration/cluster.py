@@ -69,6 +69,7 @@ ENDLESS = {
         "BATCH_SIZE": "8",
         "LR": "0.1",
     },
+    "script": {},
 }
 
 

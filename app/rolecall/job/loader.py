@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from rolecall.config import UsageError
 
@@ -65,8 +65,7 @@ def load_file(path: Path) -> ModuleType:
         return module
     if module is not None or name in sys.stdlib_module_names:
         raise UsageError(f"{path.name}: a module {name!r} exists already; rename the file")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: nothing in it replaces a module of a library
+    _add_folder(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path.name}: is no Python file")
@@ -77,6 +76,31 @@ def load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UsageError(explain(error, f"{path.name} cannot be imported")) from error
     return module
+
+
+def _add_folder(path: Path) -> None:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: nothing in it replaces a module of a library
+
+
+def compile_file(path: Path) -> CodeType:
+    """The code of a file, which is not run. Raises UsageError where it cannot be read or is no Python."""
+    try:
+        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"{shown(path)}: cannot be read ({error.strerror})") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(explain(error, shown(path))) from error
+
+
+def make_main(path: Path) -> tuple[ModuleType, CodeType]:
+    """A fresh `__main__` for a file, and its code, which is not run yet. Raises UsageError as `compile_file`."""
+    code, module = compile_file(path), ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__dict__["__builtins__"] = __builtins__
+    _add_folder(path)
+    sys.modules["__main__"] = module
+    return module, code
 
 
 def explain(error: BaseException, otherwise: str = "") -> str:

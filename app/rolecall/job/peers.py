@@ -37,6 +37,7 @@ class Peers(Generic[S]):
     lost: set[str] = field(default_factory=set)
     mapped: set[str] = field(default_factory=set)
     transport: Any = None  # `rolecall.job.rpc.TorchRpc`, once connected
+    store: Any = None  # the generation's torch Store, where its workers meet
     _drain: threading.Event = field(default_factory=threading.Event)
     _listeners: list[Callable[[str], None]] = field(default_factory=list)
     _answers: list[Answers] = field(default_factory=list)  # of `call_each`, under way

@@ -25,6 +25,9 @@ class Supervision:
     def report_lost(self, role: str, ordinal: int) -> None:
         """Rank 0 found a peer dead or silent."""
 
+    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
+        """This process ends with `outcome`, whatever its function does."""
+
     def refuse_drain(self, why: str) -> None:
         """The drain's checkpoint could not be written."""
 

@@ -16,7 +16,7 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.job import loader
 from rolecall.job.spec import MOST, Function, Job
 
-JOBS = ("rl", "ps", "rnn", "hybrid")
+JOBS = ("rl", "ps", "rnn", "hybrid", "script")
 
 
 @dataclass(frozen=True)

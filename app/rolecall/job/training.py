@@ -35,6 +35,7 @@ class Training(Peers[S]):
         self.progress = Progress(self.settings, self.metrics, self.supervision, self.job)
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._state: State | None = None  # what `steps` saves
+        self._begun = False  # the run's history knows of this generation
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._redo = False
@@ -75,7 +76,7 @@ class Training(Peers[S]):
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
         none of the checkpoints can be read."""
-        snapshot = self._checkpoints.newest()
+        self._begun, snapshot = True, self._checkpoints.newest()
         if snapshot is not None:
             snapshot.require_settings(self.settings)
             self._step = snapshot.step
@@ -117,6 +118,9 @@ class Training(Peers[S]):
         """Training begins after `step`, with `done` units of work behind it and `total` at its end, towards a score of
         `goal`. `facts` are for the log. `steps` does so itself.
         """
+        if self.rank == 0 and not self._begun:  # otherwise `snapshot` has done so
+            self._begun = True
+            self.supervision.record("start", step, self.generation)
         self._progress("start", step, done=done, total=total, goal=goal, **facts)
 
     def log(self, step: int | None = None, *, done: float | None = None, loss: float | None = None,
@@ -173,6 +177,10 @@ class Training(Peers[S]):
         """Orders a drain."""
         self._drain.set()
 
+    def await_drain(self) -> None:
+        """Returns as soon as a drain is ordered."""
+        self._drain.wait()
+
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due: CHECKPOINT_INTERVAL has passed, or a drain was ordered."""
@@ -221,6 +229,12 @@ class Training(Peers[S]):
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
         self._step, self.finished = step, {**summary, "seconds": seconds, **saved}
         return self.finished
+
+    def conclude(self, summary: dict[str, Any] | None) -> None:
+        """Ends rank 0's process at once, from any thread: as if its function had returned `summary`, or, where that is
+        None, as after a drain. For a function that cannot be made to return.
+        """
+        self.supervision.conclude("drained" if summary is None else "finished", self._step, summary or {})
 
     @property
     def step(self) -> int:

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
     from rolecall.job.task import Drained, Peer, PeerLostError, ProgramError, RemoteError
+    from rolecall.job.turns import in_turn
     from rolecall.telemetry import Metric
 
 __all__ = [
     "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "Program", "ProgramError", "RankObject",
     "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
-    "standard_library",
+    "in_turn", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {
@@ -34,6 +35,7 @@ _MODULES = {
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
     "job.task": ("Drained", "Peer", "PeerLostError", "ProgramError", "RemoteError"),
+    "job.turns": ("in_turn",),
     "telemetry": ("Metric",),
 }
 

@@ -60,6 +60,9 @@ class Training(Peers[S]):
         for name, value in self._state.items() if snapshot else ():
             assert snapshot is not None
             if name not in snapshot.state:
+                if "done" not in snapshot.about:  # of format 1, when jobs named their values otherwise
+                    problem = f"{snapshot.path.name}: was written by an earlier version, without {name}"
+                    raise UsageError(f"{problem}; finish the run with that version, or set another CHECKPOINT_DIR")
                 self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
                 continue
             saved = snapshot.state[name]

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import loader, registry, rpc
+from rolecall.job import loader, registry, rpc, turns
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context, mixed_seed
 from rolecall.job.progress import Curve, Supervision
@@ -182,7 +182,7 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     role = next(role for role in job.roles if role.name == task.me.role)
     summary = registry.resolve(role.run)(context) if role.run else None
     if not first:
-        threading.Event().wait()  # it serves calls; bounded by the supervisor, which ends this process
+        turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"

@@ -171,7 +171,7 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
     path = Path(directory, f"{trainers}")
     path.mkdir(exist_ok=True)
     job = registry.get("ps")
-    context = Context(settings, members[rank], members, 1, metrics, job, Checkpoints(path, "ps", 1))
+    context = Context(settings, members[rank], members, 1, metrics, job, checkpoints=Checkpoints(path, "ps", 1))
     context.transport = _Transport(metrics, None)  # type: ignore[arg-type]
     thread = threading.Thread(target=lead.run, args=(context,), daemon=True)
     thread.start()

@@ -68,7 +68,7 @@ def in_one_process(chosen: HybridSettings) -> dict[str, Tensor]:
 
 
 def weights(saved: checkpoint.Snapshot) -> dict[str, Tensor]:
-    return {"table": torch.cat(saved.state["table"]), **saved.state["dense"]["weights"]}
+    return {"table": torch.cat(saved.state["table"]["weight"]), **saved.state["dense"]["weights"]}
 
 
 def test_it_trains_as_one_process_does(cluster: MakeCluster) -> None:
@@ -151,7 +151,7 @@ def test_other_settings_than_the_checkpoints_are_refused_and_nothing_is_touched(
     job = cluster(JOB="hybrid")
     job.checkpoints.mkdir()
     kept = settings().model_dump(include=set(JOB.pinned))
-    checkpoint.Checkpoints(job.checkpoints, "hybrid").write(5, {"settings": {**kept, "embedding_dim": 5}})
+    checkpoint.Checkpoints(job.checkpoints, "hybrid").write(5, {}, {"settings": {**kept, "embedding_dim": 5}})
     before = {path: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")}
     job.start(1)
     assert {rank.wait() for rank in job.ranks.values()} == {2}

@@ -108,7 +108,7 @@ def _rank(arguments: argparse.Namespace) -> int:
     identity = registry.identity(job.roles, settings, config.host_name())
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
-    telemetry.warn_misspelt({*Settings.model_fields, *job.settings})
+    telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
     return supervisor.run(job, settings, identity, arguments.tied)
 
 
@@ -132,15 +132,14 @@ def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 def _describe(arguments: argparse.Namespace) -> int:
     job = describe.describe(arguments.job, arguments.arguments)
-    text = describe.ADAPTER.dump_json(job, indent=1).decode()
     if arguments.output:
-        arguments.output.write_text(text)
+        arguments.output.write_text(job.to_json())
     elif arguments.ranks:
         print(job.ranks)
     elif arguments.variables:
-        print("\n".join(name.upper() for name in job.settings))
+        print("\n".join(job.variables))
     else:
-        print(text)
+        print(job.to_json())
     return 0
 
 

@@ -20,8 +20,9 @@ from rolecall.job import checkpoint, describe, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
-RUN = f"""JOB is {TARGET}:
-{chr(10).join(f"  {name:8}{registry.get(name).summary}" for name in registry.JOBS)}
+RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
+
+{jobs}
 
 `rolecall run JOB --help` lists its settings, each of which is a flag. A torch RPC program that has no job runs by
 `rolecall run FILE.py:FUNCTION --ranks N`, or as __main__ by `rolecall run FILE.py --ranks N -- ARGUMENTS`, in which
@@ -52,10 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
     rank.set_defaults(handler=_rank)
-    run = commands.add_parser("run", help="run every rank of a job as a process on this machine", description=RUN,
-                              usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
-                              formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
+    run = commands.add_parser(
+        "run", help="run every rank of a job as a process on this machine", description=RUN.format(jobs=jobs),
+        usage="rolecall run JOB [--plain] [--SETTING VALUE]...", formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     run.add_argument("job", metavar="JOB", help=TARGET)
+    run.set_defaults(handler=lambda arguments: _run(arguments.job, ()))
     describe = commands.add_parser("describe", help="describe a job with its settings filled in")
     describe.add_argument("job", metavar="JOB", help=TARGET)
     describe.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
@@ -104,7 +108,7 @@ def _rank(arguments: argparse.Namespace) -> int:
     identity = registry.identity(job.roles, settings, config.host_name())
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
-    telemetry.warn_misspelt({*Settings.model_fields, *job.settings})
+    telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
     return supervisor.run(job, settings, identity, arguments.tied)
 
 
@@ -128,15 +132,14 @@ def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 def _describe(arguments: argparse.Namespace) -> int:
     job = describe.describe(arguments.job, arguments.arguments)
-    text = describe.ADAPTER.dump_json(job, indent=1).decode()
     if arguments.output:
-        arguments.output.write_text(text)
+        arguments.output.write_text(job.to_json())
     elif arguments.ranks:
         print(job.ranks)
     elif arguments.variables:
-        print("\n".join(name.upper() for name in job.settings))
+        print("\n".join(job.variables))
     else:
-        print(text)
+        print(job.to_json())
     return 0
 
 

@@ -55,8 +55,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True, frozen=True)
 
-    job: str = Field("", description="the job to take part in: see `rolecall jobs`")
-    role: str = Field("", description="this rank's role in the job")
+    job: str = Field("", description="the job to take part in: see `rolecall jobs`; or FILE.py, or package.module")
+    role: str = Field(
+        "",
+        description="this rank's role; otherwise taken from RANK or a host name rank-<n>, otherwise assigned",
+    )
     ordinal: int | None = Field(
         None,
         ge=0,
@@ -140,7 +143,7 @@ class Settings(BaseSettings):
         target, variable = getattr(self, name), name.upper()
         module, _, attribute = target.partition(":")
         if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
+            sys.path.append(str(Path.cwd()))
         with UsageError.wrap(f"{variable}={target}: cannot be imported", advice="write package.module:name"):
             function = getattr(importlib.import_module(module), attribute)
         if not callable(function):
@@ -262,6 +265,11 @@ def host_name() -> str:
 def export(**names: str) -> None:
     """Sets variables that libraries read, in this process and those that it starts."""
     os.environ.update(names)
+
+
+def exported(name: str) -> str:
+    """A variable that is no setting, such as a program may have set for its libraries; empty where there is none."""
+    return os.environ.get(name, "")
 
 
 def export_default(**names: str) -> None:

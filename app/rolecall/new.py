@@ -25,8 +25,10 @@ def write(name: str, parent: Path) -> list[Path]:
     if name in sys.stdlib_module_names or name in registry.JOBS:
         raise UsageError(f"{name!r}: there is a module or a job of that name; choose another")
     folder = parent / name
+    if folder.exists():
+        raise UsageError(f"{folder}: exists already; choose another name, or another directory")
     words = {"name": name, "Name": name.title().replace("_", ""), "dashed": name.replace("_", "-").rstrip("-")}
-    with UsageError.wrap(f"{folder}: cannot be written", OSError, advice="choose another name, or another directory"):
+    with UsageError.wrap(f"{folder}: cannot be written", OSError, advice="choose another directory"):
         folder.mkdir()
         for source in sorted(TEMPLATES.iterdir(), key=lambda each: each.name):
             target = folder / source.name.removesuffix(".txt").replace("job", name)

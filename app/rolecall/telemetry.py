@@ -97,20 +97,12 @@ COORDINATOR = (
     Metric("counter", "gang_generations_total", "Generations started."),
     Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
     Metric("counter", "gang_refused_total", "Requests to the control port that were refused, by reason.", ("reason",)),
-    Metric(
-        "histogram",
-        "recovery_seconds",
-        "Time from the end of a generation to the first step of the next.",
-        buckets=DURATION,
-    ),
+    Metric("histogram", "recovery_seconds", "Time from the end of a generation to the first step of the next.",
+           buckets=DURATION),
     Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),
-    Metric(
-        "gauge",
-        "job_info",
-        "What the job calls its score and its work, and its roles; always 1.",
-        ("score", "unit", "roles"),
-    ),
-)
+    Metric("gauge", "job_info", "What the job calls its score and its work, and its roles; always 1.",
+           ("score", "unit", "roles")),
+)  # fmt: skip
 WORKER = (
     Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
     Metric("counter", "rpc_failures_total", "Remote calls that failed, by method.", ("method",)),
@@ -134,7 +126,7 @@ WORKER = (
     Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
     Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
 )  # fmt: skip
-SHARED = {metric.name for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  # names that no job's metric may have
+SHARED = {metric.attribute for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  # names that no job's metric may have
 
 
 def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:

@@ -15,6 +15,7 @@ from rolecall.job import registry
 from rolecall.job.checkpoint import Checkpoints
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
+from tests.roles import counter
 
 EVALUATION_DEADLINE = 120.0
 RUN_DEADLINE = 1200.0
@@ -49,7 +50,7 @@ def environment(name: str, settings: Mapping[str, str], seed: int) -> dict[str, 
     """A rank's environment: `settings`, and defaults for the rest, whatever is set where the tool was started."""
     job = registry.get(name)
     known = {field.upper() for field in job.settings.model_fields}
-    counts = {role.count: str(SOAKS[name].counts[role.name]) for role in job.roles if role.count}
+    counts = {counter(role): str(SOAKS[name].counts[role.name]) for role in job.roles if counter(role)}
     inherited = {key: value for key, value in os.environ.items() if key not in known}
     return {**inherited, **counts, "JOB": name, "SEED": str(seed % 2**31), **settings}
 
@@ -97,7 +98,7 @@ def _judge_rnn(checkpoints: Path, log: str) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "rnn", "--plain"]
         own = {**RNN, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
-        settings = environment("rnn", own, newest.state["settings"]["seed"])
+        settings = environment("rnn", own, newest.about["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
         undisturbed = evaluate("rnn", Path(directory))["perplexity"]
     text = f"perplexity {found['perplexity']:.2f} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2f}"
@@ -108,7 +109,7 @@ def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
     """To the end of the epoch that it is in."""
     found = Checkpoints(checkpoints, "rnn").newest()
     assert found is not None
-    return {**RNN, "EPOCHS": str(found.state["epoch"] + 1)}
+    return {**RNN, "EPOCHS": str(len(found.state["history"]) + 1)}
 
 
 def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:
@@ -119,7 +120,7 @@ def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "hybrid", "--plain"]
         own = {**HYBRID, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
-        settings = environment("hybrid", own, newest.state["settings"]["seed"])
+        settings = environment("hybrid", own, newest.about["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
         undisturbed = evaluate("hybrid", Path(directory))["accuracy"]
     text = f"test accuracy {found['accuracy']:.2%} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2%}"

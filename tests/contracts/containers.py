@@ -10,6 +10,8 @@ import yaml
 
 from rolecall.config import Settings
 from rolecall.job import registry
+from rolecall.job.spec import Job, Role
+from tests.roles import counter
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -37,11 +39,11 @@ def filled(value: Any) -> str:
     return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", str(value))
 
 
-def job_of(name: str) -> registry.Job:
+def job_of(name: str) -> Job:
     return registry.get(SERVICES[name]["profiles"][0])
 
 
-def role_of(name: str) -> registry.Role:
+def role_of(name: str) -> Role:
     return next(role for role in job_of(name).roles if role.name == SERVICES[name]["environment"]["ROLE"])
 
 
@@ -56,7 +58,7 @@ def is_first(name: str) -> bool:
     if name in RANKS:
         return "RANK" in SERVICES[name]["environment"]
     role = role_of(name)
-    return role == job_of(name).roles[0] and (not role.count or "ORDINAL" in SERVICES[name]["environment"])
+    return role == job_of(name).roles[0] and (not counter(role) or "ORDINAL" in SERVICES[name]["environment"])
 
 
 def siblings(name: str) -> list[str]:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import functools
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rolecall import new
 from rolecall.config import Settings
 from rolecall.job import registry
+from rolecall.job.spec import Job, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
 JOBS = ("rl", "ps-trainers", "rnn", "hybrid")
 # for the user's own: one set of ranks, which are given their roles by number
 GENERIC = ("job", "script")
-OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC)
+NEW = "new"  # what `rolecall new` writes
+OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
 CONTAINER = "rank"
 Object = dict[str, Any]
 
@@ -43,7 +47,10 @@ def render(directory: Path) -> list[Object]:
 @functools.cache
 def overlay(name: str) -> Overlay:
     """An overlay by its folder: of k8s/, or a path."""
-    return Overlay(name, render(K8S / name))
+    if name != NEW:
+        return Overlay(name, render(K8S / name))
+    with tempfile.TemporaryDirectory() as parent:
+        return Overlay(name, render(new.write("fresh_job", Path(parent))[0].parent))
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,9 @@ class RankSet:
         return registry.get(name).settings if name in registry.JOBS else Settings
 
     @property
-    def job(self) -> registry.Job:
+    def job(self) -> Job:
         return registry.get(self.environment["JOB"])
 
     @property
-    def role(self) -> registry.Role:
+    def role(self) -> Role:
         return next(role for role in self.job.roles if role.name == self.environment["ROLE"])

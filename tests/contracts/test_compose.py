@@ -33,6 +33,7 @@ from tests.contracts.containers import (
     settings_of,
     siblings,
 )
+from tests.roles import counter
 
 # a container is given its number by the gang; every container has ports of its own; the image says where its volume is;
 # and a file that holds the token would have to be mounted
@@ -70,14 +71,14 @@ def test_a_service_is_a_role_of_one_job(name: str) -> None:
     # rank 0 has a service of its own: it alone keeps something
     first = job_of(name).roles[0]
     assert len([other for other in siblings(name) if is_first(other)]) == 1
-    assert len(siblings(name)) == len(roles) + bool(first.count)
+    assert len(siblings(name)) == len(roles) + bool(counter(first))
 
 
 @pytest.mark.parametrize("name", ROLES)
 def test_every_variable_is_passed(name: str) -> None:
     fields = {field.upper() for field in job_of(name).settings.model_fields}
     assert fields >= NOT_PASSED
-    extra = {"ORDINAL"} if is_first(name) and role_of(name).count else set()
+    extra = {"ORDINAL"} if is_first(name) and counter(role_of(name)) else set()
     assert set(SERVICES[name]["environment"]) == fields - NOT_PASSED | extra
     assert SERVICES[name]["environment"].get("ORDINAL", "0") == "0"
 
@@ -92,7 +93,7 @@ def test_ranks_differ_in_their_role_only(name: str) -> None:
 @pytest.mark.parametrize("name", ROLES)
 def test_nothing_but_addresses_and_counts_has_a_value_here(name: str) -> None:
     """A default that stands in two places is wrong in one of them sooner or later."""
-    counts = {role.count for role in job_of(name).roles if role.count}
+    counts = {counter(role) for role in job_of(name).roles} - {""}
     valued = {variable for variable, value in SERVICES[name]["environment"].items() if value is not None}
     places = {"ORDINAL", "DATA_DIR"} & set(SERVICES[name]["environment"])
     assert valued == {"JOB", "ROLE", "MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"} | counts | places
@@ -101,18 +102,19 @@ def test_nothing_but_addresses_and_counts_has_a_value_here(name: str) -> None:
 @pytest.mark.parametrize("name", ROLES)
 def test_as_many_containers_as_the_job_waits_for(name: str) -> None:
     role, service = role_of(name), SERVICES[name]
-    default = job_of(name).settings.model_fields[role.count.lower()].default if role.count else 1
-    if role.count:
-        assert service["environment"][role.count] == f"${{{role.count}:-{default}}}"
+    count = counter(role)
+    default = job_of(name).settings.model_fields[count.lower()].default if count else role.count
+    if count:
+        assert service["environment"][count] == f"${{{count}:-{default}}}"
     if is_first(name):
         assert service["deploy"].get("replicas", 1) == 1
     elif role == job_of(name).roles[0]:
         # the others of rank 0's role: one less, which compose cannot compute
         assert re.fullmatch(rf"\$\{{[A-Z]+:-{default - 1}\}}", service["deploy"]["replicas"])
-    elif role.count:
-        assert service["deploy"]["replicas"] == f"${{{role.count}:-{default}}}"
+    elif count:
+        assert service["deploy"]["replicas"] == f"${{{count}:-{default}}}"
     else:
-        assert service["deploy"].get("replicas", 1) == 1
+        assert service["deploy"].get("replicas", 1) == role.count
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -128,7 +130,7 @@ def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -
     job, settings = registry.load()
     assert job is job_of(name)
     assert config.load(job.settings) == settings
-    identity = registry.identity(job, settings, "3b40cf1c355c")
+    identity = registry.identity(registry.roles(job, settings), settings, "3b40cf1c355c")
     assert identity.role == role_of(name).name
     assert [role.count for role in registry.roles(job, settings)] == [
         role.count for role in registry.roles(job, job.settings.model_construct())

@@ -134,6 +134,9 @@ def test_panels_lie_side_by_side(name: str) -> None:
 def test_every_job_has_its_row() -> None:
     rows = {panel["title"]: panel for panel in BOARDS["overview.json"]["panels"] if panel["type"] == "row"}
     for job in registry.JOBS:
+        if not registry.get(job).metrics:
+            assert job not in rows  # the row of every job is enough
+            continue
         asked = {metric for panel in rows[job]["panels"] for target in panel["targets"]
                  for metric, _ in SELECTOR.findall(target["expr"])}  # fmt: skip
         missing = {metric.name for metric in registry.get(job).metrics if not samples(metric) & asked}

@@ -108,7 +108,7 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
         settings = config.load(one.settings)
         if one.has_role:
             for pod in one.pods:
-                identity = registry.identity(one.job, settings, pod)
+                identity = registry.identity(registry.roles(one.job, settings), settings, pod)
                 assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
             counts = {role.name: role for role in registry.roles(one.job, settings)}
             assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"

@@ -17,8 +17,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rolecall import telemetry
-from rolecall.job import registry
+from rolecall import Job, telemetry
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,7 +196,7 @@ class Project:
         assert not self.left()
 
 
-def each_role_serves_its_metrics(project: Project, job: registry.Job, not_yet: str) -> None:
+def each_role_serves_its_metrics(project: Project, job: Job, not_yet: str) -> None:
     """One rank of each role, asked from the metrics network, serves what is declared for it, and nothing else. An event
     that has not happened yet has no sample: `not_yet` is a regular expression of such names.
     """

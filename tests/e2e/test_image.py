@@ -51,7 +51,7 @@ def test_its_commands_run() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, f"rolecall: JOB='': is missing ({', '.join(registry.JOBS)})"),
+        ({}, f"rolecall: JOB='': is missing ({', '.join(registry.JOBS)}, FILE.py or package.module)"),
         ({"JOB": "rl", "ROLE": "judge"}, "rolecall: ROLE='judge': no such role (agent, observer)"),
         (
             {"JOB": "rl", "ROLE": "agent", "GAMMA": "2", "NUM_ENVS": "no"},

@@ -27,6 +27,7 @@ from rolecall.run import history, rundir
 from rolecall.run.history import History
 from rolecall.watch.local import PORTS, free_ports
 from tests.integration import warm
+from tests.roles import counter
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60.0  # of every wait; a fail-safe, no measurement
@@ -69,6 +70,7 @@ ENDLESS = {
         "BATCH_SIZE": "8",
         "LR": "0.1",
     },
+    "script": {},
 }
 
 
@@ -261,11 +263,12 @@ class Cluster:
 
     def start(self, count: int = 2) -> Cluster:
         """Start rank 0, all of the other roles but the last one, and `count` members of that."""
-        if self.others.count:
-            self.settings.setdefault(self.others.count, str(count))
+        if counter(self.others):
+            self.settings.setdefault(counter(self.others), str(count))
         self.count = count
         for role in self.job.roles[:-1]:
-            for ordinal in range(int(self.settings.get(role.count, 1))):
+            # a setting's default is 1 here
+            for ordinal in range(int(self.settings.get(counter(role), 1 if counter(role) else role.count))):
                 self.add(role.name, ordinal).start()
         for ordinal in range(count):
             self.add(self.others.name, ordinal).start()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.cluster import Cluster, until
 from tests.integration.warm import Server
+from tests.roles import counter
 
 KEPT = pytest.StashKey[Cluster]()
 
@@ -56,7 +57,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         _close_kept(request.config)
     if KEPT not in stash:
         made = Cluster(tmp_path_factory.mktemp("kept"), server, JOB=job, CHECKPOINT_INTERVAL="0.2")
-        stash[KEPT] = made.start(2 if made.others.count else 1)
+        stash[KEPT] = made.start(2 if counter(made.others) else 1)
     stash[KEPT].is_whole()
     until(stash[KEPT].first.appears("checkpoint file="), "a checkpoint")
     return stash[KEPT]

@@ -133,7 +133,7 @@ def test_observers_without_an_ordinal_get_one(cluster: MakeCluster) -> None:
         job.add("observer", number, ORDINAL="").start()
     until(lambda: job.members() == 2, "both observers")
     job.trains()
-    assert {job.observer(n).text().count("ordinal assigned") for n in (0, 1)} == {1}
+    assert {job.observer(n).text().count("place assigned") for n in (0, 1)} == {1}
 
 
 def test_job_that_can_only_fail_ends_everywhere(cluster: MakeCluster) -> None:

@@ -29,10 +29,12 @@ from rolecall import __main__, config
 from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"rolecall.rank.supervisor", "rolecall.rank.worker"} | {
-    module
-    for job in map(registry.get, registry.JOBS)
-    for module in [job.check.partition(":")[0], *(name for role in job.roles for name in role.preload)]
+JOBS = [registry.get(name) for name in registry.JOBS]
+MODULES = {
+    "rolecall.rank.supervisor",
+    "rolecall.rank.worker",
+    *(job.check.partition(":")[0] for job in JOBS if isinstance(job.check, str)),
+    *(name for job in JOBS for role in job.roles for name in role.preload),
 }
 
 

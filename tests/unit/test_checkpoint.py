@@ -69,6 +69,31 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert same(found.state, 17)
 
 
+def test_what_is_known_of_it_lies_beside_the_state(tmp_path: Path) -> None:
+    about = {"settings": {"seed": 1}, "seconds": 2.5, "done": 64.0}
+    path = Checkpoints(tmp_path, "rl", 3).write(17, {**state_of(17), "settings": "the job's own", "done": 1}, about)
+    found = read(path, "rl")
+    assert (found.about, found.state.pop("settings"), found.state.pop("done")) == (about, "the job's own", 1)
+    assert same(found.state, 17)
+    assert read(write(tmp_path, 3, 18), "rl").about == {}
+
+
+@pytest.mark.parametrize("about", [{"settings": {"seed": 1}, "seconds": 2.5}, {}])
+def test_a_file_of_the_format_before_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, Any]
+) -> None:
+    """It has the pinned settings and the seconds among the state."""
+    save = torch.save
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "FORMAT", 1)
+        patched.setattr(torch, "save", lambda content, file: save({**content["state"], **about}, file))
+        path = write(tmp_path, 3, 17)
+    found = read(path, "rl")
+    assert json.loads(path.read_bytes().partition(b"\n")[0])["format"] == 1
+    assert found.about == {"settings": {}, "seconds": 0.0, **about}
+    assert same(found.state, 17)
+
+
 def test_the_newest_generation_comes_before_the_newest_step(tmp_path: Path) -> None:
     """By number, not by letter; and a file's age does not matter."""
     order = [(1_000_000, 1), (999_999, 10_000_000_000), (999_999, 5), (10, 7), (9, 12), (9, 9), (2, 900)]

@@ -10,7 +10,7 @@ import pytest
 from rolecall import __main__, config
 from rolecall.config import Settings
 from rolecall.gang.protocol import USAGE
-from rolecall.job import registry
+from rolecall.job import flags, registry
 from rolecall.jobs.rl import RlSettings
 from rolecall.watch.local import LocalRun
 from rolecall.watch.rank_process import RankProcess
@@ -52,10 +52,11 @@ def test_every_setting_has_a_flag_with_its_description(capsys: pytest.CaptureFix
     fields = registry.get(job).settings.model_fields
     for name, field in fields.items():
         flag = f"--{name.replace('_', '-')} "
-        assert (flag in text) == (name not in __main__.NO_FLAG), name
-        assert name in __main__.NO_FLAG or (field.description or "") in text, name
+        assert (flag in text) == (name not in flags.NO_FLAG), name
+        assert name in flags.NO_FLAG or (field.description or "") in text, name
     jobs, shared = f"settings of {job}: ", "settings of every job: "
-    assert text.index("--plain") < text.index(jobs) < text.index("--epochs" if job != "rl" else "--env-id")
+    first = next(name for name in fields if name not in Settings.model_fields)
+    assert text.index("--plain") < text.index(jobs) < text.index(f"--{first.replace('_', '-')}")
     assert text.index(jobs) < text.index(shared) < text.index("--checkpoint-dir ")
 
 
@@ -86,10 +87,10 @@ def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytes
     assert __main__.main(["run", "ps"]) == 0
     fields = registry.get("ps").settings.model_fields
     decided = {name.lower() for name in ranks[0].environment if os.environ.get(name) != ranks[0].environment[name]}
-    assert decided & set(fields) - {"checkpoint_dir"} == set(__main__.NO_FLAG) - {"rank", "world_size", "job_token"}
+    assert decided & set(fields) - {"checkpoint_dir"} == set(flags.NO_FLAG) - {"rank", "world_size", "job_token"}
     secrets = {row[0].lower() for row in config.variables(Settings) if row[1] == "secret"}
-    assert secrets <= set(__main__.NO_FLAG)
-    for name in __main__.NO_FLAG:
+    assert secrets <= set(flags.NO_FLAG)
+    for name in flags.NO_FLAG:
         with pytest.raises(SystemExit) as ended:
             __main__.main(["run", "ps", f"--{name.replace('_', '-')}", "1"])
         assert ended.value.code == USAGE
@@ -127,7 +128,15 @@ def test_no_flag_is_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--observer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["run"], ["run", "chess"], ["local", "rl"], ["run", "rl", "--num-envs"]])
+def test_an_unknown_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["run", "chess", "--epochs", "1"]) == USAGE
+    output = capsys.readouterr()
+    names = ", ".join(registry.JOBS)
+    assert output.out == ""
+    assert output.err == f"rolecall: JOB='chess': no such job ({names}, FILE.py or package.module)\n"
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "--plain"], ["local", "rl"], ["run", "rl", "--num-envs"]])
 def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         __main__.main(arguments)

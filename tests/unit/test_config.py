@@ -267,7 +267,7 @@ def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ],
 )
 def test_a_misspelt_name_is_recognised(name: str, meant: str) -> None:
-    assert config.misspelt(RlSettings, {name: "1", "PATH": "/bin"}) == [(name, meant)]
+    assert config.misspelt(RlSettings.model_fields, {name: "1", "PATH": "/bin"}) == [(name, meant)]
 
 
 def test_others_names_are_left_alone() -> None:
@@ -278,20 +278,23 @@ def test_others_names_are_left_alone() -> None:
         "PROMETHEUS_MULTIPROC_DIR"
     )
     known = {name.upper(): "" for name in RlSettings.model_fields} | {"observers": "2"}
-    assert config.misspelt(RlSettings, {**dict.fromkeys(others.split(), "1"), **known}) == []
+    assert config.misspelt(RlSettings.model_fields, {**dict.fromkeys(others.split(), "1"), **known}) == []
 
 
 def test_misspelt_names_are_looked_for_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBSERVER", "4")
-    assert ("OBSERVER", "OBSERVERS") in config.misspelt(RlSettings)
+    assert ("OBSERVER", "OBSERVERS") in config.misspelt(RlSettings.model_fields)
 
 
 # ---- the job and its roles
 
 
 def test_an_unknown_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, problem in (("", "is missing"), ("rll", "no such job"), ("os", "no such job"), ("../rl", "no such job")):
-        with pytest.raises(UsageError, match=rf"JOB={name!r}: {problem} \(rl"):
+    for name, problem in (("", "is missing"), ("rll", "no such job"), ("os", "no such job"), ("RL", "no such job")):
+        with pytest.raises(UsageError, match=rf"^JOB={name!r}: {problem} \({', '.join(registry.JOBS)}, FILE.py or "):
+            registry.get(name)
+    for name, problem in (("../rl", "no such file"), ("chess.py", "no such file"), ("no.chess", "cannot be imported")):
+        with pytest.raises(UsageError, match=f"^{name}:? {problem}"):
             registry.get(name)
     with pytest.raises(UsageError, match="JOB='': is missing"):
         registry.load()
@@ -317,10 +320,9 @@ def test_the_job_from_the_environment_or_by_name(monkeypatch: pytest.MonkeyPatch
 def test_a_count_lies_between_its_minimum_and_maximum(counts: tuple[int, int, int], wrong: bool) -> None:
     settings = RlSettings(observers=counts[0], min_observers=counts[1], max_observers=counts[2])
     if wrong:
-        problem = "OBSERVERS={} .*MIN_OBSERVERS={} .*MAX_OBSERVERS={}".format(*counts)
-        for ask in (lambda: registry.roles(RL, settings), lambda: registry.identity(RL, settings, "agent-0")):
-            with pytest.raises(UsageError, match=problem):
-                ask()
+        problem = "OBSERVERS={} .*MIN_OBSERVERS={} .*MAX_OBSERVERS={}, ".format(*counts)
+        with pytest.raises(UsageError, match=problem):
+            registry.roles(RL, settings)
         return
     agent, observer = registry.roles(RL, settings)
     assert (agent.name, agent.count, agent.minimum, agent.maximum, agent.elastic) == ("agent", 1, 1, 1, False)
@@ -331,7 +333,8 @@ def test_a_count_lies_between_its_minimum_and_maximum(counts: tuple[int, int, in
 
 
 def identity(host: str = "3b40cf1c355c", **changed: Any) -> tuple[str, int | None]:
-    rank = registry.identity(RL, RlSettings(**changed), host)
+    settings = RlSettings(**changed)
+    rank = registry.identity(registry.roles(RL, settings), settings, host)
     assert isinstance(rank, Identity)
     return rank.role, rank.ordinal
 
@@ -371,6 +374,11 @@ def test_the_ordinal_that_is_given_wins() -> None:
     assert identity("observer-99", role="observer", ordinal=1) == ("observer", 1)
 
 
+def test_the_gang_places_whoever_is_beyond_the_counts() -> None:
+    assert identity("rank-2") == ("observer", 1)
+    assert identity("rank-3") == identity("3b40cf1c355c") == ("", None)  # an elastic role may grow
+
+
 def test_a_role_of_one_member_needs_no_ordinal() -> None:
     assert identity(role="agent") == ("agent", 0)
     assert identity("agent-0", role="agent") == ("agent", 0)
@@ -382,15 +390,15 @@ def test_a_role_of_one_member_needs_no_ordinal() -> None:
     [
         ("x", {"role": "observer", "ordinal": 64}, "ORDINAL=64: observer has ordinals 0 to 63"),
         ("x", {"role": "observer", "ordinal": 3, "max_observers": 3}, "ORDINAL=3: observer has ordinals 0 to 2"),
-        ("observer-64", {"role": "observer"}, "observer-64.*observer has ordinals 0 to 63"),
+        ("observer-64", {"role": "observer"}, "the host name observer-64: observer has ordinals 0 to 63"),
         ("x", {"role": "agent", "ordinal": 1}, "ORDINAL=1: agent has ordinals 0 to 0"),
-        ("agent-1", {"role": "agent"}, "agent-1.*agent has ordinals 0 to 0"),
-        ("x", {"role": ""}, r"ROLE='': is missing \(agent, observer\)"),
-        ("observer-3", {}, r"ROLE='': is missing"),
+        ("agent-1", {"role": "agent"}, "the host name agent-1: agent has ordinals 0 to 0"),
         ("x", {"role": "trainer"}, r"ROLE='trainer': no such role \(agent, observer\)"),
         ("x", {"role": "Observer"}, r"ROLE='Observer': no such role"),
         ("x", {"rank": 3}, "RANK=3: the job has ranks 0 to 2"),
         ("x", {"rank": 5, "observers": 4}, "RANK=5: the job has ranks 0 to 4"),
+        ("x", {"world_size": 2}, "WORLD_SIZE=2: the counts make 3"),
+        ("x", {"ordinal": 1}, r"ORDINAL=1: of which ROLE\? \(agent, observer\)"),
         ("x", {"rank": 0, "world_size": 2}, r"WORLD_SIZE=2: the counts make 3 \(1 agent \+ 2 observer\)"),
         ("x", {"rank": 1, "world_size": 4}, "WORLD_SIZE=4: the counts make 3"),
     ],
@@ -404,6 +412,20 @@ def test_torchs_rank_fills_the_roles_in_order() -> None:
     ranks = [identity(rank=rank, observers=3, world_size=4) for rank in range(4)]
     assert ranks == [("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)]
     assert identity(rank=2) == ("observer", 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "rank"), [("rank-0", ("agent", 0)), ("rank-2", ("observer", 1)), ("mine-rank-1", ("observer", 0))]
+)
+def test_a_host_name_gives_the_rank_as_torchs_variable_does(host: str, rank: tuple[str, int]) -> None:
+    assert identity(host) == rank
+    assert identity("rank-7", rank=2) == ("observer", 1)  # given outright, it wins
+
+
+@pytest.mark.parametrize("host", ["3b40cf1c355c", "observer-3", "rank", "rank-", "rank-1-x", "frank-1", "rank-12345"])
+def test_without_role_and_rank_the_gang_assigns_the_place(host: str) -> None:
+    assert identity(host) == ("", None)
+    assert identity(host, world_size=3) == ("", None)
 
 
 def test_a_role_that_is_given_wins_over_torchs_rank() -> None:

@@ -11,90 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog
 import torch
-from prometheus_client import CollectorRegistry
 from structlog.typing import EventDict
 
-from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import context as context_module
-from rolecall.job import progress
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, read
-from rolecall.job.context import Context, Outcome, Peer, PeerLostError, choose_device
-from rolecall.job.progress import Supervision
+from rolecall.job.context import Context, choose_device
 from rolecall.job.rpc import RankObject
-from rolecall.job.spec import Job
-
-JOB = Job("", Settings, (), "", "", "accuracy", "samples", pinned=("seed", "device"))
-AGENT, ONE, TWO = Peer("agent", 0, 0), Peer("observer", 1, 1), Peer("observer", 2, 2)
-
-
-class Supervisor(Supervision):
-    """Keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.records: list[tuple[str, int, float]] = []
-        self.lost: list[tuple[str, int]] = []
-        self.refused: list[str] = []
-
-    def report_step(self, step: int) -> None:
-        self.steps.append(step)
-
-    def record(self, kind: progress.Curve, step: int, value: float) -> None:
-        self.records.append((kind, step, value))
-
-    def report_lost(self, role: str, ordinal: int) -> None:
-        self.lost.append((role, ordinal))
-
-    def refuse_drain(self, why: str) -> None:
-        self.refused.append(why)
-
-
-class Clock:
-    """In place of `time`."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (progress, context_module):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def supervisor() -> Supervisor:
-    return Supervisor()
-
-
-@pytest.fixture
-def context(clock: Clock, supervisor: Supervisor, tmp_path: Path) -> Context[Settings]:
-    """Rank 0's."""
-    return make(tmp_path, supervisor)
-
-
-def make(directory: Path, supervisor: Supervision, me: Peer = AGENT, **settings: Any) -> Context[Settings]:
-    metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
-    return Context(Settings(**settings), me, (AGENT, ONE, TWO), 1, metrics, JOB, Checkpoints(directory, "rl", 1),
-                   supervisor)  # fmt: skip
-
-
-@pytest.fixture
-def logged() -> Any:
-    with structlog.testing.capture_logs() as events:
-        yield events
-
-
-def value(metric: Any) -> float:
-    return float(metric._value.get())
-
+from rolecall.job.task import Drained, PeerLostError
+from tests.unit.contexts import AGENT, ONE, TWO, Clock, Supervisor, make, value
 
 # ---- progress
 
@@ -104,7 +29,7 @@ def test_the_start_of_training_is_logged_and_recorded(
 ) -> None:
     context.start(40, done=100, total=300, goal=0.9, dataset="mine")
     assert logged == [{"event": "training", "log_level": "info", "step": 40, "dataset": "mine"}]
-    assert supervisor.records == [("train", 40, 0), ("goal", 40, 0.9)]
+    assert supervisor.records == [("start", 40, 1), ("train", 40, 0), ("goal", 40, 0.9)]
     assert value(context.metrics.goal) == 0.9
 
 
@@ -180,14 +105,14 @@ def test_another_ranks_progress_is_rank_zeros(tmp_path: Path, supervisor: Superv
     context = make(tmp_path, supervisor, me=ONE)
     with pytest.raises(RuntimeError, match="not connected"):
         context.log(1)
-    first, forwarded = make(tmp_path, Supervisor()), list[str]()
+    first, forwarded = make(tmp_path), list[str]()
 
     def forward(origin: Context, method: str, *args: Any, **values: Any) -> None:
         assert origin is context
         forwarded.append(method)
         getattr(first.progress, method)(*args, **values)
 
-    context.transport = SimpleNamespace(forward=forward)  # type: ignore[assignment]
+    context.transport = SimpleNamespace(forward=forward)
     context.start(0, total=10)
     context.log(3, done=4, loss=0.5, score=0.1, epoch=1, message="x", rpc_connect_seconds=2)
     assert forwarded == ["start", "log"]
@@ -232,7 +157,7 @@ def test_a_checkpoint_is_due_after_its_interval_and_for_a_drain(context: Context
     assert not context.due
     clock.now += 1
     assert context.due
-    assert not context.save(1, {})
+    context.save(1, {})
     assert not context.due
     context.drain()
     assert context.due
@@ -241,12 +166,13 @@ def test_a_checkpoint_is_due_after_its_interval_and_for_a_drain(context: Context
 def test_a_checkpoint_has_the_pinned_settings_and_the_seconds(context: Context, clock: Clock, tmp_path: Path) -> None:
     context.start(0)
     clock.now += 12
-    assert not context.save(5, {"weights": torch.ones(2)})  # no drain was ordered
+    context.log(5, done=64)
+    context.save(5, {"weights": torch.ones(2)})  # no drain was ordered
     (path,) = tmp_path.glob("checkpoint-*")
-    state = read(path, "rl").state
-    assert state["settings"] == {"seed": 1, "device": "auto"}
-    assert state["seconds"] == 12
-    assert torch.equal(state["weights"], torch.ones(2))
+    saved = read(path, "rl")
+    assert saved.about == {"settings": {"seed": 1, "device": "auto"}, "seconds": 12, "done": 64}
+    assert set(saved.state) == {"weights"}
+    assert torch.equal(saved.state["weights"], torch.ones(2))
     assert value(context.metrics.checkpoint_timestamp_seconds) > 0
     assert context.metrics.checkpoint_seconds._sum.get() >= 0
 
@@ -254,14 +180,17 @@ def test_a_checkpoint_has_the_pinned_settings_and_the_seconds(context: Context, 
 def test_a_drain_ends_with_the_checkpoint(context: Context, supervisor: Supervisor) -> None:
     context.drain()
     assert context.draining
-    assert context.save(5, {})
-    assert context.drained(5) == Outcome("drained", 5)
+    with pytest.raises(Drained) as drained:
+        context.save(5, {})
+    assert drained.value.step == 5
+    assert not isinstance(drained.value, Exception)  # which a job may catch
+    assert [read(path, "rl").step for path in context.checkpoints.files()] == [5]
     assert supervisor.refused == []
 
 
 def test_a_checkpoint_in_the_background_does_not_end_the_job(context: Context, supervisor: Supervisor) -> None:
     context.drain()
-    assert not context.save(5, {}, drain=False)
+    context.save(5, {}, drain=False)
     assert context.draining
     assert supervisor.refused == []
 
@@ -270,7 +199,7 @@ def test_a_checkpoint_in_the_background_does_not_end_the_job(context: Context, s
 def full(context: Context, monkeypatch: pytest.MonkeyPatch) -> Context:
     """A context whose disk is full."""
 
-    def write(step: int, state: dict[str, Any]) -> Path:
+    def write(step: int, state: dict[str, Any], about: dict[str, Any]) -> Path:
         raise CheckpointError("no space left")
 
     monkeypatch.setattr(context.checkpoints, "write", write)
@@ -281,7 +210,7 @@ def test_a_drain_without_a_checkpoint_is_refused(
     full: Context, supervisor: Supervisor, logged: list[EventDict]
 ) -> None:
     full.drain()
-    assert not full.save(5, {})
+    full.save(5, {})
     assert not full.draining
     assert supervisor.refused == ["no space left"]
     assert (logged[-1]["log_level"], logged[-1]["problem"]) == ("error", "no space left")
@@ -294,7 +223,7 @@ def test_a_checkpoint_that_fails_in_the_background_leaves_a_drain_alone(
 ) -> None:
     if draining:
         full.drain()
-    assert not full.save(5, {}, drain=False)
+    full.save(5, {}, drain=False)
     assert full.draining == draining
     assert supervisor.refused == []
     assert value(full.metrics.checkpoint_failures) == 1
@@ -305,19 +234,21 @@ def test_a_job_finishes_with_a_checkpoint_and_a_summary(
 ) -> None:
     context.start(0)
     clock.now += 3
-    outcome = context.finish(9, {"x": 1}, "Finished: well", accuracy=0.5)
-    assert outcome == Outcome("finished", 9, {"accuracy": 0.5, "seconds": 3, "saved": True})
+    summary = context.finish("Finished: well", step=9, state={"x": 1}, accuracy=0.5)
+    assert summary == {"accuracy": 0.5, "seconds": 3, "saved": True} == context.finished
+    assert context.step == 9
     assert (logged[-1]["event"], logged[-1]["steps"], logged[-1]["seconds"]) == ("Finished: well", 9, 3)
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
 
 
 def test_a_job_finishes_without_its_checkpoint_too(full: Context) -> None:
     full.drain()
-    assert full.finish(9, {}, "Finished") == Outcome("finished", 9, {"seconds": 0, "saved": False})
+    assert full.finish(step=9, state={}) == {"seconds": 0, "saved": False}
+    assert full.step == 9
 
 
 def test_without_checkpoints_training_begins(context: Context, logged: list[EventDict]) -> None:
-    assert context.restore() is None
+    assert context.snapshot() is None
     assert logged == []
 
 
@@ -326,8 +257,8 @@ def test_a_restored_job_goes_on(context: Context, clock: Clock, logged: list[Eve
     clock.now += 20
     context.save(5, {"digest": "abc"})
     logged.clear()
-    later = make(tmp_path, Supervisor(), log_interval=3)  # which is not pinned
-    snapshot = later.restore()
+    later = make(tmp_path, log_interval=3)  # which is not pinned
+    snapshot = later.snapshot()
     assert snapshot is not None
     assert snapshot.step == 5
     snapshot.require_digest("abc", "DATASET=mine")
@@ -343,13 +274,13 @@ def test_a_checkpoint_of_other_pinned_settings_is_refused(context: Context, tmp_
     context.save(5, {})
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UsageError, match="SEED=2: the newest checkpoint in CHECKPOINT_DIR was made with 1"):
-        make(tmp_path, Supervisor(), seed=2).restore()
+        make(tmp_path, seed=2).snapshot()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_setting_that_is_none_any_more_is_not_compared(context: Context, tmp_path: Path) -> None:
-    Checkpoints(tmp_path, "rl", 1).write(5, {"settings": {"seed": 1, "of_an_earlier_version": 7}})
-    assert context.restore() is not None
+    Checkpoints(tmp_path, "rl", 1).write(5, {}, {"settings": {"seed": 1, "of_an_earlier_version": 7}})
+    assert context.snapshot() is not None
 
 
 # ---- peers
@@ -358,18 +289,18 @@ def test_a_setting_that_is_none_any_more_is_not_compared(context: Context, tmp_p
 def test_a_lost_peer_is_none_of_its_generation(context: Context, supervisor: Supervisor) -> None:
     received: list[str] = []
     context.on_lost(received.append)
-    context.lose("observer_1")
-    context.lose("observer_1")
-    context.give_up("observer_1")  # which is lost already
+    context.lose("observer_0")
+    context.lose("observer_0")
+    context.give_up("observer_0")  # which is lost already
     assert context.peers("observer") == [TWO]
-    assert (received, supervisor.lost) == (["observer_1"], [])
-    context.give_up("observer_2")
-    assert (received, supervisor.lost) == (["observer_1", "observer_2"], [("observer", 2)])
+    assert (received, supervisor.lost) == (["observer_0"], [])
+    context.give_up("observer_1")
+    assert (received, supervisor.lost) == (["observer_0", "observer_1"], [("observer", 1)])
     assert context.peers("agent") == [AGENT]
 
 
 def test_peers_that_are_needed_are_there_or_the_job_drains(tmp_path: Path) -> None:
-    context = make(tmp_path, Supervisor(), lease_seconds=1)
+    context = make(tmp_path, lease_seconds=1)
     context.require_peers("observer")
     for peer in context.peers("observer"):
         context.lose(peer.name)
@@ -414,8 +345,8 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_threads_are_those_that_are_asked_for(tmp_path: Path) -> None:
-    assert make(tmp_path, Supervisor(), threads=3).threads == 3
-    assert make(tmp_path, Supervisor()).threads >= 1
+    assert make(tmp_path, threads=3).threads == 3
+    assert make(tmp_path).threads >= 1
 
 
 # ---- a user's own code

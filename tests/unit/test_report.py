@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolecall.config import Settings
 from rolecall.job import registry
 from rolecall.run import history, picture, report, rundir
 from rolecall.run.history import History
@@ -37,17 +38,23 @@ def trained(job: str = "rl", **values: str) -> tuple[History, dict[str, Any]]:
     run.record([("loss", 100, 211.0, 0.5), ("done", 100, 211.0, 6400.0)])
     loaded, settings = registry.load(job, **values)
     summary = report.summary(
-        job, settings, run, "finished", "", [("agent", 0), ("observer", 0), ("observer", 3)],
+        job, variables(settings), run, "finished", "", [("agent", 0), ("observer", 0), ("observer", 3)],
         {"solved": True, "accuracy": float("nan")}, run.began + 3600, score=loaded.score, unit=loaded.unit,
         lower=loaded.lower,
     )  # fmt: skip
     return run, summary
 
 
+def variables(settings: Settings) -> dict[str, Any]:
+    """The settings of a run, of which a supervisor has those that all jobs share, and those of the job as JSON."""
+    shared = Settings(**{name: getattr(settings, name) for name in Settings.model_fields})
+    return report.settings_of(shared, settings.model_dump(mode="json", exclude=set(Settings.model_fields)))
+
+
 def short(run: History, state: str, reason: str = "") -> dict[str, Any]:
     """The summary of a run of `ps` that has no members and no result."""
     job, settings = registry.load("ps")
-    return report.summary("ps", settings, run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit,
+    return report.summary("ps", variables(settings), run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit,
                           lower=job.lower)  # fmt: skip
 
 

@@ -17,9 +17,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
-from rolecall.config import UsageError
+from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import Heartbeat
-from rolecall.job import registry
+from rolecall.job import describe
 from rolecall.jobs.rl import RlSettings
 from rolecall.rank import coordinator
 from rolecall.rank.coordinator import Coordinator
@@ -37,6 +37,7 @@ NAMES = (
     "history.jsonl",
     "summary.json",
     "curve.png",
+    "files/tokens.json",
 )
 STAYS = (
     GENERATION,
@@ -88,6 +89,12 @@ def test_one_file_is_enough(tmp_path: Path, name: str) -> None:
     make(tmp_path, name)
     assert set_aside(tmp_path, 1_234_567, 0) == tmp_path / "earlier-1234567"
     assert contents(tmp_path) == expected("earlier-1234567", (name,), ())
+
+
+def test_the_jobs_own_files_are_moved(tmp_path: Path) -> None:
+    make(tmp_path, DONE, "files/model.pt")
+    assert set_aside(tmp_path, 2, 0) == tmp_path / "earlier-000002"
+    assert contents(tmp_path) == expected("earlier-000002", (DONE, "files/model.pt"), ())
 
 
 def test_nothing_to_move(tmp_path: Path) -> None:
@@ -176,16 +183,15 @@ def test_a_file_of_the_version_before(tmp_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def rank_0(directory: Path, resume: bool, node: str = NODE, ended: bool = False) -> AsyncIterator[Coordinator]:
     """The coordinator of one agent and one observer; it ends in order, or as one that was killed."""
-    settings = RlSettings(
+    settings = Settings(
         job="rl",
         checkpoint_dir=directory,
         resume=resume,
-        observers=1,
         bind_addr="127.0.0.1",
         control_port=free_ports(1)[0],
         lease_seconds=1,
     )
-    lead = Coordinator("rl", settings, registry.roles(registry.get("rl"), settings), "first", node)
+    lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, "first", node)
     try:
         await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
         yield lead
@@ -200,7 +206,8 @@ async def train(lead: Coordinator) -> int:
         for sequence in (1, 2):  # who it is; that it has no worker, as it was directed
             for role, incarnation in (("observer", "second"), ("agent", "first")):
                 epoch = directives.get(role, {}).get("epoch", 0)
-                body = {"heartbeat": asdict(Heartbeat(role, 0, incarnation, sequence, epoch=epoch)), "known": None}
+                heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity)
+                body = {"heartbeat": asdict(heartbeat), "known": None}
                 async with session.post(coordinator.PATH, json=body) as answer:
                     directives[role] = await answer.json()
     assert directives["agent"]["kind"] == "run"

@@ -26,6 +26,11 @@ from rolecall.watch.targets import Address, Endpoint, Folder, Source, parse
 from rolecall.watch.viewer import Lines, Viewer
 
 NAN = float("nan")
+CALLED = {  # what rank 0 says of its job
+    "rl": {"score": "return", "unit": "steps", "roles": "agent,observer"},
+    "ps": {"score": "accuracy", "unit": "samples", "roles": "ps,trainer"},
+    "pi": {"score": "pi", "unit": "points", "roles": "zero,lead,sampler"},
+}
 
 
 def samples_of(job: str, role: str, ordinal: str, gang: str = "", **values: float) -> display.Samples:
@@ -37,6 +42,7 @@ def samples_of(job: str, role: str, ordinal: str, gang: str = "", **values: floa
     }
     if gang:
         samples |= {(PREFIX + "gang_state", (("state", name),)): float(name == gang) for name in GANG_STATES}
+        samples[PREFIX + "job_info", tuple(sorted(CALLED[job].items()))] = 1.0
     return samples
 
 
@@ -178,12 +184,22 @@ def test_of_several_servers_the_first_is_rank_0() -> None:
     assert shown.first.name == "a"
 
 
+def test_a_users_job_is_shown_as_rank_0_describes_it() -> None:
+    samplers = [rank(f"s{number}", "pi", "sampler", str(number)) for number in (1, 0)]
+    lead = rank("l", "pi", "lead", "0")
+    shown = polled(*samplers, lead, rank("z", "pi", "zero", "0", "running", step=3.0, score=3.14))
+    assert [target.rank for target in shown.targets] == ["zero 0", "lead 0", "sampler 0", "sampler 1"]
+    text = drawn(shown)
+    assert "pi 3.14" in text
+    assert "0 points/s" in text
+
+
 def test_without_rank_0_there_is_what_there_is() -> None:
     shown = polled(rank("c", "rnn", "trainer", "0", score=38.5, left_seconds=7.0))
     assert shown.first is None
     text = drawn(shown)
     assert "rank 0 not reached" in text
-    assert "perplexity 38.5" in text
+    assert "score 38.5" in text  # what the job calls it is known to rank 0
     assert "7 s left" in text
 
 

@@ -187,10 +187,12 @@ def read(path: Path, job: str) -> Snapshot:
     if _digest(head, body) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
     try:
-        content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([bytes]):  # so are empty ones pickled
+            content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises, the file holds what may not or cannot be loaded
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path.name} cannot be loaded: {first}") from error
+        lines = str(error).splitlines() or [type(error).__name__]
+        problem = next((line for line in lines if "Unsupported" in line), lines[0]).partition(". Please")[0]
+        raise CheckpointError(f"{path.name} cannot be loaded: {problem.strip()}") from error
     if head["format"] == 1:
         about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
         content = {"state": content, "about": about}

@@ -33,7 +33,8 @@ class Context(Training[S]):
     def seed(self, *extra: int) -> int:
         """A seed of its own for SEED, this rank, the generation and `extra`. Python's, numpy's and torch's generators
         are seeded with `seed()` before the function is called."""
-        return mixed_seed(self.settings.seed, self.rank, self.generation, *extra)
+        # the number of `extra`: otherwise a 0 at their end would change nothing
+        return mixed_seed(self.settings.seed, self.rank, self.generation, *extra, *([len(extra)] if extra else []))
 
     @staticmethod
     def timer() -> telemetry.Timer:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ DEADLINE = 120.0  # seconds for a user's file to be imported: torch alone takes 
 class Description:
     """A job with its settings filled in.
 
-    `target` is JOB; `version` identifies the file; `settings` are those that not every job has, in JSON's types;
-    `flags` are the variables that were given on the command line, `plain` is its option.
+    `target` is JOB; `version` identifies the file; `settings` are those that not every job has, in JSON's types, and
+    `secrets` the names of those that each process takes from its environment instead; `flags` are the variables that
+    were given on the command line, `plain` is its option.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Description:
     unit: str
     lower: bool
     settings: dict[str, Any]
+    secrets: tuple[str, ...] = ()
     flags: dict[str, str] = field(default_factory=dict)
     plain: bool = False
 
@@ -54,9 +58,18 @@ class Description:
         return f"{self.name} ({self.version})"
 
     @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of the variables that not every job has."""
+        return tuple(name.upper() for name in (*self.settings, *self.secrets))
+
+    @property
     def ranks(self) -> int:
         """The world size that a start waits for."""
         return sum(role.count for role in self.roles)
+
+    def to_json(self) -> str:
+        """The description as JSON, with infinity, which pydantic's JSON does not have; `ADAPTER` reads it."""
+        return json.dumps(asdict(self), indent=1)
 
     def preload(self, role: str) -> tuple[str, ...]:
         """Modules to import before workers of `role` are forked; of every role, where it is empty."""
@@ -74,6 +87,8 @@ def describe(target: str, arguments: Sequence[str] = ()) -> Description:
     given = flags.parse(registry.get(target), target, arguments)
     job, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
     roles = registry.roles(job, settings)
+    fields = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
+    secrets = tuple(name for name, field in fields.items() if config.type_of(field) == "secret")
     return Description(
         name=registry.name_of(target),
         target=registry.absolute(target),
@@ -85,7 +100,8 @@ def describe(target: str, arguments: Sequence[str] = ()) -> Description:
         score=job.score,
         unit=job.unit,
         lower=job.lower,
-        settings=settings.model_dump(mode="json", exclude=set(Settings.model_fields)),
+        settings=settings.model_dump(mode="json", include=set(fields) - set(secrets)),
+        secrets=secrets,
         flags=given.variables,
         plain=given.plain,
     )
@@ -106,7 +122,8 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
     job, otherwise from a child process. Raises UsageError, and SystemExit where the child process has said what is
     wrong, or has given the help that `arguments` request.
     """
-    if target in registry.JOBS or not target:
+    registry.require_target(target)
+    if target in registry.JOBS:
         return describe(target, arguments)
     with tempfile.TemporaryDirectory(prefix="rolecall-") as directory:
         output = Path(directory) / "description"
@@ -115,6 +132,8 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
             child = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DEADLINE)
         except subprocess.TimeoutExpired:
             raise UsageError(f"JOB={target}: its import took over {DEADLINE:g} s") from None
+        if child.returncode < 0:
+            raise UsageError(f"JOB={target}: its import ended by {signal.Signals(-child.returncode).name}")
         if child.returncode or not output.exists():
             raise SystemExit(child.returncode)
         return ADAPTER.validate_json(output.read_bytes())
@@ -122,7 +141,7 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
 
 def passed_on(description: Description) -> dict[str, str]:
     """The variable that gives the ranks of `rolecall run` the description, so that they need not ask for it."""
-    return {config.DESCRIPTION: ADAPTER.dump_json(description).decode()}
+    return {config.DESCRIPTION: description.to_json()}
 
 
 def of_rank(target: str) -> Description:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import create_model
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-from rolecall.config import Settings
+from rolecall.config import Settings, type_of
 from rolecall.job.spec import Job
 
 # secrets, and what `rolecall run` decides for each rank
@@ -40,7 +40,7 @@ def _add(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
     """Adds a flag for each setting of `job`, its own first; not for a secret, nor for those that `run` decides."""
     fields, shared = job.settings.model_fields, Settings.model_fields
     groups = {
-        f"settings of {target}": [name for name in fields if name not in shared],
+        f"settings of {target}": [name for name in fields if name not in shared and type_of(fields[name]) != "secret"],
         "settings of every job": [name for name in shared if name not in NO_FLAG],
     }
     for title, names in groups.items():

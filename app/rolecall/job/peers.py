@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job.progress import Supervision
 from rolecall.job.spec import Job
-from rolecall.job.task import Peer, PeerLostError
+from rolecall.job.task import Peer, PeerLostError, RemoteError
 
 S = TypeVar("S", bound=Settings)
 Lost = Literal["skip", "raise", "answer"]
+REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
+TORCH_FRAMES = re.compile(r'  File "[^"]*torch/distributed/rpc/[^"]*", line .*\n(?:    .*\n)*')
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
@@ -34,6 +37,7 @@ class Peers(Generic[S]):
     lost: set[str] = field(default_factory=set)
     mapped: set[str] = field(default_factory=set)
     transport: Any = None  # `rolecall.job.rpc.TorchRpc`, once connected
+    store: Any = None  # the generation's torch Store, where its workers meet
     _drain: threading.Event = field(default_factory=threading.Event)
     _listeners: list[Callable[[str], None]] = field(default_factory=list)
     _answers: list[Answers] = field(default_factory=list)  # of `call_each`, under way
@@ -73,13 +77,20 @@ class Peers(Generic[S]):
         `lost` "skip", the default for an elastic role, it is left out; "answer" yields a PeerLostError in place of its
         answer; "raise", the default for the other roles, raises it. What the function raised is raised here. Where no
         member is left, raises PeerLostError, or yields nothing while the job drains.
+
+        The calls are made at once, whether the answers are looked at or not.
         """
+        answers = self._call_each(role, function, args, timeout, lost)
+        next(answers)  # makes the calls
+        return answers
+
+    def _call_each(self, role: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: float,
+                   lost: Lost | None) -> Iterator[tuple[Peer, Any]]:  # fmt: skip
         spec = next((each for each in (self.job.roles if self.job else ()) if each.name == role), None)
         if self.job and spec is None:
             raise UsageError(f"no role {role!r} in this job ({', '.join(each.name for each in self.job.roles)})")
         lost = lost or ("skip" if spec and spec.elastic else "raise")
-        if lost != "raise":
-            self.require_peers(role)
+        self.require_peers(role)
         answers: Answers = queue.SimpleQueue()
         self._answers.append(answers)
         try:
@@ -87,6 +98,7 @@ class Peers(Generic[S]):
             for name in waiting:
                 future = self.call(name, function, *args, timeout=timeout)
                 future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
+            yield self.me, None  # to `call_each`; the answers follow
             limit = self.settings.rpc_timeout if timeout < 0 else timeout
             while waiting:
                 # longer than the calls' own deadline: each call ends, and with it this wait
@@ -107,8 +119,7 @@ class Peers(Generic[S]):
     def call_all(self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0,
                  lost: Lost | None = None) -> Iterator[Any]:  # fmt: skip
         """The answers of `call_each`, without the members that gave them."""
-        for _, value in self.call_each(role, function, *args, timeout=timeout, lost=lost):
-            yield value
+        return (value for _, value in self.call_each(role, function, *args, timeout=timeout, lost=lost))
 
     def _outcome(self, name: str, answered: Any) -> Any:
         """What a call to `name` was answered with; a PeerLostError, not raised, where the peer is lost."""
@@ -118,7 +129,7 @@ class Peers(Generic[S]):
             return answered.value()
         except Exception as error:
             if not self._connected.is_lost(error):
-                raise
+                raise remote_error(error) from None
             problem = str(error).strip().partition("\n")[0]
             self.logger.warning("peer given up", peer=name, problem=problem)
             return PeerLostError(f"{name} does not answer: {problem}")
@@ -183,3 +194,15 @@ def require_importable(function: Callable[..., Any]) -> None:
     except Exception as error:  # of several kinds
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(f"{name} cannot be called at a peer: define it with `def` at the top of a module") from error
+
+
+def remote_error(error: Exception) -> Exception:
+    """What a peer's function raised, as RemoteError with the traceback from there; `error` itself for anything else."""
+    match = REMOTE.search(str(error))
+    if match is None:
+        return error
+    text = match["text"].partition("\n\nAt:\n")[0]
+    if "\n" not in text:  # a KeyError's, which Python escapes
+        text = text.replace("\\n", "\n").replace("\\'", "'").removesuffix("'")
+    head, mark, frames = text.partition("Traceback (most recent call last):\n")
+    return RemoteError(f"{match['name']} raised {head.strip()}\n{mark}{TORCH_FRAMES.sub('', frames).rstrip()}")

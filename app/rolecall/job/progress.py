@@ -25,6 +25,9 @@ class Supervision:
     def report_lost(self, role: str, ordinal: int) -> None:
         """Rank 0 found a peer dead or silent."""
 
+    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
+        """This process ends with `outcome`, whatever its function does."""
+
     def refuse_drain(self, why: str) -> None:
         """The drain's checkpoint could not be written."""
 
@@ -37,6 +40,7 @@ class Progress:
         self.unit, self.label = (job.unit, job.score) if job else ("steps", "score")
         self.logger = telemetry.log()
         self.done = 0.0
+        self._counted = False  # the job itself gives `done`; otherwise it is the number of steps
         self._seconds = 0.0  # of training, before this generation
         self._lock = threading.RLock()
         self._started: float | None = None
@@ -52,10 +56,13 @@ class Progress:
         self._score: float | None = None  # logged since the last line
         self._message = ""
         self._values: dict[str, float] = {}  # that have no metric of their own
+        declared = (*telemetry.WORKER, *(job.metrics if job else ()))
+        self._gauges = {metric.name for metric in declared if metric.kind == "gauge" and not metric.labels}
 
-    def resume(self, seconds: float, done: float) -> None:
-        """Continues after `seconds` of training and `done` units of work."""
-        self._seconds, self.done = seconds, done
+    def resume(self, step: int, done: float, seconds: float) -> None:
+        """Continues after `step`, with `done` units of work and `seconds` of training behind it."""
+        self._step, self.done, self._seconds = step, done, seconds
+        self._counted = done != step
 
     @property
     def started(self) -> bool:
@@ -86,9 +93,9 @@ class Progress:
         with self._lock:
             step = self._step if step is None else step
             for name, value in values.items():
-                gauge = getattr(self.metrics, name, None)
+                gauge = getattr(self.metrics, name, None) if name in self._gauges else None
                 if gauge is None:
-                    gauge, self._values[name] = self.metrics.value.labels(name), value
+                    gauge, self._values[name] = self.metrics.value.labels(name), float(value)
                 gauge.set(value)
             if epoch is not None:
                 self._epoch = epoch
@@ -102,6 +109,7 @@ class Progress:
                 self._loss, self._work = self._loss + loss * work, self._work + work
             self._message = message or self._message
             if done is not None:  # the score of an earlier step may come later
+                self._counted = True
                 self._advance(step, done)
                 if ended:
                     self._end(step)
@@ -115,7 +123,7 @@ class Progress:
     def complete(self, step: int) -> None:
         """`step` was made, whatever was logged of it."""
         with self._lock:
-            if self.unit == "steps" and self.done < step:
+            if not self._counted and self.done < step:
                 self._advance(step, step)
             elif step > self._step:
                 self._reach(step)

@@ -16,7 +16,7 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.job import loader
 from rolecall.job.spec import MOST, Function, Job
 
-JOBS = ("rl", "ps", "rnn", "hybrid")
+JOBS = ("rl", "ps", "rnn", "hybrid", "script")
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,7 @@ def get(target: str) -> Job:
 
     Raises UsageError, with file and line where the user's file is wrong.
     """
-    if not target:
-        raise UsageError(f"JOB='': is missing ({', '.join(JOBS)}, FILE.py or package.module)")
-    if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
-        raise UsageError(f"JOB={target!r}: no such job ({', '.join(JOBS)}, FILE.py or package.module)")
+    require_target(target)
     module = module_of(target)
     name = loader.split(target)[1] or "JOB"
     job = getattr(module, name, None)
@@ -45,6 +42,13 @@ def get(target: str) -> Job:
             f"{where}: has no {name} = Job(...); a program without one runs by `rolecall run FILE --ranks N`"
         )
     return job
+
+
+def require_target(target: str) -> None:
+    """Raises UsageError where `target` is neither a built-in job's name nor looks like a file or a module."""
+    if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
+        problem = "no such job" if target else "is missing"
+        raise UsageError(f"JOB={target!r}: {problem} ({', '.join(JOBS)}, FILE.py or package.module)")
 
 
 def module_of(target: str) -> ModuleType:
@@ -95,7 +99,7 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
         high = most if role.maximum is None else job.number(role.maximum, settings)
         if not 1 <= low <= count <= high:
             counts = {"count": (role.count, count), "minimum": (role.minimum, low), "maximum": (role.maximum, high)}
-            spelled = [f"{name if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]
+            spelled = [f"{name.upper() if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]
             raise UsageError(
                 f"wrong settings: {spelled[0]} must lie between {spelled[1]} and {spelled[2]}, all at least 1"
             )
@@ -118,18 +122,20 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
         if settings.rank is not None and settings.rank >= total:
             raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
         rank = _number_in(host, "rank") if settings.rank is None else settings.rank
+        if rank is None and settings.ordinal is not None:
+            raise UsageError(f"ORDINAL={settings.ordinal}: of which ROLE? ({', '.join(role.name for role in roles)})")
         return Identity("", None) if rank is None or rank >= total else _by_rank(roles, rank)
     by_name = {role.name: role for role in roles}
     if settings.role not in by_name:
         raise UsageError(f"ROLE={settings.role!r}: no such role ({', '.join(by_name)})")
     role = by_name[settings.role]
-    ordinal, source = settings.ordinal, "ORDINAL"
+    ordinal, source = settings.ordinal, f"ORDINAL={settings.ordinal}"
     if ordinal is None:
         ordinal, source = _number_in(host, role.name), f"the host name {host}"
     if ordinal is None and role.maximum == 1:
         ordinal = 0
     if ordinal is not None and ordinal >= role.maximum:
-        raise UsageError(f"{source}={ordinal}: {role.name} has ordinals 0 to {role.maximum - 1}")
+        raise UsageError(f"{source}: {role.name} has ordinals 0 to {role.maximum - 1}")
     return Identity(role.name, ordinal)
 
 

@@ -12,7 +12,8 @@ from rolecall.telemetry import SHARED, Metric
 
 Function = Callable[..., Any] | str  # a callable, or its `module:name`, imported where it is needed
 MOST = 1024  # members of an elastic role without a maximum
-NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
+NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")  # of a role or a metric
+NAMES = "a name consists of small letters, digits and _, and begins with a letter"
 # variables that any environment has, and flags of `rolecall run`
 RESERVED = {"path", "home", "user", "shell", "lang", "pwd", "term", "hostname", "tmpdir", "editor", "display",
             "logname", "plain", "help", "ranks"}  # fmt: skip
@@ -108,7 +109,7 @@ class Job:
             yield f"role {first.name}: has rank 0, and needs a function: Role({first.name!r}, function)"
         for role in self.roles:
             if not NAME.fullmatch(role.name):
-                yield f"role {role.name!r}: a name consists of small letters, digits and _, and begins with a letter"
+                yield f"role {role.name!r}: {NAMES}"
             if role.run is not None and not callable(role.run) and not re.fullmatch(r"[\w.]+:\w+", str(role.run)):
                 yield f"role {role.name}: {role.run!r} is not a function"
             for number in (role.count, role.minimum, role.maximum):
@@ -119,6 +120,12 @@ class Job:
         if not all(isinstance(metric, Metric) for metric in self.metrics):
             yield "Job(metrics=...): needs a list of rolecall.Metric"
             return
+        seen = set[str]()
         for metric in self.metrics:
-            if metric.name in SHARED:
+            if not NAME.fullmatch(metric.name):
+                yield f"metric {metric.name!r}: {NAMES}"
+            if metric.attribute in SHARED:
                 yield f"metric {metric.name}: Rolecall has a metric of that name already; choose another"
+            if metric.attribute in seen:
+                yield f"Job(metrics=...): two metrics have the name {metric.name}"
+            seen.add(metric.attribute)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from rolecall.run import rundir
 
 PLAIN = {type(None), bool, int, float, complex, str, bytes}  # beside tensors, what a checkpoint may hold
 CONTAINERS = {list, tuple, set}
+MAPPINGS = {dict, OrderedDict, Counter}
 State = dict[str, Any]
 
 
@@ -35,6 +36,7 @@ class Training(Peers[S]):
         self.progress = Progress(self.settings, self.metrics, self.supervision, self.job)
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._state: State | None = None  # what `steps` saves
+        self._begun = False  # the run's history knows of this generation
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._redo = False
@@ -71,11 +73,11 @@ class Training(Peers[S]):
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
         none of the checkpoints can be read."""
-        snapshot = self._checkpoints.newest()
+        self._begun, snapshot = True, self._checkpoints.newest()
         if snapshot is not None:
             snapshot.require_settings(self.settings)
-            self._step = snapshot.step
-            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), float(snapshot.about.get("done", 0.0)))
+            self._step, about = snapshot.step, snapshot.about
+            self.progress.resume(self._step, float(about.get("done", 0.0)), float(about.get("seconds", 0.0)))
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
         return snapshot
 
@@ -102,7 +104,8 @@ class Training(Peers[S]):
                 self._stepping = False
                 if not self._redo:
                     self._step += 1
-                    self.progress.complete(self._step)
+            if not self._redo:
+                self.progress.complete(self._step)
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""
@@ -113,6 +116,9 @@ class Training(Peers[S]):
         """Training begins after `step`, with `done` units of work behind it and `total` at its end, towards a score of
         `goal`. `facts` are for the log. `steps` does so itself.
         """
+        if self.rank == 0 and not self._begun:  # otherwise `snapshot` has done so
+            self._begun = True
+            self.supervision.record("start", step, self.generation)
         self._progress("start", step, done=done, total=total, goal=goal, **facts)
 
     def log(self, step: int | None = None, *, done: float | None = None, loss: float | None = None,
@@ -121,13 +127,15 @@ class Training(Peers[S]):
         """Says how training stands after `step`, by default the one under way: metrics, the run's history, and a log
         line every LOG_INTERVAL steps.
 
-        `done` is the work so far, in the job's unit, from which rate and time left follow; `loss` the mean loss over
-        the work since the last call; `score` a point of the curve; `epoch` counts from 1. `values` are gauges: the
-        job's own by their metrics' names, others as `rolecall_value`. A line begins with `message`, if one is given.
-        `step` may be an earlier one, without `done`, whose score is known only now.
+        `done` is the work so far, in the job's unit, from which rate and time left follow (of a job that never gives
+        it, the number of steps); `loss` the mean loss over the work since the last call; `score` a point of the curve;
+        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A
+        line begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known
+        only now.
         """
         if step is None and self.rank == 0:
             step = self._step + self._stepping
+        done, loss, score = map(_number, (done, loss, score))
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message,
@@ -168,6 +176,10 @@ class Training(Peers[S]):
     def drain(self) -> None:
         """Orders a drain."""
         self._drain.set()
+
+    def await_drain(self) -> None:
+        """Returns as soon as a drain is ordered."""
+        self._drain.wait()
 
     @property
     def due(self) -> bool:
@@ -212,11 +224,18 @@ class Training(Peers[S]):
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
         step = self._step if step is None else step
+        self.progress.complete(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
         self._step, self.finished = step, {**summary, "seconds": seconds, **saved}
         return self.finished
+
+    def conclude(self, summary: dict[str, Any] | None) -> None:
+        """Ends rank 0's process at once, from any thread: as if its function had returned `summary`, or, where that is
+        None, as after a drain. For a function that cannot be made to return.
+        """
+        self.supervision.conclude("drained" if summary is None else "finished", self._step, summary or {})
 
     @property
     def step(self) -> int:
@@ -239,9 +258,18 @@ class Training(Peers[S]):
         return self.checkpoints
 
 
+def _number(value: Any) -> float | None:
+    """A tensor, too, as a float: one with its graph would keep all of that in memory."""
+    return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
+
+
 def is_stateful(value: Any) -> bool:
     """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
 
 
 def require_plain(name: str, value: Any) -> None:
@@ -249,12 +277,14 @@ def require_plain(name: str, value: Any) -> None:
     import torch  # rank 0's supervisor, too, reads this module's names
 
     kind = type(value)
-    if kind in PLAIN or isinstance(value, torch.Tensor | torch.dtype | torch.device):
+    if kind in PLAIN or kind in (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device):
+        return
+    if kind in torch.serialization.get_safe_globals():  # torch's own kinds of tensors, and what the job adds
         return
     if kind in CONTAINERS or kind is torch.Size:
         for each in value:
             require_plain(f"{name}[...]", each)
-    elif kind in (dict, OrderedDict):
+    elif kind in MAPPINGS:
         for key, each in value.items():
             require_plain(f"a key of {name}", key)
             require_plain(f"{name}[{key!r}]", each)

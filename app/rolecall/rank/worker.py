@@ -5,6 +5,7 @@ job's function for its role, reports the outcome to its supervisor, and exits.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,12 +22,12 @@ from filelock import FileLock
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import loader, registry, rpc
+from rolecall.job import loader, registry, rpc, turns
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context, mixed_seed
 from rolecall.job.progress import Curve, Supervision
 from rolecall.job.spec import Job
-from rolecall.job.task import Drained, PeerLostError, Task
+from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
 from rolecall.run import rundir
 from rolecall.run.history import Record
 
@@ -85,6 +86,12 @@ class Pipe(Supervision):
         """Reports a peer that was found dead or silent."""
         self.send("lost peer", role, ordinal)
 
+    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
+        """Reports `outcome` and ends the process."""
+        self.heartbeat()  # with the last records
+        self.send("result", outcome, "", step, summary)
+        os._exit(0)
+
     def refuse_drain(self, why: str) -> None:
         """Reports that the drain's checkpoint could not be written."""
         self.send("drain failed", why)
@@ -123,11 +130,14 @@ def main(task: Task, connection: Connection) -> None:
         result = ("result", "drained", "", drained.step, {})
     except UsageError as error:
         result = ("result", "refused", loader.explain(error), 0, {})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if rpc.is_lost(error):
             result = ("result", "lost", rpc.first_line(error), 0, {})
+        elif not task.members and loader.locate(error):
+            result = ("result", "refused", loader.explain(error), 0, {})
         else:
-            result = ("result", "failed", loader.users_traceback(error), 0, {})
+            text = str(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
+            result = ("result", "failed", text, 0, {})
     pipe.heartbeat()  # with the last records
     pipe.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone
@@ -172,12 +182,15 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     role = next(role for role in job.roles if role.name == task.me.role)
     summary = registry.resolve(role.run)(context) if role.run else None
     if not first:
-        threading.Event().wait()  # it serves calls; bounded by the supervisor, which ends this process
+        turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
         )
-    finished = context.finished or context.finish(**(summary or {}))
+    finished = {**(summary or {}), **(context.finished or context.finish())}
+    with UsageError.wrap(f"role {role.name}: its function returns what JSON does not have", TypeError, ValueError,
+                         advice="return numbers and strings by name"):  # fmt: skip
+        json.dumps(finished)
     return "result", "finished", "", context.step, finished
 
 

@@ -79,7 +79,7 @@ def summary(
 def settings_of(shared: Settings, values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run by variable: `shared` by all jobs, and the job's `values`; without secrets."""
     every = {**shared.model_dump(mode="json", exclude=LEFT_OUT), **values}
-    return {name.upper(): value for name, value in every.items() if value is not None}
+    return {name.upper(): _number(value) for name, value in every.items() if value is not None}
 
 
 def _score(point: Point | None) -> dict[str, Any] | None:

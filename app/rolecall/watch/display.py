@@ -91,8 +91,8 @@ class Display:
         return next((target for target in self.targets if target.job_info), None)
 
     def called(self, what: Literal["score", "unit", "roles"]) -> str:
-        """What the job calls its score or the unit of its work, or its roles; empty until rank 0 was reached."""
-        return self.first.job_info[what] if self.first else ""
+        """What the job calls its score or the unit of its work, or its roles; the defaults until rank 0 is reached."""
+        return (self.first.job_info if self.first else {"score": "score", "unit": "steps", "roles": ""})[what]
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
         """Scrapes every target once. Raises UsageError where they are of different jobs."""

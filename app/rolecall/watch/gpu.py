@@ -21,12 +21,12 @@ def visible() -> list[str]:
 
 def share(wanted: Sequence[int | None]) -> list[dict[str, str]]:
     """The variable that gives each rank as many GPUs as it wants, each to one rank for as long as there are enough;
-    nothing for a rank that wants None, which sees all."""
+    nothing for a rank that wants None, which sees all. Where there is none at all, ranks compute on the CPU."""
     gpus, taken, shares = visible(), 0, list[dict[str, str]]()
     for count in wanted:
         chosen = [gpus[number % len(gpus)] for number in range(taken, taken + (count or 0))] if gpus else []
         taken += count or 0
         shares.append({} if count is None else {VISIBLE: ",".join(dict.fromkeys(chosen))})
-    if taken > len(gpus):
+    if gpus and taken > len(gpus):
         telemetry.log().warning("fewer GPUs than the roles ask for", gpus=len(gpus), asked=taken)
     return shares

@@ -171,7 +171,7 @@ def run(job: Description) -> int:
     settings = config.load(Settings, **{name.lower(): value for name, value in job.flags.items()
                                         if name.lower() in Settings.model_fields})  # fmt: skip
     telemetry.setup_logging(settings.log_format, settings.log_level)
-    telemetry.warn_misspelt({*Settings.model_fields, *job.settings})
+    telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
 
     async def main() -> int:
         return await LocalRun(job, settings, live=sys.stdout.isatty() and not job.plain).run()

@@ -1,0 +1,41 @@
+"""What tests of contexts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from structlog.typing import EventDict
+
+from rolecall.job import progress, training
+from rolecall.job.context import Context
+from tests.unit import contexts
+from tests.unit.contexts import Clock, Supervisor
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (progress, training):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def supervisor() -> Supervisor:
+    return Supervisor()
+
+
+@pytest.fixture
+def context(clock: Clock, supervisor: Supervisor, tmp_path: Path) -> Context[Any]:
+    """Rank 0's."""
+    return contexts.make(tmp_path, supervisor)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[EventDict]]:
+    with structlog.testing.capture_logs() as events:
+        yield events

@@ -1,0 +1,269 @@
+"""Calls to a role: the answers as they come, peers that are lost, and functions that no peer can import."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.typing import EventDict
+from torch.futures import Future
+
+from rolecall.config import UsageError
+from rolecall.job import peers, rpc
+from rolecall.job.context import Context
+from rolecall.job.peers import require_importable
+from rolecall.job.task import PeerLostError
+from tests.unit.contexts import AGENT, ONE, TWO, Supervisor, make
+
+GONE = RuntimeError("eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)")
+LATE = RuntimeError("RPCErr:1:RPC ran for more than set timeout (10000 ms) and will now be marked with an error")
+
+
+class Wire:
+    """A transport whose calls are answered when the test says so."""
+
+    is_lost = staticmethod(rpc.is_lost)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Callable[..., Any], tuple[Any, ...], float]] = []
+        self.futures: dict[str, Future[Any]] = {}
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
+        self.calls.append((to, function, args, timeout))
+        self.futures[to] = Future()
+        return self.futures[to]
+
+    def answer(self, name: str, value: Any) -> None:
+        future = self.futures[name]
+        future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def context(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> Context:
+    """Rank 0's, of an agent and two observers, of which one may be lost."""
+    context = make(tmp_path, supervisor, lease_seconds=1)
+    context.transport = wire
+    return context
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_the_answers_come_as_they_come(context: Context, wire: Wire) -> None:
+    answers = context.call_each("observer", double, 4, timeout=3.0)
+    assert wire.calls == [("observer_0", double, (4,), 3.0), ("observer_1", double, (4,), 3.0)]
+    wire.answer("observer_1", "first")
+    assert next(answers) == (TWO, "first")
+    threading.Timer(0.05, wire.answer, ("observer_0", "second")).start()
+    assert list(answers) == [(ONE, "second")]
+
+
+def test_the_answers_alone(context: Context, wire: Wire) -> None:
+    answers = context.call_all("observer", double, 4)
+    assert len(wire.calls) == 2  # before the first answer is asked for
+    wire.answer("observer_1", None)
+    wire.answer("observer_0", 8)
+    assert list(answers) == [None, 8]
+
+
+def test_calls_whose_answers_nobody_wants_are_made_and_leave_nothing(context: Context, wire: Wire) -> None:
+    context.call_all("observer", double, 4)
+    context.call_each("observer", double, 5)
+    assert [args for _, _, args, _ in wire.calls] == [(4,), (4,), (5,), (5,)]
+    gc.collect()
+    assert context._answers == []
+
+
+def test_a_role_may_call_itself(context: Context, wire: Wire) -> None:
+    answers = context.call_each("agent", double, 1)
+    wire.answer("agent_0", 2)
+    assert list(answers) == [(AGENT, 2)]
+
+
+@pytest.mark.parametrize("error", [GONE, LATE])
+def test_a_lost_peer_costs_its_answer(
+    context: Context, wire: Wire, supervisor: Supervisor, logged: list[EventDict], error: Exception
+) -> None:
+    answers = context.call_all("observer", double, 4)
+    wire.answer("observer_0", error)
+    wire.answer("observer_1", 8)
+    assert list(answers) == [8]
+    assert context.peers("observer") == [TWO]
+    assert supervisor.lost == [("observer", 0)]  # the gang replaces it
+    (given_up,) = [event for event in logged if event["event"] == "peer given up"]
+    assert (given_up["peer"], given_up["problem"]) == ("observer_0", str(error))
+    context.call_all("observer", double, 4)
+    assert [to for to, *_ in wire.calls[2:]] == ["observer_1"]
+
+
+def test_a_lost_peer_may_be_an_answer(context: Context, wire: Wire, supervisor: Supervisor) -> None:
+    answers = context.call_each("observer", double, 4, lost="answer")
+    wire.answer("observer_0", LATE)
+    wire.answer("observer_1", 8)
+    by_peer = dict(answers)
+    assert by_peer[TWO] == 8
+    assert isinstance(by_peer[ONE], PeerLostError)
+    assert str(by_peer[ONE]).startswith("observer_0 does not answer: RPCErr:1:RPC ran")
+    assert supervisor.lost == [("observer", 0)]
+
+
+def test_a_lost_peer_may_be_an_error(context: Context, wire: Wire, supervisor: Supervisor) -> None:
+    answers = context.call_each("observer", double, 4, lost="raise")
+    wire.answer("observer_1", 8)
+    wire.answer("observer_0", GONE)
+    assert next(answers) == (TWO, 8)
+    with pytest.raises(PeerLostError, match="observer_0 does not answer"):
+        next(answers)
+    assert supervisor.lost == []  # its own end is told by itself
+    assert context._answers == []
+
+
+def test_the_loss_of_a_fixed_roles_peer_is_an_error(context: Context, wire: Wire) -> None:
+    answers = context.call_all("agent", double, 4)
+    wire.answer("agent_0", GONE)
+    with pytest.raises(PeerLostError):
+        list(answers)
+
+
+@pytest.mark.parametrize("lost", ["skip", "answer", "raise"])
+def test_a_peer_that_the_gang_gives_up_is_not_waited_for(
+    context: Context, wire: Wire, supervisor: Supervisor, lost: Any
+) -> None:
+    """Its call may hang for as long as its deadline, or for ever."""
+    answers = context.call_each("observer", double, 4, timeout=0, lost=lost)
+    wire.answer("observer_1", 8)
+    assert next(answers) == (TWO, 8)
+    threading.Timer(0.05, context.lose, ("observer_0",)).start()
+    if lost == "raise":
+        with pytest.raises(PeerLostError, match="observer_0 was lost"):
+            next(answers)
+    else:
+        rest = [(peer, str(value)) for peer, value in answers]
+        assert rest == ([] if lost == "skip" else [(ONE, "observer_0 was lost")])
+    assert supervisor.lost == []  # the gang knows
+    wire.answer("observer_0", 8)  # too late, and no harm
+    assert context._answers == []
+
+
+def test_what_a_function_raises_is_raised(context: Context, wire: Wire, supervisor: Supervisor) -> None:
+    answers = context.call_all("observer", double, 4)
+    wire.answer("observer_0", ValueError("On WorkerInfo(id=1): no such number"))
+    with pytest.raises(ValueError, match="no such number"):
+        next(answers)
+    assert supervisor.lost == []
+    assert context._answers == []
+
+
+def test_a_loop_that_ends_early_leaves_nothing(context: Context, wire: Wire) -> None:
+    def first() -> Any:
+        answers = context.call_all("observer", double, 4)
+        wire.answer("observer_0", 8)
+        for answer in answers:
+            return answer
+        return None
+
+    assert first() == 8
+    gc.collect()
+    assert context._answers == []
+
+
+@pytest.mark.parametrize("lost", [None, "answer", "raise"])
+def test_where_no_peer_is_left_the_generation_has_failed(context: Context, lost: Any) -> None:
+    for name in ("observer_0", "observer_1"):
+        context.lose(name)
+    with pytest.raises(PeerLostError, match="no observer is left"):
+        context.call_all("observer", double, 4, lost=lost)
+
+
+def test_where_no_peer_is_left_in_a_drain_there_are_no_answers(context: Context) -> None:
+    for name in ("observer_0", "observer_1"):
+        context.lose(name)
+    threading.Timer(0.05, context.drain).start()
+    assert list(context.call_all("observer", double, 4)) == []
+
+
+def test_an_unknown_role_is_refused(context: Context, wire: Wire) -> None:
+    with pytest.raises(UsageError, match=r"^no role 'observers' in this job \(agent, observer\)$"):
+        context.call_all("observers", double, 4)
+    assert wire.calls == []
+
+
+@pytest.mark.parametrize(("timeout", "waits"), [(-1.0, 20.0), (0.5, 10.5), (0, None)])
+def test_a_wait_is_longer_than_its_calls(
+    context: Context, wire: Wire, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: float | None
+) -> None:
+    """Each call ends by its own deadline: -1 is RPC_TIMEOUT, 0 none."""
+    waited: list[float | None] = []
+
+    class Answers(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            waited.append(timeout)
+            return super().get(timeout=10)
+
+    monkeypatch.setattr(peers.queue, "SimpleQueue", Answers)
+    answers = context.call_all("observer", double, 4, timeout=timeout)
+    for name in ("observer_0", "observer_1"):
+        wire.answer(name, 1)
+    assert list(answers) == [1, 1]
+    assert {call[-1] for call in wire.calls} == {timeout}
+    assert waited == [waits, waits]
+
+
+# ---- functions
+
+
+class Box:
+    @staticmethod
+    def double(number: int) -> int:
+        return 2 * number
+
+
+def nested() -> Callable[[], int]:
+    def inside() -> int:
+        return 1
+
+    return inside
+
+
+@functools.cache
+def cached() -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [double, Box.double, cached, torch.add, functools.partial(double, 3), len],
+    ids=lambda one: str(one)[:20],
+)
+def test_what_a_module_has_can_be_called(function: Callable[..., Any]) -> None:
+    require_importable(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(lambda: 1, r".*<lambda>"), (nested(), r"nested\.<locals>\.inside"), (threading.Lock().acquire, "lock.acquire")],
+)
+def test_what_no_peer_can_import_is_refused(function: Callable[..., Any], name: str) -> None:
+    with pytest.raises(UsageError, match=f"^{name} cannot be called at a peer: define it with `def` at the top of a"):
+        require_importable(function)
+
+
+def test_a_replaced_function_is_not_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a decorator that forgets to say whom it wraps."""
+    first = double
+    monkeypatch.setitem(globals(), "double", lambda number: number)
+    with pytest.raises(UsageError, match=r"^double cannot be called at a peer"):
+        require_importable(first)

@@ -213,7 +213,7 @@ def test_a_saved_model_is_evaluated_on_its_own_samples_only() -> None:
     model, samples = LocalModel(chosen, 2), data.load(chosen)
     model.table.fill()
     state = {"classes": 2, "epoch": 3, "step": 7, "digest": samples.digest,
-             "table": {"weight": list(model.table.weight.split(20)), "squares": model.table.squares},
+             "embeddings": {"weight": list(model.table.weight.split(20)), "squares": model.table.squares},
              "dense": {"weights": model.dense.state_dict()}}  # fmt: skip
     predicted = int(model(samples.test.bags).argmax(1))
     result = evaluate.evaluate(chosen, state)

@@ -56,18 +56,22 @@ class Training(Peers[S]):
         self._state = dict(state)
         for name, value in state.items():
             require_plain(name, value.state_dict() if is_stateful(value) else value)
-        snapshot, advice = self.snapshot(), "restore what the job was trained with, or set another CHECKPOINT_DIR"
+        snapshot = self.snapshot()
         for name, value in self._state.items() if snapshot else ():
             assert snapshot is not None
-            if is_stateful(value):
-                if name not in snapshot.state:
-                    raise UsageError(f"{snapshot.path.name}: has no {name}, so it is of another program; {advice}")
-                with UsageError.wrap(f"{snapshot.path.name}: {name} does not fit this program", advice=advice):
-                    value.load_state_dict(snapshot.state[name])
-            elif name in snapshot.state:
-                self._state[name] = snapshot.state[name]
-            else:
+            if name not in snapshot.state:
+                if "done" not in snapshot.about:  # of format 1, when jobs named their values otherwise
+                    problem = f"{snapshot.path.name}: was written by an earlier version, without {name}"
+                    raise UsageError(f"{problem}; finish the run with that version, or set another CHECKPOINT_DIR")
                 self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
+                continue
+            saved = snapshot.state[name]
+            if is_stateful(value):
+                advice = "restore what the job was trained with, or set another CHECKPOINT_DIR"
+                with UsageError.wrap(f"{snapshot.path.name}: {name} does not fit this program", advice=advice):
+                    value.load_state_dict(saved)
+            else:
+                self._state[name] = saved
         return self._state
 
     def snapshot(self) -> Snapshot | None:

@@ -32,7 +32,7 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
     table = ShardedTable(context)
     # position: samples of the epoch that were trained on
     state = context.restore({"step": 0, "epoch": 0, "position": 0, "accuracy": 0.0, "classes": data.classes,
-                             "digest": data.digest, "dense": None, "table": table})  # fmt: skip
+                             "digest": data.digest, "dense": None, "embeddings": table})  # fmt: skip
     if state["digest"] != data.digest:
         raise UsageError(f"DATASET={s.dataset}: the data are not those that the newest checkpoint was trained on; "
                          "restore them, or set another CHECKPOINT_DIR")  # fmt: skip

@@ -61,8 +61,8 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
         # what has arrived, and the update that is due with it
         update: Update | None = None
         match _next(inbox):
-            case GradientKey(name) if name in context.lost:
-                server.drop(name)  # it comes too late
+            case GradientKey(name) if name not in ledger.trainers:
+                server.drop(name)  # the trainer was lost meanwhile
             case GradientKey(name) as key:
                 arrived[key] += 1
                 if arrived[key] == s.servers:

@@ -11,12 +11,14 @@ from contextlib import ExitStack
 
 import pytest
 
+from rolecall.job import describe
 from rolecall.rank.coordinator import MAX_BODY, PATH
 from rolecall.watch.local import free_ports
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
-HEARTBEAT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "sequence": 1}
+HEARTBEAT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "sequence": 1,
+             "job": describe.describe("rl").identity}  # fmt: skip
 
 
 def post(job: Cluster, body: str, path: str = PATH, token: str = "") -> tuple[int, str]:
@@ -57,6 +59,9 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     assert "observer has ordinals 0 to 63, not 64" in text
     status, text = post(job, heartbeat(ordinal=-1))
     assert status == 409
+    status, text = post(job, heartbeat(job="ps (0)"))
+    assert status == 409
+    assert "this rank is of ps (0)" in text
     status, text = post(job, heartbeat(role="judge", ordinal=0))
     assert status == 409
     assert "no role 'judge'" in text
@@ -67,8 +72,9 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     assert job.agent.metric("gang_refused_total", reason="body") == 9
     assert job.agent.metric("gang_refused_total", reason="ordinal") == 2
     assert job.agent.metric("gang_refused_total", reason="role") == 1
+    assert job.agent.metric("gang_refused_total", reason="job") == 1
     assert job.agent.metric("gang_refused_total", reason="master") == 1
-    assert job.agent.text().count("refused ") == 13
+    assert job.agent.text().count("refused ") == 14
     job.trains()
     assert job.agent.metric("generation") == generation
     assert job.members() == 1

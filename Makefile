@@ -21,9 +21,11 @@ ifeq ($(TORCH),cuda)
 export COMPOSE_FILE ?= compose.yaml:docker/compose.cuda.yaml
 endif
 export TORCH TORCH_INDEX IMAGE
+# an image of your own is used as it is
+BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,19 +83,28 @@ image: ## builds the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, whi
 	  --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
 	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" .
 
-up-rl: image ## trains the reinforcement learning job in containers until it is solved (OBSERVERS=2)
+up-rl: $(BUILT) ## trains the reinforcement learning job in containers until it is solved (OBSERVERS=2)
 	@docker/up.sh rl agent
 
 # compose cannot subtract: the servers other than rank 0
-up-ps: image ## trains the parameter server job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
+up-ps: $(BUILT) ## trains the parameter server job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
 	@[ -z "$$SERVERS" ] || export SHARDS="$${SHARDS:-$$((SERVERS > 1 ? SERVERS - 1 : 0))}"; \
 	docker/up.sh ps ps
 
-up-rnn: image ## trains the language model in containers until its epochs are done
+up-rnn: $(BUILT) ## trains the language model in containers until its epochs are done
 	@docker/up.sh rnn rnn-ps
 
-up-hybrid: image ## trains the hybrid job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
+up-hybrid: $(BUILT) ## trains the hybrid job in containers until its epochs are done (TRAINERS=2 SERVERS=1)
 	@docker/up.sh hybrid master
+
+up-job: given-JOB_FILE $(BUILT) ## runs a job of your own in containers until it has finished (JOB_FILE=./pi.py)
+	@docker/up.sh job job-rank0
+
+up-script: given-SCRIPT $(BUILT) ## runs a torch RPC program, unmodified, in containers (SCRIPT=./FILE.py RANKS=2)
+	@docker/up.sh script script-rank0
+
+given-%:
+	@test -n "$($*)" || { echo "rolecall: $* is missing: it names a file, such as ./pi.py" >&2; exit 2; }
 
 build/kubectl: k8s/kubectl.py | $(READY)
 	$(BIN)/python k8s/kubectl.py $@
@@ -102,14 +113,15 @@ kubectl: $(KUBECTL) ## downloads kubectl to build/ if none is installed (Linux o
 
 k8s-render: $(KUBECTL) ## writes the manifests of every overlay of k8s/ to build/k8s/
 	@mkdir -p build/k8s
-	@for overlay in $$(cd k8s && ls -d *rl* *ps* *rnn* *hybrid*); do \
+	@for overlay in $$(cd k8s && ls -d *rl* *ps* *rnn* *hybrid* job script); do \
 	  $(KUBECTL) kustomize "k8s/$$overlay" > "build/k8s/$$overlay.yaml" || exit 1; echo "build/k8s/$$overlay.yaml"; done
 
 k8s-validate: $(READY) $(KUBECTL) ## checks the manifests offline: Kubernetes's schemas, the project's rules (OVERLAY=DIR: your own too)
 	$(BIN)/python -m pytest tests/contracts/test_k8s.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
 
-k8s-kind: image $(KUBECTL) ## trains on a kind cluster until the job has finished (JOB=rl|ps|rnn|hybrid; needs kind)
-	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(if $(filter ps,$(JOB)),ps-trainers,$(JOB))" "$(IMAGE):$(TORCH)"
+k8s-kind: image $(KUBECTL) ## trains on a kind cluster until the job has finished (JOB=rl|ps|rnn|hybrid|job|script; needs kind)
+	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(if $(filter ps,$(JOB)),ps-trainers,$(JOB))" "$(IMAGE):$(TORCH)" \
+	  "$(if $(filter job,$(JOB)),$(JOB_FILE))$(if $(filter script,$(JOB)),$(SCRIPT))"
 
 up-monitoring: ## starts Prometheus and Grafana on loopback, beside any job (PROMETHEUS_PORT=9090 GRAFANA_PORT=3000)
 	@docker compose --profile monitoring up --detach --no-build
@@ -151,8 +163,9 @@ bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, 
 chaos: $(READY) ## kills and freezes a job's ranks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
-docs: $(READY) ## regenerates tables in docs/, Grafana's dashboards and the PrometheusRule from the code
+docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards and the PrometheusRule from the code
 	$(BIN)/python -m tools.tables
+	$(BIN)/python -m tools.snippets
 	$(BIN)/python -m tools.dashboards
 
 clean: ## deletes caches, runs and .venv

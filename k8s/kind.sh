@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# Trains a job on a kind cluster until it has finished: k8s/kind.sh OVERLAY IMAGE
+# Trains a job on a kind cluster until it has finished: k8s/kind.sh OVERLAY IMAGE [FILE, of the overlays job and script]
 # Creates the cluster CLUSTER=rolecall if there is none, and keeps it: `kind delete cluster --name rolecall`. TIMEOUT is
 # in seconds.
 set -euo pipefail
-overlay=$1 image=$2
+overlay=$1 image=$2 file=${3:-}
 cluster=${CLUSTER:-rolecall} timeout=${TIMEOUT:-1800}
 kubectl=${KUBECTL:-kubectl}
 for tool in docker kind "$kubectl"; do
   command -v "$tool" >/dev/null || { echo "k8s-kind: $tool is not installed" >&2; exit 2; }
 done
 [ -f "k8s/$overlay/settings.env" ] || { echo "k8s-kind: there is no job k8s/$overlay" >&2; exit 2; }
+case $overlay in
+  job | script) [ -f "$file" ] || { echo "k8s-kind: JOB_FILE or SCRIPT='$file': there is no such file" >&2; exit 2; } ;;
+esac
 rank0=$(sed -n 's/^MASTER_ADDR=\([^.]*\)\..*/\1/p' "k8s/$overlay/settings.env")
 kubectl() { command "$kubectl" --context "kind-$cluster" "$@"; }
 
@@ -17,8 +20,14 @@ kind get clusters 2>/dev/null | grep -qx "$cluster" || kind create cluster --nam
 kind load docker-image "$image" --name "$cluster"
 # pods of an earlier image of the same name
 kubectl delete pods --selector "app.kubernetes.io/instance=$overlay" --ignore-not-found
+if [ -n "$file" ]; then
+  kubectl create configmap "$overlay" --from-file="$file" --dry-run=client --output yaml | kubectl apply --filename -
+fi
 kubectl apply -k "k8s/$overlay"
-if ! kubectl rollout status "statefulset/${rank0%-0}" --timeout=300s; then
+first=statefulset/${rank0%-0}
+# `rollout status` knows no strategy but RollingUpdate
+replicas=$(kubectl get "$first" --output jsonpath='{.spec.replicas}')
+if ! kubectl wait "$first" --for=jsonpath='{.status.readyReplicas}'="$replicas" --timeout=300s; then
   kubectl get pods --selector "app.kubernetes.io/instance=$overlay"
   kubectl describe pod "$rank0" | tail -n 20
   exit 1

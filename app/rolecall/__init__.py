@@ -12,25 +12,30 @@ if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
+    from rolecall.job.program import Program
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import Drained, Peer, PeerLostError
+    from rolecall.job.task import Drained, Peer, PeerLostError, ProgramError, RemoteError
+    from rolecall.job.turns import in_turn
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "RankObject", "Role", "Seconds",
-    "Settings", "Snapshot", "UsageError", "__version__", "choose_device", "standard_library",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "Program", "ProgramError", "RankObject",
+    "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
+    "in_turn", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
+    "job.program": ("Program",),
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
-    "job.task": ("Drained", "Peer", "PeerLostError"),
+    "job.task": ("Drained", "Peer", "PeerLostError", "ProgramError", "RemoteError"),
+    "job.turns": ("in_turn",),
     "telemetry": ("Metric",),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +13,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall import config, telemetry
+from rolecall import config, new, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job import checkpoint, describe, loader, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
+SCRIPT = "script"  # the job that runs a program without one
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 {jobs}
 
-`rolecall run JOB --help` lists its settings, each of which is a flag."""
+`rolecall run JOB --help` lists its settings, each of which is a flag. A torch RPC program that has no job runs by
+`rolecall run FILE.py:FUNCTION --ranks N`, or as __main__ by `rolecall run FILE.py --ranks N -- ARGUMENTS`, in which
+{{rank}} and {{world_size}} are replaced."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead")
     evaluate.set_defaults(handler=_evaluate)
+    create = commands.add_parser(
+        "new", help="write a job to start from: its file, a test, compose.yaml, a kustomization"
+    )
+    create.add_argument("name", metavar="NAME", help="of the folder, which is made here, and of the job")
+    create.set_defaults(handler=_new)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
 
@@ -106,7 +115,19 @@ def _rank(arguments: argparse.Namespace) -> int:
 def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.watch import local
 
-    return local.run(describe.ask(target, words))
+    return local.run(describe.ask(*_script(target, words)))
+
+
+def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The job and its flags. A program without a job, which is given --ranks or arguments of its own, is one of the job
+    `script`."""
+    flags, arguments = list(words), list[str]()
+    if "--" in flags:
+        flags, arguments = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+    if target in registry.JOBS or not (arguments or any(word.partition("=")[0] == "--ranks" for word in flags)):
+        return target, words
+    given = [f"--script={registry.absolute(target)}", f"--script-args={shlex.join(arguments)}"]
+    return SCRIPT, [*flags, *given]
 
 
 def _describe(arguments: argparse.Namespace) -> int:
@@ -158,6 +179,13 @@ def _jobs(arguments: argparse.Namespace) -> int:
         roles = ", ".join(role.name + (f" x {role.count}" if role.count != 1 else "") for role in job.roles)
         rows.append((name, roles, job.summary))
     _print(("job", "roles", "what"), rows, markdown=False)
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    files = new.write(arguments.name, Path.cwd())
+    print(f"rolecall: wrote {', '.join(str(file.relative_to(Path.cwd())) for file in files)}")
+    print(f"try: rolecall run {files[0].parent.name}/{arguments.name}.py    pytest {arguments.name}")
     return 0
 
 

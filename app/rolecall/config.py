@@ -267,6 +267,11 @@ def export(**names: str) -> None:
     os.environ.update(names)
 
 
+def exported(name: str) -> str:
+    """A variable that is no setting, such as a program may have set for its libraries; empty where there is none."""
+    return os.environ.get(name, "")
+
+
 def export_default(**names: str) -> None:
     """Sets those of the variables that are not set."""
     export(**{name: value for name, value in names.items() if name not in os.environ})

@@ -29,19 +29,8 @@ from rolecall.config import __version__
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
-CAUSES = (
-    "killed",
-    "crashed",
-    "failed",
-    "silent",
-    "restarted",
-    "unreachable",
-    "lost",
-    "left",
-    "drained",
-    "stopped",
-    "refused",
-)
+CAUSES = ("killed", "crashed", "failed", "silent", "restarted", "unreachable", "lost", "left", "drained", "stopped",
+          "refused")  # fmt: skip
 WORKER_CAUSES = ("killed", "crashed", "failed", "silent", "lost", "refused")  # of these, how a worker may end early
 WORKER_STATES = ("none", "starting", "running", "ended")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")

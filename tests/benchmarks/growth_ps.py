@@ -29,7 +29,7 @@ from rolecall import Context, Peer, RankObject, config, telemetry
 from rolecall.job import registry
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.rpc import TorchRpc
-from rolecall.jobs.ps import PsSettings, calls, model, roles
+from rolecall.jobs.ps import PsSettings, calls, lead, model
 from rolecall.jobs.ps.messages import BatchReport, GradientKey
 from tests.benchmarks import launch, ranks
 
@@ -167,13 +167,13 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
     )
     metrics = telemetry.build([*telemetry.WORKER, *registry.get("ps").metrics])
     telemetry.setup_logging("text", "error")
-    calls.INBOX = RankObject()  # a worker is one server, once; here a process is several in turn
+    calls.INBOX, calls.SERVER = RankObject(), RankObject()  # a worker is one server; here a process is several in turn
     path = Path(directory, f"{trainers}")
     path.mkdir(exist_ok=True)
     job = registry.get("ps")
     context = Context(settings, members[rank], members, 1, metrics, job, checkpoints=Checkpoints(path, "ps", 1))
     context.transport = _Transport(metrics, None)  # type: ignore[arg-type]
-    thread = threading.Thread(target=roles.serve, args=(context,), daemon=True)
+    thread = threading.Thread(target=lead.run, args=(context,), daemon=True)
     thread.start()
     return (context, thread) if rank == 0 else None
 

@@ -109,7 +109,7 @@ def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
     """To the end of the epoch that it is in."""
     found = Checkpoints(checkpoints, "rnn").newest()
     assert found is not None
-    return {**RNN, "EPOCHS": str(found.state["epoch"] + 1)}
+    return {**RNN, "EPOCHS": str(len(found.state["history"]) + 1)}
 
 
 def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:

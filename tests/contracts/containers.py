@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rolecall.config import Settings
 from rolecall.job import registry
 from rolecall.job.spec import Job, Role
 from tests.roles import counter
@@ -21,6 +22,10 @@ MONITORING = "monitoring"  # the profile of those that watch, and are no ranks
 SERVICES: dict[str, dict[str, Any]] = {
     name: service for name, service in COMPOSE["services"].items() if service["profiles"] != [MONITORING]
 }
+# the profiles for the user's own: ranks without a role, which the gang assigns; the other profiles are one job each
+GENERIC = ("job", "script")
+ROLES = {name: service for name, service in SERVICES.items() if service["profiles"][0] not in GENERIC}
+RANKS = {name: service for name, service in SERVICES.items() if name not in ROLES}
 WATCHERS: dict[str, dict[str, Any]] = {
     name: service for name, service in COMPOSE["services"].items() if name not in SERVICES
 }
@@ -42,8 +47,16 @@ def role_of(name: str) -> Role:
     return next(role for role in job_of(name).roles if role.name == SERVICES[name]["environment"]["ROLE"])
 
 
+def settings_of(name: str) -> type[Settings]:
+    """The settings of a service's job; of a job file, those that are known before there is one."""
+    profile = SERVICES[name]["profiles"][0]
+    return registry.get(profile).settings if profile in registry.JOBS else Settings
+
+
 def is_first(name: str) -> bool:
     """Whether it is rank 0's service: of a first role with several members, the one that says so."""
+    if name in RANKS:
+        return "RANK" in SERVICES[name]["environment"]
     role = role_of(name)
     return role == job_of(name).roles[0] and (not counter(role) or "ORDINAL" in SERVICES[name]["environment"])
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rolecall import new
+from rolecall.config import Settings
 from rolecall.job import registry
 from rolecall.job.spec import Job, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
 JOBS = ("rl", "ps-trainers", "rnn", "hybrid")
-OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS))
+# for the user's own: one set of ranks, which are given their roles by number
+GENERIC = ("job", "script")
+NEW = "new"  # what `rolecall new` writes
+OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
 CONTAINER = "rank"
 Object = dict[str, Any]
 
@@ -41,7 +47,10 @@ def render(directory: Path) -> list[Object]:
 @functools.cache
 def overlay(name: str) -> Overlay:
     """An overlay by its folder: of k8s/, or a path."""
-    return Overlay(name, render(K8S / name))
+    if name != NEW:
+        return Overlay(name, render(K8S / name))
+    with tempfile.TemporaryDirectory() as parent:
+        return Overlay(name, render(new.write("fresh_job", Path(parent))[0].parent))
 
 
 @dataclass(frozen=True)
@@ -66,13 +75,15 @@ class Overlay:
     @property
     def first(self) -> RankSet:
         """Rank 0's set."""
-        (item,) = [one for one in self.sets if one.role == one.job.roles[0]]
+        (item,) = [
+            one for one in self.sets if (one.role == one.job.roles[0] if one.has_role else one.name.endswith("rank"))
+        ]
         return item
 
 
 @dataclass(frozen=True)
 class RankSet:
-    """The ranks of one role: a StatefulSet."""
+    """The ranks of one role, or those that are told apart by their numbers: a StatefulSet."""
 
     overlay: Overlay
     object: Object
@@ -118,6 +129,16 @@ class RankSet:
     @property
     def pods(self) -> list[str]:
         return [f"{self.name}-{number}" for number in range(self.replicas)]
+
+    @property
+    def has_role(self) -> bool:
+        return "ROLE" in self.environment
+
+    @property
+    def settings(self) -> type[Settings]:
+        """The settings of its job; of a job file, those that are known before there is one."""
+        name = self.environment["JOB"]
+        return registry.get(name).settings if name in registry.JOBS else Settings
 
     @property
     def job(self) -> Job:

@@ -16,7 +16,10 @@ from tests.contracts.containers import (
     COMPOSE_TEXT,
     DOCKERFILE,
     EVERYTHING,
+    GENERIC,
     MAKEFILE,
+    RANKS,
+    ROLES,
     ROOT,
     SCRIPTS,
     SERVICES,
@@ -27,6 +30,7 @@ from tests.contracts.containers import (
     networks,
     only,
     role_of,
+    settings_of,
     siblings,
 )
 from tests.roles import counter
@@ -54,10 +58,10 @@ UNWANTED = (
 
 
 def test_every_job_has_a_profile() -> None:
-    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == set(registry.JOBS)
+    assert {profile for service in SERVICES.values() for profile in service["profiles"]} == {*registry.JOBS, *GENERIC}
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_a_service_is_a_role_of_one_job(name: str) -> None:
     service = SERVICES[name]
     assert service["profiles"] == [service["environment"]["JOB"]]
@@ -70,7 +74,7 @@ def test_a_service_is_a_role_of_one_job(name: str) -> None:
     assert len(siblings(name)) == len(roles) + bool(counter(first))
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_every_variable_is_passed(name: str) -> None:
     fields = {field.upper() for field in job_of(name).settings.model_fields}
     assert fields >= NOT_PASSED
@@ -79,14 +83,14 @@ def test_every_variable_is_passed(name: str) -> None:
     assert SERVICES[name]["environment"].get("ORDINAL", "0") == "0"
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_ranks_differ_in_their_role_only(name: str) -> None:
     for other in siblings(name):
         one, two = SERVICES[name]["environment"], SERVICES[other]["environment"]
         assert {**one, "ROLE": "", "ORDINAL": ""} == {**two, "ROLE": "", "ORDINAL": ""}
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_nothing_but_addresses_and_counts_has_a_value_here(name: str) -> None:
     """A default that stands in two places is wrong in one of them sooner or later."""
     counts = {counter(role) for role in job_of(name).roles} - {""}
@@ -95,7 +99,7 @@ def test_nothing_but_addresses_and_counts_has_a_value_here(name: str) -> None:
     assert valued == {"JOB", "ROLE", "MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"} | counts | places
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_as_many_containers_as_the_job_waits_for(name: str) -> None:
     role, service = role_of(name), SERVICES[name]
     count = counter(role)
@@ -113,7 +117,7 @@ def test_as_many_containers_as_the_job_waits_for(name: str) -> None:
         assert service["deploy"].get("replicas", 1) == role.count
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for field in job_of(name).settings.model_fields:
         monkeypatch.delenv(field.upper(), raising=False)
@@ -181,7 +185,8 @@ def test_a_container_may_do_no_more_than_it_needs(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
     assert not [option for option in service["security_opt"] if "unconfined" in option]
-    assert not set(UNWANTED.split()) & set(service)
+    # of the variables' names: see test_generic.py
+    assert not set(UNWANTED.split()) & set(service) - ({"env_file"} if name in RANKS else set())
     temporary = {path: options for path, _, options in (entry.partition(":") for entry in service["tmpfs"])}
     assert set(temporary) == {"/tmp"}
     assert {"noexec", "nosuid", "nodev"} <= set(temporary["/tmp"].split(","))
@@ -202,7 +207,7 @@ def test_a_container_is_bounded(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_stop_leaves_the_time_to_drain(name: str) -> None:
-    fields = job_of(name).settings.model_fields
+    fields = settings_of(name).model_fields
     grace = re.fullmatch(r"(\d+)s", filled(SERVICES[name]["stop_grace_period"]))
     assert grace
     # the supervisor itself gives up after the first two (app/rolecall/rank/supervisor.py); then it ends its worker
@@ -210,7 +215,7 @@ def test_a_stop_leaves_the_time_to_drain(name: str) -> None:
     assert int(grace.group(1)) > least
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_rank_0_alone_keeps_something(name: str) -> None:
     volumes = [filled(volume).split(":") for volume in SERVICES[name].get("volumes", [])]
     written = [(source, target) for source, target, *options in volumes if options != ["ro"]]
@@ -223,7 +228,7 @@ def test_rank_0_alone_keeps_something(name: str) -> None:
     assert not [other for other in SERVICES if other != name and source in str(SERVICES[other].get("volumes"))]
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", ROLES)
 def test_data_are_mounted_where_the_job_looks_for_them(name: str) -> None:
     """The root file system is read-only, so they can come from nowhere else."""
     volumes = [filled(volume).split(":") for volume in SERVICES[name].get("volumes", [])]
@@ -256,13 +261,17 @@ def test_the_image_is_the_one_that_make_builds(name: str) -> None:
     "profile", sorted({profile for service in SERVICES.values() for profile in service["profiles"]})
 )
 def test_make_starts_every_profile(profile: str) -> None:
-    recipe = re.search(rf"^up-{profile}: image ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    recipe = re.search(rf"^up-{profile}: .*\$\(BUILT\) ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe, f"no target up-{profile} that builds the image first"
     (first,) = [name for name, service in SERVICES.items() if service["profiles"] == [profile] and is_first(name)]
     assert f"docker/up.sh {profile} {first}\n" in recipe.group(1)
 
 
-@pytest.mark.parametrize("job", registry.JOBS)
+def test_make_builds_the_image_unless_it_is_the_users() -> None:
+    assert re.search(r"^BUILT := \$\(if \$\(filter rolecall,\$\(IMAGE\)\),image\)$", MAKEFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("job", sorted(set(registry.JOBS) - set(GENERIC)))
 def test_make_runs_every_job_here(job: str) -> None:
     recipe = re.search(rf"^run-{job}: .* ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe, f"no target run-{job}"

@@ -12,24 +12,37 @@ import pytest
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job import registry
-from tools.tables import generate
+from rolecall.job import adopt, registry
+from tools import snippets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+GENERATED = {**tables.generate(), **snippets.generate()}
 VARIABLES = {name.upper() for job in registry.JOBS for name in registry.get(job).settings.model_fields}
 METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(registry.get(job).metrics)}
 # environment variables and constants in the pages that are not settings of a rank
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
-OTHERS = {"BENCH_JSON", "PIP_ARGS"} | {
-    name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())
-}
+OTHERS = (
+    {"BENCH_JSON", "PIP_ARGS"}
+    | set(adopt.variables(Settings(), 0, 1, 1))
+    | {name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())}
+    | set(re.findall(r"\bgiven-([A-Z_]+)", (ROOT / "Makefile").read_text()))
+)
 
 
-@pytest.mark.parametrize("path", generate(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: path.name)
 def test_generated_pages_are_those_of_the_code(path: Path) -> None:
-    assert path.read_text() == generate()[path], "run `make docs`"
+    assert path.read_text() == GENERATED[path], "run `make docs`"
+
+
+def test_a_snippet_is_the_code_of_a_region() -> None:
+    page = "<!-- snippet: examples/pi.py -->\nold\n<!-- end of snippet -->\n"
+    assert f"```python\n{(ROOT / 'examples/pi.py').read_text()}```\n<!-- end" in snippets.fill(page)
+    assert "class Regression" in snippets.fill(page.replace("pi.py", "regression.py settings"))
+    assert "def lead" not in snippets.fill(page.replace("pi.py", "regression.py settings"))
+    with pytest.raises(ValueError, match="no region other"):
+        snippets.fill(page.replace("pi.py", "pi.py other"))
 
 
 @pytest.mark.parametrize("cls", [Settings, *(registry.get(job).settings for job in registry.JOBS)])
@@ -61,7 +74,7 @@ def test_links_and_make_targets_exist(name: str) -> None:
 def test_the_readme_is_short_and_says_how_to_start() -> None:
     assert len(README.splitlines()) <= 170
     assert "make test" in README
-    assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS}
+    assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS} - {"run-script"}
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
@@ -76,12 +89,13 @@ def test_flags_in_the_pages_exist(name: str) -> None:
 
 
 def fields_of(target: str) -> dict[str, Any]:
-    """The settings of a job that a page runs; one of the user's own is among the examples."""
+    """The settings of a job that a page runs; one of the user's own is among the examples, or is any program."""
     if target in registry.JOBS:
         return registry.get(target).settings.model_fields
-    (path,) = ROOT.glob(f"examples/**/{Path(target.partition(':')[0]).name}")
-    has_job = re.search(r"^JOB = Job\(", path.read_text(), re.MULTILINE)
-    return registry.get(str(path) if has_job else "script").settings.model_fields
+    for path in ROOT.glob(f"examples/**/{Path(target.partition(':')[0]).name}"):
+        if re.search(r"^JOB = Job\(", path.read_text(), re.MULTILINE):
+            return registry.get(str(path)).settings.model_fields
+    return registry.get("script").settings.model_fields
 
 
 def test_messages_quoted_in_the_runbook_exist() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,18 @@ from rolecall import config
 from rolecall.config import Settings
 from rolecall.job import registry
 from tests.contracts.containers import ROOT, image_environment, only
-from tests.contracts.manifests import JOBS, K8S, Overlay, RankSet, overlay, render
+from tests.contracts.manifests import GENERIC, JOBS, K8S, Overlay, RankSet, overlay, render
 
 KUBERNETES = "1.36"
 ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
                    "secret"}  # fmt: skip
 # kinds of components that a cluster may have, which its own schemas do not know
 CUSTOM = {"PodMonitor", "PrometheusRule"}
-EXAMPLES = re.findall(r"^```yaml\n(.+?)^```$", (ROOT / "docs" / "kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+# the page's files by where they lie; the last one of each example is its kustomization.yaml
+BLOCKS = re.findall(r"^```yaml\n# (\S+)\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ENDS = [number + 1 for number, (path, _) in enumerate(BLOCKS) if path.endswith("/kustomization.yaml")]
+EXAMPLES = [dict(BLOCKS[start:end]) for start, end in zip([0, *ENDS], ENDS, strict=False)]
 
 
 @pytest.fixture
@@ -55,12 +59,16 @@ def test_names_are_given_once(rendered: Overlay) -> None:
 
 
 def test_jobs_live_side_by_side_in_a_namespace() -> None:
-    names = [(one["kind"], one["metadata"]["name"]) for job in JOBS for one in overlay(job).objects]
+    names = [(one["kind"], one["metadata"]["name"]) for job in (*JOBS, *GENERIC) for one in overlay(job).objects]
     assert len(names) == len(set(names))
+    # ConfigMaps that are not of the overlays
+    assert not {("ConfigMap", job) for job in GENERIC} & set(names)
 
 
 def test_every_job_has_its_overlays() -> None:
-    assert [overlay(name).first.environment["JOB"] for name in JOBS] == list(registry.JOBS)
+    assert [overlay(name).first.environment["JOB"] for name in JOBS] == [
+        name for name in registry.JOBS if name not in GENERIC
+    ]
     for name in JOBS:
         assert overlay(name).first.environment == {
             key: value for key, value in overlay(f"{name}-cuda").first.environment.items() if key != "DEVICE"
@@ -71,6 +79,12 @@ def test_every_job_has_its_overlays() -> None:
 
 
 def test_a_set_is_a_role(rendered: Overlay) -> None:
+    if not rendered.first.has_role:
+        (one,) = rendered.sets
+        assert one.labels["app.kubernetes.io/component"] == "rank"
+        assert not {"RANK", "ORDINAL"} & set(one.environment)  # a pod's name ends in them
+        assert all(re.search(rf"(^|-)rank-{number}$", pod) for number, pod in enumerate(one.pods))
+        return
     assert {one.role.name for one in rendered.sets} == {role.name for role in rendered.first.job.roles}
     assert len(rendered.sets) == len(rendered.first.job.roles)
     for one in rendered.sets:
@@ -80,8 +94,10 @@ def test_a_set_is_a_role(rendered: Overlay) -> None:
 
 def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
     for one in rendered.sets:
-        known = {name.upper() for name in one.job.settings.model_fields}
-        assert set(one.environment) | set(one.secrets) <= known, one.name
+        known = {name.upper() for name in one.settings.model_fields}
+        if one.settings is not Settings:  # a job file's own are in the file
+            assert set(one.environment) | set(one.secrets) <= known, one.name
+            assert not config.misspelt(one.settings.model_fields, {**one.environment, **one.secrets})
         for variable in known:
             monkeypatch.delenv(variable, raising=False)
         for variable, value in image_environment().items():
@@ -89,14 +105,15 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
                 monkeypatch.setenv(variable, value)
         for variable, value in one.environment.items():
             monkeypatch.setenv(variable, value)
-        job, settings = registry.load()
-        assert not config.misspelt(job.settings.model_fields)
-        roles = registry.roles(job, settings)
-        for pod in one.pods:
-            identity = registry.identity(roles, settings, pod)
-            assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
-        counts = {role.name: role for role in roles}
-        assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"
+        settings = config.load(one.settings)
+        if one.has_role:
+            for pod in one.pods:
+                identity = registry.identity(registry.roles(one.job, settings), settings, pod)
+                assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
+            counts = {role.name: role for role in registry.roles(one.job, settings)}
+            assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"
+        elif "RANKS" in one.environment:
+            assert one.replicas == int(one.environment["RANKS"])
         assert settings.on_finish == "linger"  # an exit would only be started again
         for probe, port in (("metrics", settings.metrics_port), ("control", settings.control_port),
                             ("rendezvous", settings.master_port)):  # fmt: skip
@@ -124,7 +141,8 @@ def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:
     for one in rendered.sets:
         claims = [claim["metadata"]["name"] for claim in one.spec.get("volumeClaimTemplates", [])]
         mounted = [mount for mount in one.container["volumeMounts"] if mount["name"] in claims]
-        assert [mount["mountPath"] for mount in mounted] == ([directory] if one.name == rendered.first.name else [])
+        keeps = not one.has_role or one.name == rendered.first.name
+        assert [mount["mountPath"] for mount in mounted] == ([directory] if keeps else [])
 
 
 # ---- starting, stopping, replacing
@@ -155,7 +173,7 @@ def test_a_gang_starts_and_is_replaced_without_a_deadlock(rendered: Overlay) -> 
     for one in rendered.sets:
         assert one.spec["podManagementPolicy"] == "Parallel"
         strategy = one.spec["updateStrategy"]
-        if one.replicas > 1 and not one.role.elastic:
+        if one.replicas > 1 and not (one.has_role and one.role.elastic):
             assert strategy == {"type": "OnDelete"}
         else:
             assert strategy == {"type": "RollingUpdate"}
@@ -175,7 +193,7 @@ def test_disruptions_are_few_and_never_forbidden(rendered: Overlay) -> None:
 def test_selectors_match_their_own_pods_only(rendered: Overlay) -> None:
     for one in rendered.sets:
         assert matches(one.spec["selector"], one.labels)
-        for other in [*rendered.sets, *(item for job in JOBS for item in overlay(job).sets)]:
+        for other in [*rendered.sets, *(item for job in (*JOBS, *GENERIC) for item in overlay(job).sets)]:
             same = other.name == one.name
             assert matches(one.spec["selector"], other.labels) == same, f"{one.name}, {other.name}"
 
@@ -240,7 +258,7 @@ def test_the_network_is_the_wall(rendered: Overlay) -> None:
     assert mates == {"to": same_job}
     assert {(entry["port"], entry["protocol"]) for entry in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     assert all(set(to) == {"namespaceSelector"} or to["ipBlock"]["cidr"].endswith("/32") for to in names["to"])
-    for other in JOBS:
+    for other in (*JOBS, *GENERIC):
         for one in overlay(other).sets:
             same = one.labels["app.kubernetes.io/instance"] == rendered.first.labels["app.kubernetes.io/instance"]
             assert matches(policy["podSelector"], one.labels) == same
@@ -270,9 +288,9 @@ def test_gpus_are_for_ranks_that_compute_on_one(rendered: Overlay) -> None:
     } - {"ps"}
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [*JOBS, *GENERIC])
 def test_the_image_is_changed_by_kustomize(job: str) -> None:
-    for name, image in ((job, "rolecall"), (f"{job}-cuda", "rolecall-cuda")):
+    for name, image in ((job, "rolecall"), (f"{job}-cuda", "rolecall-cuda"))[: 1 if job in GENERIC else 2]:
         text = (K8S / name / "kustomization.yaml").read_text()
         assert f"images:\n  - name: {image}\n" in text
     assert {one.container["image"] for one in overlay(job).sets} == {"rolecall:cpu"}
@@ -280,12 +298,25 @@ def test_the_image_is_changed_by_kustomize(job: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_documented_overlays_render(example: str, tmp_path: Path) -> None:
-    directory = tmp_path / "mine"
-    directory.mkdir()
-    (directory / "kustomization.yaml").write_text(example.replace("../k8s", os.path.relpath(K8S, directory)))
-    before, after = render(K8S / re.findall(r"\.\./k8s/(\S+)", example)[0]), render(directory)
-    assert len(before) == len(after)
+def test_the_documented_overlays_render(example: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (directory,) = {(tmp_path / path).parent for path in example}
+    text = "".join(example.values())
+    extended = re.search(r"\.\./k8s/(\S+)", text)
+    base = extended[1] if extended else "job"  # which the page says to copy
+    if not extended:
+        shutil.copytree(K8S / base, directory)
+    directory.mkdir(exist_ok=True)
+    (directory / "pi.py").touch()  # the user's file
+    for path, content in example.items():
+        (tmp_path / path).write_text(content)
+    before, after = render(K8S / base), render(directory)
     assert before != after
+    added = re.findall(r"^kind: StatefulSet|^ +files: ", text, re.MULTILINE)
+    assert len(after) == len(before) + len(added)
     for item in after:
         kubernetes_validate.validate(item, KUBERNETES, strict=True)
+
+
+def test_no_documented_overlay_is_left_out() -> None:
+    assert sum(len(example) for example in EXAMPLES) == PAGE.count("```yaml\n")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contracts.manifests import Overlay
 from tests.e2e.containers import IMAGE, ROOT, Project
+from tests.e2e.pods import Pods
 
 Projects = Callable[..., Project]
+Started = Callable[..., Pods]
 ENDLESS = {  # learns too slowly to be solved
     "LR": "1e-9",
     "NUM_ENVS": "8",
@@ -20,7 +24,7 @@ ENDLESS = {  # learns too slowly to be solved
     "CHECKPOINT_INTERVAL": "1",
     "LOG_INTERVAL": "1000",
 }
-_open: list[Project] = []
+_open: list[Project | Pods] = []
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -53,6 +57,23 @@ def projects() -> Iterator[Projects]:
     for project in made:
         _open.remove(project)
         project.close()
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """A factory of started pods, gone afterwards."""
+    everyone: list[Pods] = []
+
+    def start(overlay: Overlay, secret: str = "", folder: Path | None = None) -> Pods:
+        everyone.append(Pods(overlay, secret, folder))
+        _open.append(everyone[-1])
+        everyone[-1].start()
+        return everyone[-1]
+
+    yield start
+    for pods in everyone:
+        _open.remove(pods)
+        pods.close()
 
 
 @pytest.fixture(scope="session")

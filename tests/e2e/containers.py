@@ -21,7 +21,7 @@ from rolecall import Job, telemetry
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE = "rolecall:cpu"
+IMAGE = os.environ.get("IMAGE", "rolecall") + ":cpu"
 DEADLINE = 120.0  # of every command; a fail-safe, no measurement
 _numbers = itertools.count()
 

@@ -29,11 +29,27 @@ def overlay_with(directory: Path, job: str, **settings: str) -> Overlay:
     return Overlay(job, render(directory))
 
 
-class Pods:
-    """The pods of one overlay on a network of their own, where they have the names that the service gives them."""
+def config_map(directory: Path, *files: Path) -> Path:
+    """A folder as a kubelet makes one of a ConfigMap: links to links, whose target an update replaces."""
+    data = directory / "..2026_01_01"
+    data.mkdir(parents=True)
+    (directory / "..data").symlink_to(data.name)
+    for file in files:
+        (data / file.name).write_text(file.read_text())
+        (directory / file.name).symlink_to(f"..data/{file.name}")
+    for path in (directory, data, *data.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return directory
 
-    def __init__(self, overlay: Overlay, secret: str = "") -> None:
-        self.overlay, self.secret = overlay, secret
+
+class Pods:
+    """The pods of one overlay on a network of their own, where they have the names that the service gives them.
+
+    `folder` is what their volume of a ConfigMap holds.
+    """
+
+    def __init__(self, overlay: Overlay, secret: str = "", folder: Path | None = None) -> None:
+        self.overlay, self.secret, self.folder = overlay, secret, folder
         self.name = f"rolecall-pods-{os.getpid()}-{next(_numbers)}"
         docker("network", "create", "--internal", "--label", f"pods={self.name}", self.name)
 
@@ -46,7 +62,7 @@ class Pods:
     def create(self, ranks: RankSet, pod: str) -> Container:
         """A pod, and its claims where it has not had them before."""
         spec, container = ranks.pod, ranks.container
-        assert container["image"] == IMAGE
+        assert container["image"] == "rolecall:cpu"
         user, limits = spec["securityContext"], container["resources"]["limits"]
         arguments = [
             "--name", f"{self.name}-{pod}", "--hostname", pod, "--label", f"pods={self.name}",
@@ -58,11 +74,18 @@ class Pods:
         ]  # fmt: skip
         for capability in container["securityContext"]["capabilities"]["drop"]:
             arguments += ["--cap-drop", capability]
-        scratch = {volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"]}
+        if "workingDir" in container:
+            arguments += ["--workdir", container["workingDir"]]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
         for mount in container["volumeMounts"]:
-            if mount["name"] in scratch:
-                size = scratch[mount["name"]].removesuffix("i").lower()
+            volume = volumes.get(mount["name"], {})
+            if "emptyDir" in volume:
+                size = volume["emptyDir"]["sizeLimit"].removesuffix("i").lower()
                 arguments += ["--tmpfs", f"{mount['mountPath']}:{SCRATCH},size={size}"]
+            elif "configMap" in volume:
+                assert self.folder
+                assert mount["readOnly"]
+                arguments += ["--volume", f"{self.folder}:{mount['mountPath']}:ro"]
             else:
                 claim = f"{self.name}-{mount['name']}-{pod}"
                 docker("volume", "create", "--label", f"pods={self.name}", claim)
@@ -70,7 +93,7 @@ class Pods:
         secrets = dict.fromkeys(ranks.secrets, self.secret) if self.secret else {}
         for key, value in {**ranks.environment, **secrets}.items():
             arguments += ["--env", f"{key}={value}"]
-        docker("run", "--detach", *arguments, container["image"])
+        docker("run", "--detach", *arguments, IMAGE)
         return self.pod(pod)
 
     def delete(self, pod: str) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contracts.manifests import Overlay
-from tests.e2e.conftest import ENDLESS, _open
+from tests.e2e.conftest import ENDLESS, Started
 from tests.e2e.containers import DEADLINE
-from tests.e2e.pods import Pods, overlay_with
+from tests.e2e.pods import overlay_with
 from tests.integration.cluster import until
 
-Started = Callable[..., Pods]
 SHORT = {  # what makes a job's run a short one; the rest is as rendered
     "rl": {"INFERENCE": "observer"},
     "ps-trainers": {"EPOCHS": "3"},
@@ -21,23 +18,6 @@ SHORT = {  # what makes a job's run a short one; the rest is as rendered
     "hybrid": {"EPOCHS": "1", "NUM_EMBEDDINGS": "50000"},
 }
 LONG = 240.0  # of a job's whole run: a fail-safe
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Started]:
-    """A factory of started pods, gone afterwards."""
-    made: list[Pods] = []
-
-    def start(overlay: Overlay, secret: str = "") -> Pods:
-        made.append(Pods(overlay, secret))
-        _open.append(made[-1])
-        made[-1].start()
-        return made[-1]
-
-    yield start
-    for pods in made:
-        _open.remove(pods)
-        pods.close()
 
 
 @pytest.mark.timeout(600)

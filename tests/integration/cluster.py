@@ -70,6 +70,7 @@ ENDLESS = {
         "BATCH_SIZE": "8",
         "LR": "0.1",
     },
+    "script": {},
 }
 
 

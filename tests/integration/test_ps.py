@@ -58,7 +58,7 @@ def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster,
             functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
             optimizer.step()
     expected = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    torch.testing.assert_close(snapshot.state["parameters"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(snapshot.state["model"]["parameters"], expected, rtol=1e-4, atol=1e-5)
     assert snapshot.step == 3 * 6
 
 
@@ -92,7 +92,7 @@ def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: M
             rank.kill_worker()
         job.trains(picks.randrange(5, 20))
     snapshot = finished(job)
-    assert snapshot.state["parameters"].tolist() == [epochs] * learning.SAMPLES
+    assert snapshot.state["model"]["parameters"].tolist() == [epochs] * learning.SAMPLES
     assert "resumed" in job.first.text()
 
 

@@ -55,7 +55,8 @@ def test_every_setting_has_a_flag_with_its_description(capsys: pytest.CaptureFix
         assert (flag in text) == (name not in flags.NO_FLAG), name
         assert name in flags.NO_FLAG or (field.description or "") in text, name
     jobs, shared = f"settings of {job}: ", "settings of every job: "
-    assert text.index("--plain") < text.index(jobs) < text.index("--epochs" if job != "rl" else "--env-id")
+    first = next(name for name in fields if name not in Settings.model_fields)
+    assert text.index("--plain") < text.index(jobs) < text.index(f"--{first.replace('_', '-')}")
     assert text.index(jobs) < text.index(shared) < text.index("--checkpoint-dir ")
 
 

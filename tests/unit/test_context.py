@@ -29,7 +29,7 @@ def test_the_start_of_training_is_logged_and_recorded(
 ) -> None:
     context.start(40, done=100, total=300, goal=0.9, dataset="mine")
     assert logged == [{"event": "training", "log_level": "info", "step": 40, "dataset": "mine"}]
-    assert supervisor.records == [("train", 40, 0), ("goal", 40, 0.9)]
+    assert supervisor.records == [("start", 40, 1), ("train", 40, 0), ("goal", 40, 0.9)]
     assert value(context.metrics.goal) == 0.9
 
 

@@ -84,13 +84,13 @@ class Run:
 
     def begin(self, trainers: int) -> None:
         """A generation: new trainers, and what the last one's checkpoint tells."""
-        state = self.ledger.state() if self.names else None
+        state = self.ledger.state_dict() if self.names else None
         self.peers = {f"t{n}": Peer() for n in range(self.names, self.names + trainers)}
         self.names += trainers
         self.ledger = Ledger(*self.shape, self.peers, *self.mode)
         if state:
-            self.ledger.load(state)
-        self.number, self.version = 0, self.ledger.version
+            self.ledger.load_state_dict(state)
+        self.version = self.ledger.version
         for peer in self.peers.values():
             peer.send(0)
 
@@ -156,8 +156,6 @@ class Run:
         self.version = self.ledger.version
         if update is None:
             return
-        self.number += 1
-        assert update.number == self.number
         total = sum(len(self.peers[name].computed[number]) for name, number in update.weights)
         for (name, number), weight in update.weights.items():
             batch = self.peers[name].computed.pop(number)
@@ -281,16 +279,16 @@ def test_goes_on_after_an_epoch_that_ended_and_stays_over() -> None:
     start(ledger)
     ledger.take(Key("t0", 1), 0, 8)
     following = make(1, samples=8, batch=8, epochs=2)
-    following.load(ledger.state())
+    following.load_state_dict(ledger.state_dict())
     assert (following.epoch, following.used, following.over) == (1, 0, False)
     assert due(ledger.take(Key("t0", 2), 1, 8)).batches == {("t0", 2): []}
-    following.load(ledger.state())
+    following.load_state_dict(ledger.state_dict())
     assert following.over
     longer = make(1, samples=8, batch=8, epochs=3)
-    longer.load(ledger.state())
+    longer.load_state_dict(ledger.state_dict())
     assert len(start(longer)["t0"]) == 8, "more EPOCHS than before: training goes on"
 
 
 def test_refuses_a_checkpoint_of_other_data() -> None:
     with pytest.raises(ValueError, match=r"24 training samples; DATASET has 25"):
-        make(samples=25).load(make(samples=24).state())
+        make(samples=25).load_state_dict(make(samples=24).state_dict())

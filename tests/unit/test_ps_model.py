@@ -203,12 +203,10 @@ def test_a_factory_beside_the_working_directory(tmp_path: Path, monkeypatch: pyt
 EVALUATED: dict[str, Any] = {"name": "Table", "dataset": "user_models:remainders"}
 
 
-def state_of(classes: list[float], shift: int = 0, **changed: Any) -> dict[str, Any]:
+def state_of(classes: list[float], shift: int = 0) -> dict[str, Any]:
     return {
-        "parameters": torch.tensor(classes),
-        "buffers": [torch.tensor(shift)],
+        "model": {"parameters": torch.tensor(classes), "buffers": [torch.tensor(shift)]},
         "ledger": {"epoch": 3, "version": 70},
-        **changed,
     }
 
 
@@ -237,9 +235,10 @@ def test_accuracy_is_of_a_model_that_does_not_train() -> None:
     assert evaluate.accuracy(Mode().train(), Zeros(), 2) == 1
 
 
-@pytest.mark.parametrize("missing", ["parameters", "buffers", "ledger"])
+@pytest.mark.parametrize("missing", ["model", "parameters", "buffers", "ledger"])
 def test_refuses_to_evaluate_something_else(missing: str) -> None:
-    state = {name: value for name, value in state_of([0, 1, 2, 3]).items() if name != missing}
+    state = state_of([0, 1, 2, 3])
+    (state if missing in state else state["model"]).pop(missing)
     with pytest.raises(UsageError, match=missing):
         evaluate.evaluate(settings_of(**EVALUATED), state)
 

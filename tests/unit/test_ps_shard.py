@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rolecall import Context, Peer, UsageError
-from rolecall.jobs.ps import PsSettings, data, model
+from rolecall.jobs.ps import PsSettings, calls, data, model
 from rolecall.jobs.ps.ledger import Ledger
-from rolecall.jobs.ps.messages import ArrivedGradient, Assignment, Fetch, PartAnswer, Restore, UpdateShard
+from rolecall.jobs.ps.messages import Assignment, PartAnswer, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.server import ShardServer
+from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.shard import Shard, join_states, require_same_model
+from rolecall.jobs.ps.sharded import ShardedModel
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -211,35 +212,76 @@ def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
     assert all(one.done() for one in stays.values())
 
 
-class Enough(Exception):  # noqa: N818
-    """Ends a server's loop."""
-
-    def set_result(self, _: Any) -> None:
-        raise self
-
-
 def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:
     """Each server learns of a loss by itself: a lead that learns of it later counts the gradient."""
-    done: Future[Any] = Future()
-    done.set_result(None)
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
     context = Context(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
-    context.transport = MagicMock(call=lambda *_, **__: done)
-    served = ShardServer(context)
-    answers: dict[str, Future[Any]] = {"trainer_0": Future(), "trainer_1": Future()}
-    total = model.flatten(served.model).numel()
-    served.inbox.put(Restore(torch.zeros(total), {}, Future()))
-    [part] = served.shard.parts
-    for name, answer in answers.items():
-        gradient = torch.ones(len(served.shard.flat))
-        served.inbox.put(ArrivedGradient(Key(name, 1), part, gradient, None, answer))
+    complete: list[Key] = []
+    server = Server(context, complete.append)
+    server.shard.load(torch.zeros(model.flatten(server.module).numel()), {})
+    [part] = server.shard.parts
+    keys = [Key("trainer_0", 1), Key("trainer_1", 1)]
+    answers = [server.receive(key, part, torch.ones(len(server.shard.flat)), None) for key in keys]
+    assert complete == keys
     context.lose("trainer_0")
-    weights: dict[Key, float] = {Key("trainer_0", 1): 0.5, Key("trainer_1", 1): 0.5}
-    served.inbox.put(UpdateShard(1, weights, 1.0, tuple(weights)))
-    served.inbox.put(Fetch(1, Enough()))  # type: ignore[arg-type]
-    with pytest.raises(Enough):
-        served.serve()
-    assert torch.equal(answers["trainer_1"].value()[0], torch.full((len(served.shard.flat),), -1.0))
+    server.update(UpdateShard(1, dict.fromkeys(keys, 0.5), 1.0, tuple(keys)), {})
+    assert torch.equal(answers[1].value()[0], torch.full((len(server.shard.flat),), -1.0))
+
+
+def test_servers_begin_with_the_model_as_it_is_built() -> None:
+    settings = settings_of(servers=3)
+    members = tuple(Peer("ps", number, number) for number in range(3))
+    servers = [Server(Context(settings, me, members, 1, MagicMock()), print) for me in members]
+    assert torch.equal(flat_of([server.shard for server in servers]), model.flatten(model.build(settings)))
+
+
+# ---- all servers together
+
+
+class Calls:
+    """In place of RPC: calls are made here, at the server that is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.servers: dict[str, Server] = {}
+        self.called = ""
+        monkeypatch.setattr(calls, "SERVER", MagicMock(get=lambda: self.servers[self.called]))
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
+        self.called, answer = to, Future[Any]()
+        answer.set_result(function(*args))
+        return answer
+
+    def wait_all(self, futures: list[Future[Any]]) -> list[Any]:
+        return [future.value() for future in futures]
+
+
+def together(monkeypatch: pytest.MonkeyPatch, servers: int, **chosen: Any) -> ShardedModel:
+    members, made = tuple(Peer("ps", number, number) for number in range(servers)), Calls(monkeypatch)
+    contexts = [Context(settings_of(servers=servers, **chosen), me, members, 1, MagicMock()) for me in members]
+    contexts[0].transport = made
+    made.servers = {each.me.name: Server(each, lambda key: None) for each in contexts}
+    return ShardedModel(contexts[0], made.servers["ps_0"])
+
+
+@pytest.mark.parametrize("chosen", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
+def test_a_model_is_restored_to_any_number_of_servers(
+    monkeypatch: pytest.MonkeyPatch, before: int, after: int, chosen: dict[str, Any]
+) -> None:
+    first = together(monkeypatch, before, **chosen)
+    key, initial = Key("trainer_0", 1), first.parameters()
+    for server in first.context.transport.servers.values():
+        for part, extent in server.shard.parts.items():
+            server.receive(key, part, torch.ones(extent.stop - extent.start), None)
+    first.update(UpdateShard(1, {key: 1.0}, 1.0, (key,)), {})
+    first.buffers = (torch.arange(3),)
+    state = first.state_dict()
+    assert not torch.equal(state["parameters"], initial)
+    assert len(initial) == first.size
+    second = together(monkeypatch, after, **chosen)
+    assert torch.equal(second.parameters(), initial)
+    second.load_state_dict(state)
+    torch.testing.assert_close(second.state_dict(), state, rtol=0, atol=0)
 
 
 # ---- another job's checkpoint

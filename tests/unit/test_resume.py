@@ -91,6 +91,12 @@ def test_one_file_is_enough(tmp_path: Path, name: str) -> None:
     assert contents(tmp_path) == expected("earlier-1234567", (name,), ())
 
 
+def test_the_jobs_own_files_are_moved(tmp_path: Path) -> None:
+    make(tmp_path, DONE, "files/model.pt")
+    assert set_aside(tmp_path, 2, 0) == tmp_path / "earlier-000002"
+    assert contents(tmp_path) == expected("earlier-000002", (DONE, "files/model.pt"), ())
+
+
 def test_nothing_to_move(tmp_path: Path) -> None:
     assert set_aside(tmp_path / "new", 0, 0) is None
     make(tmp_path, *STAYS)

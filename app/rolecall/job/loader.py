@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from rolecall.config import UsageError
 
@@ -57,6 +57,7 @@ def load_file(path: Path) -> ModuleType:
     """Loads a file as a module under its stem, so that its functions can be called over RPC by that name. The modules
     beside it can be imported. Raises UsageError, with file and line, for whatever the file raises.
     """
+    path = path.absolute()
     name = path.stem
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"{path.name}: {name!r} is no name for a module; rename the file")
@@ -65,8 +66,7 @@ def load_file(path: Path) -> ModuleType:
         return module
     if module is not None or name in sys.stdlib_module_names or _is_installed(name):
         raise UsageError(f"{path.name}: a module {name!r} exists already; rename the file")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: nothing in it replaces a module of a library
+    _add_folder(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path.name}: is no Python file")
@@ -77,6 +77,31 @@ def load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UsageError(explain(error, f"{path.name} cannot be imported")) from error
     return module
+
+
+def _add_folder(path: Path) -> None:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: nothing in it replaces a module of a library
+
+
+def compile_file(path: Path) -> CodeType:
+    """The code of a file, which is not run. Raises UsageError where it cannot be read or is no Python."""
+    try:
+        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"{shown(path)}: cannot be read ({error.strerror})") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(explain(error, shown(path))) from error
+
+
+def make_main(path: Path) -> tuple[ModuleType, CodeType]:
+    """A fresh `__main__` for a file, and its code, which is not run yet. Raises UsageError as `compile_file`."""
+    code, module = compile_file(path), ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__dict__["__builtins__"] = __builtins__
+    _add_folder(path)
+    sys.modules["__main__"] = module
+    return module, code
 
 
 def _is_installed(name: str) -> bool:
@@ -115,9 +140,16 @@ def shown(path: Path) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback of `error` without Rolecall's frames on top, up to 8,000 characters of its end."""
-    top = error.__traceback__
-    while top is not None and Path(top.tb_frame.f_code.co_filename).is_relative_to(PACKAGE) \
-            and not Path(top.tb_frame.f_code.co_filename).is_relative_to(PACKAGE / "jobs"):  # fmt: skip
-        top = top.tb_next
-    return "".join(traceback.format_exception(type(error), error, top or error.__traceback__))[-8000:]
+    """The traceback of `error` without Rolecall's frames, but for those of its jobs: up to 8,000 characters."""
+    report = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = report
+    while part is not None:
+        theirs = [frame for frame in part.stack if not _is_ours(frame.filename)]
+        part.stack = traceback.StackSummary.from_list(theirs or part.stack)
+        part = part.__cause__ or part.__context__
+    return "".join(report.format())[-8000:]
+
+
+def _is_ours(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "jobs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job.progress import Supervision
 from rolecall.job.spec import Job
-from rolecall.job.task import Peer, PeerLostError
+from rolecall.job.task import Peer, PeerLostError, RemoteError
 
 S = TypeVar("S", bound=Settings)
 Lost = Literal["skip", "raise", "answer"]
+REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
+TORCH_FRAMES = re.compile(r'  File "[^"]*torch/distributed/rpc/[^"]*", line .*\n(?:    .*\n)*')
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
@@ -34,6 +37,7 @@ class Peers(Generic[S]):
     lost: set[str] = field(default_factory=set)
     mapped: set[str] = field(default_factory=set)
     transport: Any = None  # `rolecall.job.rpc.TorchRpc`, once connected
+    store: Any = None  # the generation's torch Store, where its workers meet
     _drain: threading.Event = field(default_factory=threading.Event)
     _listeners: list[Callable[[str], None]] = field(default_factory=list)
     _answers: list[Answers] = field(default_factory=list)  # of `call_each`, under way
@@ -59,7 +63,8 @@ class Peers(Generic[S]):
 
     def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """Calls `function(*args)` at the peer `to`. Returns a torch future, which raises RuntimeError where the call
-        fails or `timeout` seconds pass (-1: RPC_TIMEOUT). Calls are counted and timed under the function's name.
+        fails or `timeout` seconds pass (-1: RPC_TIMEOUT, 0: no deadline). Calls are counted and timed under the
+        function's name.
 
         Raises UsageError for a function that the peer cannot import.
         """
@@ -125,7 +130,7 @@ class Peers(Generic[S]):
             return answered.value()
         except Exception as error:
             if not self._connected.is_lost(error):
-                raise
+                raise remote_error(error) from None
             problem = str(error).strip().partition("\n")[0]
             self.logger.warning("peer given up", peer=name, problem=problem)
             return PeerLostError(f"{name} does not answer: {problem}")
@@ -190,3 +195,15 @@ def require_importable(function: Callable[..., Any]) -> None:
     except Exception as error:  # of several kinds
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(f"{name} cannot be called at a peer: define it with `def` at the top of a module") from error
+
+
+def remote_error(error: Exception) -> Exception:
+    """What a peer's function raised, as RemoteError with the traceback from there; `error` itself for anything else."""
+    match = REMOTE.search(str(error))
+    if match is None:
+        return error
+    text = match["text"].partition("\n\nAt:\n")[0]
+    if "\n" not in text:  # a KeyError's, which Python escapes
+        text = text.replace("\\n", "\n").replace("\\'", "'").removesuffix("'")
+    head, mark, frames = text.partition("Traceback (most recent call last):\n")
+    return RemoteError(f"{match['name']} raised {head.strip()}\n{mark}{TORCH_FRAMES.sub('', frames).rstrip()}")

@@ -25,6 +25,9 @@ class Supervision:
     def report_lost(self, role: str, ordinal: int) -> None:
         """Rank 0 found a peer dead or silent."""
 
+    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
+        """This process ends with `outcome`, whatever its function does."""
+
     def refuse_drain(self, why: str) -> None:
         """The drain's checkpoint could not be written."""
 
@@ -37,6 +40,7 @@ class Progress:
         self.unit, self.label = (job.unit, job.score) if job else ("steps", "score")
         self.logger = telemetry.log()
         self.done = 0.0
+        self._counted = False  # the job itself gives `done`; otherwise it is the number of steps
         self._seconds = 0.0  # of training, before this generation
         self._lock = threading.RLock()
         self._started: float | None = None
@@ -47,16 +51,18 @@ class Progress:
         self._first = self._logged_done = 0.0
         self._logged_at = 0.0
         self._logged_step = 0
-        self._loss = 0.0  # summed over the work since the last line
+        self._loss = self._work = 0.0  # the loss, summed over the work since the last line
         self._epoch: int | None = None
         self._score: float | None = None  # logged since the last line
+        self._message = ""
         self._values: dict[str, float] = {}  # that have no metric of their own
         declared = (*telemetry.WORKER, *(job.metrics if job else ()))
         self._gauges = {metric.name for metric in declared if metric.kind == "gauge" and not metric.labels}
 
-    def resume(self, seconds: float, done: float) -> None:
-        """Continues after `seconds` of training and `done` units of work."""
-        self._seconds, self.done = seconds, done
+    def resume(self, step: int, done: float, seconds: float) -> None:
+        """Continues after `step`, with `done` units of work and `seconds` of training behind it."""
+        self._step, self.done, self._seconds = step, done, seconds
+        self._counted = done != step
 
     @property
     def started(self) -> bool:
@@ -82,8 +88,8 @@ class Progress:
         self._total, self._steps = total, steps
 
     def log(self, step: int | None, done: float | None, loss: float | None, score: float | None, epoch: int | None,
-            message: str, **values: float) -> None:  # fmt: skip
-        """See `Context.log`; without `step`, the newest."""
+            message: str, ended: bool = True, **values: float) -> None:  # fmt: skip
+        """See `Context.log`; without `step`, the newest. `ended` says that the step is over, which may print a line."""
         with self._lock:
             step = self._step if step is None else step
             for name, value in values.items():
@@ -98,23 +104,30 @@ class Progress:
                 self._score = score
                 self.metrics.score.set(score)
                 self.supervision.record("score", step, score)
+            if loss is not None:
+                work = 1.0 if done is None else done - self.done
+                self._loss, self._work = self._loss + loss * work, self._work + work
+            self._message = message or self._message
             if done is not None:  # the score of an earlier step may come later
-                self._advance(step, done, loss)
-                if step // self.settings.log_interval > self._logged_step // self.settings.log_interval:
-                    self._line(step, loss is not None, message)
+                self._counted = True
+                self._advance(step, done)
+                if ended:
+                    self._end(step)
 
-    def _advance(self, step: int, done: float, loss: float | None) -> None:
-        self._loss += (loss or 0.0) * (done - self.done)
+    def _advance(self, step: int, done: float) -> None:
         self.metrics.done.inc(max(0.0, done - self.done))
         self.done = done
         self.supervision.record("done", step, done)
         self._reach(step)
 
-    def reached(self, step: int) -> None:
-        """`step` was made, whether anything was logged of it or not."""
+    def complete(self, step: int) -> None:
+        """`step` was made, whatever was logged of it."""
         with self._lock:
-            if step > self._step:
+            if not self._counted and self.done < step:
+                self._advance(step, step)
+            elif step > self._step:
                 self._reach(step)
+            self._end(step)
 
     def _reach(self, step: int) -> None:
         self._step = step
@@ -131,16 +144,19 @@ class Progress:
         first, now, last = self._first, self.done, self._total
         if last is None:
             first, now, last = self._first_step, self._step, self._steps
-        return (
-            None if last is None or now <= first else (last - now) * (time.monotonic() - self._started) / (now - first)
-        )
+        if last is None or now <= first:
+            return None
+        return (last - now) * (time.monotonic() - self._started) / (now - first)
 
-    def _line(self, step: int, with_loss: bool, message: str) -> None:
+    def _end(self, step: int) -> None:
+        """The end of a step: a line every LOG_INTERVAL steps."""
+        if step // self.settings.log_interval <= self._logged_step // self.settings.log_interval:
+            return
         now, work = time.monotonic(), self.done - self._logged_done
         parts = [] if self._epoch is None else [f"Epoch {self._epoch}"]
         parts.append(f"step {step}")
-        if with_loss and work:
-            mean = self._loss / work
+        if self._work:
+            mean = self._loss / self._work
             self.metrics.loss.set(mean)
             self.supervision.record("loss", step, mean)
             parts.append(f"loss {mean:.4f}")
@@ -149,5 +165,6 @@ class Progress:
         rate = {f"{self.unit}_per_s": round(work / max(now - self._logged_at, 1e-9))}
         left = {} if self._left is None else {"left_s": round(self._left)}
         values = {name: float(f"{value:.6g}") for name, value in self._values.items()}
-        self.logger.info(message or "\t".join(parts), **values, **rate, **left)
-        self._loss, self._score, self._logged_at, self._logged_done, self._logged_step = 0.0, None, now, self.done, step
+        self.logger.info(self._message or "\t".join(parts), **values, **rate, **left)
+        self._loss, self._work, self._score, self._message = 0.0, 0.0, None, ""
+        self._logged_at, self._logged_done, self._logged_step = now, self.done, step

@@ -16,7 +16,7 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.job import loader
 from rolecall.job.spec import MOST, Function, Job
 
-JOBS = ("rl", "ps", "rnn", "hybrid")
+JOBS = ("rl", "ps", "rnn", "hybrid", "script")
 
 
 @dataclass(frozen=True)
@@ -111,20 +111,20 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
     """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
 
     A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
-    a rank where it so ends in rank-<n>. Without any of them, the gang assigns role and ordinal. Raises UsageError where
-    the role is unknown, or the ordinal is out of range.
+    a rank where it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
+    Raises UsageError where the role is unknown, or RANK or the ordinal is out of range.
     """
     total = sum(role.count for role in roles)
     if settings.world_size is not None and settings.world_size != total and not settings.role:
         spelled = " + ".join(f"{role.count} {role.name}" for role in roles)
         raise UsageError(f"WORLD_SIZE={settings.world_size}: the counts make {total} ({spelled})")
     if not settings.role:
-        rank, source = settings.rank, f"RANK={settings.rank}"
-        if rank is None:
-            rank, source = _number_in(host, "rank"), f"the host name {host}"
+        if settings.rank is not None and settings.rank >= total:
+            raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
+        rank = _number_in(host, "rank") if settings.rank is None else settings.rank
         if rank is None and settings.ordinal is not None:
             raise UsageError(f"ORDINAL={settings.ordinal}: of which ROLE? ({', '.join(role.name for role in roles)})")
-        return Identity("", None) if rank is None else _by_rank(roles, rank, source)
+        return Identity("", None) if rank is None or rank >= total else _by_rank(roles, rank)
     by_name = {role.name: role for role in roles}
     if settings.role not in by_name:
         raise UsageError(f"ROLE={settings.role!r}: no such role ({', '.join(by_name)})")
@@ -139,14 +139,10 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
     return Identity(role.name, ordinal)
 
 
-def _by_rank(roles: Sequence[RoleSpec], rank: int, source: str) -> Identity:
+def _by_rank(roles: Sequence[RoleSpec], rank: int) -> Identity:
     """The place of rank `rank` where the roles are filled in order, each up to its count."""
-    left = rank
-    for role in roles:
-        if left < role.count:
-            return Identity(role.name, left)
-        left -= role.count
-    raise UsageError(f"{source}: the job has ranks 0 to {rank - left - 1}")
+    places = [(role.name, ordinal) for role in roles for ordinal in range(role.count)]
+    return Identity(*places[rank])
 
 
 def _number_in(host: str, name: str) -> int | None:

@@ -6,9 +6,7 @@ The only file that initialises RPC. A process connects once: workers are fresh p
 from __future__ import annotations
 
 import ctypes
-import errno
 import re
-import socket
 import threading
 import time
 import warnings
@@ -18,16 +16,16 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from rolecall import config, telemetry
-from rolecall.config import Settings, UsageError
+from rolecall import telemetry
+from rolecall.config import Settings
 from rolecall.job.context import Context
 from rolecall.job.peers import require_importable
+from rolecall.job.store import open_store
 from rolecall.job.task import PeerLostError
 from rolecall.telemetry import Timer
 
@@ -73,21 +71,21 @@ _context: RankObject[Context[Any]] = RankObject()
 
 
 def connect(context: Context[Any]) -> None:
-    """Joins the RPC of `context`'s generation, and makes it the context's transport.
+    """Joins the store of `context`'s generation and, unless the job has none, its RPC, the context's transport.
 
-    The rendezvous is a store in rank 0's worker. Its keys carry the generation's number, so a worker of an earlier
-    generation that arrives late meets nobody. Raises UsageError for a port that stays taken, and PeerLostError where
-    not all members connect in time.
+    Raises UsageError for a port that stays taken, and PeerLostError where not all members connect in time.
     """
     settings = context.settings
     RankObject.deadline = settings.connect_timeout
-    config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
     # init_rpc gathers device maps through a backend of its own that torch itself warns of
     warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     _context.set(context)
     with Timer() as timer:
         try:
-            store = _store(context)
+            store = open_store(settings, context.generation, context.me.rank, len(context.members))
+            context.store = store
+            if context.job is not None and not context.job.rpc:
+                return
             context.transport = TorchRpc(context.metrics, store)
             register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, context.me.rank, len(context.members))]))
             rpc.init_rpc(context.me.name, rank=context.me.rank, world_size=len(context.members),
@@ -203,65 +201,6 @@ def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOpt
             options.set_device_map(peer.name, {0: 0})
             context.mapped.add(peer.name)
     return options
-
-
-def _store(context: Context[Any]) -> Store:
-    settings, first = context.settings, context.me.rank == 0
-    listener = _listen(settings).detach() if first else None
-    if listener is None:
-        _await_listener(settings)
-    store = TCPStore(settings.master_addr, settings.master_port, len(context.members), is_master=first,
-                     timeout=timedelta(seconds=settings.connect_timeout), wait_for_workers=False,
-                     master_listen_fd=listener)  # fmt: skip
-    return PrefixStore(f"generation-{context.generation}", store)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    # shorter than the others' wait for rank 0: its own error names the setting
-    end = time.monotonic() + settings.connect_timeout / 2
-    while True:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((settings.bind_addr, settings.master_port))
-            listener.listen(1024)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
-                where = f"{settings.bind_addr} ({error.strerror})"
-                raise UsageError(
-                    f"MASTER_PORT={settings.master_port}: cannot listen on it at {where}; choose another"
-                ) from error
-            time.sleep(0.1)  # a port has no event for becoming free
-
-
-def _await_listener(settings: Settings) -> None:
-    """Waits until rank 0's worker listens: once refused, the store's own client waits a second before it retries."""
-    end = time.monotonic() + settings.connect_timeout
-    while True:
-        try:
-            socket.create_connection((settings.master_addr, settings.master_port), settings.connect_timeout).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                where = f"{settings.master_addr}:{settings.master_port}"
-                raise PeerLostError(f"rank 0's worker cannot be reached at {where}: {error}") from error
-            time.sleep(0.02)  # another machine's port has no event for becoming open
-
-
-def interface(address: str) -> str:
-    """The name of the network interface that routes to `address`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as error:
-            raise PeerLostError(f"MASTER_ADDR={address} cannot be resolved or routed to: {error.strerror}") from error
-        local = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == local for entry in addresses):
-            return str(name)
-    raise PeerLostError(f"MASTER_ADDR={address}: no interface has the address {local}")
 
 
 def keep_thread() -> None:

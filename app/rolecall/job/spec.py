@@ -16,7 +16,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")  # of a role or a metric
 NAMES = "a name consists of small letters, digits and _, and begins with a letter"
 # variables that any environment has, and flags of `rolecall run`
 RESERVED = {"path", "home", "user", "shell", "lang", "pwd", "term", "hostname", "tmpdir", "editor", "display",
-            "logname", "plain", "help"}  # fmt: skip
+            "logname", "plain", "help", "ranks"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Job:
         for name in declared & set(Settings.model_fields):
             yield f"{cls.__name__}.{name}: Rolecall has a setting {name.upper()} already; choose another name"
         for name, field in cls.model_fields.items():
-            if name in RESERVED:
+            if name in RESERVED and not cls.__module__.startswith("rolecall."):
                 yield f"{cls.__name__}.{name}: the variable {name.upper()} means something else; choose another name"
             elif field.is_required():
                 yield f"{cls.__name__}.{name}: has no default; give it one"

@@ -12,6 +12,16 @@ class PeerLostError(RuntimeError):
     """A peer that this rank cannot do without is gone or silent. The gang regroups; this rank has not failed."""
 
 
+class ProgramError(Exception):
+    """A user's program failed: the text is what its author reads, the program's own traceback."""
+
+
+class RemoteError(RuntimeError):
+    """What a function raised that was called at a peer; the text has its traceback from there."""
+
+    __module__ = "rolecall"  # as a traceback shows it
+
+
 class Drained(BaseException):  # not an Exception: no function of a job takes it for a failure
     """Ends rank 0's function after a drain's checkpoint, that of `step`."""
 

@@ -36,10 +36,10 @@ class Training(Peers[S]):
         self.progress = Progress(self.settings, self.metrics, self.supervision, self.job)
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._state: State | None = None  # what `steps` saves
+        self._begun = False  # the run's history knows of this generation
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._redo = False
-        self._counts = False  # the job itself, its work
         self._saved_at = time.monotonic()
 
     # ---- steps
@@ -60,6 +60,9 @@ class Training(Peers[S]):
         for name, value in self._state.items() if snapshot else ():
             assert snapshot is not None
             if name not in snapshot.state:
+                if "done" not in snapshot.about:  # of format 1, when jobs named their values otherwise
+                    problem = f"{snapshot.path.name}: was written by an earlier version, without {name}"
+                    raise UsageError(f"{problem}; finish the run with that version, or set another CHECKPOINT_DIR")
                 self.logger.warning("the checkpoint lacks a value, which begins anew", value=name)
                 continue
             saved = snapshot.state[name]
@@ -74,12 +77,11 @@ class Training(Peers[S]):
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
         none of the checkpoints can be read."""
-        snapshot = self._checkpoints.newest()
+        self._begun, snapshot = True, self._checkpoints.newest()
         if snapshot is not None:
             snapshot.require_settings(self.settings)
-            self._step, done = snapshot.step, float(snapshot.about.get("done", 0.0))
-            self._counts = done != snapshot.step
-            self.progress.resume(float(snapshot.about.get("seconds", 0.0)), done)
+            self._step, about = snapshot.step, snapshot.about
+            self.progress.resume(self._step, float(about.get("done", 0.0)), float(about.get("seconds", 0.0)))
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
         return snapshot
 
@@ -107,7 +109,7 @@ class Training(Peers[S]):
                 if not self._redo:
                     self._step += 1
             if not self._redo:
-                self.progress.reached(self._step)
+                self.progress.complete(self._step)
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""
@@ -118,6 +120,9 @@ class Training(Peers[S]):
         """Training begins after `step`, with `done` units of work behind it and `total` at its end, towards a score of
         `goal`. `facts` are for the log. `steps` does so itself.
         """
+        if self.rank == 0 and not self._begun:  # otherwise `snapshot` has done so
+            self._begun = True
+            self.supervision.record("start", step, self.generation)
         self._progress("start", step, done=done, total=total, goal=goal, **facts)
 
     def log(self, step: int | None = None, *, done: float | None = None, loss: float | None = None,
@@ -127,19 +132,18 @@ class Training(Peers[S]):
         line every LOG_INTERVAL steps.
 
         `done` is the work so far, in the job's unit, from which rate and time left follow (of a job that never gives
-        it, the number of the step under way); `loss` the mean loss over the work since the last call; `score` a point
-        of the curve; `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as
-        `rolecall_value`. A line begins with `message`, if one is given. With `step` and without `done`, it may be an
-        earlier step, whose score is known only now.
+        it, the number of steps); `loss` the mean loss over the work since the last call; `score` a point of the curve;
+        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A
+        line begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known
+        only now.
         """
-        self._counts = self._counts or done is not None
         if step is None and self.rank == 0:
             step = self._step + self._stepping
-            done = step if self._stepping and not self._counts else done
         done, loss, score = map(_number, (done, loss, score))
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
-        self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message, **values)
+        self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message,
+                       **({"ended": False} if self._stepping else {}), **values)  # fmt: skip
 
     def report_step(self, step: int) -> None:
         """Tells the supervisor that this rank has made `step`: progress, after which earlier failures do not count."""
@@ -176,6 +180,10 @@ class Training(Peers[S]):
     def drain(self) -> None:
         """Orders a drain."""
         self._drain.set()
+
+    def await_drain(self) -> None:
+        """Returns as soon as a drain is ordered."""
+        self._drain.wait()
 
     @property
     def due(self) -> bool:
@@ -220,12 +228,18 @@ class Training(Peers[S]):
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
         step = self._step if step is None else step
-        self.progress.reached(step)
+        self.progress.complete(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
         self._step, self.finished = step, {**summary, "seconds": seconds, **saved}
         return self.finished
+
+    def conclude(self, summary: dict[str, Any] | None) -> None:
+        """Ends rank 0's process at once, from any thread: as if its function had returned `summary`, or, where that is
+        None, as after a drain. For a function that cannot be made to return.
+        """
+        self.supervision.conclude("drained" if summary is None else "finished", self._step, summary or {})
 
     @property
     def step(self) -> int:

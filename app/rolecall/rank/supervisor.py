@@ -185,7 +185,7 @@ class Supervisor:
             self._changed.set()
             if action.directive.kind == "leave":
                 self.log.info("left")
-            elif action.directive.kind == "failed" and not acknowledged:
+            elif action.directive.kind == "failed" and not acknowledged and action.directive.code != USAGE:
                 self.log.error("the job failed", **telemetry.cause(action.directive.reason))
             self._check_exit()
 
@@ -257,4 +257,8 @@ class Supervisor:
 
 def run(job: Description, settings: Settings, identity: Identity, tied: int = 0) -> int:
     """Runs one rank until the job is over for it. Returns the exit code. Raises UsageError for bad input."""
-    return asyncio.run(Supervisor(job, settings, identity, tied).run())
+    supervisor = Supervisor(job, settings, identity, tied)
+    code, directive = asyncio.run(supervisor.run()), supervisor.member.directive
+    if code == USAGE and directive is not None and directive.kind == "failed":
+        raise UsageError(directive.reason)
+    return code

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from filelock import FileLock
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import loader, registry, rpc
+from rolecall.job import loader, registry, rpc, turns
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context, mixed_seed
 from rolecall.job.progress import Curve, Supervision
 from rolecall.job.spec import Job
-from rolecall.job.task import Drained, PeerLostError, Task
+from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
 from rolecall.run import rundir
 from rolecall.run.history import Record
 
@@ -86,6 +86,12 @@ class Pipe(Supervision):
         """Reports a peer that was found dead or silent."""
         self.send("lost peer", role, ordinal)
 
+    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
+        """Reports `outcome` and ends the process."""
+        self.heartbeat()  # with the last records
+        self.send("result", outcome, "", step, summary)
+        os._exit(0)
+
     def refuse_drain(self, why: str) -> None:
         """Reports that the drain's checkpoint could not be written."""
         self.send("drain failed", why)
@@ -130,7 +136,8 @@ def main(task: Task, connection: Connection) -> None:
         elif not task.members and loader.locate(error):
             result = ("result", "refused", loader.explain(error), 0, {})
         else:
-            result = ("result", "failed", loader.users_traceback(error), 0, {})
+            text = str(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
+            result = ("result", "failed", text, 0, {})
     pipe.heartbeat()  # with the last records
     pipe.send(*result)
     os._exit(0)  # no destructor of an RPC agent whose peers may be gone
@@ -175,7 +182,7 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     role = next(role for role in job.roles if role.name == task.me.role)
     summary = registry.resolve(role.run)(context) if role.run else None
     if not first:
-        threading.Event().wait()  # it serves calls; bounded by the supervisor, which ends this process
+        turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"

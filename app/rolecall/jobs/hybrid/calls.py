@@ -64,18 +64,15 @@ def build_table() -> Table:
     return server.table
 
 
-def fill_table() -> None:
-    """Gives the table its initial values."""
-    SERVER.get().table.fill()
-
-
 def restore_rows(begin: int, weight: Tensor, squares: Tensor) -> None:
     """Sets the rows from `begin` on to a checkpoint's `weight` [rows, width] and `squares` [rows] or [0]."""
     SERVER.get().table.restore(begin, weight, squares)
 
 
-def start_training(step: int) -> None:
-    """Declares the table to be the one after `step` steps."""
+def start_training(step: int, fill: bool) -> None:
+    """Declares the table to be the one after `step` steps, with its initial values where `fill` is set."""
+    if fill:
+        SERVER.get().table.fill()
     SERVER.get().start(step)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rolecall import UsageError, standard_library
 from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid.messages import DataDescription
 from rolecall.jobs.hybrid.table import Bags
 
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -69,6 +70,10 @@ class Data:
     test: Samples
     classes: int
     digest: str
+
+    def describe(self) -> DataDescription:
+        """What all trainers must agree on."""
+        return DataDescription(len(self.train), len(self.test), self.classes, self.digest)
 
 
 def load(settings: HybridSettings) -> Data:

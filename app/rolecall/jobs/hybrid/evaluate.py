@@ -18,7 +18,7 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
     with UsageError.wrap("the checkpoint holds no model of hybrid", KeyError, TypeError, RuntimeError):
         model = LocalModel(settings, state["classes"])
         model.dense.load_state_dict(state["dense"]["weights"])
-        model.table.load_state_dict({"weight": torch.cat(state["table"]), "squares": state["squares"]})
+        model.table.load_state_dict({**state["embeddings"], "weight": torch.cat(state["embeddings"]["weight"])})
     samples = data.load(settings)
     if samples.digest != state["digest"]:
         raise UsageError(f"DATASET={settings.dataset}: the samples are not those that the checkpoint was trained on")

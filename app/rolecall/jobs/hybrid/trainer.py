@@ -5,13 +5,13 @@ the master commands.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +34,16 @@ def run(context: Context[HybridSettings]) -> None:
         with context.timer() as timer:
             command, answer = inbox.take(number)
         context.metrics.hybrid_stall_seconds.labels("command").inc(timer.seconds)
-        answer.set_result(trainer.carry_out(command))
+        match command:
+            case messages.DescribeData():
+                answer.set_result(trainer.data.describe())
+            case messages.Join():
+                trainer.join(command)
+                answer.set_result(None)
+            case messages.TrainSteps():
+                answer.set_result(trainer.train(command))
+            case messages.Evaluate():
+                answer.set_result(trainer.evaluate())
 
 
 class Trainer:
@@ -43,28 +52,13 @@ class Trainer:
     def __init__(self, context: Context[HybridSettings], samples: Data) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
         self.data, self.device = samples, context.device
-        self.trainers = context.peers("trainer")
-        self.servers = [peer.name for peer in context.peers("ps")]
+        self.trainers, self.servers = context.peers("trainer"), context.peers("ps")
         self.step = 0
         self._seconds: Counter[str] = Counter()  # by phase, since they were counted
         self._pooled: Answers = []  # to the newest exchange
 
-    def carry_out(self, command: messages.Command) -> messages.DataDescription | messages.StepsResult | int | None:
-        """Carries out one command; returns its answer."""
-        match command:
-            case messages.DescribeData():
-                return messages.DataDescription(
-                    len(self.data.train), len(self.data.test), self.data.classes, self.data.digest
-                )
-            case messages.Join():
-                self._join(command)
-                return None
-            case messages.TrainSteps():
-                return self._train(command)
-            case messages.Evaluate():
-                return self._evaluate()
-
-    def _join(self, command: messages.Join) -> None:
+    def join(self, command: messages.Join) -> None:
+        """Builds the replica, of all trainers at once."""
         self.step = command.step
         dense = model.build_dense(self.settings, self.data.classes)
         if command.dense:
@@ -77,49 +71,42 @@ class Trainer:
 
     # ---- training
 
-    def _train(self, command: messages.TrainSteps) -> messages.StepsResult:
-        loss = torch.zeros((), device=self.device)
+    def train(self, command: messages.TrainSteps) -> messages.StepsResult:
+        """Makes the steps of a command."""
+        sum_of_losses = torch.zeros((), device=self.device)
         shares = self.data.train.take(command.samples).split(command.counts)
         share = next(shares, None)
-        self._pooled = self._exchange(None, share)
+        self._exchange(share)
         for total in command.totals:
             assert share is not None
             following = next(shares, None)
-            loss += self._train_step(share.labels, total, following)
+            with self._phase("lookup"):
+                vectors = self._sum(self._pooled).requires_grad_()
+            with self._phase("dense"):
+                labels = share.labels.to(self.device)
+                # DDP averages the trainers' gradients, and so do the servers: shares need not be equally large
+                loss = functional.cross_entropy(self.replica(vectors), labels, reduction="sum")
+            self.step += 1
+            # sent while the backward pass and its all-reduce go on
+            vectors.register_hook(functools.partial(self._exchange, following))
+            with self._phase("backward"):
+                (loss * (len(self.trainers) / total)).backward()
+            with self._phase("optimizer"):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.context.report_step(self.step)
+            sum_of_losses += loss.detach()
             share = following
         self.context.wait_all(self._pooled)
         self._count()
-        return messages.StepsResult(float(loss), self._dense_state() if command.with_dense else None)
+        return messages.StepsResult(float(sum_of_losses), self._dense_state() if command.with_dense else None)
 
-    def _train_step(self, labels: Tensor, total: int, following: Samples | None) -> Tensor:
-        """Makes a step with the vectors under way, for the samples with `labels` [samples]; `total` are all trainers'.
-        Returns the loss, summed over this trainer's samples.
-        """
-        with self._phase("lookup"):
-            vectors = self._sum(self._pooled).requires_grad_()
-        with self._phase("dense"):
-            # DDP averages the trainers' gradients, and so do the servers: shares need not be equally large
-            loss = functional.cross_entropy(self.replica(vectors), labels.to(self.device), reduction="sum")
-        self.step += 1
-
-        def send(gradient: Tensor) -> None:
-            self._pooled = self._exchange(gradient.cpu().numpy(), following)
-
-        vectors.register_hook(send)  # sent while the backward pass and its all-reduce go on
-        with self._phase("backward"):
-            (loss * (len(self.trainers) / total)).backward()
-        with self._phase("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.context.report_step(self.step)
-        return loss.detach()
-
-    def _exchange(self, gradient: np.ndarray | None, following: Samples | None) -> Answers:
+    def _exchange(self, following: Samples | None, gradient: Tensor | None = None) -> None:
         """Sends the servers the gradient [bags, width] of the pooled vectors, and the bags of the following step."""
-        count = len(self.servers)
+        count, values = len(self.servers), None if gradient is None else gradient.cpu().numpy()
         shares = [bags.to_arrays() for bags in following.bags.route(count)] if following is not None else [None] * count
-        return [
-            self.context.call(server, calls.exchange, self.step, self.context.me.ordinal, gradient, share,
+        self._pooled = [
+            self.context.call(server, calls.exchange, self.step, self.context.me.ordinal, values, share,
                               timeout=self.settings.step_timeout)
             for server, share in zip(self.servers, shares, strict=True)
         ]  # fmt: skip
@@ -159,7 +146,8 @@ class Trainer:
     # ---- evaluation
 
     @torch.no_grad()
-    def _evaluate(self) -> int:
+    def evaluate(self) -> int:
+        """How many of this trainer's share of the test samples are classified correctly."""
         place = self.trainers.index(self.context.me)
         correct, batches = 0, []
         for numbers in torch.arange(place, len(self.data.test), len(self.trainers)).split(messages.EVALUATION_BATCH):

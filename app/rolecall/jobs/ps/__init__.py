@@ -70,14 +70,14 @@ class PsSettings(Settings):
         return self
 
 
-ROLES = "rolecall.jobs.ps.roles"
 JOB = Job(
     summary="parameter server: trainers push gradients, servers update and hand out parameters",
     settings=PsSettings,
     roles=(
         # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("ps", f"{ROLES}:serve", "SERVERS", preload=(ROLES, "torch._dynamo")),
-        Role("trainer", f"{ROLES}:train", "TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS", preload=(ROLES,)),
+        Role("ps", "rolecall.jobs.ps.lead:run", "SERVERS", preload=("rolecall.jobs.ps.lead", "torch._dynamo")),
+        Role("trainer", "rolecall.jobs.ps.trainer:run", "TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS",
+             preload=("rolecall.jobs.ps.trainer",)),
     ),
     check="rolecall.jobs.ps.model:check",
     evaluate="rolecall.jobs.ps.evaluate:evaluate",
@@ -85,4 +85,4 @@ JOB = Job(
     score="accuracy",
     unit="samples",
     pinned=("dataset", "model", "seed"),
-)
+)  # fmt: skip

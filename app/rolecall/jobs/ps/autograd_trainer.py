@@ -13,7 +13,7 @@ from rolecall.jobs.ps import PsSettings, calls, data, model
 from rolecall.jobs.ps.messages import BatchReport, GradientKey
 
 
-def train(context: Context[PsSettings]) -> None:
+def run(context: Context[PsSettings]) -> None:
     """Computes one batch after another through the lead's model, until the epochs are done."""
     settings, metrics, name = context.settings, context.metrics, context.me.name
     samples, _ = data.load(settings)

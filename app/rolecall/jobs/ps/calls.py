@@ -1,4 +1,4 @@
-"""The functions that are called at servers over RPC. Each hands a message to its rank's inbox."""
+"""The functions that are called at servers over RPC."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from rolecall import RankObject
-from rolecall.jobs.ps import messages
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, OptimizerState, PartAnswer, PartsReceived, UpdateShard
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, OptimizerState, PartAnswer, UpdateShard
+from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 
-INBOX: RankObject[queue.SimpleQueue[messages.Message]] = RankObject()
+Inbox = queue.SimpleQueue[GradientKey | str]  # gradients that a server has all its parts of; names of lost peers
+INBOX: RankObject[Inbox] = RankObject()  # the lead's
+SERVER: RankObject[Server] = RankObject()
 SERVER_MODEL: RankObject[ServerModel] = RankObject()
 
 # ---- called by trainers
@@ -24,9 +26,7 @@ def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: Batch
     """Hands over a part [elements] of a gradient; answered with the part's new parameters when it is the trainer's
     turn. The first part has the report, and its answer the assignment. No gradient: send the parameters.
     """
-    answer: Future[PartAnswer] = Future()
-    INBOX.get().put(messages.ArrivedGradient(key, part, gradient, report, answer))
-    return answer
+    return SERVER.get().receive(key, part, gradient, report)
 
 
 def server_model() -> ServerModel:
@@ -46,39 +46,36 @@ def step(model: rpc.RRef[ServerModel], key: GradientKey, context_id: int, report
     version and the buffers of `report` are the lead's to fill in.
     """
     gradient, version, buffers = model.local_value().gradient(context_id)
-    answer: Future[PartAnswer] = Future()
     complete = BatchReport(version, report.samples, report.loss, report.correct, buffers)
-    INBOX.get().put(messages.ArrivedGradient(key, 0, gradient, complete, answer))
-    return answer
+    return SERVER.get().receive(key, 0, gradient, complete)
 
 
 # ---- called by other servers at the lead
 
 
-def arrived(server: int, key: GradientKey) -> None:
-    """The server with ordinal `server` has all of its parts of a gradient."""
-    INBOX.get().put(PartsReceived(server, key))
+def complete(key: GradientKey) -> None:
+    """The calling server has all of its parts of a gradient."""
+    INBOX.get().put(key)
 
 
-# ---- called by the lead at the other servers
+# ---- called by the lead at the other servers, one at a time
 
 
-def update(message: UpdateShard) -> None:
-    """Orders an update."""
-    INBOX.get().put(message)
+def update(order: UpdateShard) -> None:
+    """Applies an update, and answers."""
+    SERVER.get().update(order, {})
 
 
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def restore(flat: Tensor, optimizer: OptimizerState) -> Future[None]:
-    """Loads the shard from the parameters [total] and the optimizer's state of the whole model. The first call."""
-    done: Future[None] = Future()
-    INBOX.get().put(messages.Restore(flat, optimizer, done))
-    return done
+def flat() -> Tensor:
+    """The shard's parameters [elements]."""
+    return SERVER.get().shard.flat
 
 
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def fetch(number: int) -> Future[tuple[Tensor, OptimizerState]]:
-    """The shard's parameters [elements] and its optimizer's state, right after update `number`."""
-    answer: Future[tuple[Tensor, OptimizerState]] = Future()
-    INBOX.get().put(messages.Fetch(number, answer))
-    return answer
+def optimizer_state() -> OptimizerState:
+    """The state of the shard's optimizer."""
+    return SERVER.get().shard.optimizer_state()
+
+
+def restore(flat: Tensor, optimizer: OptimizerState) -> None:
+    """Loads the shard from the parameters [total] and the optimizer's state of the whole model."""
+    SERVER.get().shard.load(flat, optimizer)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rolecall import UsageError
+from rolecall import Context, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
 
 CHUNK = 128  # samples in one pass
@@ -30,57 +28,32 @@ def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
         return sum(pool.map(correct, chunks)) / len(split)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Accuracy of the parameters after `epoch` epochs and `step` updates; it took `seconds`."""
-
-    epoch: int
-    step: int
-    accuracy: float
-    seconds: float
-
-
-class Evaluator:
-    """Evaluates parameters on the test data, one evaluation at a time, in a thread of its own."""
-
-    def __init__(self, module: nn.Module, test: data.Split, threads: int) -> None:
-        self._module, self._test, self._threads = module, test, threads
-        self._pool = ThreadPoolExecutor(1)
-        self._running: Future[Evaluation] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether an evaluation was begun whose result was not taken."""
-        return self._running is not None
-
-    def begin(self, *parameters: Any) -> None:
-        """Begins `evaluate` with these parameters in the background."""
-        self._running = self._pool.submit(self.evaluate, *parameters)
-
-    def take(self) -> Evaluation | None:
-        """The result of the evaluation that has ended, once; None where there is none."""
-        if self._running is None or not self._running.done():
-            return None
-        ended, self._running = self._running.result(), None
-        return ended
-
-    def close(self) -> None:
-        """Waits for the evaluation that runs."""
-        self._pool.shutdown()
-
-    def evaluate(self, epoch: int, step: int, flat: Tensor, buffers: tuple[Tensor, ...]) -> Evaluation:
-        """Evaluates parameters [total] and buffers at once. No other evaluation may run."""
-        started = time.perf_counter()
-        model.unflatten(flat, self._module)
-        model.load_buffers(self._module, buffers)
-        share = accuracy(self._module, self._test, self._threads)
-        return Evaluation(epoch, step, share, time.perf_counter() - started)
+def log_accuracy(
+    context: Context[PsSettings],
+    module: nn.Module,
+    test: data.Split,
+    epoch: int,
+    step: int,
+    flat: Tensor,
+    buffers: tuple[Tensor, ...],
+) -> float:
+    """Computes and logs the accuracy of the parameters `flat` [total] after `epoch` epochs and `step` updates; sets
+    those of `module`, which nobody else uses meanwhile.
+    """
+    with context.timer() as timer:
+        model.unflatten(flat, module)
+        model.load_buffers(module, buffers)
+        share = accuracy(module, test, context.threads)
+    context.log(step, score=share)
+    context.logger.info(f"Epoch {epoch}\ttest accuracy {share:.2%}", step=step, seconds=round(timer.seconds, 3))
+    return share
 
 
 def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
     """Accuracy of a checkpoint's `state` on the test data of DATASET."""
     with UsageError.wrap("the checkpoint holds no parameters of ps", KeyError, TypeError):
-        parameters, buffers, ledger = state["parameters"], tuple(state["buffers"]), state["ledger"]
+        saved, ledger = state["model"], state["ledger"]
+        parameters, buffers = saved["parameters"], tuple(saved["buffers"])
         epochs, updates = float(ledger["epoch"]), float(ledger["version"])
     trained = model.build(settings)
     _, test = data.load(settings)

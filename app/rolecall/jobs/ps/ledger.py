@@ -20,12 +20,10 @@ from rolecall.jobs.ps.messages import GradientKey, Indices
 
 @dataclass(frozen=True)
 class Update:
-    """What the servers do next, in the order of `number`: apply the mean of the gradients in `weights` (adding up to 1;
-    none: nothing changes) at `rate` times the learning rate, then answer those in `batches` with parameters and with
-    these batches.
+    """What the servers do next: apply the mean of the gradients in `weights` (adding up to 1; none: nothing changes) at
+    `rate` times the learning rate, then answer those in `batches` with parameters and with these batches.
     """
 
-    number: int
     weights: dict[GradientKey, float]
     rate: float
     batches: dict[GradientKey, list[Indices]]
@@ -67,7 +65,6 @@ class Ledger:
         self.sync, self.ahead, self.max_staleness = sync, ahead, max_staleness
         self.version = self.epoch = 0
         self.refused = 0
-        self._number = 0
         self._trainers = {name: _Trainer() for name in trainers}
         self._gradients: dict[GradientKey, int] = {}  # of the open update, with their samples
         self._rate = 1.0
@@ -101,12 +98,12 @@ class Ledger:
             name for name, trainer in self._trainers.items() if not trainer.ready or len(trainer.batches) > trainer.sent
         ]
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: how far the training data is used."""
         used = torch.from_numpy(np.packbits(self._used))
         return {"epoch": self.epoch, "version": self.version, "used": used, "samples": self.samples}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`. Raises ValueError where it is of other data."""
         if state["samples"] != self.samples:
             raise ValueError(f"the checkpoint is of {state['samples']} training samples; DATASET has {self.samples}")
@@ -164,8 +161,7 @@ class Ledger:
         batches = self._hand_out()
         if not weights and not batches:
             return None
-        self._number += 1
-        return Update(self._number, weights, self._rate, batches)
+        return Update(weights, self._rate, batches)
 
     def _advance_epoch(self) -> None:
         """Begins the next epoch where this one is used up."""

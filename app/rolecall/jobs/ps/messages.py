@@ -1,4 +1,4 @@
-"""What travels between trainers and servers, and the messages in a server's inbox."""
+"""What travels between trainers and servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.futures import Future
 
 Indices = npt.NDArray[np.int64]  # of samples [n]
 OptimizerState = dict[str, Tensor]  # by name: [elements], or [] for what counts updates
@@ -38,6 +37,18 @@ class BatchReport:
 
 
 @dataclass(frozen=True)
+class UpdateShard:
+    """At every server, one at a time: apply the mean of the gradients in `weights`, which add up to 1 (none: nothing
+    changes), at `rate` times LR, which makes the parameters of `version`; then send them to those in `answered`.
+    """
+
+    version: int
+    weights: dict[GradientKey, float]
+    rate: float
+    answered: tuple[GradientKey, ...]
+
+
+@dataclass(frozen=True)
 class Assignment:
     """What the lead assigns a trainer: batches to compute, from parameters of `version` on. No batches: the end."""
 
@@ -53,64 +64,3 @@ class PartAnswer(NamedTuple):
 
     parameters: Tensor | None
     assignment: Assignment | None
-
-
-# ---- messages in an inbox
-
-
-@dataclass(frozen=True)
-class ArrivedGradient:
-    """A part [elements] of a gradient, at the server that holds its parameters. The first part has the report."""
-
-    key: GradientKey
-    part: int
-    gradient: Tensor | None
-    report: BatchReport | None
-    answer: Future[PartAnswer]
-
-
-@dataclass(frozen=True)
-class PartsReceived:
-    """At the lead: the server with ordinal `server` has all of its parts of a gradient."""
-
-    server: int
-    key: GradientKey
-
-
-@dataclass(frozen=True)
-class UpdateShard:
-    """At every server, in the order of `number`: apply the mean of the gradients in `weights`, which add up to 1 (none:
-    nothing changes), at `rate` times LR; then send the new parameters to those in `answered`.
-    """
-
-    number: int
-    weights: dict[GradientKey, float]
-    rate: float
-    answered: tuple[GradientKey, ...]
-
-
-@dataclass(frozen=True)
-class Restore:
-    """Take the shard's elements out of the parameters `flat` [total], and its share of the optimizer's state."""
-
-    flat: Tensor
-    optimizer: OptimizerState
-    done: Future[None]
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Answer with the shard's parameters [elements] and its optimizer's state, right after update `number`."""
-
-    number: int
-    answer: Future[tuple[Tensor, OptimizerState]]
-
-
-@dataclass(frozen=True)
-class TrainerLost:
-    """At the lead: a trainer is out of this generation."""
-
-    trainer: str
-
-
-Message = ArrivedGradient | PartsReceived | UpdateShard | Restore | Fetch | TrainerLost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch.futures import Future
 
 from rolecall import UsageError
 from rolecall.jobs.ps import PsSettings
-from rolecall.jobs.ps.messages import Assignment, GradientKey, OptimizerState, PartAnswer
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, OptimizerState, PartAnswer
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.wire import DTYPES
 
@@ -24,13 +25,14 @@ class _Received:
 
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
     answers: dict[int, Future[PartAnswer]] = field(default_factory=dict)
+    report: BatchReport | None = None  # came with the first part
 
 
 class Shard:
     """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector, and their optimizers, one
     a part: a part's new parameters can leave while the next part is updated.
 
-    Used from one thread.
+    Any thread may `receive`; the rest is done by one thread at a time.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Part]], settings: PsSettings) -> None:
@@ -45,6 +47,7 @@ class Shard:
         }
         self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
         self._received: dict[GradientKey, _Received] = {}
+        self._lock = threading.Lock()  # of `_received`
 
     def load(self, flat: Tensor, optimizer: OptimizerState) -> None:
         """Takes the shard's elements out of the whole `flat` [total], and its share of the optimizer's state."""
@@ -68,15 +71,31 @@ class Shard:
         states = [optimizer.state_dict()["state"].get(0, {}) for optimizer in self._optimizers.values()]
         return join_states([{k: v for k, v in state.items() if isinstance(v, Tensor)} for state in states])
 
-    def receive(self, key: GradientKey, part: int, gradient: Tensor | None, answer: Future[PartAnswer]) -> bool:
+    def receive(
+        self,
+        key: GradientKey,
+        part: int,
+        gradient: Tensor | None,
+        answer: Future[PartAnswer],
+        report: BatchReport | None = None,
+    ) -> bool:
         """Keeps a part [elements] of a gradient. Returns whether all of this shard's parts of it are here."""
-        received = self._received.setdefault(key, _Received())
-        received.gradients[part], received.answers[part] = gradient, answer
-        return len(received.gradients) == len(self.parts)
+        with self._lock:
+            received = self._received.setdefault(key, _Received())
+            received.gradients[part], received.answers[part] = gradient, answer
+            received.report = report or received.report
+            return len(received.gradients) == len(self.parts)
+
+    def report(self, key: GradientKey) -> BatchReport:
+        """What the trainer reports with a gradient that is here and not yet answered."""
+        report = self._received[key].report
+        assert report is not None
+        return report
 
     def drop(self, trainer: str) -> None:
         """Drops what a lost trainer sent."""
-        self._received = {key: received for key, received in self._received.items() if key.trainer != trainer}
+        with self._lock:
+            self._received = {key: received for key, received in self._received.items() if key.trainer != trainer}
 
     def apply(self, part: int, weights: Mapping[GradientKey, float], rate: float) -> None:
         """One optimizer step of `part` with the weighted sum of the gradients `weights`, at `rate` times LR."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import queue
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs.rl import RlSettings, calls, envs, model
 from rolecall.jobs.rl.batching import Batcher, Group
 from rolecall.jobs.rl.learner import Learner
-from rolecall.jobs.rl.messages import PolicyState, Rollout
+from rolecall.jobs.rl.messages import Trajectory
 
 
 def run(context: Context[RlSettings]) -> dict[str, Any]:
@@ -23,14 +20,7 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
     env = envs.describe(settings.env_id)
     learner = Learner(model.build(settings, env.observation, env.action), settings, context.device, context.threads)
     score = Score(env.threshold)
-    iteration = env_steps = 0
-    if snapshot := context.snapshot():
-        iteration, env_steps = snapshot.step, snapshot.state["samples"]
-        score = Score(env.threshold, snapshot.state["last"], snapshot.state["running"], updates=iteration)
-        learner.load(snapshot.state["learner"])
-
-    def state() -> dict[str, Any]:
-        return {"learner": learner.state(), "samples": env_steps, "last": score.last, "running": score.running}
+    state = context.restore({"learner": learner, "score": score, "samples": 0})
 
     def observe(size: int, seconds: float) -> None:
         metrics.rl_inference_batch_observations.observe(size)
@@ -38,33 +28,40 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
 
     actor = model.Actor(learner.model, context.device)
     batcher = calls.batcher.set(Batcher(actor.act, env.observation.shape, env.observation.dtype, observe=observe))
-    collector = Collector(context, batcher)
-    context.start(iteration, done=env_steps, goal=env.threshold, env_id=settings.env_id, threshold=env.threshold,
-                  inference=settings.inference, observers=len(context.peers("observer")))  # fmt: skip
-    while not score.solved and iteration < settings.max_iterations:
-        if context.due:
-            context.save(iteration, state())
-        context.require_peers("observer")
+    context.on_lost(batcher.drop)
+    groups = range(len(envs.group_sizes(settings)))
+    steps = context.steps(settings.max_iterations, until=lambda: score.solved, goal=env.threshold,
+                          env_id=settings.env_id, threshold=env.threshold, inference=settings.inference,
+                          observers=len(context.peers("observer")))  # fmt: skip
+    for iteration in steps:
         policy = learner.policy_state() if settings.inference == "observer" else None
+        acting = context.peers("observer") if policy is None else []  # with this rank's policy
+        batcher.begin([Group(observer.name, number) for observer in acting for number in groups], learner.version)
         with context.timer() as timer:
-            rollouts = collector.collect(policy, learner.version)
-        trajectories = [trajectory for rollout in rollouts for trajectory in rollout.trajectories]
+            rollouts = dict(context.call_each("observer", calls.rollout, policy, learner.version,
+                                              timeout=settings.rollout_timeout))  # fmt: skip
+        trajectories: list[Trajectory] = []
+        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a run can be repeated, whoever came first
+            trajectories += rollouts[observer].trajectories or batcher.trajectories(observer.name)
         if not trajectories:
-            continue  # every observer was lost
+            context.redo()  # every observer was lost
+            continue
         metrics.rl_rollout_seconds.observe(timer.seconds)
         for trajectory in trajectories:
             metrics.rl_policy_age_versions.observe(learner.version - trajectory.version)
         with context.timer() as timer:
             update = learner.update(trajectories)
+        metrics.rl_update_seconds.observe(timer.seconds)
         context.require_finite(
             *update, hint=f"the update is not finite ({update}); lower LR or check the rewards of ENV_ID"
         )
-        metrics.rl_update_seconds.observe(timer.seconds)
-        score.add([float(np.mean(rollout.returns)) for rollout in rollouts if rollout.returns])
-        iteration, env_steps = iteration + 1, env_steps + update.samples
+        returns = [rollout.returns for rollout in rollouts.values()]
+        if not all(returns):
+            context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
+        score.add([float(np.mean(each)) for each in returns if each])
+        state["samples"] += update.samples
         context.log(
-            iteration,
-            done=env_steps,
+            done=state["samples"],
             score=score.running,
             message=f"Episode {iteration}\tLast reward: {score.last:.2f}\tAverage reward: {score.running:.2f}",
             rl_return_last=score.last,
@@ -81,8 +78,8 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
             f"Stopped at MAX_ITERATIONS={settings.max_iterations}: running reward {score.running:.2f}; "
             f"{settings.env_id} {bar}"
         )
-    return context.finish(message, step=iteration, state=state(), solved=score.solved, iterations=iteration,
-                          running_return=score.running, env_steps=env_steps)  # fmt: skip
+    return context.finish(message, solved=score.solved, iterations=context.step, running_return=score.running,
+                          env_steps=state["samples"])  # fmt: skip
 
 
 @dataclass
@@ -109,49 +106,10 @@ class Score:
         """Whether the running reward has passed the threshold."""
         return self.threshold is not None and self.updates > 0 and self.running > self.threshold
 
+    def state_dict(self) -> dict[str, Any]:
+        """All but the threshold, which is the environment's."""
+        return {"last": self.last, "running": self.running, "updates": self.updates}
 
-class Collector:
-    """Has the observers make an iteration's rollouts, without those that fail or are lost meanwhile."""
-
-    def __init__(self, context: Context[RlSettings], batcher: Batcher) -> None:
-        self.context, self.batcher = context, batcher
-        self._events: queue.SimpleQueue[tuple[str, Future[Rollout] | None]] = queue.SimpleQueue()
-        context.on_lost(self._on_lost)
-
-    def collect(self, policy: PolicyState | None, version: int) -> list[Rollout]:
-        """A rollout of each observer that is left, in a fixed order, with trajectories also where the agent acted."""
-        context, settings = self.context, self.context.settings
-        events = self._events = queue.SimpleQueue()  # answers to earlier requests go to another queue
-        names = [peer.name for peer in context.peers("observer")]
-        groups = itertools.starmap(Group, itertools.product(names, range(len(envs.group_sizes(settings)))))
-        self.batcher.begin(list(groups) if policy is None else [], version)
-        for name in names:
-            answer = context.call(name, calls.rollout, policy, version, timeout=settings.rollout_timeout)
-            answer.add_done_callback(lambda answer, name=name: events.put((name, answer)))
-        rollouts: dict[str, Rollout] = {}
-        waiting = set(names)
-        while waiting:
-            # longer than the calls' own deadline: each call ends, and with it this wait
-            name, answer = events.get(timeout=settings.rollout_timeout + settings.rpc_timeout)
-            if name not in waiting:
-                continue
-            waiting.discard(name)
-            if answer is None or name in context.lost:
-                context.logger.warning("observer lost", observer=name)
-                continue
-            try:
-                rollouts[name] = answer.value()
-            except RuntimeError as error:  # the call's own: the observer failed, is gone or silent
-                context.logger.warning("observer given up", observer=name, problem=str(error).partition("\n")[0])
-                context.give_up(name)
-        complete = [(name, rollouts[name]) for name in sorted(rollouts) if name not in context.lost]
-        if not all(rollout.returns for _, rollout in complete):
-            context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
-        return [
-            Rollout(rollout.returns, rollout.trajectories or self.batcher.trajectories(name))
-            for name, rollout in complete
-        ]
-
-    def _on_lost(self, name: str) -> None:
-        self.batcher.drop(name)
-        self._events.put((name, None))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a `state_dict`."""
+        self.last, self.running, self.updates = state["last"], state["running"], state["updates"]

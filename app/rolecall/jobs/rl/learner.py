@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.messages import Array, Done, PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
@@ -169,8 +168,8 @@ class Learner:
         """The policy without its baseline, on the CPU, for observers."""
         return {name: value.cpu() for name, value in self.model.policy.state_dict().items()}
 
-    def state(self) -> dict[str, Any]:
-        """All that `load` needs to continue exactly from here."""
+    def state_dict(self) -> dict[str, Any]:
+        """All that it takes to continue exactly from here."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -180,16 +179,14 @@ class Learner:
             "shuffle": self._shuffle.get_state(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continues from a `state`. Raises UsageError where it is of another model."""
-        advice = "set ENV_ID, POLICY and HIDDEN_SIZE as they were, or another CHECKPOINT_DIR"
-        with UsageError.wrap("the checkpoint is of another model", RuntimeError, ValueError, KeyError, advice=advice):
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
-            self._shuffle.set_state(state["shuffle"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a `state_dict`, with this LR."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr  # LR may have been changed since
+            group["lr"] = self.settings.lr
+        self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
+        self._shuffle.set_state(state["shuffle"])
 
 
 def _log_probability(logits: Tensor, actions: Tensor) -> Tensor:

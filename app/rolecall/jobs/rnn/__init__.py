@@ -65,7 +65,7 @@ JOB = Job(
     settings=RnnSettings,
     roles=(
         # torch's optimizers import torch._dynamo at their first use: which takes each new worker a second
-        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.calls", "torch._dynamo")),
+        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.server", "torch._dynamo")),
         Role("trainer", "rolecall.jobs.rnn.trainer:run", preload=("rolecall.jobs.rnn.trainer", "torch._dynamo")),
     ),
     check="rolecall.jobs.rnn.corpus:check",

@@ -1,38 +1,55 @@
-"""The functions that the trainer calls at the ps over RPC."""
+"""What the trainer calls at the ps over RPC, and the object of the ps that the calls act on."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-from typing import Any
+import threading
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.futures import Future
 
-from rolecall import Snapshot, choose_device
-from rolecall.jobs.rnn import optimizer
-from rolecall.jobs.rnn.messages import ClipResult, SaveRequest
+from rolecall import Context, RankObject, choose_device
+from rolecall.jobs.rnn import RnnSettings, optimizer
+from rolecall.jobs.rnn.loss import GradientSums, Pool
 from rolecall.jobs.rnn.model import Decoder, Embedding
-from rolecall.jobs.rnn.server import SERVER, ModelServer
+
+
+class ModelServer:
+    """The modules that the trainer builds here, and what its calls need of them."""
+
+    def __init__(self, context: Context[RnnSettings]) -> None:
+        self.context, self.settings, self.metrics = context, context.settings, context.metrics
+        self.modules: dict[str, nn.Module] = {}
+        self.generator = torch.Generator().manual_seed(self.settings.seed)
+        self.pool = Pool(context.threads)
+        self.turn = threading.Lock()  # one micro-batch after the other: the trainer waits for the first
+        self._sums = -1, GradientSums()
+
+    def add_module(self, name: str, module: nn.Module, device: torch.device) -> nn.Module:
+        """Keeps a module that was just built, on its device."""
+        self.modules[name] = module.to(device)
+        return module
+
+    def sums(self, context_id: int) -> GradientSums:
+        """Where the micro-batches of a step, which is a distributed autograd context, add their gradients."""
+        if self._sums[0] != context_id:
+            self._sums = context_id, GradientSums()
+        return self._sums[1]
+
+    def outgoing(self, tensor: Tensor) -> Tensor:
+        """`tensor` where the trainer expects it: on a GPU only where both ranks compute with one."""
+        trainer = self.context.peers("trainer")[0].name
+        return tensor.to(self.context.device if trainer in self.context.mapped else "cpu")
+
+
+SERVER: RankObject[ModelServer] = RankObject()
 
 # ---- before training
 
 
-def restore() -> Snapshot | None:
-    """The newest checkpoint with the trainer's part of weights and optimizers, or None where there is none."""
-    snapshot = _server().snapshot
-    if snapshot is None:
-        return None
-    weights = {"lstm": snapshot.state["weights"]["lstm"]}
-    optimizers = {"trainer": snapshot.state["optimizers"]["trainer"]}
-    return replace(snapshot, state={**snapshot.state, "weights": weights, "optimizers": optimizers})
-
-
 def embedding(tokens: int) -> nn.Module:
     """Builds the embedding table; `rpc.remote` makes an RRef of it."""
-    server = _server()
+    server = SERVER.get()
     wanted = server.settings.embedding_device
     device = server.context.device if wanted == "auto" else choose_device(wanted, "EMBEDDING_DEVICE")
     return server.add_module("embedding", Embedding(server.settings, tokens), device)
@@ -40,7 +57,7 @@ def embedding(tokens: int) -> nn.Module:
 
 def decoder(tokens: int) -> nn.Module:
     """Builds the decoder; `rpc.remote` makes an RRef of it."""
-    server = _server()
+    server = SERVER.get()
     return server.add_module("decoder", Decoder(server.settings, tokens), server.context.device)
 
 
@@ -49,20 +66,12 @@ def parameters(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[Tensor]]:
     return optimizer.references(module.local_value())
 
 
-def load(optimizers: list[Any]) -> None:
-    """Sets the states of the optimizers to those of the newest checkpoint, and drops the checkpoint."""
-    server = _server()
-    assert server.snapshot is not None
-    optimizer.load(optimizers, server.snapshot.state["optimizers"]["ps"])
-    server.snapshot = None
-
-
 # ---- a step
 
 
 def embed(module: rpc.RRef[Embedding], tokens: Tensor) -> Tensor:
     """The vectors [length, batch, width] of `tokens` [length, batch]."""
-    server, table = _server(), module.local_value()
+    server, table = SERVER.get(), module.local_value()
     with server.metrics.rnn_embedding_seconds.time():
         vectors: Tensor = table(tokens.to(table.weight.device))
         return server.outgoing(vectors)
@@ -72,7 +81,7 @@ def decode(context_id: int, module: rpc.RRef[Decoder], hidden: Tensor, targets: 
     """The summed loss [] of `targets` [length, batch] after `hidden` [length, batch, hidden], times `scale`. The logits
     stay here, and so do their gradients.
     """
-    server, layer = _server(), module.local_value()
+    server, layer = SERVER.get(), module.local_value()
     device = layer.weight.device
     with server.metrics.rnn_decoder_seconds.time():
         with server.turn:
@@ -80,12 +89,13 @@ def decode(context_id: int, module: rpc.RRef[Decoder], hidden: Tensor, targets: 
         return server.outgoing(loss)
 
 
-def clip(context_id: int, square_norm: float) -> ClipResult:
-    """Clips this rank's gradients by the norm of all; `square_norm` is the square of the norm of the trainer's."""
-    server = _server()
+def clip(context_id: int, square_norm: float) -> float:
+    """Clips this rank's gradients by the norm of all, and returns it; `square_norm` is the square of the norm of the
+    trainer's.
+    """
     norm = float((square_norm + optimizer.square_norm(context_id)) ** 0.5)
-    optimizer.clip(context_id, norm, server.settings.max_grad_norm)
-    return ClipResult(norm, server.context.due)
+    optimizer.clip(context_id, norm, SERVER.get().settings.max_grad_norm)
+    return norm
 
 
 # ---- between steps
@@ -93,7 +103,7 @@ def clip(context_id: int, square_norm: float) -> ClipResult:
 
 def validate(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor) -> float:
     """The summed loss of `targets` [length, batch] after `hidden` [length, batch, hidden]."""
-    server, layer = _server(), module.local_value()
+    server, layer = SERVER.get(), module.local_value()
     device = layer.weight.device
     with torch.no_grad(), server.turn:
         return float(layer.loss(hidden.to(device), targets.to(device), 1.0, server.pool))
@@ -102,18 +112,4 @@ def validate(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor) -> floa
 def sample(module: rpc.RRef[Decoder], hidden: Tensor, temperature: float) -> int:
     """Draws the token after `hidden` [hidden]."""
     layer: Decoder = module.local_value()
-    return layer.sample(hidden.to(layer.weight.device), temperature, _server().generator)
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def save(request: SaveRequest) -> Future[bool]:
-    """Writes a checkpoint. Answered with whether to train on."""
-    answer: Future[bool] = Future()
-    _server().inbox.put((request, answer))
-    return answer
-
-
-def _server() -> ModelServer:
-    server = SERVER.get()
-    server.called_at = time.monotonic()
-    return server
+    return layer.sample(hidden.to(layer.weight.device), temperature, SERVER.get().generator)

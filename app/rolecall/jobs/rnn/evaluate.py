@@ -19,7 +19,7 @@ def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
     """Perplexity of the validation text. Raises UsageError for another text than the checkpoint's."""
     model, _ = _load(settings, state)
     text = corpus.load(settings)
-    if text.digest != state["digest"]:
+    if text.digest != state["text"]["digest"]:
         raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint was trained on")
     torch.set_num_threads(settings.cpu_threads)
     loss = validation_loss(model, settings, text.validation)
@@ -27,8 +27,7 @@ def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
         "perplexity": math.exp(loss),
         "loss": loss,
         "tokens": float(len(text.validation)),
-        "epochs": float(state["epoch"]),
-        "steps": float(state["step"]),
+        "epochs": float(len(state["history"])),
     }
 
 
@@ -84,8 +83,9 @@ def continuation(
 
 def _load(settings: RnnSettings, state: dict[str, Any]) -> tuple[LanguageModel, Vocabulary]:
     with UsageError.wrap("the checkpoint holds no model of rnn", KeyError, TypeError, RuntimeError):
-        vocabulary = Vocabulary(tuple(state["vocabulary"]))
+        vocabulary = Vocabulary(tuple(state["text"]["vocabulary"]))
         model = LanguageModel(settings, len(vocabulary))
-        for name, part in model.named_children():
-            part.load_state_dict(state["weights"][name])
+        model.embedding.load_state_dict(state["embedding"])
+        model.lstm.load_state_dict(state["trainer"]["lstm"])
+        model.decoder.load_state_dict(state["decoder"])
     return model.eval(), vocabulary

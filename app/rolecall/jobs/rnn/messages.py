@@ -1,74 +1,36 @@
-"""What travels between the trainer and the ps, beside tensors, and how a checkpoint is laid out."""
+"""What the trainer tells the ps of its text."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-OptimizerState = dict[str, Any]
-
-
-@dataclass
-class Counters:
-    """How far training has come."""
-
-    epoch: int = 0  # completed epochs
-    position: int = 0  # steps of this epoch
-    step: int = 0  # steps of all epochs
-    history: list[list[float]] = field(default_factory=list)  # by epoch: mean training loss, mean validation loss
-    loss: float = 0.0  # summed over this epoch's tokens so far
-    tokens: int = 0  # of this epoch so far
+from rolecall import UsageError
+from rolecall.jobs.rnn.corpus import Vocabulary
 
 
 @dataclass(frozen=True)
-class TrainerState:
-    """The trainer's part of a checkpoint. `state` is the LSTM's hidden and cell state, [layers, batch, hidden] each."""
+class TextDescription:
+    """The text that the trainer has read. An epoch is `steps` steps over its `tokens`, of which `targets` are
+    predicted; the validation text has `windows` windows.
+    """
 
-    counters: Counters
-    lstm: dict[str, Tensor]
-    optimizers: list[OptimizerState]
-    state: list[Tensor]
-    rng: Tensor
-    vocabulary: list[str]
+    corpus: str
     digest: str
+    vocabulary: Vocabulary
+    tokens: int
+    targets: int
+    steps: int
+    windows: int
 
-    def checkpoint(self, weights: dict[str, Any], optimizers: list[OptimizerState]) -> dict[str, Any]:
-        """The checkpoint of both ranks, given the weights by module and the optimizers' states of the ps."""
-        return {
-            **asdict(self.counters),
-            "weights": {"lstm": self.lstm, **weights},
-            "optimizers": {"trainer": self.optimizers, "ps": optimizers},
-            "state": self.state,
-            "rng": self.rng,
-            "vocabulary": self.vocabulary,
-            "digest": self.digest,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"digest": self.digest, "vocabulary": list(self.vocabulary.words)}
 
-    @classmethod
-    def of(cls, checkpoint: dict[str, Any]) -> TrainerState:
-        """The trainer's part of a checkpoint's state."""
-        return cls(
-            counters=Counters(**{entry.name: checkpoint[entry.name] for entry in fields(Counters)}),
-            lstm=checkpoint["weights"]["lstm"],
-            optimizers=checkpoint["optimizers"]["trainer"],
-            **{name: checkpoint[name] for name in ("state", "rng", "vocabulary", "digest")},
-        )
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """Asks for a checkpoint, the job's last one where `final`; `optimizers` are references to those of the ps."""
-
-    trainer: TrainerState
-    optimizers: list[Any]
-    final: bool
-
-
-@dataclass(frozen=True)
-class ClipResult:
-    """The global norm of a step's gradient before clipping, and whether a checkpoint is due after the step."""
-
-    norm: float
-    checkpoint_due: bool
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UsageError where `state` is of another text."""
+        if state["digest"] != self.digest:
+            raise UsageError(
+                f"CORPUS={self.corpus}: the data are not those that the newest checkpoint was trained on; restore "
+                "them, or set another CHECKPOINT_DIR"
+            )

@@ -17,19 +17,26 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from rolecall.jobs.rnn import RnnSettings
-from rolecall.jobs.rnn.messages import OptimizerState
+
+LOCAL: list[torch.optim.Optimizer] = []  # those that `build` has made on this rank, in its order
 
 
-class Sgd(torch.optim.SGD):
-    """torch's, by another name."""
+class _Local:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        LOCAL.append(self)  # type: ignore[arg-type]
 
 
-class Adam(torch.optim.Adam):
-    """torch's, by another name."""
+class Sgd(_Local, torch.optim.SGD):
+    """torch's, kept in LOCAL."""
 
 
-class SparseAdam(torch.optim.SparseAdam):
-    """torch's, by another name."""
+class Adam(_Local, torch.optim.Adam):
+    """torch's, kept in LOCAL."""
+
+
+class SparseAdam(_Local, torch.optim.SparseAdam):
+    """torch's, kept in LOCAL."""
 
 
 def build(
@@ -43,22 +50,6 @@ def build(
         DistributedOptimizer(kinds[0], list(dense), lr=settings.lr, fused=True),
         DistributedOptimizer(kinds[1], list(sparse), lr=settings.lr),
     ]
-
-
-def held_by(optimizers: Sequence[DistributedOptimizer], rank: str) -> list[Any]:
-    """References to the parts of `optimizers` that the RPC worker `rank` has."""
-    return [part for optimizer in optimizers for part in optimizer.remote_optimizers if part.owner_name() == rank]
-
-
-def states(parts: Sequence[Any]) -> list[OptimizerState]:
-    """The states of optimizers that are on this rank."""
-    return [part.local_value().optim.state_dict() for part in parts]
-
-
-def load(parts: Sequence[Any], states: Sequence[OptimizerState]) -> None:
-    """Sets the states of optimizers that are on this rank."""
-    for part, state in zip(parts, states, strict=True):
-        part.local_value().optim.load_state_dict(state)
 
 
 def square_norm(context_id: int) -> float:

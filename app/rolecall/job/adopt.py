@@ -1,0 +1,135 @@
+"""An unmodified program's `init_rpc` and `init_process_group` meet the members of this generation.
+
+Whatever address such a program names, its own or none, torch's rendezvous answers with the generation's store. Torch's
+private names are used here, and in `rpc.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import torch
+from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from rolecall import config
+from rolecall.config import Settings
+from rolecall.run import rundir
+
+SCHEMES = ("env", "tcp", "file")
+_purpose = ContextVar("purpose", default="group")  # of a rendezvous: a process group's, or RPC's
+
+
+def adopt(settings: Settings, rank: int, world_size: int, generation: int = 0, store: Store | None = None) -> None:
+    """Sets torchrun's variables, and from now on torch's own rendezvous of this process is one of the generation's
+    members in `store`. Without a store, whatever meets raises RuntimeError: the program is only loaded.
+    """
+    config.export(**variables(settings, rank, world_size, generation))
+    meet = Rendezvous(store)
+    for scheme in SCHEMES:
+        _rendezvous_handlers[scheme] = meet
+    if not hasattr(rpc.init_rpc, "__wrapped__"):
+        rpc.init_rpc = _reachable(rpc.init_rpc)
+
+
+def variables(settings: Settings, rank: int, world_size: int, generation: int) -> dict[str, str]:
+    """The variables that torchrun sets, and the program's generation and folder. Where rank 0 is at a loopback address
+    all ranks are on this machine; otherwise each has one of its own.
+    """
+    here = _is_loopback(settings.master_addr)
+    local, local_size, group, groups = (rank, world_size, 0, 1) if here else (0, 1, rank, world_size)
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": groups,
+        "ROLE_NAME": "rank",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": settings.master_addr,
+        "MASTER_PORT": settings.master_port,
+        "TORCHELASTIC_RESTART_COUNT": max(generation - 1, 0),
+        "TORCHELASTIC_MAX_RESTARTS": settings.max_failures,
+        "TORCHELASTIC_RUN_ID": settings.job,
+        "ROLECALL_GENERATION": generation,
+        "CHECKPOINT_DIR": (settings.checkpoint_dir / rundir.FILES).absolute(),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return socket.gethostbyname(address).startswith("127.")
+    except OSError:  # a name that is unknown yet is another machine's
+        return False
+
+
+class Rendezvous:
+    """A handler of torch's: the members that name the same port (or file) meet, however they name the host.
+
+    A process that meets anew under the same URL finds none of the keys from before. Each meeting has a connection of
+    its own, so that one which waits for a key does not block another.
+    """
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._meetings = Counter[str]()
+
+    def __call__(self, url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
+        """The store, rank and world size of one meeting."""
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        rank = int(query.get("rank") or config.exported("RANK"))
+        world_size = int(query.get("world_size") or config.exported("WORLD_SIZE"))
+        place = parts.path if parts.scheme == "file" else str(parts.port or config.exported("MASTER_PORT"))
+        meeting = f"{_purpose.get()}/{parts.scheme}/{place}/{world_size}"
+        number = self._meetings[meeting]
+        self._meetings[meeting] += 1
+        if self._store is None:
+            raise RuntimeError(f"{url}: a program that is imported meets nobody; do it in a function, or in __main__")
+        store = PrefixStore(f"{meeting}/{number}", self._store.clone())  # type: ignore[attr-defined]
+        if timeout is not None:
+            store.set_timeout(timeout)
+        yield store, rank, world_size
+
+
+def _reachable(init_rpc: Callable[..., None]) -> Callable[..., None]:
+    """Torch's `init_rpc` over TCP, the one transport that works in a container and notices a peer's end."""
+
+    @functools.wraps(init_rpc)
+    def connect(
+        name: str, backend: Any = None, rank: int = -1, world_size: int | None = None, rpc_backend_options: Any = None
+    ) -> None:
+        options = rpc_backend_options
+        if options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions):
+            options = tcp_options(options or rpc.TensorPipeRpcBackendOptions())
+        token = _purpose.set("rpc")
+        try:
+            init_rpc(name, backend, rank, world_size, options)
+        finally:
+            _purpose.reset(token)
+
+    return connect
+
+
+def tcp_options(options: rpc.TensorPipeRpcBackendOptions) -> rpc.TensorPipeRpcBackendOptions:
+    """`options` with transports and channels that work between containers."""
+    return rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=options.num_worker_threads,
+        rpc_timeout=options.rpc_timeout,
+        init_method=options.init_method,
+        device_maps=options.device_maps,  # type: ignore[arg-type]
+        devices=options.devices,  # type: ignore[arg-type]
+        _transports=["uv"],
+        # not cuda_ipc, which aborts where a process does not see the other's GPU
+        _channels=["basic", "cuda_basic"] if torch.cuda.is_available() else ["basic"],
+    )

@@ -1,0 +1,188 @@
+"""What runs the user's own: compose.yaml's profiles `job` and `script` with the script that starts them, k8s/job and
+k8s/script. Needs neither Docker nor a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, image_environment, is_first, settings_of
+from tests.contracts.manifests import overlay
+from tests.contracts.test_compose import NOT_PASSED
+
+PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
+# what the shell or docker/up.sh says, and what each profile fixes
+FIXED = {
+    "job": {"JOB": "/job", **PLACES},
+    "script": {"JOB": "script", **PLACES, "SCRIPT": "/script", "RANKS": "2"},
+}
+ADDRESSES = {"MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"}
+# stands in for docker: its arguments and what compose would put in, a line each
+DOCKER = """#!/usr/bin/env bash
+case "$*" in
+  *"describe --variables"*) printf 'SAMPLERS\\nSTEPS\\n' ;;
+  *"describe --ranks"*) echo "${SAID:-3}" ;;
+  "image inspect rolecall:cpu" | "image inspect mine:cpu") ;;
+  "image inspect"*) exit 1 ;;
+  *" up "*) echo "up folder=$JOB_FOLDER name=$JOB_NAME job=$JOB_TARGET script=$SCRIPT ranks=$RANKS others=$OTHERS" >&2
+    [ -z "$JOB_VARIABLES" ] || echo "variables: $(tr '\\n' ' ' <"$JOB_VARIABLES")" >&2 ;;
+  *" ps "*) echo rank0 ;;
+  "wait rank0") echo 0 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("profile", GENERIC)
+def test_a_profile_has_rank_0_and_the_others(profile: str) -> None:
+    services = {name: service for name, service in RANKS.items() if service["profiles"] == [profile]}
+    first, others = sorted(services, key=is_first, reverse=True)
+    assert (first, others) == (f"{profile}-rank0", f"{profile}-ranks")
+    assert services[first]["deploy"].get("replicas", 1) == 1
+    assert services[others]["deploy"]["replicas"] == "${OTHERS:-1}"
+    # nothing else tells them apart: the gang assigns roles and ordinals
+    one, two = services[first], services[others]
+    assert one["environment"] == {**two["environment"], "RANK": "0"}
+    assert not {"ROLE", "ORDINAL", "RANK"} & set(two["environment"])
+    assert {**one, "environment": 0, "networks": 0, "deploy": 0} == {
+        **two,
+        "environment": 0,
+        "networks": 0,
+        "deploy": 0,
+    }
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_every_setting_is_passed_and_few_have_a_value_here(name: str) -> None:
+    profile, environment = RANKS[name]["profiles"][0], RANKS[name]["environment"]
+    known = {field.upper() for field in settings_of(name).model_fields} | set(FIXED[profile])
+    extra = {"SCRIPT_ARGS"} if profile == "script" else set()
+    assert set(environment) == known - {*NOT_PASSED, "ROLE"} | set(FIXED[profile]) | extra | (
+        {"RANK"} if is_first(name) else set()
+    )
+    valued = {variable: filled(value) for variable, value in environment.items() if value is not None}
+    assert {key: value for key, value in valued.items() if key not in {*ADDRESSES, "RANK"}} == FIXED[profile]
+    assert valued["MASTER_ADDR"] == f"{profile}.rpc"
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_users_files_are_read_only_and_every_rank_may_write_beside_the_checkpoints(name: str) -> None:
+    service, profile = RANKS[name], RANKS[name]["profiles"][0]
+    volumes = [filled(volume).split(":") for volume in service["volumes"]]
+    written = [(source, target) for source, target, *options in volumes if options != ["ro"]]
+    assert written == [(f"{profile}-checkpoints", image_environment()["CHECKPOINT_DIR"])]
+    assert [target for _, target, *options in volumes if options == ["ro"]] == [f"/{profile}", "/data"]
+    assert service["working_dir"] == f"/{profile}"
+    assert {source for source, *_ in volumes} <= set(COMPOSE["volumes"])
+    said = (ROOT / "docs" / "containers.md").read_text()
+    assert all(f"`{target}`" in said for _, target, *_ in volumes)
+
+
+def test_the_jobs_own_settings_are_passed_by_name() -> None:
+    for name, service in RANKS.items():
+        assert service.get("env_file") == (["${JOB_VARIABLES:-/dev/null}"] if name.startswith("job-") else None)
+
+
+# ---- k8s/job and k8s/script
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_the_users_file_is_mounted_where_the_settings_look_for_it(name: str) -> None:
+    (one,) = overlay(name).sets
+    assert one.environment["JOB" if name == "job" else "SCRIPT"] == f"/{name}"
+    (volume,) = [volume for volume in one.pod["volumes"] if "configMap" in volume]
+    assert volume["configMap"] == {"name": name}  # kubectl create configmap NAME --from-file=FILE.py
+    (mount,) = [mount for mount in one.container["volumeMounts"] if mount["name"] == volume["name"]]
+    assert (mount["mountPath"], mount["readOnly"]) == (f"/{name}", True)
+    assert one.container["workingDir"] == f"/{name}"
+
+
+# ---- docker/up.sh
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Any:
+    """Runs docker/up.sh, with a docker that only says what it is asked for."""
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(DOCKER)
+    program.chmod(0o755)
+    (tmp_path / "my jobs").mkdir()
+    for file in ("pi.py", "my jobs/pi.py"):
+        (tmp_path / file).touch()
+
+    def run(profile: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), **variables}
+        return subprocess.run(
+            [ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"], cwd=tmp_path, env=environment, timeout=60,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder", "said"),
+    [
+        ({"JOB_FILE": "pi.py"}, "", "name=pi job=/job/pi.py script= ranks= others=2"),
+        (
+            {"JOB_FILE": "./my jobs/pi.py:OTHER"},
+            "/my jobs",
+            "name=pi-other job=/job/pi.py:OTHER script= ranks= others=2",
+        ),
+        ({"JOB_FILE": "pi.py", "OTHERS": "7"}, "", "name=pi job=/job/pi.py script= ranks= others=7"),
+        ({"JOB_FILE": "pi.py", "SAID": "1"}, "", "name=pi job=/job/pi.py script= ranks= others=0"),
+        (
+            {"JOB_FILE": "package.jobs.pi:OTHER"},
+            None,
+            "name=pi-other job=package.jobs.pi:OTHER script= ranks= others=2",
+        ),
+        ({"JOB_FILE": "pi.py", "IMAGE": "mine"}, "", "name=pi job=/job/pi.py script= ranks= others=2"),
+        ({"SCRIPT": "./pi.py:run"}, "", "name=pi-run job= script=/script/pi.py:run ranks=2 others=1"),
+        ({"SCRIPT": "pi.py", "RANKS": "4"}, "", "name=pi job= script=/script/pi.py ranks=4 others=3"),
+        ({"SCRIPT": "package.pi:run"}, None, "name=pi-run job= script=package.pi:run ranks=2 others=1"),
+    ],
+)
+def test_up_mounts_the_file_and_counts_the_ranks(
+    up: Any, tmp_path: Path, variables: dict[str, str], folder: str | None, said: str
+) -> None:
+    done = up("job" if "JOB_FILE" in variables else "script", **variables)
+    assert done.returncode == 0, done.stderr
+    mounted = "" if folder is None else f"{tmp_path}{folder}"
+    assert f"up folder={mounted} {said}\n" in done.stderr
+    assert ("variables: SAMPLERS STEPS" in done.stderr) == ("JOB_FILE" in variables)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "my jobs", "pi.py"]  # no file is left
+
+
+@pytest.mark.parametrize(
+    ("profile", "variables", "line"),
+    [
+        ("job", {}, "JOB_FILE is missing: it names a file, such as ./pi.py"),
+        ("script", {}, "SCRIPT is missing: it names a file, such as ./pi.py"),
+        ("job", {"JOB_FILE": "./e.py"}, "JOB_FILE=./e.py: there is no such file"),
+        ("job", {"JOB_FILE": "./pi"}, "JOB_FILE=./pi: there is no such file"),
+        ("job", {"JOB_FILE": "pi.py", "IMAGE": "none"}, "there is no image none:cpu: make image builds rolecall:cpu, "
+         "and IMAGE= names one of your own"),
+        ("script", {"SCRIPT": "pi.py", "RANKS": "two"}, "RANKS='two': is no number of ranks"),
+        ("script", {"SCRIPT": "pi.py", "RANKS": "0"}, "RANKS='0': is no number of ranks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_started_is_one_line_and_code_2(
+    up: Any, profile: str, variables: dict[str, str], line: str
+) -> None:
+    done = up(profile, **variables)
+    assert (done.returncode, done.stderr) == (2, f"rolecall: {line}\n")
+
+
+def test_make_asks_for_the_file_before_it_builds() -> None:
+    for profile, variable in (("job", "JOB_FILE"), ("script", "SCRIPT")):
+        environment = {key: value for key, value in os.environ.items() if key != variable}
+        done = subprocess.run(["make", f"up-{profile}"], cwd=ROOT, env=environment, timeout=60, capture_output=True,
+                              text=True, check=False)  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[0] == f"rolecall: {variable} is missing: it names a file, such as ./pi.py"
+        assert not done.stdout

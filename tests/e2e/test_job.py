@@ -1,0 +1,168 @@
+"""The user's own in containers and pods: a job file, and a torch RPC program that knows nothing of Rolecall."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rolecall import telemetry
+from tests.e2e.conftest import Projects, Started
+from tests.e2e.containers import DEADLINE, IMAGE, ROOT, Container, Project, docker, served
+from tests.e2e.pods import config_map, overlay_with
+from tests.integration.cluster import until
+
+PI = ROOT / "examples" / "pi.py"
+PROGRAMS = ROOT / "tests" / "e2e" / "programs"
+QUICK = {"STEPS": "20", "POINTS": "1000"}
+
+
+def place(rank: Container) -> tuple[str, str]:
+    """The role and the ordinal that a rank has been given."""
+    labels = [dict(labels) for name, labels in rank.metrics() if name == "rolecall_rank_info"]
+    return (labels[0]["role"], labels[0]["ordinal"]) if labels else ("", "")
+
+
+# ---- a job file
+
+
+def test_make_up_job_runs_a_file_until_it_has_finished(projects: Projects) -> None:
+    project = projects("job", "job-rank0")
+    done = project.make("up-job", JOB_FILE="examples/pi.py", SAMPLERS="3", **QUICK)
+    assert done.returncode == 0, done.stdout
+    everyone = project.containers(everyone=True)
+    assert [one.state["ExitCode"] for one in everyone] == [0] * 4
+    summary = json.loads(kept(project, "/checkpoints/pi/summary.json"))
+    assert (summary["job"], summary["state"]) == ("pi", "finished")
+
+    again = project.make("up-job", JOB_FILE="examples/pi.py", SAMPLERS="3", **QUICK)
+    assert again.returncode == 0, again.stdout
+    assert "this job has finished already" in again.stdout
+
+    assert project.make("down").returncode == 0
+    assert not project.left()
+
+
+def kept(project: Project, path: str) -> str:
+    """A file of the volume, of containers that have ended."""
+    return docker("run", "--rm", "--volume", f"{project.name}_job-checkpoints:/checkpoints:ro", "--entrypoint", "cat",
+                  IMAGE, path)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"JOB_FILE": "examples/pie.py"}, "rolecall: JOB_FILE=examples/pie.py: there is no such file"),
+        ({"JOB_FILE": "tests/e2e/programs/beside.py"}, "has no JOB"),
+        ({"JOB_FILE": "examples/pi.py", "POINTS": "many"}, "POINTS='many'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(projects: Projects, settings: dict[str, str], line: str) -> None:
+    project = projects("job", "job-rank0")
+    done = project.make("up-job", **settings)
+    assert done.returncode == 2, done.stdout
+    assert line in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not project.containers(everyone=True)
+
+
+@pytest.fixture(scope="module")
+def training(projects: Projects, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The job runs for as long as the tests below need."""
+    variables = tmp_path_factory.mktemp("job") / "variables"
+    variables.write_text("SAMPLERS\nSTEPS\nPOINTS\n")
+    project = projects(
+        "job", "job-rank0", JOB_FOLDER=str(PI.parent), JOB_TARGET="/job/pi.py", JOB_NAME="pi", OTHERS="2",
+        JOB_VARIABLES=str(variables), STEPS="1000000", POINTS="10000", CHECKPOINT_INTERVAL="1", LOG_INTERVAL="1000",
+        REJOIN_INTERVAL="0.5", RESTARTS="100",
+    )  # fmt: skip
+    project.up()
+    project.trains()
+    return project
+
+
+def test_the_gang_gives_ranks_their_roles_and_they_serve_their_metrics(training: Project) -> None:
+    places = until(
+        lambda: (given := sorted(map(place, training.containers()))) and all(map(all, given)) and given, "roles"
+    )
+    assert places == [("lead", "0"), ("sampler", "0"), ("sampler", "1")]
+    assert training.make("metrics").stdout.count("rolecall_rank_info{") == 3
+    shared = {metric.full_name for metric in telemetry.SUPERVISOR}
+    for one in training.containers():
+        names = served(one.execute("python", "-m", "rolecall.rank.probe", "/metrics"))
+        assert len(names & shared) > len(shared) / 2
+    assert until(lambda: training.rank0.metric("score"), "an estimate") == pytest.approx(3.14, abs=0.1)
+    rows = [line.split() for line in training.make("ps-status").stdout.splitlines() if " running " in line]
+    assert sorted((row[1], row[2]) for row in rows) == places
+
+
+@pytest.mark.parametrize("service", ["job-ranks", "job-rank0"])
+def test_a_killed_rank_comes_back(training: Project, service: str) -> None:
+    victim = training.containers(service)[0]
+    restarts, started = victim.restarts, victim.started
+    written = training.newest_checkpoint()
+    victim.crash()
+    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
+    until(lambda: training.members("sampler") == 2 and training.step() > 0, "the gang whole again", DEADLINE)
+    assert training.step() >= written
+    training.trains()
+
+
+def test_an_elastic_role_is_scaled_while_it_trains(training: Project) -> None:
+    for others in (3, 2):
+        training.up(OTHERS=str(others))
+        until(lambda n=others: training.members("sampler") == n, f"{others} samplers in the gang", DEADLINE)
+        training.trains()
+    assert training.rank0.restarts <= 1
+
+
+def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
+    assert training.make("stop").returncode == 0
+    written = training.newest_checkpoint()
+    training.up()
+    until(lambda: training.step() > written, "further steps", DEADLINE)
+
+
+# ---- a program
+
+
+@pytest.mark.parametrize("script", ["circle.py", "circle.py:run_worker"])
+def test_a_program_that_thinks_it_is_alone_on_a_machine_runs_in_three_containers(
+    projects: Projects, script: str
+) -> None:
+    project = projects("script", "script-rank0")
+    done = project.make("up-script", SCRIPT=str(PROGRAMS / script), RANKS="3")
+    assert done.returncode == 0, done.stdout
+    folder = f"/checkpoints/{script.replace('.py', '').replace(':', '-')}"
+    (said,) = re.findall(r"circle: 3 ranks, total 12, files (\S+) (\S+)", done.stdout)
+    assert all(path.startswith(f"{folder}/") for path in said)
+    assert len(set(said)) == 2
+    everyone = project.containers(everyone=True)
+    assert [one.state["ExitCode"] for one in everyone] == [0] * 3
+
+
+# ---- pods
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["job", "script"])
+def test_pods_run_a_file_of_a_config_map(started: Started, tmp_path: Path, name: str) -> None:
+    settings = QUICK if name == "job" else {"SCRIPT": "/script/circle.py"}
+    files = [PI] if name == "job" else [PROGRAMS / "circle.py", PROGRAMS / "beside.py"]
+    pods = started(overlay_with(tmp_path / "overlay", name, **settings), folder=config_map(tmp_path / "map", *files))
+    until(lambda: pods.passes("startupProbe"), "every pod started", DEADLINE)
+    until(pods.finished, "the end", DEADLINE)
+    until(lambda: pods.passes("readinessProbe"), "every pod ready after the end", DEADLINE)
+    everyone = [pods.pod(pod) for ranks in pods.overlay.sets for pod in ranks.pods]
+    if name == "job":
+        assert [place(one) for one in everyone] == [("lead", "0"), ("sampler", "0"), ("sampler", "1")]
+    else:
+        assert "circle: 3 ranks, total 12" in pods.rank0.logs()
+        assert [place(one) for one in everyone] == [("rank", str(number)) for number in range(3)]
+    # a deleted pod knows from rank 0 that there is nothing to do
+    pods.delete(everyone[2].name.removeprefix(f"{pods.name}-"))
+    pods.create(pods.overlay.sets[0], pods.overlay.sets[0].pods[2])
+    until(lambda: pods.passes("readinessProbe"), "the deleted pod is ready again", DEADLINE)
+    assert [one.restarts for one in everyone] == [0] * 3

@@ -185,3 +185,43 @@ def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Pat
     assert first == "Traceback (most recent call last):"
     assert rest.startswith(f'  File "{tmp_path / FILE.name}", line {line_of("        context.log(")}, in lead\n')
     assert says in rest
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "score"),
+    [
+        ("pi", {"ROUNDS": "4", "POINTS": "1000"}, "pi"),
+        ("regression", {"UPDATES": "40"}, "error"),
+        ("allreduce", {"ROUNDS": "4"}, "total"),
+    ],
+)
+def test_the_examples_of_the_page_on_jobs_finish(
+    cluster: MakeCluster, name: str, settings: dict[str, str], score: str
+) -> None:
+    """Their code is in docs/job.md."""
+    job = cluster(JOB=f"examples/{name}.py", **settings).start(2)
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
+    summary = json.loads((job.checkpoints / "summary.json").read_text())
+    assert (summary["job"], summary["state"], summary["curve"]["label"]) == (name, "finished", score)
+    assert summary["steps"] == int(next(iter(settings.values())))
+    if name == "pi":
+        assert summary["result"]["pi"] == pytest.approx(3.14159, abs=0.3)
+    elif name == "allreduce":
+        assert summary["result"]["total"] == 2 * (1 + 2 + 3 + 4)
+    else:
+        assert summary["throughput"]["total"] == 40 * 2 * 256
+        assert (job.checkpoints / "files" / "model.pt").exists()
+
+
+def test_what_rolecall_new_writes_passes_its_own_test(tmp_path: Path) -> None:
+    assert command(tmp_path, "new", "fresh_job").returncode == 0
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "rolecall"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "fresh_job"], cwd=tmp_path,
+                         env={**os.environ, **QUICK, "PATH": path}, timeout=2 * DEADLINE, capture_output=True,
+                         text=True, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout

@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         _close_kept(item.config)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before the server of its ranks is gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     # it trains while it is kept: not beside tests that have no use for it
     if KEPT in item.config.stash and "kept" not in getattr(nextitem, "fixturenames", ()):

@@ -63,7 +63,7 @@ def test_an_example_survives_its_ranks(cluster: MakeCluster, example: Example) -
 
 def test_run_as_main_with_arguments(cluster: MakeCluster) -> None:
     job = cluster(
-        JOB="script", SCRIPT="examples/parameter_server.py",
+        JOB="script", SCRIPT="examples/parameter_server.py", cold=("rank-1",),
         SCRIPT_ARGS="--rank {rank} --world_size={world_size} --rounds 2",
     ).start(3)  # fmt: skip
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]

@@ -180,7 +180,8 @@ def test_what_cannot_be_started_is_one_line_and_code_2(
 
 def test_make_asks_for_the_file_before_it_builds() -> None:
     for profile, variable in (("job", "JOB_FILE"), ("script", "SCRIPT")):
-        environment = {key: value for key, value in os.environ.items() if key != variable}
+        mine = (variable, "MAKEFLAGS", "MAKELEVEL")  # of the make that runs the tests
+        environment = {key: value for key, value in os.environ.items() if key not in mine}
         done = subprocess.run(["make", f"up-{profile}"], cwd=ROOT, env=environment, timeout=60, capture_output=True,
                               text=True, check=False)  # fmt: skip
         assert done.returncode == 2

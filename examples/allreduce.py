@@ -1,6 +1,6 @@
 """Members that work in step: each role member runs its own loop in a process group of torch.distributed.
 
-    rolecall run examples/allreduce.py --members 3
+rolecall run examples/allreduce.py --members 3
 """
 
 import torch
@@ -27,6 +27,8 @@ def add(value: float) -> float:  # called by the lead, at every member at the sa
     term = torch.full_like(TOTAL.get(), value)
     dist.all_reduce(term)
     return TOTAL.get().add_(term).item()
+
+
 # endregion
 
 

@@ -1,7 +1,7 @@
 """Data-parallel regression: a lead holds the model, workers compute gradients on their shards of the data.
 
-    rolecall run examples/regression.py --workers 3
-    rolecall eval examples/regression.py --checkpoint runs/regression-...
+rolecall run examples/regression.py --workers 3
+rolecall eval examples/regression.py --checkpoint runs/regression-...
 """
 
 from typing import Any
@@ -24,6 +24,8 @@ class Regression(Settings):
     updates: int = Field(300, ge=1, description="optimizer steps")
     batch: int = Field(256, ge=1, description="samples of one worker in an update")
     lr: float = Field(0.01, gt=0, le=1, description="Adam's learning rate")
+
+
 # endregion
 
 
@@ -61,6 +63,8 @@ def work(context: Context[Regression]) -> None:
 
 def gradient(weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:  # called by the lead
     return SHARD.get().gradient(weights)
+
+
 # endregion
 
 
@@ -95,6 +99,8 @@ def lead(context: Context[Regression]) -> dict[str, Any]:
         context.log(loss=sum(losses) / len(losses), done=state["samples"], regression_workers=len(losses))
     torch.save(model.state_dict(), context.files / "model.pt")
     return {"error": state["error"], "samples": state["samples"]}
+
+
 # endregion
 
 

@@ -27,7 +27,7 @@ def code(file: str, region: str | None) -> str:
         if match is None:
             raise ValueError(f"{file} has no region {region}")
         text = match[1]
-    return MARK.sub("", text)
+    return MARK.sub("", text).strip("\n") + "\n"
 
 
 def generate() -> dict[Path, str]:

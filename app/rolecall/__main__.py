@@ -15,8 +15,8 @@ from rich.table import Table
 
 from rolecall import config, new, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import USAGE
-from rolecall.job import checkpoint, describe, registry
+from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.job import checkpoint, describe, loader, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
@@ -211,13 +211,23 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     pinned = snapshot.about.get("settings", {})  # those that it depends on
     settings = config.load(job.settings, **{**settings.model_dump(), **pinned})
     prompt = () if arguments.prompt is None else (arguments.prompt,)
-    result = registry.resolve(function)(settings, snapshot.state, *prompt)
+    try:
+        result = registry.resolve(function)(settings, snapshot.state, *prompt)
+    except UsageError as error:
+        raise UsageError(loader.explain(error)) from error
+    except Exception as error:
+        if not loader.locate(error):
+            raise
+        print(loader.users_traceback(error), end="", file=sys.stderr, flush=True)
+        return FAILED
     if prompt:
         print(json.dumps({"text": result}) if arguments.json else result)
-    elif arguments.json:
-        print(json.dumps(result))
-    else:
-        print(f"{snapshot.path.name}: " + ", ".join(f"{name} {value:g}" for name, value in result.items()))
+        return 0
+    with UsageError.wrap(f"{name}: evaluate returns what is no number", TypeError, ValueError, AttributeError,
+                         advice="return numbers by name"):  # fmt: skip
+        numbers = {str(what): value if type(value) is int else float(value) for what, value in result.items()}
+    listed = ", ".join(f"{what} {value:g}" for what, value in numbers.items())
+    print(json.dumps(numbers) if arguments.json else f"{snapshot.path.name}: {listed}")
     return 0
 
 

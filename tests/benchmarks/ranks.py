@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-from rolecall.job.rpc import interface
+from rolecall.job.store import interface
 
 HOST = "127.0.0.1"
 Tell = Callable[[Any], None]

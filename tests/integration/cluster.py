@@ -229,6 +229,8 @@ class Cluster:
     ) -> None:
         self.directory, self.server, self.cold = directory, server, cold
         self.job = registry.get(settings.get("JOB", "rl"))
+        if (name := settings.get("JOB", "rl")) not in registry.JOBS:
+            del sys.modules[Path(name).stem]  # another test's file may have the same name
         self.others = self.job.roles[-1]
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
         # short, for the sockets that lie in it
@@ -236,7 +238,7 @@ class Cluster:
         master, control = ports(2)
         self.settings = {
             **QUICK,
-            **ENDLESS[settings.get("JOB", "rl")],
+            **ENDLESS.get(settings.get("JOB", "rl"), {}),  # a user's job has settings of its own
             "JOB": "rl",
             "MASTER_ADDR": "127.0.0.1",
             "BIND_ADDR": "127.0.0.1",
@@ -252,7 +254,7 @@ class Cluster:
 
     def add(self, role: str, ordinal: int, **settings: str) -> Rank:
         """A rank, not yet started."""
-        known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB")}
+        known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB", "RANK")}
         own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(ports(1)[0])}
         environment = {**known, **self.settings, **own, **settings}
         rank = Rank(role, ordinal, environment, self.directory / f"{role}-{ordinal}.log")

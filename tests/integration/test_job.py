@@ -32,9 +32,10 @@ def run(directory: Path, *flags: str, **settings: str) -> subprocess.Popen[str]:
 
 
 def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """The command `rolecall`: unlike `python -m`, it has not the working directory, with these tests, on its path."""
     return subprocess.run(
-        [sys.executable, "-m", "rolecall", *arguments], env={**os.environ, **settings}, cwd=ROOT, timeout=DEADLINE,
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-P", "-m", "rolecall", *arguments], env={**os.environ, **settings}, cwd=ROOT,
+        timeout=DEADLINE, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 

@@ -11,12 +11,14 @@ from contextlib import ExitStack
 
 import pytest
 
+from rolecall.job import describe
 from rolecall.rank.coordinator import MAX_BODY, PATH
 from rolecall.watch.local import free_ports
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]
-HEARTBEAT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "sequence": 1}
+JOB = describe.describe("rl").identity
+HEARTBEAT = {"role": "observer", "ordinal": 0, "incarnation": "stranger", "sequence": 1, "job": JOB}
 
 
 def post(job: Cluster, body: str, path: str = PATH, token: str = "") -> tuple[int, str]:
@@ -63,12 +65,17 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     status, text = post(job, heartbeat(role="agent", ordinal=0))
     assert status == 409
     assert "agent 0 is running already" in text
+    for other in ("ps (0.1.0)", "rl (0.0.9)", ""):
+        status, text = post(job, heartbeat(job=other))
+        assert status == 409
+        assert f"this rank is of {other or 'no job'}, rank 0 of {JOB}; give every rank the same JOB and files" in text
 
     assert job.agent.metric("gang_refused_total", reason="body") == 9
     assert job.agent.metric("gang_refused_total", reason="ordinal") == 2
     assert job.agent.metric("gang_refused_total", reason="role") == 1
     assert job.agent.metric("gang_refused_total", reason="master") == 1
-    assert job.agent.text().count("refused ") == 13
+    assert job.agent.metric("gang_refused_total", reason="job") == 3
+    assert job.agent.text().count("refused ") == 16
     job.trains()
     assert job.agent.metric("generation") == generation
     assert job.members() == 1

@@ -18,7 +18,8 @@ def cut(simulation: Simulation, random: Random) -> None:
         return
     way = random.choice(("both", "both", "to", "from"))
     rank.proxied = random.random() < 0.5
-    spare = rank.role.elastic and random.random() < 0.25
+    # the place of one that goes for good is not filled by another unnamed one, which has a place of its own
+    spare = rank.role.elastic and not rank.unnamed and random.random() < 0.25
     if spare and not simulation.twins and simulation.others(rank) >= rank.role.minimum:
         rank.cut_for_good, rank.proxied, seconds = True, False, float("inf")
         simulation.story.count(f"cut for good ({way})")

@@ -72,7 +72,8 @@ def flaky(simulation: Simulation, random: Random) -> None:
 def leave(simulation: Simulation, random: Random) -> None:
     """SIGTERM; the rank may come back."""
     rank = simulation.any_rank(random)
-    stay = simulation.others(rank) >= rank.role.minimum and not simulation.twins and not rank.first
+    needed = rank.unnamed or simulation.others(rank) < rank.role.minimum
+    stay = not needed and not simulation.twins and not rank.first
     back = None if stay and random.random() < 0.5 else random.uniform(0, 10)
     simulation.hurt(rank, RULES.drain_timeout + LEASE + (back or 0) + 3, f"SIGTERM, back after {back}")
     if rank.supervisor and rank.is_up:

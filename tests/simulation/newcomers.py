@@ -23,7 +23,8 @@ def add(simulation: Simulation, random: Random) -> None:
             if not free:
                 return
             ordinal = None if here and here[0].ordinal is None else free[0]
-            ranks.append(Rank(role, ordinal, f"node{len(ranks)}"))
+            unnamed = ordinal is None and here[0].unnamed
+            ranks.append(Rank(role, ordinal, f"node{len(ranks)}", unnamed=unnamed))
             simulation.hurt(ranks[-1], 3, "added")
             simulation.start(ranks[-1])
 

@@ -30,6 +30,7 @@ class Rank:
     slow: tuple[float, float] = (0.0, 0.0)  # until, the longest delay each way
     hurt_until: float = 0.0  # something faults it until then, in truth
     dies_young: float = 0.0
+    unnamed: bool = False  # the gang gives it role and ordinal; `role` is what it would be by the job's list
     twins: bool = False  # another container has the same ordinal
     worker: Worker | None = None
 

@@ -75,12 +75,14 @@ class Simulation:
         self.doomed: tuple[str, float] | None = None
         if random.random() < 0.05:
             self.doomed = random.choice(self.roles).name, random.uniform(0.1, 1.5)
-        assigned = random.random() < 0.5
+        assigned, unnamed = random.random() < 0.5, Random(f"{self.seed} unnamed").random() < 0.25
         self.ranks: list[Rank] = []
         for role in self.roles:
             for ordinal in range(role.count):
-                configured = None if assigned and role.elastic else ordinal
-                self.ranks.append(Rank(role, configured, f"node{len(self.ranks)}", first=not self.ranks))
+                first = not self.ranks
+                without = unnamed and not first
+                configured = None if without or (assigned and role.elastic) else ordinal
+                self.ranks.append(Rank(role, configured, f"node{len(self.ranks)}", first, unnamed=without))
         self.first = self.ranks[0]  # where MASTER_ADDR leads to
         for rank in self.ranks:
             self.clock.at(random.uniform(0, 2), None, self.start, rank)

@@ -25,9 +25,8 @@ class Supervisor(Process):
         self.simulation, self.rank = simulation, rank
         simulation.incarnations += 1
         self.incarnation = f"{simulation.incarnations:04x}"
-        self.member = simulation.code.member(
-            RULES, rank.role.name, rank.ordinal, self.incarnation, rank.node, self.clock.now
-        )
+        role = "" if rank.unnamed else rank.role.name
+        self.member = simulation.code.member(RULES, role, rank.ordinal, self.incarnation, rank.node, self.clock.now)
         self.worker: Worker | None = None
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None
@@ -121,7 +120,7 @@ class Supervisor(Process):
             return
         self.action, directive, worker = action, action.directive, self.worker
         if action.kind == "start":
-            key = (self.rank.role.name, directive.ordinal)
+            key = (directive.role, directive.ordinal)
             self.worker = self.rank.worker = Worker(self.simulation, self, key, directive)
             self.simulation.all_workers.append(self.worker)
             return  # `worker_forked` follows

@@ -1,4 +1,4 @@
-"""What tests of contexts share."""
+"""What unit tests share: most of it for tests of contexts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from rolecall.job import progress, training
 from rolecall.job.context import Context
 from tests.unit import contexts
 from tests.unit.contexts import Clock, Supervisor
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command that is called in this process logs to streams that end with its test."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_a_rank_of_another_job_or_version_is_refused(job: str) -> None:
         play.join("", None, job=job)
     assert refused.value.reason == "job"
     assert str(refused.value) == (
-        f"this rank is of {job}, rank 0 of pi (ba9876543210); give every rank the same JOB and files"
+        f"this rank is of {job or 'no job'}, rank 0 of pi (ba9876543210); give every rank the same JOB and files"
     )
     assert play.gang.members == {}
 

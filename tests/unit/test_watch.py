@@ -194,6 +194,11 @@ def test_a_users_job_is_shown_as_rank_0_describes_it() -> None:
     assert "0 points/s" in text
 
 
+def test_a_rank_without_a_place_goes_by_its_name() -> None:
+    shown = polled(rank("10.0.0.7:8000", "pi", "", ""), rank("z", "pi", "zero", "0", "gathering"))
+    assert [target.rank for target in shown.targets] == ["zero 0", "10.0.0.7:8000"]
+
+
 def test_without_rank_0_there_is_what_there_is() -> None:
     shown = polled(rank("c", "rnn", "trainer", "0", score=38.5, left_seconds=7.0))
     assert shown.first is None

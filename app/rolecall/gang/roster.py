@@ -66,8 +66,9 @@ class Roster:
     def place(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The key of the member that sent `heartbeat`. Raises RejectedError."""
         if self._job and heartbeat.job != self._job:
+            job = heartbeat.job or "no job"
             raise RejectedError(
-                "job", f"this rank is of {heartbeat.job}, rank 0 of {self._job}; give every rank the same JOB and files"
+                "job", f"this rank is of {job}, rank 0 of {self._job}; give every rank the same JOB and files"
             )
         if heartbeat.role not in self._roles and (heartbeat.role or heartbeat.ordinal is not None):
             raise RejectedError("role", f"no role {heartbeat.role!r} in this job")

@@ -63,7 +63,8 @@ class Peers(Generic[S]):
 
     def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """Calls `function(*args)` at the peer `to`. Returns a torch future, which raises RuntimeError where the call
-        fails or `timeout` seconds pass (-1: RPC_TIMEOUT). Calls are counted and timed under the function's name.
+        fails or `timeout` seconds pass (-1: RPC_TIMEOUT, 0: no deadline). Calls are counted and timed under the
+        function's name.
 
         Raises UsageError for a function that the peer cannot import.
         """

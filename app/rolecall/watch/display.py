@@ -52,7 +52,7 @@ class Target:
     def rank(self) -> str:
         """Such as `observer 1`; the given name until that is known."""
         info = self.info
-        return f"{info['role']} {info['ordinal']}".strip() if info else self.name
+        return f"{info['role']} {info['ordinal']}".strip() or self.name if info else self.name
 
     @property
     def state(self) -> str:

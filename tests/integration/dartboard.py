@@ -1,0 +1,52 @@
+"""A job of a user: throws darts at a square, and estimates pi from those that hit the circle in it."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from rolecall import Context, Job, Metric, Role, Settings
+
+
+class Board(Settings):
+    """Settings of the job."""
+
+    throwers: int = 2
+    rounds: int = 0  # 0: until there is a file `stop` among the job's own
+    darts: int = 1000
+
+
+def throw(darts: int) -> int:
+    """How many of `darts` hit; runs on a thrower."""
+    return sum(math.hypot(random.random(), random.random()) < 1 for _ in range(darts))
+
+
+def lead(context: Context[Board]) -> dict[str, Any]:
+    """Rank 0's."""
+    s, state = context.settings, context.restore({"hits": 0, "darts": 0})
+    for _ in context.steps(s.rounds or None, until=(context.files / "stop").exists):
+        for hits in context.call_all("thrower", throw, s.darts):
+            state["hits"] += hits
+            state["darts"] += s.darts
+        context.log(
+            score=4 * state["hits"] / state["darts"], done=state["darts"], throwers=len(context.peers("thrower"))
+        )
+    return {"pi": 4 * state["hits"] / state["darts"], "step": context.step, "state": "estimated"}
+
+
+def evaluate(settings: Board, state: dict[str, Any]) -> dict[str, float]:
+    """The estimate of a checkpoint."""
+    return {"pi": 4 * state["hits"] / state["darts"], "darts_of_a_round": settings.darts}
+
+
+JOB = Job(
+    [Role("lead", lead), Role("thrower", count="throwers", minimum=1)],
+    settings=Board,
+    summary="estimates pi",
+    evaluate=evaluate,
+    score="pi",
+    unit="darts",
+    metrics=[Metric("gauge", "throwers", "Throwers of the last round.", roles=("rank 0",))],
+    pinned=("darts",),
+)

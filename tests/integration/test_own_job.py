@@ -1,0 +1,187 @@
+"""A job in a file of the user's: run, killed, resumed, watched, evaluated; and what is wrong with it is the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rolecall.run import history
+from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
+
+MakeCluster = Callable[..., Cluster]
+FILE = ROOT / "tests" / "integration" / "dartboard.py"
+TEXT = FILE.read_text()
+# `python -m` has the working directory on its path, the command `rolecall` has not
+COMMAND = [sys.executable, "-P", "-m", "rolecall"]
+
+
+def stop(job: Cluster) -> None:
+    """Ends the training; every rank finishes."""
+    (job.checkpoints / "files" / "stop").write_text("")
+
+
+def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=directory, timeout=DEADLINE, capture_output=True, text=True,
+                          check=False, env={**os.environ, **QUICK})  # fmt: skip
+
+
+def line_of(text: str) -> int:
+    """The number of the first line of `FILE` that has `text`."""
+    return next(number for number, line in enumerate(TEXT.splitlines(), 1) if text in line)
+
+
+def test_a_killed_thrower_costs_its_answer_and_a_killed_lead_the_steps_since_its_checkpoint(
+    cluster: MakeCluster,
+) -> None:
+    job = cluster(JOB=str(FILE), CHECKPOINT_INTERVAL="0.2", REJOIN_INTERVAL="600", LOG_INTERVAL="1000").start(2)
+    lead = job.first
+    job.is_whole()
+    until(lambda: lead.metric("throwers") == 2, "a round of both")
+    job.member(1).kill()
+    until(lambda: lead.metric("throwers") == 1, "a round of one")
+    job.trains()
+    assert lead.metric("gang_generations_total") == 1
+    assert lead.metric("generation") == 1
+    assert "peer given up" in lead.text()
+    until(lambda: history.read(job.checkpoints).lost, "the loss in the run's history")
+    until(lead.appears("checkpoint file="), "a checkpoint")
+    lead.kill()
+    step = max(int(path.stem.rpartition("-")[2]) for path in job.checkpoints.glob("checkpoint-*"))
+    lead.start()
+    job.member(1).start()
+    until(lambda: lead.metric("throwers") == 2, "a round of both again")
+    assert job.iterations() > step
+    stop(job)
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
+    assert f"resumed file=checkpoint-000001-{step:010d}.pt" in lead.text()
+    done = json.loads((job.checkpoints / "DONE").read_text())
+    summary, curves = reported(job.checkpoints)
+    assert (summary["job"], summary["state"], summary["result"]) == ("dartboard", "finished", done)
+    assert (summary["steps"], summary["world"]) == (done["step"], {"lead": 1, "thrower": 2})
+    assert (summary["curve"]["label"], summary["throughput"]["unit"]) == ("pi", "darts")
+    assert (summary["curve"]["final"], summary["throughput"]["total"]) == (done["pi"], curves.last["done"].value)
+    assert (summary["settings"]["DARTS"], done["saved"], done["state"]) == (1000, True, "estimated")
+    assert 3 < done["pi"] < 3.3
+    assert list(summary["ranks_lost"].values()) == [1]
+
+
+def test_ranks_without_a_role_are_given_one_and_those_with_another_file_none(
+    cluster: MakeCluster, tmp_path: Path
+) -> None:
+    job = cluster(JOB=str(FILE), THROWERS="2")
+    ranks = [job.add("rank", number, ROLE="", ORDINAL="", **({} if number else {"RANK": "0"})) for number in range(3)]
+    for rank in ranks:
+        rank.start()
+    until(lambda: ranks[0].metric("gang_members", role="thrower") == 2, "both throwers")
+    assert ranks[0].metric("rank_info", job="dartboard", role="lead", ordinal="0", version="0.1.0") == 1
+    places = {name for rank in ranks[1:] for name in rank.text().split("assigned='")[1:]}
+    assert {place[:9] for place in places} == {"thrower 0", "thrower 1"}
+    other = tmp_path / "other" / FILE.name
+    other.parent.mkdir()
+    other.write_text(TEXT + "\n# changed\n")
+    stranger = job.add("stranger", 0, ROLE="", ORDINAL="", JOB=str(other)).start()
+    assert stranger.wait() == 2
+    (line,) = stranger.text().splitlines()
+    assert "this rank is of dartboard (" in line
+    assert "give every rank the same JOB and files" in line
+    step = ranks[0].metric("step")
+    until(lambda: ranks[0].metric("step") > step, "a step without the stranger")
+    assert ranks[0].metric("gang_generations_total") == 1
+    stop(job)
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+
+
+def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
+    (tmp_path / FILE.name).write_text(TEXT)
+    run = subprocess.Popen(
+        [*COMMAND, "run", FILE.name, "--plain", "--throwers", "1", "--darts", "500", "--checkpoint-dir", "run"],
+        cwd=tmp_path, env={**os.environ, **QUICK}, start_new_session=True, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        log = tmp_path / "run" / "logs" / "lead-0.log"
+        until(lambda: log.exists() and "step 10\t" in log.read_text(), "ten rounds")
+        watched = command(tmp_path, "watch", "run", "--once")
+        (tmp_path / "run" / "files" / "stop").write_text("")
+        out, err = run.communicate(timeout=DEADLINE)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 0, out + err
+    assert "finished; checkpoints, logs, summary.json, curve.png in run" in out.splitlines()[-1]
+    assert watched.returncode == 0, watched.stderr
+    for text in ("rolecall dartboard", "gang running", "darts/s", "pi 3.", "lead 0", "thrower 0"):
+        assert text in watched.stdout
+    summary, _ = reported(tmp_path / "run")
+    assert (summary["settings"]["DARTS"], summary["settings"]["THROWERS"]) == (500, 1)
+    evaluated = command(tmp_path, "eval", FILE.name, "--checkpoint", "run", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout) == {"pi": summary["result"]["pi"], "darts_of_a_round": 500}
+    listed = command(tmp_path, "config", FILE.name, "--markdown")
+    assert "| DARTS | int | 1000 |" in listed.stdout
+    listed = command(tmp_path, "metrics", FILE.name, "--markdown")
+    assert "| rolecall_throwers | gauge |  | rank 0 | Throwers of the last round. |" in listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("import random\n", "import randomness\n", "{}: ModuleNotFoundError: No module named 'randomness'"),
+        ('"lead", lead', '"lead"', "{}: role lead: has rank 0, and needs a function: Role('lead', function)"),
+        ("darts: int = 1000", "darts: int", "{}: Board.darts: has no default; give it one"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_run_starts_nothing(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    (tmp_path / FILE.name).write_text(TEXT.replace(old, new))
+    ended = command(tmp_path, "run", FILE.name, "--plain")
+    place = f"{FILE.name}:{line_of('JOB = Job(' if 'import' not in old else old.strip())}"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"rolecall: {problem.format(place)}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE.name]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"thrower", throw, s.darts', '"thrower", lambda: 1', "<lambda> cannot be called at a peer: define it with"),
+        ('{"hits": 0, "darts": 0}', '{"hits": 0, "darts": random}', "darts is a builtins.module, which a checkpoint"),
+        ('"thrower", throw', '"throwers", throw', "no role 'throwers' in this job (lead, thrower)"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_function_is_a_line_of_the_file(
+    cluster: MakeCluster, tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    (tmp_path / FILE.name).write_text(TEXT.replace(old, new))
+    job = cluster(JOB=str(tmp_path / FILE.name)).start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [2, 2]
+    assert f"{FILE.name}:{line_of(old)}: " in job.first.text()
+    assert problem in job.first.text()
+    assert "Traceback" not in job.logs()
+    assert not list(job.checkpoints.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        ("assert context.step < 2, 'a bug of the user'", "AssertionError: a bug of the user"),
+        ("raise SystemExit(0)", "SystemExit: 0"),  # which would look as if the worker had been killed
+    ],
+)
+def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Path, bug: str, says: str) -> None:
+    broken = TEXT.replace("        context.log(", f"        {bug}\n        context.log(")
+    (tmp_path / FILE.name).write_text(broken)
+    job = cluster(JOB=str(tmp_path / FILE.name), MAX_FAILURES="1").start(1)
+    assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
+    for rank in job.ranks.values():
+        assert "the job failed" in rank.text()
+    text = job.first.text()
+    first, _, rest = text[text.index("Traceback (most recent call last):") :].partition("\n")
+    assert first == "Traceback (most recent call last):"
+    assert rest.startswith(f'  File "{tmp_path / FILE.name}", line {line_of("        context.log(")}, in lead\n')
+    assert says in rest

@@ -54,7 +54,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
     heard_at = dict.fromkeys(trainers, time.monotonic())
     checked_at = time.monotonic()
     evaluator = ThreadPoolExecutor(1)
-    evaluation = evaluator.submit(float)  # the newest one, beside the training
+    evaluation = evaluator.submit(float)  # the newest one, beside the training; this one is done at once
     samples = s.epochs * len(train)
     for version in context.steps(until=lambda: ledger.over, work=samples, dataset=s.dataset, update_mode=s.update_mode,
                                  epoch=ledger.epoch, trainers=len(trainers), parameters=model.size):  # fmt: skip

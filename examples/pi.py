@@ -22,6 +22,9 @@ def lead(context: Context[Pi]) -> dict[str, float]:  # rank 0
         for count in context.call_all("sampler", hits, settings.points):
             state["hits"] += count
             state["points"] += settings.points
+        if not state["points"]:
+            context.redo()  # every sampler was lost
+            continue
         context.log(score=4 * state["hits"] / state["points"], done=state["points"])
     return {"pi": 4 * state["hits"] / state["points"]}
 

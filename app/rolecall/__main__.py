@@ -131,6 +131,8 @@ def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _describe(arguments: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no part of the answer
+        registry.get(arguments.job)
     job = describe.describe(arguments.job, arguments.arguments)
     if arguments.output:
         arguments.output.write_text(job.to_json())

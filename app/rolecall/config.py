@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 __version__ = "0.1.0"
 
@@ -176,6 +176,8 @@ def load(cls: type[S], **overrides: Any) -> S:
         return cls(**overrides)
     except ValidationError as error:
         raise UsageError("wrong settings: " + "; ".join(_problems(cls, error))) from None
+    except SettingsError as error:  # a list or a table that is no JSON
+        raise UsageError(f"wrong settings: {error}; give it as JSON") from None
 
 
 def _problems(cls: type[Settings], error: ValidationError) -> Iterator[str]:
@@ -186,9 +188,14 @@ def _problems(cls: type[Settings], error: ValidationError) -> Iterator[str]:
             continue
         name = str(details["loc"][0])
         field = cls.model_fields.get(name)
-        shown = "***" if name == "job_token" else repr(str(details["input"]))
+        shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
         yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a field holds a secret of pydantic's, in whatever container."""
+    return "Secret" in str(field.annotation)
 
 
 def type_of(field: FieldInfo) -> str:

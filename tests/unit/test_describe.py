@@ -197,7 +197,27 @@ def test_a_file_whose_import_ends_the_process_or_takes_for_ever(monkeypatch: pyt
 def test_what_a_file_prints_is_no_description(capfd: pytest.CaptureFixture[str]) -> None:
     Path("pi.py").write_text("print('hello')\n" + PI)
     assert describe.ask("pi.py").name == "pi"
-    assert capfd.readouterr().out == "hello\n"
+    output = capfd.readouterr()
+    assert (output.out, output.err) == ("", "hello\n")
+
+
+def test_what_a_file_prints_is_not_among_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("loud.py").write_text("print('SAMPLERS=9')\n" + PI)
+    for option in ("--ranks", "--variables"):
+        assert __main__.main(["describe", option, "loud.py"]) == 0
+        assert "SAMPLERS=9" not in capsys.readouterr().out
+
+
+def test_an_import_that_ends_the_process_is_bad_input() -> None:
+    Path("pi.py").write_text("import os\nos._exit(0)\n" + PI)
+    with pytest.raises(UsageError, match="its import ended the process"):
+        describe.ask("pi.py")
+
+
+def test_a_list_has_no_flag() -> None:
+    Path("pi.py").write_text(PI.replace("    points:", "    names: list[str] = []\n    points:"))
+    with pytest.raises(UsageError, match="--names: a list or a table has no flag; set NAMES, as JSON"):
+        describe.describe("pi.py", ["--names", "a"])
 
 
 def test_a_supervisor_imports_nothing_of_the_file() -> None:
@@ -259,3 +279,31 @@ def test_shared_settings_are_not_described_as_the_jobs() -> None:
     job = describe.describe("pi.py")
     assert not set(job.settings) & set(Settings.model_fields)
     assert os.environ.get("JOB") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [("SecretStr | None", "None"), ("SecretStr", "SecretStr('')"), ("list[SecretStr]", "[]"),
+     ("dict[str, SecretStr]", "{}")],
+)  # fmt: skip
+def test_a_secret_is_one_in_any_container(kind: str, default: str) -> None:
+    Path("pi.py").write_text(PI.replace("    points:", f"    token: {kind} = {default}\n    points:"))
+    job = describe.describe("pi.py")
+    assert "token" in job.secrets
+    assert "token" not in job.settings
+
+
+def test_a_wrong_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    field = "    token: SecretStr = Field(SecretStr('123456789'), min_length=8)\n    points:"
+    Path("pi.py").write_text(PI.replace("    points:", field))
+    monkeypatch.setenv("TOKEN", "hunter2")
+    with pytest.raises(UsageError, match=r"TOKEN=\*\*\*") as refused:
+        describe.describe("pi.py")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_list_that_is_no_json_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("pi.py").write_text(PI.replace("    points:", "    names: list[str] = []\n    points:"))
+    monkeypatch.setenv("NAMES", "[one")
+    with pytest.raises(UsageError, match=r"wrong settings: .*names"):
+        describe.describe("pi.py")

@@ -267,3 +267,19 @@ def test_a_replaced_function_is_not_the_modules(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(globals(), "double", lambda number: number)
     with pytest.raises(UsageError, match=r"^double cannot be called at a peer"):
         require_importable(first)
+
+
+def test_when_all_were_lost_meanwhile_none_is_left(context: Context, wire: Wire) -> None:
+    answers = context.call_all("observer", double, 4)
+    wire.answer("observer_0", GONE)
+    wire.answer("observer_1", GONE)
+    with pytest.raises(PeerLostError, match="no observer is left"):
+        list(answers)
+
+
+def test_when_all_were_lost_in_a_drain_there_are_no_answers(context: Context, wire: Wire) -> None:
+    answers = context.call_all("observer", double, 4)
+    context.drain()
+    wire.answer("observer_0", GONE)
+    wire.answer("observer_1", GONE)
+    assert list(answers) == []

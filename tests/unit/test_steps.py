@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -502,3 +503,35 @@ def test_a_context_says_who_it_is(tmp_path: Path) -> None:
     assert (context.rank, context.world_size, context.me.name) == (1, 3, "observer_0")
     context.lose("observer_1")
     assert context.world_size == 3  # torch's, which the generation keeps
+
+
+def test_what_is_saved_within_a_step_is_the_state_after_it(context: Context, tmp_path: Path) -> None:
+    state = context.restore({"hits": 0})
+    for _ in context.steps(3):
+        state["hits"] += 1
+        if state["hits"] == 2:
+            context.save()
+    assert saved(tmp_path) == {2: {"hits": 2}}
+
+
+def test_a_job_may_finish_within_a_step(context: Context, tmp_path: Path) -> None:
+    state = context.restore({"hits": 0})
+
+    def lead() -> dict[str, Any]:
+        for _ in context.steps(9):
+            state["hits"] += 1
+            if state["hits"] == 2:
+                return context.finish("Solved")
+        raise AssertionError
+
+    assert lead()["saved"]
+    gc.collect()
+    assert context.step == 2
+    assert saved(tmp_path) == {2: {"hits": 2}}
+
+
+def test_another_rank_than_0_makes_no_steps(tmp_path: Path) -> None:
+    other = make(tmp_path, me=ONE)
+    other.checkpoints = None
+    with pytest.raises(UsageError, match="only rank 0"):
+        list(other.steps(2))

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from rolecall import config
 from rolecall.config import Settings, UsageError, __version__
-from rolecall.gang.protocol import RoleSpec
+from rolecall.gang.protocol import USAGE, RoleSpec
 from rolecall.job import flags, registry
 
 DEADLINE = 120.0  # seconds for a user's file to be imported: torch alone takes several on a busy machine
@@ -88,7 +88,7 @@ def describe(target: str, arguments: Sequence[str] = ()) -> Description:
     job, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
     roles = registry.roles(job, settings)
     fields = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
-    secrets = tuple(name for name, field in fields.items() if config.type_of(field) == "secret")
+    secrets = tuple(name for name, field in fields.items() if config.is_secret(field))
     return Description(
         name=registry.name_of(target),
         target=registry.absolute(target),
@@ -135,7 +135,9 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
         if child.returncode < 0:
             raise UsageError(f"JOB={target}: its import ended by {signal.Signals(-child.returncode).name}")
         if child.returncode or not output.exists():
-            raise SystemExit(child.returncode)
+            if not child.returncode and not {"-h", "--help"} & set(arguments):
+                raise UsageError(f"JOB={target}: its import ended the process")
+            raise SystemExit(USAGE if child.returncode == 1 else child.returncode)
         return ADAPTER.validate_json(output.read_bytes())
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import create_model
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-from rolecall.config import Settings, type_of
+from rolecall.config import Settings, UsageError, is_secret
 from rolecall.job.spec import Job
 
 # secrets, and what `rolecall run` decides for each rank
@@ -26,13 +26,17 @@ class Flags:
 
 
 def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
-    """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does."""
+    """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does. Raises UsageError for a
+    setting that no flag can give."""
     parser = argparse.ArgumentParser(prog=f"rolecall run {target}", description=job.summary or None, allow_abbrev=False,
                                      usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...")  # fmt: skip
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
     _add(parser, job, target)
     given = vars(parser.parse_args(arguments))
     plain = bool(given.pop("plain"))
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise UsageError(f"--{name.replace('_', '-')}: a list or a table has no flag; set {name.upper()}, as JSON")
     return Flags({name.upper(): value for name, value in given.items() if name in job.settings.model_fields}, plain)
 
 
@@ -40,7 +44,7 @@ def _add(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
     """Adds a flag for each setting of `job`, its own first; not for a secret, nor for those that `run` decides."""
     fields, shared = job.settings.model_fields, Settings.model_fields
     groups = {
-        f"settings of {target}": [name for name in fields if name not in shared and type_of(fields[name]) != "secret"],
+        f"settings of {target}": [name for name in fields if name not in shared and not is_secret(fields[name])],
         "settings of every job": [name for name in shared if name not in NO_FLAG],
     }
     for title, names in groups.items():

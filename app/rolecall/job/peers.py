@@ -100,7 +100,7 @@ class Peers(Generic[S]):
                 future = self.call(name, function, *args, timeout=timeout)
                 future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
             yield self.me, None  # to `call_each`; the answers follow
-            limit = self.settings.rpc_timeout if timeout < 0 else timeout
+            limit, answered_by_any = self.settings.rpc_timeout if timeout < 0 else timeout, False
             while waiting:
                 # longer than the calls' own deadline: each call ends, and with it this wait
                 name, answered = answers.get(timeout=limit + self.settings.rpc_timeout if timeout else None)
@@ -113,7 +113,10 @@ class Peers(Generic[S]):
                         raise value
                     self.give_up(name)
                 if not isinstance(value, PeerLostError) or lost == "answer":
+                    answered_by_any = True
                     yield peer, value
+            if not answered_by_any:
+                self.require_peers(role)  # all were lost meanwhile
         finally:
             self._answers.remove(answers)
 

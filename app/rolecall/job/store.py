@@ -58,7 +58,9 @@ def _await_listener(settings: Settings) -> None:
     end = time.monotonic() + settings.connect_timeout
     while True:
         try:
-            socket.create_connection((settings.master_addr, settings.master_port), settings.connect_timeout).close()
+            socket.create_connection(
+                (settings.master_addr, settings.master_port), max(0.1, end - time.monotonic())
+            ).close()
             return
         except OSError as error:
             if time.monotonic() > end:

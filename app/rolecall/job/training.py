@@ -95,6 +95,7 @@ class Training(Peers[S]):
         `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` the score
         to reach; `facts` are for the log.
         """
+        _ = self._checkpoints  # at rank 0 only
         self._state = state if state is not None else self._state or {}
         if not self.progress.started:
             self.start(self._step, done=self.progress.done, total=work, goal=goal, steps=total, **facts)
@@ -183,7 +184,7 @@ class Training(Peers[S]):
 
     def await_drain(self) -> None:
         """Returns as soon as a drain is ordered."""
-        self._drain.wait()
+        self._drain.wait()  # bounded by the supervisor
 
     @property
     def due(self) -> bool:
@@ -196,11 +197,12 @@ class Training(Peers[S]):
         drain is given up.
         """
         ending = self.draining if drain is None else drain
+        step = self._step + self._stepping if step is None else step  # within a step, the state is that after it
         if self._write(step, state, ending) and ending:
-            raise Drained(self._step if step is None else step)
+            raise Drained(step)
 
-    def _write(self, step: int | None, state: State | None, drain: bool) -> bool:
-        self._saved_at, step = time.monotonic(), self._step if step is None else step
+    def _write(self, step: int, state: State | None, drain: bool) -> bool:
+        self._saved_at = time.monotonic()
         values = {name: value.state_dict() if is_stateful(value) else value
                   for name, value in ((self._state or {}) if state is None else state).items()}  # fmt: skip
         for name, value in values.items():
@@ -227,7 +229,8 @@ class Training(Peers[S]):
         """Writes the last checkpoint and logs `message`; returns the summary, with `seconds` of training and whether
         the checkpoint was `saved`. A function of rank 0 that returns a summary without this call has it made.
         """
-        step = self._step if step is None else step
+        step = self._step + self._stepping if step is None else step
+        self._stepping, self._redo = False, True  # the loop of `steps`, if it is left by this, has made its step
         self.progress.complete(step)
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
@@ -269,11 +272,8 @@ def _number(value: Any) -> float | None:
 
 def is_stateful(value: Any) -> bool:
     """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
-    return (
-        not isinstance(value, type)
-        and callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-    )
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def require_plain(name: str, value: Any) -> None:

@@ -32,6 +32,7 @@ from rolecall.run import rundir
 from rolecall.run.history import Record
 
 HEARTBEAT_SECONDS = 0.5
+MOST_SUMMARY = 32_000  # bytes: it travels in a heartbeat
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _lock: FileLock | None = None
 
@@ -81,6 +82,8 @@ class Pipe(Supervision):
         """Keeps a value of the run's history for the next heartbeat."""
         with self._lock:
             self._records.append((kind, step, time.monotonic(), float(value)))
+        if kind == "start":  # it counts, however soon this process is killed
+            self.heartbeat()
 
     def report_lost(self, role: str, ordinal: int) -> None:
         """Reports a peer that was found dead or silent."""
@@ -188,9 +191,10 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
         )
     finished = {**(summary or {}), **(context.finished or context.finish())}
-    with UsageError.wrap(f"role {role.name}: its function returns what JSON does not have", TypeError, ValueError,
-                         advice="return numbers and strings by name"):  # fmt: skip
-        json.dumps(finished)
+    with UsageError.wrap(f"role {role.name}: its function returns what no summary can hold", TypeError, ValueError,
+                         advice="return a few numbers and strings by name"):  # fmt: skip
+        if len(json.dumps(finished)) > MOST_SUMMARY:
+            raise ValueError(f"more than {MOST_SUMMARY} bytes")
     return "result", "finished", "", context.step, finished
 
 

@@ -16,7 +16,7 @@ from tests.integration.cluster import until
 
 PI = ROOT / "examples" / "pi.py"
 PROGRAMS = ROOT / "tests" / "e2e" / "programs"
-QUICK = {"STEPS": "20", "POINTS": "1000"}
+QUICK = {"ROUNDS": "20", "POINTS": "1000"}
 
 
 def place(rank: Container) -> tuple[str, str]:
@@ -72,10 +72,10 @@ def test_what_is_wrong_is_said_before_anything_starts(projects: Projects, settin
 def training(projects: Projects, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """The job runs for as long as the tests below need."""
     variables = tmp_path_factory.mktemp("job") / "variables"
-    variables.write_text("SAMPLERS\nSTEPS\nPOINTS\n")
+    variables.write_text("SAMPLERS\nROUNDS\nPOINTS\n")
     project = projects(
         "job", "job-rank0", JOB_FOLDER=str(PI.parent), JOB_TARGET="/job/pi.py", JOB_NAME="pi", OTHERS="2",
-        JOB_VARIABLES=str(variables), STEPS="1000000", POINTS="10000", CHECKPOINT_INTERVAL="1", LOG_INTERVAL="1000",
+        JOB_VARIABLES=str(variables), ROUNDS="1000000", POINTS="10000", CHECKPOINT_INTERVAL="1", LOG_INTERVAL="1000",
         REJOIN_INTERVAL="0.5", RESTARTS="100",
     )  # fmt: skip
     project.up()

@@ -287,17 +287,17 @@ def test_shared_settings_are_not_described_as_the_jobs() -> None:
      ("dict[str, SecretStr]", "{}")],
 )  # fmt: skip
 def test_a_secret_is_one_in_any_container(kind: str, default: str) -> None:
-    Path("pi.py").write_text(PI.replace("    points:", f"    token: {kind} = {default}\n    points:"))
+    Path("pi.py").write_text(PI.replace("    points:", f"    passphrase: {kind} = {default}\n    points:"))
     job = describe.describe("pi.py")
-    assert "token" in job.secrets
-    assert "token" not in job.settings
+    assert "passphrase" in job.secrets
+    assert "passphrase" not in job.settings
 
 
 def test_a_wrong_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    field = "    token: SecretStr = Field(SecretStr('123456789'), min_length=8)\n    points:"
+    field = "    passphrase: SecretStr = Field(SecretStr('123456789'), min_length=8)\n    points:"
     Path("pi.py").write_text(PI.replace("    points:", field))
-    monkeypatch.setenv("TOKEN", "hunter2")
-    with pytest.raises(UsageError, match=r"TOKEN=\*\*\*") as refused:
+    monkeypatch.setenv("PASSPHRASE", "hunter2")
+    with pytest.raises(UsageError, match=r"PASSPHRASE=\*\*\*") as refused:
         describe.describe("pi.py")
     assert "hunter2" not in str(refused.value)
 

@@ -12,6 +12,11 @@ from rolecall.config import Settings, UsageError
 from rolecall.job import registry
 from rolecall.job.spec import Job, Role
 
+with pytest.warns(UserWarning, match="shadows"):
+
+    class Shadowing(Settings):
+        token: str = ""
+
 
 class Pi(Settings):
     """Settings of a job."""
@@ -122,6 +127,7 @@ def test_names_of_roles(name: str) -> None:
         (Colliding, r"Colliding\.seed: Rolecall has a setting SEED already; choose another name"),
         (CollidingBelow, r"CollidingBelow\.seed: Rolecall has a setting SEED already; choose another name"),
         (Reserved, r"Reserved\.home: the variable HOME means something else; choose another name"),
+        (Shadowing, r"Shadowing\.token: rolecall\.Settings has an attribute of that name; choose another"),
         (Help, r"Help\.help: the variable HELP means something else; choose another name"),
         (dict, r"Job\(settings=<class 'dict'>\): is not a subclass of rolecall\.Settings"),
         (Pi(), r"Job\(settings=Pi\(.*\): is not a subclass of rolecall\.Settings"),

@@ -90,6 +90,8 @@ class Job:
         for name, field in cls.model_fields.items():
             if name in RESERVED and not cls.__module__.startswith("rolecall."):
                 yield f"{cls.__name__}.{name}: the variable {name.upper()} means something else; choose another name"
+            elif name in declared and hasattr(Settings, name):  # a method or a property
+                yield f"{cls.__name__}.{name}: rolecall.Settings has an attribute of that name; choose another"
             elif field.is_required():
                 yield f"{cls.__name__}.{name}: has no default; give it one"
         for name in self.pinned:

@@ -12,6 +12,7 @@ import pytest
 
 from rolecall.config import Settings, UsageError
 from rolecall.job import loader, program
+from rolecall.job.context import Context
 from rolecall.job.program import Program
 from rolecall.job.task import ProgramError
 
@@ -150,6 +151,21 @@ def test_a_file_is_run_as_main(write: Write) -> None:
     Program("prog.py", "{rank}").run(context(rank=1))
     assert sys.called == (str(Path("prog.py").resolve()), "__main__", ["1"])
     assert sys.modules["__main__"].Mine.__name__ == "Mine"
+
+
+def test_a_rank_with_nowhere_to_write_runs_the_program_all_the_same(write: Write, tmp_path: Path) -> None:
+    write("import sys\nsys.called = True\n")
+    (tmp_path / "file").write_text("")
+
+    class Unwritable(SimpleNamespace):
+        files = Context.files
+
+    rank = context(rank=1)
+    Program("prog.py").run(Unwritable(
+        settings=Settings(lease_seconds=2, checkpoint_dir=tmp_path / "file"), me=rank.me, members=rank.members,
+        generation=1, store=None,
+    ))  # fmt: skip
+    assert sys.called
 
 
 @pytest.mark.parametrize("code", ["", "0", "None", "143"])

@@ -61,7 +61,7 @@ class Program:
         ended by itself without an error. Raises ProgramError with the program's traceback.
         """
         rank, world_size = context.me.rank, len(context.members)
-        with contextlib.suppress(OSError):  # a rank other than 0 may have nowhere to write
+        with contextlib.suppress(UsageError):  # a rank other than 0 may have nowhere to write
             _ = context.files
         adopt.adopt(context.settings, rank, world_size, context.generation, context.store)
         self._set_arguments(rank, world_size)

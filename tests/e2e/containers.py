@@ -178,7 +178,8 @@ class Project:
 
     def newest_checkpoint(self) -> int:
         """The step of the newest checkpoint, by rank 0's log."""
-        return int(re.findall(r"checkpoint-\d+-(\d+)\.pt", self.rank0.logs())[-1])
+        pattern = re.compile(r"checkpoint-\d+-(\d+)\.pt")
+        return int(until(lambda: pattern.findall(self.rank0.logs()), "a checkpoint", DEADLINE)[-1])
 
     def trains(self, more: int = 3) -> None:
         """Wait until `more` further steps are done, of whatever generation."""
@@ -227,6 +228,18 @@ def a_killed_rank_comes_back(training: Project, victim: Container) -> None:
     until(lambda: training.rank0.logs().count("resumed") > resumed, "another generation")
     training.trains()
     assert training.step() > written > 0
+
+
+def a_killed_rank_of_an_elastic_job_comes_back(training: Project, service: str, role: str) -> None:
+    """The engine starts it again, the elastic `role` has its two members again, and no checkpointed step is lost."""
+    victim = training.containers(service)[0]
+    restarts, started = victim.restarts, victim.started
+    written = training.newest_checkpoint()
+    victim.crash()
+    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
+    until(lambda: training.members(role) == 2 and training.step() > 0, "the gang whole again", DEADLINE)
+    assert training.step() >= written
+    training.trains()
 
 
 def stopped_it_goes_on_from_its_checkpoint(training: Project, ranks: int) -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from rolecall import telemetry
 from tests.e2e.conftest import Projects, Started
-from tests.e2e.containers import DEADLINE, IMAGE, ROOT, Container, Project, docker, served
+from tests.e2e.containers import (
+    DEADLINE,
+    IMAGE,
+    ROOT,
+    Container,
+    Project,
+    a_killed_rank_of_an_elastic_job_comes_back,
+    docker,
+    served,
+)
 from tests.e2e.pods import config_map, overlay_with
 from tests.integration.cluster import until
 
@@ -100,14 +109,7 @@ def test_the_gang_gives_ranks_their_roles_and_they_serve_their_metrics(training:
 
 @pytest.mark.parametrize("service", ["job-ranks", "job-rank0"])
 def test_a_killed_rank_comes_back(training: Project, service: str) -> None:
-    victim = training.containers(service)[0]
-    restarts, started = victim.restarts, victim.started
-    written = training.newest_checkpoint()
-    victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
-    until(lambda: training.members("sampler") == 2 and training.step() > 0, "the gang whole again", DEADLINE)
-    assert training.step() >= written
-    training.trains()
+    a_killed_rank_of_an_elastic_job_comes_back(training, service, "sampler")
 
 
 def test_an_elastic_role_is_scaled_while_it_trains(training: Project) -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from rolecall.job import registry
 from tests.e2e.conftest import Projects
-from tests.e2e.containers import IMAGE, SCAN, Container, Project, docker, each_role_serves_its_metrics, open_ports
+from tests.e2e.containers import (
+    IMAGE,
+    SCAN,
+    Container,
+    Project,
+    a_killed_rank_of_an_elastic_job_comes_back,
+    docker,
+    each_role_serves_its_metrics,
+    open_ports,
+)
 from tests.integration.cluster import until
 
 JOB = registry.get("rl")
@@ -165,14 +174,7 @@ def test_scaled_up_and_down_while_it_trains(training: Project) -> None:
 
 @pytest.mark.parametrize("service", ["observer", "agent"])
 def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
-    victim = training.containers(service)[0]
-    restarts, started = victim.restarts, victim.started
-    written = training.newest_checkpoint()
-    victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
-    until(lambda: training.members("observer") == 2 and training.step() > 0, "the gang whole again")
-    assert training.step() >= written
-    training.trains()
+    a_killed_rank_of_an_elastic_job_comes_back(training, service, "observer")
 
 
 def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:

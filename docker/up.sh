@@ -72,9 +72,11 @@ trap 'echo "rolecall: the containers keep running: make logs, make ps-status, ma
 
 rank0=$("${compose[@]}" ps --all --quiet "$first")
 while code=$(docker wait "$rank0"); do
-  # finished, bad input, failed for good: ends here, although the engine would restart the latter two
-  case $code in 0 | 2 | 3) break ;; esac
-  [ "$(docker inspect --format '{{.State.Status}}' "$rank0")" = exited ] && break
+  # bad input, failed for good: ends here, although the engine would restart the container
+  case $code in 2 | 3) break ;; esac
+  # a container that the engine restarts at this moment is reported with 0
+  read -r status ended <<<"$(docker inspect --format '{{.State.Status}} {{.State.ExitCode}}' "$rank0")"
+  [ "$status" = exited ] && code=$ended && break
 done
 if [ "$code" = 0 ]; then
   # the others receive it, and the logs end with the last of them

@@ -24,6 +24,7 @@ FIXED = {
 ADDRESSES = {"MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"}
 # stands in for docker: its arguments and what compose would put in, a line each
 DOCKER = """#!/usr/bin/env bash
+end() { tr ';' '\\n' <<<"${ENDS:-0 exited 0}" | sed -n "$(wc -l <"$TMPDIR/waits")p" | cut -d ' ' -f "$1"; }
 case "$*" in
   *"describe --variables"*) printf 'SAMPLERS\\nSTEPS\\n' ;;
   *"describe --ranks"*) echo "${SAID:-3}" ;;
@@ -32,7 +33,10 @@ case "$*" in
   *" up "*) echo "up folder=$JOB_FOLDER name=$JOB_NAME job=$JOB_TARGET script=$SCRIPT ranks=$RANKS others=$OTHERS" >&2
     [ -z "$JOB_VARIABLES" ] || echo "variables: $(tr '\\n' ' ' <"$JOB_VARIABLES")" >&2 ;;
   *" ps "*) echo rank0 ;;
-  "wait rank0") echo 0 ;;
+  # ENDS: of each end of the container what `docker wait` says, its state and its exit code then
+  "wait rank0") echo wait >>"$TMPDIR/waits"; end 1 ;;
+  "inspect "*) echo "$(end 2) $(end 3)" ;;
+  *" stop") echo stopped >&2 ;;
 esac
 """
 
@@ -155,7 +159,26 @@ def test_up_mounts_the_file_and_counts_the_ranks(
     mounted = "" if folder is None else f"{tmp_path}{folder}"
     assert f"up folder={mounted} {said}\n" in done.stderr
     assert ("variables: SAMPLERS STEPS" in done.stderr) == ("JOB_FILE" in variables)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "my jobs", "pi.py"]  # no file is left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "my jobs", "pi.py", "waits"]  # no file is left
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "waits"),
+    [
+        ("0 exited 0", 0, 1),
+        ("2 running 0", 2, 1),
+        ("3 restarting 3", 3, 1),
+        ("1 exited 1", 1, 1),
+        ("1 restarting 1;137 running 0;0 exited 0", 0, 3),
+        ("0 running 0;2 exited 2", 2, 2),  # it was restarted before it was asked for
+        ("0 restarting 1;0 exited 1", 1, 2),
+    ],
+)
+def test_up_ends_as_rank_0_does(up: Any, tmp_path: Path, ends: str, code: int, waits: int) -> None:
+    done = up("script", SCRIPT="pi.py", ENDS=ends)
+    assert done.returncode == code, done.stderr
+    assert ("stopped" in done.stderr) == (code != 0)
+    assert len((tmp_path / "waits").read_text().splitlines()) == waits
 
 
 @pytest.mark.parametrize(

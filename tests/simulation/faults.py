@@ -68,3 +68,21 @@ def unwritable(simulation: Simulation, random: Random) -> None:
 
 def writable(simulation: Simulation) -> None:
     simulation.disk.refused = ()
+
+
+def slow_disk(simulation: Simulation, random: Random) -> None:
+    """It takes seconds for each write."""
+    seconds = random.uniform(5, 20)
+    simulation.disk.slow_until = simulation.clock.now + seconds
+    simulation.story.log(f"the disk is slow for {seconds:.1f} s")
+
+
+def hanging_disk(simulation: Simulation, random: Random) -> None:
+    """It takes nothing for a while."""
+    seconds = random.choice((random.uniform(0.5, 6), random.uniform(4, 25)))
+    simulation.disk.hangs_until = simulation.clock.now + seconds
+    simulation.story.log(f"the disk hangs for {seconds:.1f} s")
+
+
+def quick_disk(simulation: Simulation) -> None:
+    simulation.disk.slow_until = simulation.disk.hangs_until = 0.0

@@ -45,10 +45,14 @@ def _cut_off(simulation: Simulation, rank: Rank, way: str, seconds: float) -> No
         clock.at(seconds + 0.01, None, simulation.store.meet_newest)
 
 
-def slow(simulation: Simulation, random: Random) -> None:
-    rank, seconds = simulation.any_rank(random), random.uniform(2, 20)
+def slow(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
+    rank, seconds = rank or simulation.any_rank(random), random.uniform(2, 20)
     simulation.hurt(rank, seconds + LEASE, f"slow line for {seconds:.1f} s")
     rank.slow = simulation.clock.now + seconds, random.uniform(0.3, 4)
+
+
+def slow_first(simulation: Simulation, random: Random) -> None:
+    slow(simulation, random, simulation.first)
 
 
 def storm(simulation: Simulation, random: Random) -> None:

@@ -14,6 +14,7 @@ from tests.simulation.faults import (
     quick_disk,
     slow,
     slow_disk,
+    slow_first,
     storm,
     unwritable,
     writable,
@@ -63,7 +64,8 @@ HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [ambush],
     [orphan_first, kill_worker],
     [hanging_disk, leave, kill_worker],
-    [slow_disk, kill_worker, kill_rank],
+    [slow_disk, kill_rank, add, leave],
+    [slow_first, leave, add, kill_worker],
 )
 
 

@@ -123,7 +123,9 @@ class Coordinator:
             self.metrics.gang_wanted.labels(role.name).set(wanted)
         if gang.state == "gathering" and now - max(self._logged_at, gang.since) > REPEAT:
             self._logged_at = now
-            self.log.info("waiting", missing=", ".join(gang.missing(now)) or "the disk", deadline_s=self.settings.rejoin_timeout)
+            self.log.info(
+                "waiting", missing=", ".join(gang.missing(now)) or "the disk", deadline_s=self.settings.rejoin_timeout
+            )
         if gang.epoch != self._epoch:
             self._epoch = gang.epoch
             self._changed.set()

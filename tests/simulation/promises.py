@@ -144,9 +144,10 @@ class Promises:
     def obeys(self, supervisor: Supervisor, heartbeat: Heartbeat) -> None:
         """A member reports what it has carried out."""
         directive, worker = supervisor.member.directive, supervisor.worker
-        if directive and directive.drain and directive.epoch == heartbeat.epoch and worker and worker.alive:
-            if worker.generation == directive.generation and not worker.told:
-                self.fail(f"{name_of(worker.key)} was never told to drain")
+        if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and worker.alive):
+            return
+        if worker.generation == directive.generation and not worker.told:
+            self.fail(f"{name_of(worker.key)} was never told to drain")
 
     # -- who is in
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rolecall.gang import pump
-from rolecall.gang.pump import Pump
 from rolecall.gang.protocol import (
     FAILED,
     HOLD,
     Effect,
     RoleSpec,
 )
+from rolecall.gang.pump import Pump
 from tests.unit.gangs import PS, RL, RULES, Play, trains
 
 # ---- start

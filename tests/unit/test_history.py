@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rolecall.run import history, journal, rundir
-from rolecall.run.history import SPACING, History, Point
 from rolecall.run.disk import Disk
+from rolecall.run.history import SPACING, History, Point
 from rolecall.run.journal import Journal
 
 

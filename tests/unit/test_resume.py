@@ -459,16 +459,17 @@ def test_a_number_that_cannot_be_written_starts_nothing(tmp_path: Path, monkeypa
     async def steps() -> None:
         async with rank_0(tmp_path, resume=True) as lead:
             with monkeypatch.context() as patched:
-                tries = []
+                tries, again = list[str](), threading.Event()
 
                 def broken(*_: object) -> None:
                     tries.append(lead.gang.state)
+                    if len(tries) == 3:
+                        again.set()
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
                 patched.setattr(rundir, "write_generation", broken)
                 training = asyncio.create_task(train(lead))
-                while len(tries) < 3:
-                    await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(again.wait, 30)
                 assert {*tries, lead.gang.state} == {"gathering"}
             assert await training == 1
             assert rundir.read_generation(tmp_path).number == 1

@@ -11,7 +11,7 @@ from rolecall.gang.protocol import Directive, Effect, Key
 class Pump:
     """Moves `gang` on. `write` begins to put an effect on disk and returns at once; the caller reports by `written`.
 
-    One effect is written at a time, and the gang goes on meanwhile: members join, and leases expire. So an effect may no
+    One effect is written at a time, and the gang goes on meanwhile: members join, and leases expire. An effect may no
     longer be due when it is on disk; then its number is given up, and what is due is written in its turn.
     """
 

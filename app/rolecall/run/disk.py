@@ -45,7 +45,7 @@ class Disk:
                 continue
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            except BaseException as error:
                 work.set_exception(error)
             else:
                 work.set_result(result)

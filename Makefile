@@ -160,7 +160,7 @@ bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity
 bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, and its accuracy (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_hybrid
 
-chaos: $(READY) ## kills and freezes a job's ranks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
+chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
 docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards and the PrometheusRule from the code

@@ -503,7 +503,7 @@ def test_heartbeats_are_answered_while_the_disk_takes_the_number(
             training = asyncio.create_task(train(lead))
             assert await asyncio.to_thread(disk.reached.wait, 30)
             before = {key: member.received_at for key, member in lead.gang.members.items()}
-            while any(lead.gang.members[key].received_at == at for key, at in before.items()):
+            while any(lead.gang.members[key].received_at == at for key, at in before.items()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert lead.gang.state == "gathering"
             disk.goes_on.set()

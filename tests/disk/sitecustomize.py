@@ -1,7 +1,7 @@
 """Makes fsync slow in every Python process that has this folder on its PYTHONPATH.
 
-`os.fsync` waits before it does its work, for the seconds that the file holds which SLOW_FSYNC names. It keeps looking at
-the file meanwhile. Without the file, it does not wait.
+`os.fsync` waits before it does its work, for the seconds that the file holds which SLOW_FSYNC names. It keeps looking
+at the file meanwhile. Without the file, it does not wait.
 """
 
 import os

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rpc import constants
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -38,8 +39,11 @@ _staying: list[torch.futures.Future[None]] = []  # calls of `on_disconnect` that
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that a peer is gone or silent, here or at a peer that was called."""
-    return isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and bool(GONE.search(str(error))))
+    """Whether `error` says that a peer is gone or silent, here or at a peer that was called; or the store, and with it
+    rank 0's worker."""
+    if isinstance(error, PeerLostError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and bool(GONE.search(str(error)))
 
 
 class RankObject(Generic[T]):
@@ -87,6 +91,8 @@ def connect(context: Context[Any]) -> None:
             if context.job is not None and not context.job.rpc:
                 return
             context.transport = TorchRpc(context.metrics, store)
+            # of the group in which the members meet; torch's own is half an hour
+            constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=settings.connect_timeout)
             register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, context.me.rank, len(context.members))]))
             rpc.init_rpc(context.me.name, rank=context.me.rank, world_size=len(context.members),
                          rpc_backend_options=_options(context, store))  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 from collections import deque
-from typing import IO
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -58,7 +58,7 @@ class Output:
     """Prints lines and, below them, the newest picture. Nothing waits for it but `close`: the oldest lines are left out
     where more than `MOST_WAITING` characters wait."""
 
-    def __init__(self, out: IO[str], error: IO[str]) -> None:
+    def __init__(self, out: TextIO, error: TextIO) -> None:
         # files of its own: at exit, Python waits for a thread that prints to sys.stdout
         self._out, self._error = _opened(out), _opened(error)
         self._console = Console(file=self._out)
@@ -138,6 +138,6 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub("", text)
 
 
-def _opened(stream: IO[str]) -> IO[str]:
+def _opened(stream: TextIO) -> TextIO:
     # nothing that a rank writes may lack a representation
     return open(stream.fileno(), "w", encoding=stream.encoding, errors="replace", closefd=False)

@@ -55,3 +55,40 @@ def test_the_range_of_torch_ends_where_this_was_tested() -> None:
     assert version.base_version in required.specifier
     assert f"{version.major}.{version.minor + 1}.0" not in required.specifier
     assert "2.9.9" not in required.specifier  # see pyproject.toml
+
+
+OPTIMIZERS = """
+import sys
+import torch
+from rolecall.job.eager import lighten
+
+def train(make):
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([weights])
+    for _ in range(3):
+        optimizer.zero_grad()
+        weights.square().sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert weights.requires_grad and torch.is_grad_enabled()
+    return weights.detach().clone()
+
+class Own(torch.optim.SGD):
+    pass
+
+makers = [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: Own(p, lr=0.1), torch.optim.Adam,
+          lambda p: torch.optim.Adam(p, fused=True), torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop]
+lighten()
+light = [train(make) for make in makers]
+print("torch._dynamo" in sys.modules)
+import torch._dynamo
+usual = [train(make) for make in makers]
+print(all(map(torch.equal, light, usual)))
+compiled = torch.compile(lambda x: 2 * x, backend="eager")
+print(compiled(torch.ones(1)).item())
+"""
+
+
+def test_optimizers_do_not_import_the_compiler_and_compute_the_same() -> None:
+    run = subprocess.run([sys.executable, "-c", OPTIMIZERS], timeout=60, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["False", "True", "2.0"], run.stderr

@@ -68,7 +68,7 @@ class Supervisor:
             )
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
-            self.workers.prepare(directory)
+            self.workers.prepare()
             if self.first:
                 lead = Coordinator(self.job, self.settings, member.incarnation, member.node)
                 await lead.start(self.metrics)

@@ -169,6 +169,8 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     torch.set_num_threads(1)  # see Context.threads
     lighten()
     keep_memory()
+    if task.directory:
+        telemetry.use_directory(task.directory)
     context = Context(
         settings=settings,
         me=task.me,

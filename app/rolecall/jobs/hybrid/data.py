@@ -90,7 +90,7 @@ def load(settings: HybridSettings) -> Data:
     """The samples of DATASET. Raises UsageError for invalid ones, such as an index that the table does not have."""
     if settings.dataset == "stdlib":
         root, files = standard_library()
-        key = ("hybrid", versions(files), settings.num_embeddings)
+        key = ("hybrid", versions([Path(__file__), *files]), settings.num_embeddings)
         parts = keep(key, lambda: [part.parts() for part in _standard_library(settings, root, files)])
         train, test = map(Samples.of, parts)
     else:

@@ -60,7 +60,8 @@ def load(settings: RnnSettings) -> Text:
     """Reads CORPUS. Raises UsageError where it cannot be read or is too short."""
     files = _files(settings.corpus)
     try:
-        key = ("rnn", versions(files), settings.tokens, settings.vocabulary, settings.corpus_bytes, settings.seed)
+        version = versions([Path(__file__), *files])
+        key = ("rnn", version, settings.tokens, settings.vocabulary, settings.corpus_bytes, settings.seed)
     except OSError as error:
         raise UsageError(f"CORPUS={settings.corpus}: {error.filename} cannot be read ({error.strerror})") from error
     words, *rest = keep(key, lambda: _tokens(settings, files))

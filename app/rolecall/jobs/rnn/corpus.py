@@ -64,8 +64,8 @@ def load(settings: RnnSettings) -> Text:
         key = ("rnn", version, settings.tokens, settings.vocabulary, settings.corpus_bytes, settings.seed)
     except OSError as error:
         raise UsageError(f"CORPUS={settings.corpus}: {error.filename} cannot be read ({error.strerror})") from error
-    words, *rest = keep(key, lambda: _tokens(settings, files))
-    text = Text(Vocabulary(tuple(words)), *rest)
+    words, train, validation, digest = keep(key, lambda: _tokens(settings, files))
+    text = Text(Vocabulary(tuple(words)), train, validation, digest)
     for name, part in (("training", text.train), ("validation", text.validation)):
         if len(part) < 2 * settings.batch_size:
             raise UsageError(

@@ -36,8 +36,11 @@ _staying: list[torch.futures.Future[None]] = []  # calls of `on_disconnect` that
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that a peer is gone or silent, here or at a peer that was called."""
-    return isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and bool(GONE.search(str(error))))
+    """Whether `error` says that a peer is gone or silent, here or at a peer that was called; or the store, and with it
+    rank 0's worker."""
+    if isinstance(error, PeerLostError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and bool(GONE.search(str(error)))
 
 
 class RankObject(Generic[T]):

@@ -43,10 +43,13 @@ class Request:
 REQUESTS, DIRECTIVES = TypeAdapter(Request), TypeAdapter(Directive)
 
 
-def rules(settings: Settings) -> Rules:
-    """The gang's rules, as the settings have them."""
+def rules(settings: Settings, steps: bool = True) -> Rules:
+    """The gang's rules, as the settings have them; `steps` says whether the job reports steps."""
     s = settings
-    return Rules(s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures)
+    return Rules(
+        s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures,
+        max_restarts=s.max_restarts, progress_timeout=s.progress_timeout, steps=steps,
+    )  # fmt: skip
 
 
 class Coordinator:
@@ -62,6 +65,7 @@ class Coordinator:
         self._changed = asyncio.Event()  # replaced when it is set
         self._epoch = 0
         self._logged_at = float("-inf")
+        self._refused: dict[str, float] = {}  # what was logged of late, and when
         self._runner: web.AppRunner | None = None
 
     async def start(self, metrics: Any) -> None:
@@ -73,8 +77,11 @@ class Coordinator:
         telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
         done = self.files.open()
         last = self.files.persisted
-        self.gang = Gang(self.job.roles, rules(self.settings), self._incarnation, time.monotonic(), last.number,
-                         last.members, done, self.job.identity)  # fmt: skip
+        self.gang = Gang(
+            self.job.roles, rules(self.settings, self.job.steps), self._incarnation, time.monotonic(), last.number,
+            last.members, done, self.job.identity, self.job.agreement(self.settings), self.files.failed, last.budget,
+        )  # fmt: skip
+        self.files.resumed = self.gang.resumed
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._receive)
         # `cleanup` waits for handlers: one whose member has closed the connection must end
@@ -89,7 +96,7 @@ class Coordinator:
         if self._runner:
             await self._runner.cleanup()
             if ended:
-                self.files.end_run()
+                self.files.end_run(self.gang.budget)
         self.files.close()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
@@ -169,6 +176,8 @@ class Coordinator:
 
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()
-        if reason != "full":
+        now, repeated = time.monotonic(), self._refused.get(message, float("-inf"))
+        if reason != "full" and now - repeated > REPEAT:
+            self._refused = {text: at for text, at in self._refused.items() if now - at < REPEAT} | {message: now}
             self.log.warning("refused", reason=reason, problem=message)
         return web.json_response({"reason": reason, "text": text or message.partition(": ")[2]}, status=status)

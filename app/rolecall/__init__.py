@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program", "ProgramError",
-    "RankObject", "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program",
+    "ProgramError", "RankObject", "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
     "in_turn", "standard_library",
 ]  # fmt: skip
 

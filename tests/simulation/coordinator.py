@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rolecall.gang.protocol import OVER, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
-from tests.simulation.rules import NAP, RULES, TICK
+from tests.simulation.rules import NAP, TICK
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -20,9 +20,12 @@ class Coordinator:
     def __init__(self, simulation: Simulation, owner: Supervisor) -> None:
         self.simulation, self.owner, self.clock = simulation, owner, simulation.clock
         disk, now = simulation.disk, self.clock.now
+        budget = simulation.code.after_restart(disk.budget, disk.newest[1], bool(disk.members))
         self.gang = simulation.code.gang(
-            simulation.roles, RULES, owner.incarnation, now, disk.greatest, disk.members, disk.done
-        )
+            simulation.roles, simulation.rules, owner.incarnation, now, disk.greatest, disk.members, disk.done,
+            failed=disk.failed, budget=budget,
+        )  # fmt: skip
+        disk.budget = budget
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
         self.waiting: list[tuple[Post, Key, float]] = []  # with the time of their arrival
@@ -66,7 +69,7 @@ class Coordinator:
     def _persist(self, effect: Effect) -> bool:
         """Put `effect` on the disk, if the coordinator lives to see it."""
         simulation = self.simulation
-        on_disk = self._finish(effect) if effect.kind == "done" else self._begin(effect)
+        on_disk = self._begin(effect) if effect.kind == "begin" else self._finish(effect)
         if on_disk and simulation.trap:
             simulation.trap = False
             kill_rank(simulation, self.clock.random, self.owner.rank)
@@ -74,12 +77,16 @@ class Coordinator:
 
     def _finish(self, effect: Effect) -> bool:
         disk = self.simulation.disk
-        self.simulation.promises.done(self)
+        if effect.kind == "done":
+            self.simulation.promises.done(self)
         if disk.refuses("done"):
             disk.done_refused = True
             self.simulation.story.count("DONE refused by the disk")
             return False
-        disk.done = effect.summary
+        if effect.verdict:
+            disk.failed = effect.verdict
+        else:
+            disk.done = effect.summary
         return True
 
     def _begin(self, effect: Effect) -> bool:
@@ -89,7 +96,7 @@ class Coordinator:
                 disk.refused_number = effect.generation
                 simulation.story.count("number refused by the disk")
             return False
-        disk.number, disk.members = effect.generation, effect.members
+        disk.number, disk.members, disk.budget = effect.generation, effect.members, effect.budget
         return True
 
     def _enter(self) -> None:

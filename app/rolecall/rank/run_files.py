@@ -93,8 +93,8 @@ class RunFiles:
         else:
             self.failed = Verdict(failed.reason, failed.code)
             self.log.error(
-                f"this job has failed for good: change a setting or delete {directory / rundir.FAILED} to train on from "
-                "the newest checkpoint; RESUME=0 or another CHECKPOINT_DIR starts anew",
+                f"this job has failed for good: change a setting, or delete {directory / rundir.FAILED}, to train on "
+                "from the newest checkpoint; RESUME=0 or another CHECKPOINT_DIR starts anew",
                 **telemetry.cause(failed.reason),
             )
         return replace(persisted, budget=Budget(newest, newest))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program",
-    "ProgramError", "RankObject", "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
-    "in_turn", "standard_library",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program", "ProgramError",
+    "RankObject", "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__",
+    "choose_device", "in_turn", "standard_library",
 ]  # fmt: skip
 
 _MODULES = {

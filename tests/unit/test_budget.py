@@ -119,10 +119,8 @@ def test_drains_without_progress_are_bounded_by_time_alone() -> None:
         assert play.gang.state == "running"
         play.wait(25)
         ends(play, agent, "drained", "")
-    play.wait(25)
-    ends(play, agent, "drained", "")
     assert play.gang.state == "failed"
-    assert play.gang.reason.startswith("no new step for 12")
+    assert play.gang.reason.startswith("no new step for 102 s: drained 5 times")
 
 
 def test_a_long_first_step_is_no_loop() -> None:

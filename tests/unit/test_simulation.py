@@ -134,12 +134,6 @@ MUTATIONS = {
         "pass",
         r"had failed|begins after FAILED",
     ),
-    "the job fails before the disk knows": (
-        "if verdict.final:",
-        "if False:",
-        r"had failed|not training|is training|does not know",
-    ),
-    "no step is progress": ("self._forget()\n        self._step", "pass\n        self._step", r"failed by its budget"),
     "rank 0 does not wait for the others": ("settled or self.hurried", "True", r"does not know"),
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from rolecall.config import UsageError
 from rolecall.gang.protocol import Budget, Key
@@ -26,6 +27,7 @@ SUMMARY = "summary.json"
 CURVE = "curve.png"
 FILES = "files"  # a folder, for files of the job's own
 OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, FILES)
+BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
 
@@ -69,7 +71,7 @@ def read_generation(directory: Path) -> Persisted:
         if type(read["number"]) is not int or read["number"] < 0:
             raise ValueError
         members = tuple((str(role), int(ordinal)) for role, ordinal in read["members"])
-        budget = Budget(**read.get("budget", {}))
+        budget = BUDGET.validate_python(read.get("budget", {}))
         return Persisted(max(read["number"], greatest), str(read["job"]), members, str(read.get("node", "")), budget)
     except FileNotFoundError:
         return Persisted()

@@ -116,6 +116,13 @@ JOB = Job([Role("lead", lead)], settings=Mine)
     assert agreement.digest == passed.agreement(Settings(rpc_timeout=77, threads=9)).digest
 
 
+def test_a_long_setting_makes_no_long_heartbeat() -> None:
+    described = describe.describe("rl")
+    one, other = (replace(described, settings={**described.settings, "policy": "x" * 100_000 + end}) for end in "ab")
+    assert len(json.dumps(asdict(one.agreement(Settings())))) < 5_000
+    assert one.agreement(Settings()) != other.agreement(Settings())
+
+
 def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def steps() -> None:
         settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", control_port=free_ports(1)[0])

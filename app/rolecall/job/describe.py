@@ -26,7 +26,14 @@ from rolecall.gang.protocol import USAGE, Agreement, RoleSpec
 from rolecall.job import flags, registry
 from rolecall.job.spec import Job
 
+MOST_VALUE = 200  # characters of a setting in a heartbeat
 DEADLINE = 120.0  # seconds for a user's file to be imported: torch alone takes several on a busy machine
+
+
+def _brief(value: Any) -> Any:
+    """`value`, or of a long one its beginning and a digest."""
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= MOST_VALUE else f"{text[: MOST_VALUE // 4]}... ({digest(value)})"
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Description:
     def agreement(self, settings: Settings) -> Agreement:
         """What ranks compare of their settings, which are these and `settings`."""
         values = {**settings.model_dump(mode="json"), **self.settings}
-        agreed = {name.upper(): values[name] for name in sorted(self.agreed)}
+        agreed = {name.upper(): _brief(values[name]) for name in sorted(self.agreed)}
         return Agreement(digest(agreed), agreed)
 
     @property

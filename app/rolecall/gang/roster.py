@@ -105,7 +105,9 @@ class Roster:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
 
         def listed(values: Mapping[str, object]) -> str:
-            return ", ".join(f"{name}={str(values.get(name, 'nothing'))[:MOST_VALUE]}" for name in names[:MOST_NAMED])
+            return ", ".join(
+                f"{name[:MOST_VALUE]}={str(values.get(name, 'nothing'))[:MOST_VALUE]}" for name in names[:MOST_NAMED]
+            )
 
         ours_listed = str(ours.get(names[0], "nothing"))[:MOST_VALUE] if len(names) == 1 else listed(ours)
         return f"{who} has {listed(theirs)}{more}, rank 0 has {ours_listed}{advice}"

@@ -30,6 +30,7 @@ from rolecall.rank.run_files import REPEAT, RunFiles
 PATH = "/v1/heartbeat"
 MAX_BODY = 64 * 1024  # bytes
 TICK = 0.1  # seconds
+MOST_REFUSED = 100  # refusals that are remembered, not to log them again at once
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,6 @@ class Coordinator:
         self.metrics.gang_refused.labels(reason).inc()
         now, repeated = time.monotonic(), self._refused.get(message, float("-inf"))
         if reason != "full" and now - repeated > REPEAT:
-            self._refused = {text: at for text, at in self._refused.items() if now - at < REPEAT} | {message: now}
+            self._refused = dict([*self._refused.items()][-MOST_REFUSED:]) | {message: now}
             self.log.warning("refused", reason=reason, problem=message)
         return web.json_response({"reason": reason, "text": text or message.partition(": ")[2]}, status=status)

@@ -36,9 +36,8 @@ class RunFiles:
         self.persisted = rundir.Persisted()
         self.journal: Journal
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
-        self.resumed: Callable[[int], None] = lambda step: (
-            None
-        )  # told the checkpoint's step that a generation starts from
+        # told the step of the checkpoint that a generation starts from
+        self.resumed: Callable[[int], None] = lambda step: None
         self.picture = report.Picture(self.directory)
         self._complained = float("-inf")
         self._lock: FileLock | None = None

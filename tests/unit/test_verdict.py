@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang import pump
 from rolecall.gang.protocol import FAILED, USAGE, Budget, Effect, Verdict
 from rolecall.job import describe
 from rolecall.rank.coordinator import Coordinator
@@ -49,8 +49,8 @@ def run(steps: Coroutine[Any, Any, None]) -> None:
 async def fail(directory: Path, *flags: str, **settings: Any) -> None:
     async with rank_0(directory, *flags, **settings) as lead:
         assert lead.gang.state == "gathering"
-        assert lead.files.persist(Effect("begin", 4, (("agent", 0),), budget=Budget(312, 300, 4)))
-        assert lead.files.persist(Effect("failed", verdict=VERDICT))
+        assert await lead.files.persist(Effect("begin", 4, (("agent", 0),), budget=Budget(312, 300, 4)))
+        assert await lead.files.persist(Effect("failed", verdict=VERDICT))
 
 
 async def state(directory: Path, *flags: str, **settings: Any) -> tuple[str, str, int, bool]:
@@ -126,7 +126,7 @@ def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:
     async def steps() -> None:
         spent = Budget(312, 0, 3, 8.0, {"trainer 0 was started again": 3})
         async with rank_0(tmp_path) as lead:
-            assert lead.files.persist(Effect("begin", 1, (("agent", 0),), budget=spent))
+            assert await lead.files.persist(Effect("begin", 1, (("agent", 0),), budget=spent))
         async with rank_0(tmp_path) as lead:  # rank 0 was killed
             assert lead.gang.budget.fruitless == 4
             await lead.stop(ended=True)
@@ -144,15 +144,18 @@ def test_a_disk_that_refuses_the_verdict_says_so_and_the_members_are_told(
 ) -> None:
     async def steps() -> None:
         async with rank_0(tmp_path) as lead:
-            lead.gang._fail(VERDICT, 0.0)
+            lead.gang._fail(VERDICT, time.monotonic())
 
             def broken(*_: object) -> None:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
             with monkeypatch.context() as patched:
                 patched.setattr(rundir, "write_atomically", broken)
-                while pump.step(lead.gang, 0.0, lead.files.persist):
-                    pass
+                loops = [asyncio.create_task(loop) for loop in lead.loops()]
+                while lead.gang.state != "failed":
+                    await asyncio.sleep(0.01)
+                for loop in loops:
+                    loop.cancel()
             assert (lead.gang.state, lead.gang.reason) == ("failed", REASON)
 
     run(steps())

@@ -153,7 +153,7 @@ def test_a_disk_that_refuses_the_verdict_says_so_and_the_members_are_told(
                 patched.setattr(rundir, "write_atomically", broken)
                 loops = [asyncio.create_task(loop) for loop in lead.loops()]
                 while lead.gang.state != "failed":
-                    await asyncio.sleep(0.01)
+                    await lead._changed.wait()
                 for loop in loops:
                     loop.cancel()
             assert (lead.gang.state, lead.gang.reason) == ("failed", REASON)

@@ -77,8 +77,6 @@ class Roster:
             raise RejectedError(
                 "job", f"this rank is of {job}, rank 0 of {self._job}; give every rank the same JOB and files"
             )
-        if self._agreement.digest and heartbeat.digest != self._agreement.digest:
-            raise RejectedError("settings", self._difference(heartbeat))
         if heartbeat.role not in self._roles and (heartbeat.role or heartbeat.ordinal is not None):
             raise RejectedError("role", f"no role {heartbeat.role!r} in this job")
         if heartbeat.incarnation in self._retired:
@@ -90,6 +88,8 @@ class Roster:
             raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {key[1]}")
         if key == self._master and heartbeat.incarnation != self._incarnation:
             raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
+        if self._agreement.digest and heartbeat.digest != self._agreement.digest:
+            raise RejectedError("settings", self._difference(heartbeat))
         self._retire_older(key, heartbeat)
         return key
 

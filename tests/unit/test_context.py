@@ -328,7 +328,7 @@ def test_a_call_finds_the_ranks_object_once_it_is_set() -> None:
 
 def test_a_call_does_not_wait_for_a_ranks_object_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankObject, "deadline", 0.05)
-    with pytest.raises(PeerLostError, match=r"not ready within CONNECT_TIMEOUT=0\.05 s"):
+    with pytest.raises(PeerLostError, match=r"not ready within PHASE_TIMEOUT=0\.05 s"):
         RankObject[str]().get()
 
 

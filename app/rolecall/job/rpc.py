@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job.context import Context
+from rolecall.job.pace import Pace
 from rolecall.job.peers import require_importable
 from rolecall.job.store import open_store
 from rolecall.job.task import PeerLostError
@@ -48,23 +49,26 @@ class RankObject(Generic[T]):
     RPC serves from the moment it connects, so the first call may arrive before the role's function has begun.
     """
 
-    deadline = float(Settings.model_fields["connect_timeout"].default)  # seconds; `connect` sets the generation's own
+    deadline = float(Settings.model_fields["phase_timeout"].default)  # seconds; `connect` sets the generation's own
 
     def __init__(self) -> None:
         self._future: Future[T] = Future()
 
     def set(self, value: T) -> T:
-        """Sets the object, once, and returns it."""
+        """Sets the object, once, and returns it. A rank other than rank 0 is no longer loading then."""
         self._future.set_result(value)
+        context = _context._future.result() if _context._future.done() else None
+        if context is not None and context.rank:
+            context.pace.ready()
         return value
 
     def get(self) -> T:
-        """The object. Raises PeerLostError where it is not set within CONNECT_TIMEOUT."""
+        """The object. Raises PeerLostError where it is not set within PHASE_TIMEOUT."""
         keep_thread()
         try:
             return self._future.result(self.deadline)
         except TimeoutError:
-            raise PeerLostError(f"this rank was not ready within CONNECT_TIMEOUT={self.deadline:g} s") from None
+            raise PeerLostError(f"this rank was not ready within PHASE_TIMEOUT={self.deadline:g} s") from None
 
 
 _context: RankObject[Context[Any]] = RankObject()
@@ -76,7 +80,7 @@ def connect(context: Context[Any]) -> None:
     Raises UsageError for a port that stays taken, and PeerLostError where not all members connect in time.
     """
     settings = context.settings
-    RankObject.deadline = settings.connect_timeout
+    RankObject.deadline = settings.phase_timeout
     # init_rpc gathers device maps through a backend of its own that torch itself warns of
     warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     _context.set(context)
@@ -86,7 +90,7 @@ def connect(context: Context[Any]) -> None:
             context.store = store
             if context.job is not None and not context.job.rpc:
                 return
-            context.transport = TorchRpc(context.metrics, store)
+            context.transport = TorchRpc(context.metrics, store, context.pace)
             register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, context.me.rank, len(context.members))]))
             rpc.init_rpc(context.me.name, rank=context.me.rank, world_size=len(context.members),
                          rpc_backend_options=_options(context, store))  # fmt: skip
@@ -99,14 +103,14 @@ def connect(context: Context[Any]) -> None:
 class TorchRpc:
     """Calls over torch's TensorPipe."""
 
-    def __init__(self, metrics: Any, store: Store) -> None:
-        self._metrics, self._store = metrics, store
+    def __init__(self, metrics: Any, store: Store, pace: Pace) -> None:
+        self._metrics, self._store, self._pace = metrics, store, pace
         self._methods: set[str] = set()  # that were called
         self._forwarded: torch.futures.Future[None] | None = None
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """See `Context.call`."""
-        method, metrics = getattr(function, "__name__", ""), self._metrics
+        method, metrics, pace = getattr(function, "__name__", ""), self._metrics, self._pace
         if method not in self._methods:
             require_importable(function)
             self._methods.add(method)
@@ -114,6 +118,7 @@ class TorchRpc:
         started = time.perf_counter()
         metrics.rpc_calls.labels(method).inc()
         metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
+        token = pace.called(timeout)
         future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
 
         def done(answered: torch.futures.Future[Any]) -> None:
@@ -122,8 +127,10 @@ class TorchRpc:
             try:
                 received = payload_bytes(answered.value())
             except Exception:  # the caller gets it from the future; here it only counts
+                pace.answered(token)
                 metrics.rpc_failures.labels(method).inc()
             else:
+                pace.answered(token, to)
                 metrics.rpc_received_bytes.labels(method).inc(received)
 
         future.add_done_callback(done)

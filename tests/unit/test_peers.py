@@ -303,6 +303,8 @@ def test_a_peer_that_may_be_loading_has_a_phase_more(tmp_path: Path, supervisor:
 
 
 def test_a_peer_that_is_none_is_refused(context: Context, supervisor: Supervisor) -> None:
-    with pytest.raises(UsageError, match=r"^no peer 'observer_7' in this generation \(agent_0, observer_0, observer_1\)"):
+    with pytest.raises(
+        UsageError, match=r"^no peer 'observer_7' in this generation \(agent_0, observer_0, observer_1\)"
+    ):
         context.give_up("observer_7")
     assert (context.lost, supervisor.lost) == (set(), [])

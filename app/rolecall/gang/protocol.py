@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 Key = tuple[str, int]  # a role and an ordinal in it
 WorkerState = Literal["none", "starting", "running", "ended"]
-Outcome = Literal["", "finished", "drained", "failed", "crashed", "killed", "refused", "lost", "silent", "stopped"]
+Outcome = Literal["", "finished", "drained", "failed", "crashed", "stuck", "killed", "refused", "lost", "silent",
+                  "stopped"]  # fmt: skip
 Cause = Outcome | Literal["left", "restarted", "unreachable"]  # why a generation ended, or an elastic rank was lost
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
 DirectiveKind = Literal["run", "stop", "leave", "finished", "failed"]
@@ -19,7 +20,7 @@ Event = tuple[EventKind, dict[str, Any]]
 ALIVE: tuple[WorkerState, ...] = ("starting", "running")
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
-ERRORS: tuple[Outcome, ...] = ("failed", "crashed")  # count as failures; a worker killed from outside does not
+ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
 # exit codes; 1 is Python's own, for an uncaught exception
 USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
 FAILED = 3  # the job failed, for every rank: starting it again would not help
@@ -57,9 +58,10 @@ class Rules:
 class WorkerStatus:
     """A member's newest worker.
 
-    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), killed (from
-    outside), refused (bad input), lost (without its peers), silent (no heartbeat for a lease), stopped (by a directive
-    or by fencing). `lost_peers` are the peers that rank 0's worker found dead or silent.
+    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), stuck (a step or
+    a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no heartbeat
+    for a lease), stopped (by a directive or by fencing). `lost_peers` are the peers that rank 0's worker found dead or
+    silent; `phase` is the one that it is in (loading, saving ...), if any.
     """
 
     generation: int = 0
@@ -70,6 +72,7 @@ class WorkerStatus:
     summary: dict[str, Any] = field(default_factory=dict)
     drains_failed: int = 0
     lost_peers: tuple[Key, ...] = ()
+    phase: str = ""
 
 
 @dataclass(frozen=True)

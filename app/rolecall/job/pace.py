@@ -34,8 +34,8 @@ class Pace:
     """The account of one worker, of rank 0 where it is the `first`.
 
     A phase is bounded by `phase_timeout` seconds. So is what rank 0 does before its training starts, which counts as
-    loading, and its first step, which may compile. A later step is stuck after `stuck_seconds` seconds, if it also takes
-    `SLOWER` times as long as the longest of the last ones. A step that waits for calls has as long as their deadlines.
+    loading, and its first step, which may compile. A later step is stuck after `stuck_seconds` seconds, if it also
+    takes `SLOWER` times as long as the longest of the last ones. A step that waits for calls has until their deadlines.
     """
 
     def __init__(
@@ -175,7 +175,10 @@ class Pace:
         if not self._seconds and self._phase_timeout > limit:
             limit, why = self._phase_timeout, f"PHASE_TIMEOUT={self._phase_timeout:g}, which the first step has"
         elif SLOWER * longest > limit:
-            limit, why = SLOWER * longest, f"{SLOWER} times the longest of the last {len(self._seconds)} ({longest:.0f} s)"
+            limit, why = (
+                SLOWER * longest,
+                f"{SLOWER} times the longest of the last {len(self._seconds)} ({longest:.0f} s)",
+            )
         return f"step {step} has taken {seconds:.0f} s, over {why}" if seconds > limit else ""
 
 

@@ -66,9 +66,10 @@ class Peers(Generic[S]):
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Says that the block is loading, restoring, compiling, evaluating or saving: a phase that may take PHASE_TIMEOUT
-        seconds, and not a step that is stuck. Calls that it makes have as long. `restore`, `save` and `evaluating` say so
-        themselves, and rank 0 is loading until it begins to train, another rank until its RankObject is set.
+        """Says that the block is loading, restoring, compiling, evaluating or saving: a phase, which may take
+        PHASE_TIMEOUT seconds, and not a step that is stuck. Calls that it makes have as long. `restore`, `save` and
+        `evaluating` say so themselves; rank 0 is loading until it begins to train, another rank until its RankObject is
+        set.
         """
         with self.pace.phase(name):
             yield
@@ -88,8 +89,8 @@ class Peers(Generic[S]):
     def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """Calls `function(*args)` at the peer `to`. Returns a torch future, which raises RuntimeError where the call
         fails or `timeout` seconds pass (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline). A peer that has
-        answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed under the function's
-        name.
+        answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed under the
+        function's name.
 
         Raises UsageError for a function that the peer cannot import.
         """
@@ -204,8 +205,8 @@ class Peers(Generic[S]):
             listener(name)
 
     def give_up(self, name: str) -> None:
-        """Loses `name`, which rank 0 found dead or silent, and has the gang replace its worker. Raises UsageError for an unknown
-        name."""
+        """Loses `name`, which rank 0 found dead or silent, and has the gang replace its worker. Raises UsageError for
+        a name that no member has."""
         peer = next((peer for peer in self.members if peer.name == name), None)
         if peer is None:
             raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")

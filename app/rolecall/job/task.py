@@ -47,7 +47,8 @@ class Peer:
 @dataclass(frozen=True)
 class Task:
     """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
-    JOB, `settings` are those that every job has, `values` those of this job, by name.
+    JOB, `settings` are those that every job has, `values` those of this job, by name; `stacks` is the file that it
+    dumps its stacks to.
     """
 
     job: str
@@ -57,3 +58,4 @@ class Task:
     generation: int = 0
     lost: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
+    stacks: str = ""

@@ -52,14 +52,15 @@ class Rules:
     max_failures: int = 3
     finish_grace: float = 30.0
     young: float = 30.0
+    phase_timeout: float = 1800.0
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
     """A member's newest worker.
 
-    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), stuck (a step or
-    a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no heartbeat
+    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), stuck (a step
+    or a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no heartbeat
     for a lease), stopped (by a directive or by fencing). `lost_peers` are the peers that rank 0's worker found dead or
     silent; `phase` is the one that it is in (loading, saving ...), if any.
     """
@@ -101,7 +102,7 @@ class Directive:
     """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
     `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without; `drain`
-    asks rank 0's worker for a checkpoint.
+    asks rank 0's worker for a checkpoint; while it is in a phase, the drain is `busy`, and nobody gives it up.
     """
 
     kind: DirectiveKind
@@ -114,6 +115,7 @@ class Directive:
     reason: str = ""
     code: int = 0
     role: str = ""
+    busy: bool = False
 
 
 @dataclass(frozen=True)

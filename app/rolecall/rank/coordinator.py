@@ -46,7 +46,8 @@ REQUESTS, DIRECTIVES = TypeAdapter(Request), TypeAdapter(Directive)
 def rules(settings: Settings) -> Rules:
     """The gang's rules, as the settings have them."""
     s = settings
-    return Rules(s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures)
+    return Rules(s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures,
+                 phase_timeout=s.phase_timeout)  # fmt: skip
 
 
 class Coordinator:

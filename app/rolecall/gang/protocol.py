@@ -60,9 +60,9 @@ class WorkerStatus:
     """A member's newest worker.
 
     `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), stuck (a step
-    or a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no heartbeat
-    for a lease), stopped (by a directive or by fencing). `lost_peers` are the peers that rank 0's worker found dead or
-    silent; `phase` is the one that it is in (loading, saving ...), if any.
+    or a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no
+    heartbeat for a lease), stopped (by a directive or by fencing). `lost_peers` are the peers that rank 0's worker
+    found dead or silent; `phase` is the one that it is in (loading, saving ...), if any.
     """
 
     generation: int = 0

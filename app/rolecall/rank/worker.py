@@ -27,7 +27,7 @@ from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context, mixed_seed
 from rolecall.job.pace import Pace
 from rolecall.job.progress import Curve, Supervision
-from rolecall.job.spec import Job
+from rolecall.job.spec import Job, Role
 from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
 from rolecall.rank import stacks
 from rolecall.run import rundir
@@ -161,6 +161,13 @@ def _settings(task: Task, job: Job) -> Settings:
     return config.load(job.settings, **{**task.settings.model_dump(), **task.values, "role": role})
 
 
+def _role(task: Task, job: Job) -> Role:
+    for role in job.roles:
+        if role.name == task.me.role:
+            return role
+    raise UsageError(f"this version of the job has no role {task.me.role!r}; run the same version in every rank")
+
+
 def _check(task: Task, job: Job) -> tuple[Any, ...]:
     settings = _settings(task, job)
     if job.check and task.me.role:  # otherwise once the gang has assigned one
@@ -172,7 +179,7 @@ def _check(task: Task, job: Job) -> tuple[Any, ...]:
 
 
 def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
-    settings = _settings(task, job)
+    settings, role = _settings(task, job), _role(task, job)
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
     torch.set_num_threads(1)  # see Context.threads
@@ -193,9 +200,6 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
     rpc.connect(context)
     pipe.send("running")
-    role = next((role for role in job.roles if role.name == task.me.role), None)
-    if role is None:
-        raise UsageError(f"this version of the job has no role {task.me.role!r}; run the same version in every rank")
     if not job.rpc or not role.run:
         context.pace.ready()  # it says nothing of itself
     summary = registry.resolve(role.run)(context) if role.run else None

@@ -87,6 +87,14 @@ def test_a_drain_waits_for_a_phase_no_longer_than_that_may_take() -> None:
     assert play.causes("stopped") == ["left"]
 
 
+def test_a_drain_does_not_wait_for_what_comes_before_the_steps() -> None:
+    play, (server, first, _) = trains(PS)
+    first.sends(leaving=True)
+    server.sends(phase="loading")
+    play.wait(RULES.drain_timeout + 1)
+    assert play.causes("stopped") == ["left"]
+
+
 def test_a_phase_before_a_drain_does_not_excuse_it() -> None:
     play, (server, first, _) = trains(PS)
     server.sends(phase="saving")

@@ -139,7 +139,7 @@ def test_a_place_that_is_no_members_is_one_clear_line(tmp_path: Path, process: t
 def test_a_role_that_there_is_not_is_one_clear_line() -> None:
     task = Task("rnn", Settings(job="rnn"), Peer("observer", 0, 0), (Peer("observer", 0, 0),))
     with pytest.raises(
-        UsageError, match="^this version of the job has no role 'observer'; run the same version in eve"
+        UsageError, match=r"^this version of the job has no role 'observer'; run the same version in eve"
     ):
         worker._role(task, registry.get("rnn"))
 

@@ -18,6 +18,7 @@ from typing import Any
 from rolecall.gang.lifecycle import Lifecycle
 from rolecall.gang.protocol import (
     ACTIVE,
+    AWAITED,
     ERRORS,
     FAILED,
     HOLD,
@@ -109,14 +110,12 @@ class Gang(Lifecycle):
 
     def _follow_phase(self, phase: str, now: float) -> None:
         """The time that rank 0's worker is in a phase, such as saving, is not counted against a drain."""
-        generation = self.generation
-        if self.state == "draining" and phase and generation.busy_since is None:
-            generation.busy_since = now
-        elif generation.busy_since is not None and not (self.state == "draining" and phase):
-            generation.excused += now - generation.busy_since
-            generation.busy_since = None
-        else:
+        generation, busy = self.generation, self.state == "draining" and phase in AWAITED
+        if busy == (generation.busy_since is not None):
             return
+        if generation.busy_since is not None:
+            generation.excused += now - generation.busy_since
+        generation.busy_since = now if busy else None
         self.epoch += 1  # members that are leaving wait as long
 
     # ---- time

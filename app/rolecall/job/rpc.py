@@ -57,8 +57,7 @@ class RankObject(Generic[T]):
     def set(self, value: T) -> T:
         """Sets the object, once, and returns it. A rank other than rank 0 is no longer loading then."""
         self._future.set_result(value)
-        context = _context._future.result() if _context._future.done() else None
-        if context is not None and context.rank:
+        if self is not _context and _context._future.done() and (context := _context._future.result()).rank:
             context.pace.ready()
         return value
 

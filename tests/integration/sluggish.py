@@ -33,6 +33,7 @@ def read() -> int:
 def lead(context: Context[Sluggish]) -> dict[str, Any]:
     """Rank 0's: deadlocks in its fifth step, once."""
     state = context.restore({"sum": 0})
+    list(context.call_all("worker", read))  # which waits until they have loaded
     for step in context.steps(1_000_000):
         state["sum"] += sum(context.call_all("worker", read))
         if step == 5 and not (context.files / "deadlocked").exists():

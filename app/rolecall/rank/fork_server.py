@@ -16,6 +16,7 @@ import psutil
 from rolecall.config import UsageError
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
+KILL = 5.0  # seconds for a killed process to end
 SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
 _forked = 0  # the process that has forked: its imports are behind it
@@ -51,15 +52,23 @@ async def fork(process: Any, limit: float) -> None:
         lambda done: done.cancelled() or done.exception()
     )  # whoever waits may have been cancelled
     answered = await within(forking, limit)
-    if not answered and (server := _pid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)  # the thread reads the end of its pipe then
+    if not answered:
+        await _kill()  # the thread reads the end of its pipe then
     try:
         await forking
     except (OSError, EOFError) as error:
         problem = str(error) or type(error).__name__
         raise ForkError(problem if answered else f"the fork server did not answer for {limit:g} s") from error
     _forked = _pid()
+
+
+async def _kill() -> None:
+    """Kills the fork server, and waits for its end: until then it looks as if it ran."""
+    if server := _pid():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(server, signal.SIGKILL)
+            ended = asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
+            await within(asyncio.ensure_future(ended), KILL)
 
 
 def _pid() -> int:

@@ -33,7 +33,7 @@ CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "restarted", "unreac
           "stopped", "refused")  # fmt: skip
 WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
 WORKER_STATES = ("none", "starting", "running", "ended")
-PHASES = ("checking", "loading", "restoring", "compiling", "evaluating", "saving")
+PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
 
 

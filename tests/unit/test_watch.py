@@ -250,7 +250,7 @@ def test_the_curve_of_a_long_run_has_a_bounded_number_of_points() -> None:
 def test_a_ranks_phase_is_beside_its_state() -> None:
     agent = rank("a", "rl", "agent", "0", "running")
     agent.samples[PREFIX + "phase", (("state", "saving"),)] = 1.0
-    assert "running, saving" in drawn(polled(agent))
+    assert "running (saving)" in drawn(polled(agent))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ class WorkerManager:
         """Brings the worker's metrics up to date."""
         worker = self.worker
         telemetry.one_hot(self.metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
-        telemetry.one_hot(self.metrics.phase, telemetry.PHASES, worker.phase if worker and worker.alive else "")
+        telemetry.one_hot(
+            self.metrics.phase, telemetry.PHASES, (worker.phase if worker and worker.alive else "") or "none"
+        )
         self.metrics.generation.set(worker.task.generation if worker and worker.alive else 0)
         self.metrics.worker_resident_bytes.set(worker.resident_bytes() if worker else 0)
 

@@ -180,7 +180,7 @@ class Display:
             phase = target.label("phase") if target.up else "-"
             table.add_row(
                 Text(target.rank),
-                Text(target.state + ("" if phase == "-" else f", {phase}"), style=color),
+                Text(target.state + ("" if phase in ("-", "none") else f" ({phase})"), style=color),
                 _number(target.value("generation")),
                 _number(target.value("worker_starts_total")),
                 f"{(target.value('worker_resident_bytes') or 0) / 2**20:.0f} MiB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rolecall.config import Settings
@@ -47,8 +48,8 @@ class Peer:
 @dataclass(frozen=True)
 class Task:
     """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
-    JOB, `settings` are those that every job has, `values` those of this job, by name; `stacks` is the file that it
-    dumps its stacks to.
+    JOB, `settings` are those that every job has, `values` those of this job, by name; its metrics go to `directory`,
+    and its stacks to the file `stacks`.
     """
 
     job: str
@@ -58,4 +59,5 @@ class Task:
     generation: int = 0
     lost: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
+    directory: Path | None = None
     stacks: str = ""

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from rolecall import config
 from rolecall.config import UsageError
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
@@ -27,7 +28,9 @@ class ForkError(Exception):
 
 
 def prepare(preload: tuple[str, ...]) -> None:
-    """Starts it. Raises UsageError where TMPDIR cannot hold its socket."""
+    """Starts it, unless it runs. Raises UsageError where TMPDIR cannot hold its socket."""
+    # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
+    config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
     context.set_forkserver_preload([MAIN, *preload])
     try:
         multiprocessing.forkserver.ensure_running()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rolecall import config, telemetry
+from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Outcome, WorkerStatus, name_of
@@ -39,18 +38,11 @@ class WorkerManager:
         self.log = telemetry.log()
         self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
         self._changed = changed
-        self._stacks = ""  # the file for those of a worker
+        self._stacks = str(files.directory / "stacks")  # the file for those of a worker
         self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
 
-    def prepare(self, directory: Path) -> None:
-        """Starts the process that workers are forked from; their metrics go to `directory`.
-
-        Raises UsageError where it cannot start.
-        """
-        telemetry.use_directory(directory)
-        self._stacks = str(directory / "stacks")
-        # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
-        config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
+    def prepare(self) -> None:
+        """Starts the process that workers are forked from, unless it runs. Raises UsageError where it cannot start."""
         fork_server.prepare(self.job.preload(self.role))
 
     async def check(self, role: str) -> None:
@@ -108,7 +100,7 @@ class WorkerManager:
         self.files.clean()
         self.metrics.worker_starts.inc()
         task = Task(self.job.target, self.settings, me, members, directive.generation, _names_of(directive),
-                    self.job.settings, self._stacks)  # fmt: skip
+                    self.job.settings, self.files.directory, self._stacks)  # fmt: skip
         self.worker = WorkerProcess(task, self._worker_changed, self.record)
         s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
         await self.worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rolecall.fields import bounds_of, is_secret, type_of
+from rolecall.fields import Agreed, bounds_of, is_secret, type_of
 
 __version__ = "0.1.0"
 
@@ -95,11 +95,13 @@ class Settings(BaseSettings):
     threads: int = Field(
         0, ge=0, le=1024, description="torch's threads for large computations, per rank; 0: all cores of this process"
     )
-    seed: int = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
+    seed: Agreed[int] = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
     log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
-    lease_seconds: Seconds = Field(6.0, ge=1, description="seconds of silence after which a rank or a worker is lost")
+    lease_seconds: Agreed[Seconds] = Field(
+        6.0, ge=1, description="seconds of silence after which a rank or a worker is lost"
+    )
     join_grace: Seconds = Field(
         10.0, description="seconds that a start waits for an elastic role's count before its minimum is enough"
     )
@@ -120,6 +122,15 @@ class Settings(BaseSettings):
     )
     max_failures: int = Field(
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
+    )
+    max_restarts: int = Field(
+        20,
+        ge=1,
+        le=10_000,
+        description="generations that may end without a new step, for any cause, before the job fails",
+    )
+    progress_timeout: Seconds = Field(
+        3600.0, description="seconds in which generations may end without a new step before the job fails"
     )
 
     @field_validator("job_token_file")

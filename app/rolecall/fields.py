@@ -1,11 +1,31 @@
-"""What a setting's field says of itself to a user: its type, its bounds, whether it is secret."""
+"""What the declaration of a setting says of it: type, bounds, and whether every rank must have the same value."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Marks a setting: whether every rank must have rank 0's value."""
+
+    needed: bool
+
+
+Agreed = Annotated[T, Agreement(True)]  # of the settings that all jobs share; a job's settings agree by default
+PerRank = Annotated[T, Agreement(False)]  # a job's setting that may differ from rank to rank, such as a path
+
+
+def agrees(field: FieldInfo, default: bool) -> bool:
+    """Whether every rank must have rank 0's value of the setting; `default` where its declaration does not say."""
+    return next((mark.needed for mark in field.metadata if isinstance(mark, Agreement)), default)
 
 
 def is_secret(field: FieldInfo) -> bool:

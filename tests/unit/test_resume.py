@@ -217,7 +217,15 @@ async def train(lead: Coordinator) -> int:
                 break
             for role, incarnation in (("observer", "second"), ("agent", "first")):
                 epoch = directives.get(role, {}).get("epoch", 0)
-                heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity)
+                heartbeat = Heartbeat(
+                    role,
+                    0,
+                    incarnation,
+                    sequence,
+                    epoch=epoch,
+                    job=lead.job.identity,
+                    digest=lead.job.agreement(lead.settings).digest,
+                )
                 body = {"heartbeat": asdict(heartbeat), "known": None}
                 async with session.post(coordinator.PATH, json=body) as answer:
                     directives[role] = await answer.json()

@@ -30,6 +30,8 @@ from rolecall.gang.protocol import (
     Effect,
     Heartbeat,
     Key,
+    Verdict,
+    WorkerStatus,
     name_of,
 )
 from rolecall.gang.roster import Generation, MemberRecord, same_node
@@ -59,7 +61,7 @@ class Gang(Lifecycle):
         if self.state in OVER:
             informed = heartbeat.acknowledged or heartbeat.leaving
             self._uninformed = self._uninformed - {key} if informed else self._uninformed | {key}
-        elif self.state in ACTIVE and generation == self.generation.number and not self._finishing:
+        elif self.state in ACTIVE and generation == self.generation.number and not self._closing:
             self._judge(key, heartbeat, now)
         return key
 
@@ -83,13 +85,14 @@ class Gang(Lifecycle):
         if key == self.master and worker.outcome == "drained":
             self._stop("drained", self.reason or "drained", now)
         elif worker.outcome == "refused":
-            self._fail(reason, USAGE, now)
+            self._fail(Verdict(reason, USAGE, final=False), now)
         elif worker.outcome == "lost" and not self._elastic(key):
             self.generation.bereft.setdefault(key, now)  # the peer that it lost reports its own end in a moment
         elif worker.outcome in ERRORS and (cause := self._progress.failed(self.generation.number, reason)):
-            self._fail(cause, FAILED, now)
+            self._fail(Verdict(cause, FAILED), now)
         else:
-            self._lose(key, worker.outcome, f"the worker of {name_of(key)} ended: {worker.outcome}", now)
+            reason = f"the worker of {name_of(key)} ended: {worker.outcome}"
+            self._lose(key, worker.outcome, reason, now, _seen_of(key, worker))
 
     def _follow_master(self, heartbeat: Heartbeat, now: float) -> None:
         """Rank 0's worker. Its success counts even where its generation was just ended because of another rank."""
@@ -119,6 +122,10 @@ class Gang(Lifecycle):
         generation.busy_since = now if busy else None
         self.epoch += 1  # members that are leaving wait as long
 
+    def resumed(self, step: int) -> None:
+        """Rank 0's worker starts from the checkpoint of `step`."""
+        self._progress.resumed(step)
+
     # ---- time
 
     def tick(self, now: float) -> Effect | None:
@@ -130,6 +137,8 @@ class Gang(Lifecycle):
                 del self.members[key]
         if self._finishing:
             return Effect("done", summary=self.summary)
+        if self._verdict:
+            return Effect("failed", verdict=self._verdict)
         for key, since in self.generation.bereft.items():
             if now - since >= HOLD:
                 self._lose(key, "lost", f"the worker of {name_of(key)} ended: lost", now)
@@ -151,15 +160,19 @@ class Gang(Lifecycle):
         if paused > self.rules.lease / 3:  # this process was suspended: members get one full lease from now on
             self._resumed_at = now
             self.since = min(self.since + paused, now)
+            self._progress.slept(paused)
             for member in self.members.values():
                 member.received_at = now
 
     def confirm(self, effect: Effect, now: float) -> None:
-        """`effect` is persisted: the generation starts, or the job is finished."""
+        """`effect` is persisted: the generation starts, or the job is over."""
         if effect.kind == "done":
             self._finishing = False
             self._end("finished", now)
             self.events.append(("finished", dict(self.summary)))
+            return
+        if effect.verdict:
+            self._failed(effect.verdict, now)
             return
         members = {key: self.members[key].heartbeat.incarnation for key in effect.members if key in self.members}
         self.number = effect.generation
@@ -175,16 +188,22 @@ class Gang(Lifecycle):
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):
             return None
-        missing, late = self.missing(now), now - self.since > self.rules.rejoin_timeout
+        missing = self.missing(now)
+        late = now - max(self.since, self._progress.pause_until) > self.rules.rejoin_timeout
         if late:
             what = ", ".join(missing) or "the disk to take its number"
-            self._fail(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, now)
-        begin = Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
-        return None if late or missing else begin
+            # not for good: they may be there when rank 0 is started again
+            self._fail(Verdict(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, final=False), now)
+        if late or missing:
+            return None
+        if failure := self._progress.exhausted():  # by a rank 0 that was killed again and again
+            self._fail(Verdict(failure, FAILED), now)
+            return Effect("failed", verdict=self._verdict)
+        return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)), budget=self.budget)
 
     def missing(self, now: float) -> list[str]:
         """What a start still waits for, in words."""
-        return self._admission.missing(self.members, now - self.since, now)
+        return self._admission.missing(self.members, now - self.since, now) + self._progress.missing(now)
 
     def _run(self, now: float) -> None:
         leaving = [key for key in self.generation.members if self._live(key) and self._leaving(key)]
@@ -193,7 +212,7 @@ class Gang(Lifecycle):
                 self._lose(key, "left", f"{name_of(key)} left", now)
         for role in self.roles.values():
             if self.state == "running" and now >= self.generation.hold_until and self._count(role.name) < role.minimum:
-                self._stop("lost", f"fewer than {role.minimum} {role.name} left", now)
+                self._stop("lost", f"fewer than {role.minimum} {role.name} left", now, self.generation.last_loss)
         if self.state != "running" or now < self.generation.drain_after:
             return
         if leaving := list(filter(self._live, leaving)):
@@ -218,7 +237,7 @@ class Gang(Lifecycle):
     def directive(self, key: Key) -> Directive:
         """What the member `key` must do now."""
         if self.state == "finished" or self.state == "failed":
-            return self._directive(self.state, key, reason=self.reason, code=self.code)
+            return self._directive(self.state, key, reason=self.reason, code=self.code, final=self.final)
         if self._live(key):
             generation, drain = self.generation, self.state == "draining" and key == self.master
             members, lost = tuple(generation.members), tuple(sorted(generation.lost))
@@ -246,3 +265,9 @@ class Gang(Lifecycle):
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
         here = sum(key[0] == role for key in self.members)
         return self._count(role), here, self._admission.wanted(role, now - self.since)
+
+
+def _seen_of(key: Key, worker: WorkerStatus) -> str:
+    """How a worker ended, in words."""
+    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
+    return f"worker of {name_of(key)} {told or worker.outcome}"

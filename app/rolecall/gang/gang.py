@@ -19,6 +19,7 @@ from typing import Any
 from rolecall.gang.lifecycle import Lifecycle
 from rolecall.gang.protocol import (
     ACTIVE,
+    AWAITED,
     ERRORS,
     FAILED,
     HOLD,
@@ -105,10 +106,21 @@ class Gang(Lifecycle):
             self.events += self._progress.advance(worker.step, now)
         for peer in worker.lost_peers:
             self._lose(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(self.master)}", now)
+        self._follow_phase(worker.phase, now)
         if worker.drains_failed > self.generation.drains_failed:
             self.generation.drains_failed = worker.drains_failed
             if self.state == "draining":
                 self._train_on(now)
+
+    def _follow_phase(self, phase: str, now: float) -> None:
+        """The time that rank 0's worker is in a phase, such as saving, is not counted against a drain."""
+        generation, busy = self.generation, self.state == "draining" and phase in AWAITED
+        if busy == (generation.busy_since is not None):
+            return
+        if generation.busy_since is not None:
+            generation.excused += now - generation.busy_since
+        generation.busy_since = now if busy else None
+        self.epoch += 1  # members that are leaving wait as long
 
     def resumed(self, step: int) -> None:
         """Rank 0's worker starts from the checkpoint of `step`."""
@@ -211,7 +223,9 @@ class Gang(Lifecycle):
                 self._drain("taking in " + ", ".join(map(name_of, newcomers)), now)
 
     def _check_drain(self, now: float) -> None:
-        if now - self.since <= self.rules.drain_timeout:
+        generation = self.generation
+        phases = generation.excused + (0.0 if generation.busy_since is None else now - generation.busy_since)
+        if now - self.since <= self.rules.drain_timeout + min(phases, self.rules.phase_timeout):
             return
         if any(self._leaving(key) for key in self.generation.members if not self._elastic(key)):
             self._stop("left", f"{self.reason}; the drain took too long", now)
@@ -228,7 +242,7 @@ class Gang(Lifecycle):
             generation, drain = self.generation, self.state == "draining" and key == self.master
             members, lost = tuple(generation.members), tuple(sorted(generation.lost))
             return self._directive("run", key, generation=generation.number, members=members, lost=lost, drain=drain,
-                                   reason=self.reason)  # fmt: skip
+                                   reason=self.reason, busy=generation.busy_since is not None)  # fmt: skip
         # rank 0 leaves last: the others learn from it that they may
         if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
             return self._directive("leave", key, reason="left")
@@ -255,5 +269,5 @@ class Gang(Lifecycle):
 
 def _seen_of(key: Key, worker: WorkerStatus) -> str:
     """How a worker ended, in words."""
-    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed") else ""
+    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
     return f"worker of {name_of(key)} {told or worker.outcome}"

@@ -48,6 +48,8 @@ class Generation:
     drain_after: float = 0.0
     hold_until: float = 0.0
     bereft: dict[Key, float] = field(default_factory=dict)  # whose workers ended without a peer, and when
+    busy_since: float | None = None  # rank 0's worker is in a phase, during a drain
+    excused: float = 0.0  # seconds of the drain that it was in earlier ones
 
     def has(self, key: Key, member: MemberRecord | None) -> bool:
         """Whether `member`, in its present incarnation, belongs to it."""

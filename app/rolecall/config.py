@@ -11,17 +11,16 @@ import difflib
 import importlib
 import math
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from rolecall.fields import bounds_of, is_secret, type_of
 
 __version__ = "0.1.0"
 
@@ -108,7 +107,17 @@ class Settings(BaseSettings):
     rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0, and at rank 0 for missing ranks")
     connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
     rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
-    drain_timeout: Seconds = Field(20.0, description="seconds to drain in: finish the step, write a checkpoint, leave")
+    phase_timeout: Seconds = Field(
+        1800.0,
+        description="deadline of a phase: checking the settings, loading, restoring, compiling, evaluating or saving",
+    )
+    stuck_seconds: Seconds = Field(
+        300.0,
+        description="seconds after which a step of rank 0 that also takes ten times as long as the last ones is stuck",
+    )
+    drain_timeout: Seconds = Field(
+        20.0, description="seconds to drain in: finish the step, leave; a phase such as saving has its own deadline"
+    )
     max_failures: int = Field(
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
     )
@@ -191,40 +200,6 @@ def _problems(cls: type[Settings], error: ValidationError) -> Iterator[str]:
         shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
         yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """Whether a field holds a secret of pydantic's, in whatever container."""
-    return "Secret" in str(field.annotation)
-
-
-def type_of(field: FieldInfo) -> str:
-    """A field's type for the user, such as `int` or `exit|linger`."""
-    annotation = str(field.annotation if not isinstance(field.annotation, type) else field.annotation.__name__)
-    literal = re.search(r"Literal\[(.*)\]", annotation)
-    if literal:
-        return "|".join(part.strip(" '") for part in literal.group(1).split(","))
-    return annotation.replace(" | None", "").replace("SecretStr", "secret").replace("Path", "path").rsplit(".", 1)[-1]
-
-
-def bounds_of(field: FieldInfo) -> str:
-    """A field's bounds, such as `1 to 65535`; empty where it has none."""
-    lows: list[tuple[float, str]] = []
-    highs: list[tuple[float, str]] = []
-    for rule in field.metadata:
-        match rule:
-            case Ge(ge=int() | float() as value):
-                lows.append((value, f"{value}"))
-            case Gt(gt=int() | float() as value):
-                lows.append((value, f"above {value}"))
-            case Le(le=int() | float() as value):
-                highs.append((value, f"{value}"))
-            case Lt(lt=int() | float() as value):
-                highs.append((value, f"below {value}"))
-            case MinLen():
-                return "not empty"
-    low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
-    return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
 
 
 def variables(cls: type[Settings]) -> list[tuple[str, str, str, str, str]]:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from rolecall import config
 from rolecall.config import Settings, UsageError, __version__
+from rolecall.fields import is_secret
 from rolecall.gang.protocol import USAGE, RoleSpec
 from rolecall.job import flags, registry
 
@@ -88,7 +89,7 @@ def describe(target: str, arguments: Sequence[str] = ()) -> Description:
     job, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
     roles = registry.roles(job, settings)
     fields = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
-    secrets = tuple(name for name, field in fields.items() if config.is_secret(field))
+    secrets = tuple(name for name, field in fields.items() if is_secret(field))
     return Description(
         name=registry.name_of(target),
         target=registry.absolute(target),

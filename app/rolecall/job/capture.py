@@ -198,16 +198,17 @@ class Capture:
                 column.prepare_rows(self.budget)
                 left = column.save_rows(rows)
                 while len(left):
-                    self._wait(lambda column=column: column.free_count or column.done == column.size)  # type: ignore[misc]
-                    if self.problem:
+                    if not self._wait(lambda column=column: column.free_count or column.done == column.size):
                         return
                     left = column.save_rows(left)
 
-    def _wait(self, ready: Any) -> None:
+    def _wait(self, ready: Any) -> bool:
+        """Waits for the reader; returns whether the capture goes on."""
         begun = time.monotonic()
         if not self._progress.wait_for(lambda: ready() or self.problem, max(0.0, self._patience - self.stalled)):
             self._give_up("the disk is slower than the training; set a longer CHECKPOINT_INTERVAL, or a faster disk")
         self.stalled += time.monotonic() - begun
+        return not self.problem
 
     def give_up(self, problem: str) -> None:
         """Ends the capture: nothing is set aside any more, and its reader gets a CaptureError."""

@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rolecall.config import UsageError
 from rolecall.job import shardfile, shards
 from rolecall.job.capture import BLOCK
-from rolecall.job.checkpoint import CheckpointError, Checkpoints
-from rolecall.job.peers import Peers
+from rolecall.job.checkpoint import CheckpointError
+from rolecall.job.saving import Collected, Saving, ShardedValue
+from rolecall.job.shard_messages import Order, Problem, Shapes, Written
 from rolecall.job.shardfile import ShardError, ShardFile
-from rolecall.job.shards import Order, Problem, Shapes, Written
 from rolecall.job.task import Peer, PeerLostError
 from rolecall.run import rundir
 
-LOAD_SECONDS = 3600.0  # deadline of a rank that reads its share; the gang notices a rank that falls silent
 AHEAD = 2  # calls under way
-Upgrade = Callable[[Any], dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A checkpoint's files of one sharded value, and the longest that its members' changes waited, in seconds."""
+class Sharded(ShardedValue):
+    """A value, at rank 0, of which every member of `role` holds a `Share` of this `name`. As a part of what `restore`
+    is given, its checkpoints are written beside the training, and read by any number of members.
 
-    files: list[ShardFile]
-    stalled: float
+    A subclass may add a state of its own, small, by `state_dict` and `load_state_dict`.
+    """
 
-
-class Sharded:
-    """See `Context.sharded`."""
-
-    def __init__(self, context: Peers[Any], checkpoints: Checkpoints, name: str, role: str,
-                 upgrade: Upgrade | None) -> None:  # fmt: skip
-        self.context, self.checkpoints, self.name, self.role = context, checkpoints, name, role
-        self._upgrade = upgrade or dict
+    def __init__(self, context: Saving[Any], name: str, role: str) -> None:
+        """Raises UsageError at another rank than rank 0."""
+        self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
         self._step: int | None = None  # that was begun last
         self.restored = False
+        shards.SHARES.directory = self.directory  # members may ask for pieces of what is there
 
     # ---- a checkpoint
 
@@ -76,16 +66,19 @@ class Sharded:
     def collect(self, step: int) -> Collected:
         """The files of `step`, once all are on disk. Raises CheckpointError."""
         stem, self._step = self.checkpoints.stem(step), None
-        with ThreadPoolExecutor(len(self._members)) as pool:
-            collected = list(pool.map(partial(self._collect, stem), self._members))
+        try:
+            with ThreadPoolExecutor(len(self._members)) as pool:
+                collected = list(pool.map(partial(self._collect, stem), self._members))
+        except PeerLostError as error:
+            raise CheckpointError(f"{stem}: {error}") from error
         return Collected([file for file, _ in collected], max(stalled for _, stalled in collected))
 
     def _collect(self, stem: str, peer: Peer) -> tuple[ShardFile, float]:
         """Waits for the file that `peer` writes, or writes here what it sends."""
-        sent, file = self._items(stem, peer), None
+        sent = self._items(stem, peer)
         match next(sent):
-            case Written(file=ShardFile() as file, stalled=stalled):
-                return file, stalled
+            case Written(ShardFile() as written, stalled):
+                return written, stalled
             case dict() as columns:
                 ended: list[Written] = []
 
@@ -125,25 +118,26 @@ class Sharded:
         UsageError where they do not fit this program.
         """
         local = shards.held(self.directory, stem, files)
-        holders = {name: peer.name for peer, names in self._each(shards.holds, self.name, stem, files)
-                   for name in names}  # fmt: skip
-        if self.context.me in self._members:  # which can be asked for pieces
-            holders |= dict.fromkeys(local, self.context.me.name)
-        missing = [file.name for file in files if file.name not in holders and file.name not in local]
+        answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
+        holders = {name: peer.name for peer, names in answers for name in names}
+        holders |= dict.fromkeys(local, self.context.me.name)
+        missing = [file.name for file in files if file.name not in holders]
         if missing:
             raise CheckpointError(f"{stem}: {missing[0]} is missing or torn")
-        problems = self._each(shards.load, self.name, stem, files, holders, timeout=LOAD_SECONDS)
+        problems = self._each(shards.load, self.name, stem, files, holders, timeout=self.context.settings.phase_timeout)
         for problem in (problem for _, problem in problems if problem is not None):
             raise UsageError(f"{stem}: {problem.text}") if problem.usage else CheckpointError(problem.text)
         self.restored = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: a checkpoint has the members' files."""
+        """What a checkpoint has beside the members' files."""
         return {}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Gives each member its rows of a whole value, as earlier versions saved it. Raises UsageError."""
-        whole = self._upgrade(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what a checkpoint has beside the members' files."""
+
+    def load_whole(self, whole: Mapping[str, Tensor]) -> None:
+        """Gives each member its rows of whole tensors. Raises UsageError where they do not fit."""
         shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         for peer, rows in self._each(shards.prepare, self.name, shapes):
             if isinstance(rows, Problem):
@@ -171,17 +165,14 @@ class Sharded:
         return members
 
     def _ask(self, peer: Peer, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Callable[[], Any]:
-        """Calls `function` at `peer`; what is returned waits for the answer."""
+        """Calls `function` at `peer`; what is returned waits for the answer, and raises PeerLostError."""
         if peer == self.context.me:
             return partial(function, *args)
-        return self.context.call(peer, function, *args, timeout=timeout).wait  # type: ignore[no-any-return]
+        answer = self.context.call(peer, function, *args, timeout=timeout)
+        return lambda: self.context.wait_all([answer])[0]
 
     def _each(self, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
-        """Calls `function` at every member at once; their answers."""
-        members = self._members
-        others = {peer: self._ask(peer, function, *args, timeout=timeout) for peer in members}
-        first = {peer: ask() for peer, ask in others.items() if peer == self.context.me}
-        return [(peer, first[peer] if peer in first else self._answer(others[peer])) for peer in members]
-
-    def _answer(self, ask: Callable[[], Any]) -> Any:
-        return ask()
+        """Calls `function` at every member at once, last at this rank itself; their answers."""
+        asked = [(peer, self._ask(peer, function, *args, timeout=timeout)) for peer in self._members]
+        asked.sort(key=lambda each: each[0] != self.context.me)  # which works meanwhile, too
+        return [(peer, answer()) for peer, answer in asked]

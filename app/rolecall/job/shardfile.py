@@ -56,6 +56,14 @@ class Column:
         """Bytes of the tensor."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    def overlaps(self, rows: Rows) -> bool:
+        """Whether some of `rows` may be in it."""
+        count = self.shape[0]
+        if not count or not len(rows) or (self.step == rows.step and (self.first - rows.first) % rows.step):
+            return False
+        last, last_here = self.first + self.step * (count - 1), rows.first + rows.step * (len(rows) - 1)
+        return self.first <= last_here and rows.first <= last
+
 
 @dataclass(frozen=True)
 class ShardFile:
@@ -120,7 +128,7 @@ class Writer:
                 self._flush()
 
     def _flush(self) -> None:
-        buffer = memoryview(self._buffers[0].numpy())[: self._filled]
+        buffer = _view(self._buffers[0])[: self._filled]
         self._digest.update(buffer)
         self._join()
         self._written = self._thread.submit(self._put, buffer, self.length)
@@ -160,6 +168,11 @@ class Writer:
         if file >= 0:
             with contextlib.suppress(OSError):
                 os.close(file)
+
+
+def _view(data: Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
 
 
 def _aligned(size: int) -> Tensor:
@@ -208,7 +221,7 @@ def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str
         data = read(place, length)
         if len(data) != length:
             raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
-        digest.update(memoryview(data.numpy()))
+        digest.update(_view(data))
         return data
 
     place = file.length - sum(column.bytes for column in file.columns.values())
@@ -233,7 +246,7 @@ def reader(path: Path) -> Read:
 
     def read(place: int, length: int) -> Tensor:
         data = torch.empty(length, dtype=torch.uint8)
-        view, got = memoryview(data.numpy()), 0
+        view, got = _view(data), 0
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(place)

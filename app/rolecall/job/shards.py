@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +20,37 @@ from rolecall.config import UsageError
 from rolecall.job import shardfile
 from rolecall.job.capture import Capture, CaptureError, Rows
 from rolecall.job.peers import Peers
+from rolecall.job.shard_messages import Item, Order, Problem, Shapes, Written
 from rolecall.job.shardfile import Column, ShardError, ShardFile
 from rolecall.run import rundir
 
 POLL = 0.5  # seconds that a call waits for what is not there yet
-Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
-
-
-@dataclass(frozen=True)
-class Order:
-    """Capture what is there after `step`, for the checkpoint `stem` of `generation`. `mode` is CHECKPOINT_SHARDS;
-    `kept` are the checkpoints that there are, `dropped` those that were deleted since the last order.
-    """
-
-    step: int
-    stem: str
-    generation: int
-    mode: str
-    kept: tuple[str, ...]
-    dropped: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why something was not done; `usage` says that it never can be."""
-
-    text: str
-    usage: bool = False
-
-
-@dataclass(frozen=True)
-class Written:
-    """The end of a share's capture: its file, where this rank wrote that, and for how many seconds changes waited."""
-
-    file: ShardFile | None
-    stalled: float
-
-
-Item = dict[str, Column] | Tensor | Written | Problem  # of a share that is sent: columns, bytes, the end
 
 
 class Share:
-    """See `Context.shard`."""
+    """This rank's share of the sharded value `name`, which rank 0 saves and restores as a `Sharded`.
+
+    `rows()` are its tensors, by name. `prepare(shapes)` has room made for those of a checkpoint, of whole tensors of
+    these shapes, and returns the tensors to fill; by default they are `rows()`. `at(step, begin)` calls `begin` once
+    this rank has made `step`; by default at once, as where rank 0 saves while nobody makes a step.
+    """
 
     def __init__(
         self,
         context: Peers[Any],
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
-        prepare: Callable[[Shapes], Mapping[str, Rows]],
-        at: Callable[[int, Callable[[], None]], object],
+        prepare: Callable[[Shapes], Mapping[str, Rows]] | None = None,
+        at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin(),
     ) -> None:
-        self.context, self.name, self._rows, self._prepare, self._at = context, name, rows, prepare, at
+        self.context, self.name, self._rows, self._at = context, name, rows, at
+        self._prepare = prepare or (lambda shapes: same_shapes(rows, shapes))
         self._capture: Capture | None = None
         self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
         self._stem = ""
         self._targets: Mapping[str, Rows] = {}
         self._lock = threading.Lock()
+        SHARES.add(self)
 
     # ---- for whoever changes the tensors
 
@@ -144,7 +117,8 @@ class Share:
     def _send(self, item: Item, items: queue.Queue[Item]) -> None:
         while self._items is items:  # until another checkpoint is begun
             with contextlib.suppress(queue.Full):
-                return items.put(item, timeout=POLL)
+                items.put(item, timeout=POLL)
+                return
 
     @property
     def file(self) -> str:
@@ -167,7 +141,7 @@ class Share:
         try:
             targets = self._prepare(_shapes(files))
             for file in files:
-                if not any(_overlap(targets[name], column) for name, column in file.columns.items()):
+                if not any(column.overlaps(targets[name]) for name, column in file.columns.items()):
                     continue
                 read = shardfile.reader(self.directory / stem / file.name)
                 if file.name not in held(self.directory, stem, [file]):
@@ -185,7 +159,7 @@ class Share:
         ahead: dict[tuple[int, int], Any] = {}
 
         def ask(place: int, length: int) -> Any:
-            return self.context.call(holder, read_piece, self.name, stem, file.name, place, length)
+            return self.context.call(holder, read_piece, stem, file.name, place, length)
 
         def read(place: int, length: int) -> Tensor:
             future = ahead.pop((place, length), None) or ask(place, length)
@@ -227,19 +201,9 @@ def _shapes(files: list[ShardFile]) -> Shapes:
     return {name: (c.total, *c.shape[1:]) for file in files for name, c in file.columns.items()}
 
 
-def _overlap(rows: Rows, column: Column) -> bool:
-    """Whether there may be rows in both."""
-    def last(first: int, step: int, count: int) -> int:
-        return first + step * (count - 1)
-
-    count = column.shape[0]
-    return bool(count and len(rows)) and column.first <= last(rows.first, rows.step, len(rows)) and (
-        rows.first <= last(column.first, column.step, count)
-    ) and (column.step != rows.step or (column.first - rows.first) % rows.step == 0)  # fmt: skip
-
-
 def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
     """Those of `files` that are in this rank's `directory`, in full length."""
+
     def length(file: ShardFile) -> int:
         try:
             return (directory / stem / file.name).stat().st_size
@@ -255,6 +219,8 @@ def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
 class Shares:
     """By name. RPC serves from the moment that it connects, so a call may arrive before the job has made its share."""
 
+    directory = Path()  # with this rank's shards
+
     def __init__(self) -> None:
         self._futures: dict[str, Future[Share]] = {}
         self._lock = threading.Lock()
@@ -263,12 +229,12 @@ class Shares:
         with self._lock:
             return self._futures.setdefault(name, Future())
 
-    def add(self, share: Share) -> Share:
+    def add(self, share: Share) -> None:
         """Makes `share` known; each name once."""
+        self.directory = share.directory
         self._future(share.name).set_result(share)
-        return share
 
-    def get(self, name: str, deadline: float = 60.0) -> Share:
+    def get(self, name: str, deadline: float = 600.0) -> Share:
         """The share called `name`. Raises TimeoutError where there is none within `deadline` seconds."""
         return self._future(name).result(deadline)
 
@@ -294,12 +260,12 @@ def holds(name: str, stem: str, files: list[ShardFile]) -> list[str]:
     return held(SHARES.get(name).directory, stem, files)
 
 
-def read_piece(name: str, stem: str, file: str, place: int, length: int) -> Tensor | Problem:
+def read_piece(stem: str, file: str, place: int, length: int) -> Tensor | Problem:
     """Bytes of a file in this rank's CHECKPOINT_DIR."""
     if "/" in stem or "/" in file:
         return Problem(f"{stem}/{file} is no shard")
     try:
-        return shardfile.reader(SHARES.get(name).directory / stem / file)(place, length)
+        return shardfile.reader(SHARES.directory / stem / file)(place, length)
     except ShardError as error:
         return Problem(str(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from rolecall import Context, Job, Peer, Role, Rows, Settings, Share, Sharded, UsageError, telemetry
+from rolecall import Context, Job, Peer, Role, Rows, Settings, Sharded, Share, UsageError, telemetry
 from rolecall.job import capture, checkpoint, shards
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.task import PeerLostError
@@ -27,19 +28,22 @@ JOB = Job([Role("lead", print), Role("ps", print, count=2)])
 class Calls:
     """In place of RPC: calls are made here, at the member that is called."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.of: dict[str, shards.Shares] = {}
         self.lost = ""
-        self.monkeypatch = monkeypatch
+        self._called = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the process of the rank that is called has, in place of SHARES."""
+        return getattr(self.of[getattr(self._called, "name", "lead_0")], name)
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         if to == self.lost:
             raise PeerLostError(f"{to} was lost")
-        here = shards.SHARES
-        self.monkeypatch.setattr(shards, "SHARES", self.of[to])
         answer: torch.futures.Future[Any] = torch.futures.Future()
+        before, self._called.name = getattr(self._called, "name", "lead_0"), to
         answer.set_result(function(*args))
-        self.monkeypatch.setattr(shards, "SHARES", here)
+        self._called.name = before
         return answer
 
     def wait_all(self, futures: list[Any]) -> list[Any]:
@@ -52,7 +56,7 @@ class Gang:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, spread: bool = False,
                  generation: int = 1, folders: bool = False, mode: str = "auto") -> None:  # fmt: skip
         members = (Peer("lead", 0, 0), *(Peer("ps", n, n + 1) for n in range(servers)))
-        self.calls, self.weights, self.shares = Calls(monkeypatch), [], []
+        self.calls, self.weights, self.shares = Calls(), [], []
         self.state: dict[str, Any] = {}
         for me in members:
             monkeypatch.setattr(shards, "SHARES", shards.Shares())
@@ -76,7 +80,7 @@ class Gang:
             self.weights.append((weight, first, step))
             rows = {"weight": Rows((weight[:5], weight[5:]), TOTAL, first, step)}
             self.shares.append(Share(context, "model", lambda rows=rows: rows))
-        monkeypatch.setattr(shards, "SHARES", self.calls.of["lead_0"])
+        monkeypatch.setattr(shards, "SHARES", self.calls)
 
     @property
     def whole(self) -> Tensor:
@@ -220,7 +224,9 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(monkeypatch: pytest.MonkeyP
         Gang(monkeypatch, tmp_path, servers, generation=3).restore()
 
 
-def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
     gang.save(7)
     gang.model.begin(8)  # and no manifest

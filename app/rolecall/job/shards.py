@@ -230,8 +230,10 @@ class Shares:
             return self._futures.setdefault(name, Future())
 
     def add(self, share: Share) -> None:
-        """Makes `share` known; each name once."""
+        """Makes `share` known, in place of an earlier one."""
         self.directory = share.directory
+        if self._future(share.name).done():
+            del self._futures[share.name]
         self._future(share.name).set_result(share)
 
     def get(self, name: str, deadline: float = 600.0) -> Share:

@@ -162,6 +162,20 @@ def test_training_goes_on_while_it_is_written(monkeypatch: pytest.MonkeyPatch, t
     assert torch.equal(first.state["model"]["weight"], saved)
 
 
+def test_what_has_not_changed_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    gang.save(7)
+    written = [path.stat().st_mtime_ns for path in files(tmp_path)]
+    gang.context.finish(step=7)
+    assert [path.stat().st_mtime_ns for path in files(tmp_path)] == written
+    gang.fill(1)
+    gang.save(7)
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
 def test_the_files_are_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
     gang.fill(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Sharded(ShardedValue):
         """Raises UsageError at another rank than rank 0."""
         self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
         self._step: int | None = None  # that was begun last
+        self._collected: tuple[int, Collected] | None = None  # the newest
         self.restored = False
         shards.SHARES.directory = self.directory  # members may ask for pieces of what is there
 
@@ -51,6 +53,10 @@ class Sharded(ShardedValue):
         """
         if step == self._step:
             return  # it was begun before the step was made
+        if self._collected is not None and step == self._collected[0]:
+            if not any(changed for _, changed in self._each(shards.changed, self.name)):
+                return  # such as at the end of a run that a checkpoint was just written of
+        self._collected = None
         stem, self._step = self.checkpoints.stem(step), None
         settings = self.context.settings
         if settings.checkpoint_shards == "auto":  # members that see it write to it
@@ -65,13 +71,17 @@ class Sharded(ShardedValue):
 
     def collect(self, step: int) -> Collected:
         """The files of `step`, once all are on disk. Raises CheckpointError."""
+        if self._collected is not None:
+            return self._collected[1]
         stem, self._step = self.checkpoints.stem(step), None
         try:
             with ThreadPoolExecutor(len(self._members)) as pool:
                 collected = list(pool.map(partial(self._collect, stem), self._members))
         except PeerLostError as error:
             raise CheckpointError(f"{stem}: {error}") from error
-        return Collected([file for file, _ in collected], max(stalled for _, stalled in collected))
+        written = Collected([file for file, _ in collected], max(stalled for _, stalled in collected))
+        self._collected = step, replace(written, stalled=0.0)
+        return written
 
     def _collect(self, stem: str, peer: Peer) -> tuple[ShardFile, float]:
         """Waits for the file that `peer` writes, or writes here what it sends."""

@@ -46,6 +46,7 @@ class Share:
         self.context, self.name, self._rows, self._at = context, name, rows, at
         self._prepare = prepare or (lambda shapes: same_shapes(rows, shapes))
         self._capture: Capture | None = None
+        self.changed = True  # since the last capture
         self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
         self._stem = ""
         self._targets: Mapping[str, Rows] = {}
@@ -56,6 +57,7 @@ class Share:
 
     def before(self, begin: int, end: int) -> None:
         """The rows here from `begin` to `end` are about to change. While a checkpoint is written this may wait."""
+        self.changed = True
         if (capture := self._capture) is not None:
             capture.before(begin, end)
 
@@ -63,6 +65,7 @@ class Share:
         """The `rows` [n] int64 here, each of which occurs once, are about to change. While a checkpoint is written this
         may wait.
         """
+        self.changed = True
         if (capture := self._capture) is not None:
             capture.before_rows(rows)
 
@@ -84,7 +87,7 @@ class Share:
 
         def start() -> None:
             capture = Capture(self._rows(), self.context.settings.rpc_timeout / 2)
-            self._capture = capture
+            self._capture, self.changed = capture, False
             threading.Thread(target=self._run, args=(order, capture, items), daemon=True).start()
 
         self._at(order.step, start)
@@ -250,6 +253,11 @@ SHARES = Shares()
 def begin(name: str, order: Order) -> None:
     """Has the share captured, now or once its rank has made the order's step."""
     SHARES.get(name).begin(order)
+
+
+def changed(name: str) -> bool:
+    """Whether the share has changed since it was captured last."""
+    return SHARES.get(name).changed
 
 
 def next_item(name: str, stem: str) -> Item | None:

@@ -53,9 +53,9 @@ class Sharded(ShardedValue):
         """
         if step == self._step:
             return  # it was begun before the step was made
-        if self._collected is not None and step == self._collected[0]:
-            if not any(changed for _, changed in self._each(shards.changed, self.name)):
-                return  # such as at the end of a run that a checkpoint was just written of
+        written = self._collected is not None and step == self._collected[0]
+        if written and not any(changed for _, changed in self._each(shards.changed, self.name)):
+            return  # such as at the end of a run that a checkpoint was just written of
         self._collected = None
         stem, self._step = self.checkpoints.stem(step), None
         settings = self.context.settings

@@ -239,9 +239,9 @@ def measure(rounds: int, scale: float, console: Console) -> Measured:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
+    title = f"Checkpoints, scale {measured.scale:g}, disk {statistics.median(measured.disk) / 1e9:.2f} GB/s"
     table = Table("", "GB", "seconds", "stood still, s", "steps/s", "while written", "GB of each rank, before and while",
-                  title=f"Checkpoints, scale {measured.scale:g}, disk "
-                        f"{statistics.median(measured.disk) / 1e9:.2f} GB/s")  # fmt: skip
+                  title=title)  # fmt: skip
     for name, each in (("ps", measured.ps), ("hybrid", measured.hybrid)):
         memory = ", ".join(f"{before / 1e9:.2f} {during / 1e9:.2f}" for before, during in each.memory)
         table.add_row(name, f"{each.bytes[0] / 1e9:.2f}", " ".join(f"{one:.1f}" for one in each.seconds),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**22  # bytes that are read at once
-EAGER = 2**25  # bytes of a column that is small enough to be copied at once
+EAGER = 2**26  # bytes of a column that is small enough to be copied at once
 SHARE = 0.2  # of the tensors' bytes: most that is set aside
 MOST_EAGER = 2**26  # bytes that may be set aside of however little
 

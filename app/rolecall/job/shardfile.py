@@ -7,6 +7,7 @@ the tensors' bytes. It holds no code, and any tool that knows safetensors reads 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -143,10 +144,14 @@ class Writer:
 
     def _put(self, buffer: memoryview, place: int) -> None:
         whole = len(buffer) // ALIGNED * ALIGNED
-        while place % ALIGNED == 0 and whole:
-            count = os.pwrite(self._file, buffer[:whole], place)
-            buffer, place, whole = buffer[count:], place + count, whole - count
-        if len(buffer):  # the rest of the last page, or all of it after a short write
+        try:
+            while place % ALIGNED == 0 and whole:
+                count = os.pwrite(self._file, buffer[:whole], place)
+                buffer, place, whole = buffer[count:], place + count, whole - count
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that cannot do it after all
+                raise
+        if len(buffer):  # the rest of the last page, or what is left after a short write
             fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
             while len(buffer):
                 count = os.pwrite(self._file, buffer, place)

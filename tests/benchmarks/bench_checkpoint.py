@@ -174,7 +174,7 @@ def cost(job: str, interval: float, variables: dict[str, object], on: Callable[[
                 on(f"step {match[1]}, {len(windows)} checkpoints")
                 if len(windows) >= CHECKPOINTS and at > windows[-1][1] + interval / 3:
                     break
-            elif event.get("event") == "checkpoint" and len(steps) >= WARM:
+            elif event.get("event") == "checkpoint" and _warm(steps, at - event["seconds"]):
                 windows.append((at - event["seconds"], at))
                 result.seconds.append(event["seconds"])
                 result.stalled.append(event["stalled"])
@@ -202,6 +202,11 @@ def cost(job: str, interval: float, variables: dict[str, object], on: Callable[[
     result.rate_while_written = made / written
     result.rate = (_step_at(steps, last) - _step_at(steps, warm) - made) / (last - warm - written)
     return result
+
+
+def _warm(steps: list[tuple[float, int]], at: float) -> bool:
+    """Whether there were enough steps, and some time, before `at`: that is what a checkpoint is compared with."""
+    return len(steps) > WARM and at > steps[WARM][0] + 1.0
 
 
 def _step_at(steps: list[tuple[float, int]], at: float) -> float:
@@ -240,8 +245,10 @@ def measure(rounds: int, scale: float, console: Console) -> Measured:
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     title = f"Checkpoints, scale {measured.scale:g}, disk {statistics.median(measured.disk) / 1e9:.2f} GB/s"
-    table = Table("", "GB", "seconds", "stood still, s", "steps/s", "while written", "GB of each rank, before and while",
-                  title=title)  # fmt: skip
+    title = f"Checkpoints, scale {measured.scale:g}, disk {statistics.median(measured.disk) / 1e9:.2f} GB/s"
+    table = Table(
+        "", "GB", "seconds", "stood still, s", "steps/s", "while written", "GB a rank: before, while", title=title
+    )
     for name, each in (("ps", measured.ps), ("hybrid", measured.hybrid)):
         memory = ", ".join(f"{before / 1e9:.2f} {during / 1e9:.2f}" for before, during in each.memory)
         table.add_row(name, f"{each.bytes[0] / 1e9:.2f}", " ".join(f"{one:.1f}" for one in each.seconds),

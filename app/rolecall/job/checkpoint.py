@@ -23,7 +23,7 @@ from rolecall.run.rundir import NAME, SHARDS, prune_shards, write_atomically
 if TYPE_CHECKING:
     from rolecall.job.shardfile import ShardFile
 
-FORMAT = 3  # without shards, 2
+FORMAT = 3
 HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
 
 
@@ -170,7 +170,7 @@ class Checkpoints:
         listed = {name: [file.to_json() for file in files] for name, files in (shards or {}).items()}
         manifest = json.dumps(listed).encode() if listed else b""
         head = {
-            "format": FORMAT if listed else 2,
+            "format": FORMAT,
             "job": self.job,
             "generation": self.generation,
             "step": step,

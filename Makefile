@@ -26,7 +26,7 @@ export TORCH TORCH_INDEX IMAGE
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-start chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-start bench-checkpoint chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -163,6 +163,9 @@ bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, 
 
 bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_start
+
+bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
+	$(BIN)/python -m tests.benchmarks.bench_checkpoint --scale $(or $(SCALE),1)
 
 chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)"

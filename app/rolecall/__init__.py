@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
     from rolecall.fields import PerRank
+    from rolecall.job.capture import Rows
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
     from rolecall.job.kept import keep, versions
     from rolecall.job.program import Program
     from rolecall.job.rpc import RankObject
+    from rolecall.job.sharded import Sharded
+    from rolecall.job.shards import Share
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
     from rolecall.job.task import Drained, Peer, PeerLostError, ProgramError, RemoteError
@@ -24,18 +27,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program", "ProgramError",
-    "RankObject", "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__",
-    "choose_device", "in_turn", "keep", "standard_library", "versions",
+    "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings", "Sharded", "Share", "Snapshot", "UsageError",
+    "__version__", "choose_device", "in_turn", "keep", "standard_library", "versions",
 ]  # fmt: skip
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
     "fields": ("PerRank",),
+    "job.capture": ("Rows",),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
     "job.kept": ("keep", "versions"),
     "job.program": ("Program",),
     "job.rpc": ("RankObject",),
+    "job.sharded": ("Sharded",),
+    "job.shards": ("Share",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
     "job.task": ("Drained", "Peer", "PeerLostError", "ProgramError", "RemoteError"),

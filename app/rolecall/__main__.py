@@ -208,7 +208,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if not path.exists():
         raise UsageError(f"--checkpoint {path}: no such file or directory")
     try:
-        snapshot = checkpoint.Checkpoints(path, name).newest() if path.is_dir() else checkpoint.read(path, name)
+        snapshot = checkpoint.Checkpoints(path, name).newest() if path.is_dir() else checkpoint.read(path, name).whole()
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from error
     if snapshot is None:

@@ -87,6 +87,11 @@ class Settings(BaseSettings):
         description="resume from the newest checkpoint; 0: move an earlier run's checkpoints aside and start a new run",
     )
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
+    checkpoint_shards: Literal["auto", "direct", "stream"] = Field(
+        "auto",
+        description="who writes what several ranks hold a share of: each its own share to its CHECKPOINT_DIR (direct), "
+        "rank 0 what they send it (stream); auto: direct where that is rank 0's directory, stream otherwise",
+    )
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="newest checkpoints kept")
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or continue to serve metrics (for pods, which are always restarted)"

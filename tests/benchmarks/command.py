@@ -35,6 +35,7 @@ Found = TypeVar("Found", bound=Result)
 def run(
     job: str, description: str, rounds: int, quick: str, measure: Callable[[int, bool, Console], Found],
     tables: Callable[[Found], Sequence[Table]], argv: list[str] | None,
+    more: Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], None]] | None = None,
 ) -> int:  # fmt: skip
     """The command `bench_JOB`: `measure(rounds, whether --quick, console)`, show `tables`.
 
@@ -43,7 +44,10 @@ def run(
     parser = argparse.ArgumentParser(prog=f"python -m tests.benchmarks.bench_{job}", description=description)
     parser.add_argument("--rounds", type=int, default=rounds, help="measurements of each rate; the median counts")
     parser.add_argument("--quick", action="store_true", help=f"1 round, {quick}")
+    accept = more(parser) if more else None  # options of this benchmark alone
     arguments = parser.parse_args(argv)
+    if accept:
+        accept(arguments)
     if arguments.rounds < 1:
         parser.error("--rounds: at least 1")
     target = os.environ.get("BENCH_JSON")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +18,7 @@ QUIET_WAIT = 20.0  # seconds that a measurement waits for a machine that is less
 
 
 class Display:
-    """Shows `total` measurements on `console`; is a context manager.
+    """Shows `total` measurements on `console`, and keeps each in BENCH_JSON as it comes; is a context manager.
 
     `busy_percent` is how busy the machine was before each of them: others' work.
     """
@@ -27,6 +30,12 @@ class Display:
             TextColumn("{task.description}", markup=False), console=console, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=total)
+        self._shown: dict[str, str] = {}  # what was measured so far
+
+    def _write(self, **more: str) -> None:
+        """What there is, to BENCH_JSON: the run's own file replaces it at the end, if it comes to that."""
+        if target := os.environ.get("BENCH_JSON"):
+            Path(target).write_text(json.dumps({"so_far": self._shown, **more}, indent=1) + "\n")
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -55,8 +64,11 @@ class Display:
         try:
             result = measure(on)
         except (RuntimeError, TimeoutError) as error:
-            raise type(error)(f"{what}: {error}") from error
+            self._write(failed=what)
+            raise type(error)(f"{what}: {error or type(error).__name__}") from error
         keep(result)
+        self._shown[what] = show(result)
+        self._write()
         self._progress.advance(self._task)
         doubt = f"  (the machine was {busy:.0f} % busy before)" if busy > BUSY else ""
         self._progress.console.print(f"{what}: {show(result)}{doubt}", markup=False, highlight=False)

@@ -10,7 +10,7 @@ import pytest
 import structlog
 from structlog.typing import EventDict
 
-from rolecall.job import progress, training
+from rolecall.job import progress, saving
 from rolecall.job.context import Context
 from tests.unit import contexts
 from tests.unit.contexts import Clock, Supervisor
@@ -26,7 +26,7 @@ def logging_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (progress, training):
+    for module in (progress, saving):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

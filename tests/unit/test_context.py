@@ -200,7 +200,7 @@ def test_a_checkpoint_in_the_background_does_not_end_the_job(context: Context, s
 def full(context: Context, monkeypatch: pytest.MonkeyPatch) -> Context:
     """A context whose disk is full."""
 
-    def write(step: int, state: dict[str, Any], about: dict[str, Any]) -> Path:
+    def write(*_: object, **__: object) -> Path:
         raise CheckpointError("no space left")
 
     monkeypatch.setattr(context.checkpoints, "write", write)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rolecall import Context, Peer, UsageError
+from rolecall import Context, Peer, Rows, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import Assignment, PartAnswer, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import Server
-from rolecall.jobs.ps.shard import Shard, join_states, require_same_model
+from rolecall.jobs.ps.shard import Shard
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -50,10 +50,28 @@ def cut(total: int, servers: int) -> list[list[tuple[int, Part]]]:
     return [parts[2 * server : 2 * server + 2] for server in range(servers)]
 
 
-def make(settings: PsSettings, flat: Tensor, optimizer: dict[str, Tensor] | None = None) -> list[Shard]:
-    shards = [Shard(parts, settings) for parts in cut(len(flat), settings.servers)]
+def make(settings: PsSettings, flat: Tensor) -> list[Shard]:
+    shards = [Shard(parts, settings, len(flat)) for parts in cut(len(flat), settings.servers)]
     for shard in shards:
-        shard.load(flat, optimizer or {})
+        shard.begin_with([flat[:30], flat[30:40].view(2, -1), flat[40:]])
+    return shards
+
+
+def joined(shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """The whole vectors that the shards' rows are of."""
+    whole: dict[str, Tensor] = {}
+    for shard in shards:
+        for name, rows in shard.rows().items():
+            target = Rows((whole.setdefault(name, torch.zeros(rows.total)),), rows.total)
+            target.put(rows.copy(0, len(rows)), 0, rows.first, rows.step)
+    return whole
+
+
+def resume(settings: PsSettings, state: dict[str, Tensor]) -> list[Shard]:
+    shards = make(settings, torch.zeros(TOTAL))
+    for shard in shards:
+        for name, rows in shard.prepare({name: tuple(value.shape) for name, value in state.items()}).items():
+            rows.put(state[name], 0, 0, 1)
     return shards
 
 
@@ -127,22 +145,22 @@ def test_goes_on_from_a_saved_state_as_if_uninterrupted(before: int, after: int,
     whole = make(settings_of(servers=before, **chosen), start)
     for gradients in steps[:3]:
         step(whole, gradients, WEIGHTS)
-    flat, state = flat_of(whole), join_states([shard.optimizer_state() for shard in whole])
-    assert all(value.shape in ((), (TOTAL,)) for value in state.values())
-    resumed = make(settings_of(servers=after, **chosen), flat, state)
+    state = joined(whole)
+    assert torch.equal(state["parameters"], flat_of(whole))
+    resumed = resume(settings_of(servers=after, **chosen), state)
+    torch.testing.assert_close(joined(resumed), state, rtol=0, atol=0)
     for gradients in steps[3:]:
         step(whole, gradients, WEIGHTS)
         step(resumed, gradients, WEIGHTS)
     # cut otherwise, other elements fall to the vector instructions, whose last bit differs
     exact = {"rtol": 0, "atol": 0} if before == after else {"rtol": 1e-6, "atol": 1e-7}
     torch.testing.assert_close(flat_of(resumed), flat_of(whole), **exact)
-    joined = [join_states([shard.optimizer_state() for shard in shards]) for shards in (whole, resumed)]
-    torch.testing.assert_close(*joined, **exact)
+    torch.testing.assert_close(joined(resumed), joined(whole), **exact)
 
 
 def test_a_state_from_before_the_first_update_is_empty() -> None:
     shards = make(settings_of(servers=3), torch.randn(TOTAL))
-    assert join_states([shard.optimizer_state() for shard in shards]) == {}
+    assert joined(shards).keys() == {"parameters"}
 
 
 def test_an_update_without_gradients_changes_nothing() -> None:
@@ -160,7 +178,7 @@ def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
     [shard] = make(settings_of(wire_dtype="bfloat16", momentum=0.9), torch.randn(TOTAL))
     step([shard], gradients, weights)
     mean = sum(weight * gradients[key].float() for key, weight in weights.items())
-    torch.testing.assert_close(shard.optimizer_state()["momentum_buffer"], mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(joined([shard])["momentum_buffer"], mean, rtol=1e-5, atol=1e-6)
 
 
 # ---- answers
@@ -217,7 +235,7 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     context = Context(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
     complete: list[Key] = []
     server = Server(context, complete.append)
-    server.shard.load(torch.zeros(model.flatten(server.module).numel()), {})
+    server.shard.begin_with([torch.zeros(server.total)])
     [part] = server.shard.parts
     keys = [Key("trainer_0", 1), Key("trainer_1", 1)]
     answers = [server.receive(key, part, torch.ones(len(server.shard.flat)), None) for key in keys]
@@ -241,12 +259,13 @@ def test_servers_begin_with_the_model_as_it_is_built() -> None:
 def test_refuses_the_state_of_another_optimizer(saved: str, wanted: str) -> None:
     [shard] = make(settings_of(optimizer=saved), torch.randn(TOTAL))
     step([shard], {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
-    state = shard.flat, shard.optimizer_state()
-    require_same_model(*state, settings_of(optimizer=saved), TOTAL)
+    state = joined([shard])
+    resume(settings_of(optimizer=saved), state)
     with pytest.raises(UsageError, match=f"OPTIMIZER={wanted}"):
-        require_same_model(*state, settings_of(optimizer=wanted), TOTAL)
+        resume(settings_of(optimizer=wanted), state)
+    [larger] = make(settings_of(optimizer=saved), torch.randn(TOTAL + 1))
     with pytest.raises(UsageError, match=r"MODEL=ConvNet: has 101 parameters.* 100;"):
-        require_same_model(*state, settings_of(optimizer=saved), TOTAL + 1)
+        larger.prepare({name: tuple(value.shape) for name, value in state.items()})
 
 
 # ---- the whole of it
@@ -264,10 +283,11 @@ def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(s
     train, _ = data.load(settings)
     module = model.build(settings)
     parts = list(enumerate(model.parts(module, settings)))
-    shards = [Shard([each for each in parts if each[1].server == server], settings) for server in range(servers)]
     start = model.flatten(module)
+    shards = [Shard([each for each in parts if each[1].server == server], settings, len(start))
+              for server in range(servers)]  # fmt: skip
     for shard in shards:
-        shard.load(start, {})
+        shard.begin_with([start])
     parameter, optimizer = reference(settings, start)
     # 58 samples: two whole steps, and an end of the epoch of 10, which is shared 4, 3, 3
     ledger = Ledger(58, 8, 2, 0, ["t0", "t1", "t2"], sync=True)

@@ -360,7 +360,7 @@ def test_a_drain_ends_the_steps_with_a_checkpoint(context: Context, supervisor: 
 def test_a_drain_whose_checkpoint_cannot_be_written_is_given_up(
     context: Context, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> Path:
+    def full(*_: object, **__: object) -> Path:
         raise CheckpointError("no space left")
 
     monkeypatch.setattr(context.checkpoints, "write", full)

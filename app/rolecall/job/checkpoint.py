@@ -1,9 +1,10 @@
 """Checkpoints: atomic, checksummed snapshots, ordered by (generation, step).
 
 A file is one line of JSON (format, job, generation, step, length of the rest, and SHA-256 of all that) and a
-`torch.save` of the state and what is known about it, which is read with `weights_only=True`. It is written under
-another name, synced and renamed, so a reader never sees a partial file. A file that is torn all the same is skipped,
-and the one before it is used.
+`torch.save` of the state and what is known about it, which is read with `weights_only=True`; then, where several ranks
+hold a value of the state, a line of JSON that names their files, which are beside it in `shards/` (shardfile.py). It is
+written under another name, synced and renamed, so a reader never sees a partial file, and it is what makes the shards a
+checkpoint. A file that is torn all the same is skipped, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rolecall.config import Settings, UsageError
-from rolecall.run.rundir import NAME, write_atomically
+from rolecall.run.rundir import NAME, SHARDS, prune_shards, write_atomically
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from rolecall.job.shardfile import ShardFile
+
+FORMAT = 3
 HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
 
 
@@ -29,13 +33,30 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint's contents, and its file. `about` has the pinned `settings`, `seconds` of training, work `done`."""
+    """A checkpoint's contents, and its file. `about` has the pinned `settings`, `seconds` of training, work `done`;
+    `shards` the files of those values that ranks hold shares of, and which `state` lacks.
+    """
 
     path: Path
     generation: int
     step: int
     state: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
+    shards: dict[str, list[ShardFile]] = field(default_factory=dict)
+
+    def whole(self) -> Snapshot:
+        """With the values that ranks hold shares of, read and put together, in `state`: for one who has the memory.
+        Raises CheckpointError where a shard is missing or torn.
+        """
+        from rolecall.job import shardfile  # torch: not in a supervisor, which imports this module's names
+
+        directory = self.path.parent / SHARDS / self.path.stem
+        try:
+            values = {name: {**self.state.get(name, {}), **shardfile.whole(directory, files)}
+                      for name, files in self.shards.items()}  # fmt: skip
+        except shardfile.ShardError as error:
+            raise CheckpointError(f"{self.path.name}: {error}") from error
+        return replace(self, state={**self.state, **values}, shards={})
 
     def require_settings(self, settings: Settings) -> None:
         """Raises UsageError where a setting that the checkpoint depends on has another value now."""
@@ -83,29 +104,40 @@ class Checkpoints:
         self._complain = complain
         self._begin = begin
         self._bad: set[Path] = set()
+        self._dropped: list[str] = []  # deleted, with shards perhaps
+
+    def stem(self, step: int) -> str:
+        """The name of the checkpoint of `step`, without its suffix."""
+        return f"checkpoint-{self.generation:06d}-{step:010d}"
+
+    def kept_and_dropped(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the checkpoints that there are, and of those that this writer deleted since the last call."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return tuple(path.stem for path in self.files()), dropped
 
     def files(self) -> list[Path]:
         """The checkpoints' files, newest first."""
         return newest_first(self.directory)
 
-    def newest(self) -> Snapshot | None:
-        """The newest intact checkpoint, or None where there is none at all.
+    def newest(self, accept: Callable[[Snapshot], Snapshot] = Snapshot.whole) -> Snapshot | None:
+        """The newest intact checkpoint, or None where there is none at all. `accept` returns what to use in its place,
+        or raises CheckpointError where its shards cannot be used.
 
         Raises UsageError where there are checkpoints and none can be read: starting over beside them would silently
         discard their training.
         """
-        snapshot = self._newest()
+        snapshot = self._newest(accept)
         self._begin(snapshot.step if snapshot else 0)
         return snapshot
 
-    def _newest(self) -> Snapshot | None:
+    def _newest(self, accept: Callable[[Snapshot], Snapshot]) -> Snapshot | None:
         problems = []
         for path in self.files():
             try:
-                return read(path, self.job)
+                return accept(read(path, self.job))
             except CheckpointError as error:
                 if not path.exists():
-                    return self._newest()  # the writer has replaced it by a newer one
+                    return self._newest(accept)  # the writer has replaced it by a newer one
                 problems.append(str(error))
                 self._bad.add(path)
                 self._complain(str(error))
@@ -116,33 +148,39 @@ class Checkpoints:
             )
         return None
 
-    def write(self, step: int, state: dict[str, Any], about: dict[str, Any] | None = None) -> Path:
-        """Write `state` as the checkpoint of `step`, then delete all but the newest ones.
+    def write(
+        self,
+        step: int,
+        state: dict[str, Any] | memoryview,
+        about: dict[str, Any] | None = None,
+        shards: dict[str, list[ShardFile]] | None = None,
+    ) -> Path:
+        """Write `state`, which may be packed already, as the checkpoint of `step`, then delete all but the newest ones.
+        `shards` are the files, already written, of what ranks hold shares of.
 
         Raises CheckpointError where it could not be written; the files that were there before are then unchanged.
         """
-        import torch
-
         try:
             owner = self._fence() if self._fence else 0
         except UsageError as error:
             raise CheckpointError(f"{error}: nothing written") from error
         if owner > self.generation:
             raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
-        buffer = io.BytesIO()
-        torch.save({"state": state, "about": about or {}}, buffer)
-        body = buffer.getbuffer()
+        packed = state if isinstance(state, memoryview) else pack(state, about or {})
+        listed = {name: [file.to_json() for file in files] for name, files in (shards or {}).items()}
+        manifest = json.dumps(listed).encode() if listed else b""
         head = {
             "format": FORMAT,
             "job": self.job,
             "generation": self.generation,
             "step": step,
-            "length": len(body),
+            "length": len(packed) + len(manifest),
+            **({"manifest": len(manifest)} if listed else {}),
         }
-        head["sha256"] = _digest(head, body)
-        path = self.directory / f"checkpoint-{self.generation:06d}-{step:010d}.pt"
+        head["sha256"] = _digest(head, packed, manifest)
+        path = self.directory / f"{self.stem(step)}.pt"
         try:
-            write_atomically(path, json.dumps(head).encode() + b"\n", body)
+            write_atomically(path, json.dumps(head).encode() + b"\n", packed, manifest)
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be written to {self.directory}: {error.strerror}") from error
         self._bad.discard(path)
@@ -154,9 +192,20 @@ class Checkpoints:
         for old in (*files[files.index(kept[-1]) + 1 :], *unfinished):
             try:
                 old.unlink(missing_ok=True)
+                self._dropped.append(old.stem)
             except OSError as error:
                 self._complain(f"{old.name} cannot be deleted: {error.strerror}")
+        prune_shards(self.directory, {file.stem for file in self.files()}, self._dropped)
         return path
+
+
+def pack(state: dict[str, Any], about: dict[str, Any]) -> memoryview:
+    """A state as it is now, whatever changes afterwards, for `Checkpoints.write`."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save({"state": state, "about": about}, buffer)
+    return buffer.getbuffer()
 
 
 def newest_first(directory: Path) -> list[Path]:
@@ -186,6 +235,10 @@ def read(path: Path, job: str) -> Snapshot:
         raise CheckpointError(f"{path.name} is torn: {len(body)} bytes of {head['length']}")
     if _digest(head, body) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
+    body, shards = (
+        body[: len(body) - head.get("manifest", 0)],
+        _shards(path, body[len(body) - head.get("manifest", 0) :]),
+    )
     try:
         with torch.serialization.safe_globals([bytes]):  # so are empty ones pickled
             content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
@@ -196,12 +249,26 @@ def read(path: Path, job: str) -> Snapshot:
     if head["format"] == 1:
         about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
         content = {"state": content, "about": about}
-    return Snapshot(path, head["generation"], head["step"], content["state"], content["about"])
+    return Snapshot(path, head["generation"], head["step"], content["state"], content["about"], shards)
 
 
-def _digest(head: dict[str, Any], body: bytes | memoryview) -> str:
-    digest = hashlib.sha256(json.dumps([head[key] for key in HEAD if key != "sha256"]).encode())
-    digest.update(body)
+def _shards(path: Path, manifest: bytes) -> dict[str, list[ShardFile]]:
+    if not manifest:
+        return {}
+    from rolecall.job.shardfile import ShardFile
+
+    try:
+        listed = json.loads(manifest)
+        return {name: [ShardFile.from_json(file) for file in files] for name, files in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path.name} cannot be loaded: its list of shards is damaged") from error
+
+
+def _digest(head: dict[str, Any], *body: bytes | memoryview) -> str:
+    keys = [key for key in HEAD if key != "sha256"] + ["manifest"] * ("manifest" in head)
+    digest = hashlib.sha256(json.dumps([head[key] for key in keys]).encode())
+    for part in body:
+        digest.update(part)
     return digest.hexdigest()
 
 

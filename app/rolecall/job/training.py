@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rolecall import telemetry
 from rolecall.config import UsageError
-from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot
+from rolecall.job.checkpoint import Snapshot
 from rolecall.job.pace import in_phase
-from rolecall.job.peers import Peers, S
-from rolecall.job.progress import Progress
-from rolecall.job.task import Drained
+from rolecall.job.peers import S
+from rolecall.job.plain import is_stateful, require_plain
+from rolecall.job.saving import Saving, ShardedValue, State
 from rolecall.run import rundir
-
-PLAIN = {type(None), bool, int, float, complex, str, bytes}  # beside tensors, what a checkpoint may hold
-CONTAINERS = {list, tuple, set}
-MAPPINGS = {dict, OrderedDict, Counter}
-State = dict[str, Any]
 
 
 @dataclass
-class Training(Peers[S]):
-    """Progress and checkpoints, on top of a rank's peers."""
-
-    checkpoints: Checkpoints | None = None
+class Training(Saving[S]):
+    """Restores, makes steps, and says how they go."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.progress = Progress(self.settings, self.metrics, self.supervision, self.job, self.pace.complete)
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
-        self._state: State | None = None  # what `steps` saves
         self._begun = False  # the run's history knows of this generation
-        self._step = 0  # the newest that was made, or resumed from
-        self._stepping = False  # the next one is under way
         self._redo = False
-        self._saved_at = time.monotonic()
 
     # ---- steps
 
@@ -79,13 +64,23 @@ class Training(Peers[S]):
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
         none of the checkpoints can be read."""
-        self._begun, snapshot = True, self._checkpoints.newest()
+        self._begun, snapshot = True, self.require_checkpoints().newest(self._load)
         if snapshot is not None:
-            snapshot.require_settings(self.settings)
             self._step, about = snapshot.step, snapshot.about
             self.progress.resume(self._step, float(about.get("done", 0.0)), float(about.get("seconds", 0.0)))
             self.logger.info("resumed", file=snapshot.path.name, step=snapshot.step)
         return snapshot
+
+    def _load(self, snapshot: Snapshot) -> Snapshot:
+        """Has the ranks that hold shares of the state's values read them. Raises CheckpointError."""
+        snapshot.require_settings(self.settings)
+        for name, value in (self._state or {}).items():
+            if isinstance(value, ShardedValue) and name in snapshot.shards:
+                value.load(snapshot.path.stem, snapshot.shards[name])
+        return replace(snapshot, shards={
+            name: files for name, files in snapshot.shards.items()
+            if not isinstance((self._state or {}).get(name), ShardedValue)
+        }).whole()  # fmt: skip
 
     def steps(self, total: int | None = None, state: State | None = None, *, until: Callable[[], bool] | None = None,
               work: float | None = None, goal: float | None = None, **facts: Any) -> Iterator[int]:  # fmt: skip
@@ -97,7 +92,7 @@ class Training(Peers[S]):
         `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` the score
         to reach; `facts` are for the log.
         """
-        _ = self._checkpoints  # at rank 0 only
+        self.require_checkpoints()  # at rank 0 only
         self._state = state if state is not None else self._state or {}
         if not self.progress.started:
             self.start(self._step, done=self.progress.done, total=work, goal=goal, steps=total, **facts)
@@ -168,59 +163,7 @@ class Training(Peers[S]):
             self.metrics.nonfinite_losses.inc()
             raise FloatingPointError(hint)
 
-    # ---- checkpoints
-
-    @property
-    def draining(self) -> bool:
-        """Whether the job is to stop after the current step and write a checkpoint."""
-        return self._drain.is_set()
-
-    def drain(self) -> None:
-        """Orders a drain."""
-        self._drain.set()
-
-    def await_drain(self) -> None:
-        """Returns as soon as a drain is ordered."""
-        self._drain.wait()  # bounded by the supervisor
-
-    @property
-    def due(self) -> bool:
-        """Whether a checkpoint is due: CHECKPOINT_INTERVAL has passed, or a drain was ordered."""
-        return self.draining or time.monotonic() - self._saved_at > self.settings.checkpoint_interval
-
-    def save(self, step: int | None = None, state: State | None = None, *, drain: bool | None = None) -> None:
-        """Writes the checkpoint of `step` with `state`, by default those of `steps`. Raises `Drained` after it where a
-        drain is ordered (`drain`: by default, whether one is). Where it cannot be written, training goes on, and the
-        drain is given up.
-        """
-        ending = self.draining if drain is None else drain
-        step = self._step + self._stepping if step is None else step  # within a step, the state is that after it
-        if self._write(step, state, ending) and ending:
-            raise Drained(step)
-
-    @in_phase("saving")
-    def _write(self, step: int, state: State | None, drain: bool) -> bool:
-        self._saved_at = time.monotonic()
-        values = {name: value.state_dict() if is_stateful(value) else value
-                  for name, value in ((self._state or {}) if state is None else state).items()}  # fmt: skip
-        for name, value in values.items():
-            require_plain(name, value)
-        pinned = self.settings.model_dump(mode="json", include=set(self.job.pinned if self.job else ()))
-        about = {"settings": pinned, "seconds": self.progress.total_seconds, "done": self.progress.done}
-        try:
-            with telemetry.Timer() as timer:
-                path = self._checkpoints.write(step, values, about)
-        except CheckpointError as error:
-            self.metrics.checkpoint_failures.inc()
-            self.logger.error("no checkpoint written; training goes on", problem=str(error))
-            if drain:
-                self._drain.clear()
-                self.supervision.refuse_drain(str(error))
-            return False
-        self.metrics.checkpoint_seconds.observe(timer.seconds)
-        self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
-        self.logger.info("checkpoint", file=path.name, seconds=round(timer.seconds, 3))
-        return True
+    # ---- the end
 
     def finish(self, message: str = "Finished", *, step: int | None = None, state: State | None = None,
                **summary: Any) -> dict[str, Any]:  # fmt: skip
@@ -257,42 +200,7 @@ class Training(Peers[S]):
             directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        if self.checkpoints is None:
-            raise UsageError("only rank 0 reads and writes checkpoints")
-        return self.checkpoints
-
 
 def _number(value: Any) -> float | None:
     """A tensor, too, as a float: one with its graph would keep all of that in memory."""
     return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether `value` gives and takes its state, as torch.distributed.checkpoint's Stateful does."""
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(map(callable, methods))
-
-
-def require_plain(name: str, value: Any) -> None:
-    """Raises UsageError where `value` holds anything that a checkpoint, which loads data and no code, cannot hold."""
-    import torch  # rank 0's supervisor, too, reads this module's names
-
-    kind = type(value)
-    if kind in PLAIN or kind in (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device):
-        return
-    if kind in torch.serialization.get_safe_globals():  # torch's own kinds of tensors, and what the job adds
-        return
-    if kind in CONTAINERS or kind is torch.Size:
-        for each in value:
-            require_plain(f"{name}[...]", each)
-    elif kind in MAPPINGS:
-        for key, each in value.items():
-            require_plain(f"a key of {name}", key)
-            require_plain(f"{name}[{key!r}]", each)
-    else:
-        raise UsageError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give it state_dict "
-            "and load_state_dict, or save numbers, strings, tensors, and lists and dicts of those"
-        )

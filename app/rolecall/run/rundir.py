@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import re
+import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ HISTORY = "history.jsonl"
 SUMMARY = "summary.json"
 CURVE = "curve.png"
 FILES = "files"  # a folder, for files of the job's own
-OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, FILES)
+SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
+OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, FILES, SHARDS)
 BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
@@ -173,6 +176,16 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
     finally:
         writer.release()
     return aside
+
+
+def prune_shards(directory: Path, kept: Collection[str], dropped: Collection[str] = ()) -> None:
+    """Deletes the shards of the checkpoints `dropped`, and those that a writer left unfinished beside the checkpoints
+    `kept`. A directory of a rank's own may also hold an earlier run's, which stay.
+    """
+    with contextlib.suppress(OSError):
+        for folder in (directory / SHARDS).iterdir():
+            if folder.name not in kept and (folder.name in dropped or folder.name > min(kept, default="~")):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed import rpc
 
 from rolecall import RankObject
@@ -60,13 +59,8 @@ def device() -> str:
 def build_table() -> Table:
     """Builds the server's table, for the master's RemoteModule."""
     server = SERVER.get()
-    server.table = Table(server.settings, server.context.me.ordinal)
+    server.hold(Table(server.settings, server.context.me.ordinal))
     return server.table
-
-
-def restore_rows(begin: int, weight: Tensor, squares: Tensor) -> None:
-    """Sets the rows from `begin` on to a checkpoint's `weight` [rows, width] and `squares` [rows] or [0]."""
-    SERVER.get().table.restore(begin, weight, squares)
 
 
 def start_training(step: int, fill: bool) -> None:
@@ -101,15 +95,3 @@ def lookup(step: int, arrays: BagArrays) -> Answer:
     server = SERVER.get()
     bags = Bags.from_arrays(arrays).to(server.table.weight.device)
     return server.at(step, lambda: server.pool(bags))
-
-
-def copy_at(step: int) -> None:
-    """Has the server copy its table once step `step` is made, or now."""
-    SERVER.get().copy_at(step)
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def copied_rows(step: int, begin: int, end: int) -> Answer:
-    """Rows `begin` to `end` of the copy after `step` steps: weight [rows, width] and squares [rows] or [0]."""
-    server = SERVER.get()
-    return server.at(step, lambda: server.copied_rows(begin, end))

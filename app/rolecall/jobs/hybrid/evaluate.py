@@ -18,7 +18,10 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
     with UsageError.wrap("the checkpoint holds no model of hybrid", KeyError, TypeError, RuntimeError):
         model = LocalModel(settings, state["classes"])
         model.dense.load_state_dict(state["dense"]["weights"])
-        model.table.load_state_dict({**state["embeddings"], "weight": torch.cat(state["embeddings"]["weight"])})
+        table = {"squares": torch.empty(0), **state["embeddings"]}
+        if isinstance(table["weight"], list):  # in pieces, of an earlier version
+            table["weight"] = torch.cat(table["weight"])
+        model.table.load_state_dict(table)
     samples = data.load(settings)
     if samples.digest != state["digest"]:
         raise UsageError(f"DATASET={settings.dataset}: the samples are not those that the checkpoint was trained on")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +42,6 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
                   rows=s.num_embeddings, width=s.embedding_dim, servers=s.servers,
                   trainers=len(trainers.peers))  # fmt: skip
 
-    writer = ThreadPoolExecutor(1)
-    writing = writer.submit(lambda: None)  # the newest checkpoint that is written while training goes on
     step_seconds = COMMAND_SECONDS
     while state["epoch"] < s.epochs:
         batches, sent = deque(_rest_of_epoch(s, data.samples, state, len(trainers.peers))), deque[Sent]()
@@ -55,14 +52,12 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
                 count = min(len(batches), MAX_STEPS, max(1, round(COMMAND_SECONDS / step_seconds)))
                 steps = [batches.popleft() for _ in range(count)]
                 end = count + (sent[-1].step if sent else state["step"])
-                to_save = context.due and writing.done() and not any(each.to_save for each in sent)
+                to_save = context.due and not any(each.to_save for each in sent)
                 if to_save:
-                    writing.result()  # raises what the last one raised
-                    table.copy_at(end)
+                    table.begin(end)
                 sent.append(Sent(trainers.train(steps, to_save), end, sum(map(len, steps)), to_save))
             if not sent:
-                writing.result()
-                context.save(state["step"], _with_weights(context, trainers, table, state))  # a drain ends here
+                context.save(state["step"], _with_weights(context, trainers, state))  # a drain ends here
                 continue
 
             # the end of the oldest command
@@ -75,8 +70,8 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
             context.log(state["step"], done=state["epoch"] * data.samples + state["position"],
                         loss=loss / oldest.samples, epoch=state["epoch"] + 1)  # fmt: skip
             if oldest.to_save:
-                saved = {**state, "dense": results[0].dense}
-                writing = writer.submit(context.save, state["step"], saved, drain=False)
+                # beside the training
+                context.save(state["step"], {**state, "dense": results[0].dense}, drain=False)
         state |= {"epoch": state["epoch"] + 1, "position": 0}
 
         with context.timer() as timer, context.evaluating():
@@ -84,9 +79,8 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
         context.log(state["step"], score=state["accuracy"])
         context.logger.info(f"Epoch {state['epoch']}\ttest accuracy {state['accuracy']:.2%}", samples=data.tests,
                             seconds=round(timer.seconds, 3))  # fmt: skip
-    writing.result()
     message = f"Finished: test accuracy {state['accuracy']:.2%} after {state['epoch']} epochs"
-    return context.finish(message, step=state["step"], state=_with_weights(context, trainers, table, state),
+    return context.finish(message, step=state["step"], state=_with_weights(context, trainers, state),
                           accuracy=state["accuracy"], epochs=state["epoch"], steps=state["step"],
                           samples=state["epoch"] * data.samples)  # fmt: skip
 
@@ -108,12 +102,9 @@ def _rest_of_epoch(s: HybridSettings, samples: int, state: dict[str, Any], train
     return numbers.split(s.batch_size * trainers) if len(numbers) else ()
 
 
-def _with_weights(
-    context: Context[HybridSettings], trainers: Trainers, table: ShardedTable, state: dict[str, Any]
-) -> dict[str, Any]:
-    """`state` with the dense network, and with the table as it is now, while no steps are under way."""
+def _with_weights(context: Context[HybridSettings], trainers: Trainers, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with the dense network as it is now, while no steps are under way."""
     with context.phase("saving"):
-        table.copy_at(state["step"])
         return {**state, "dense": context.wait_all(trainers.train([], True))[0].dense}
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import Context, RankObject
+from rolecall import Context, RankObject, Share
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.table import Bags, Plan, Table, use_large_pages
+from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
 T = TypeVar("T")
 SERVER: RankObject[TableServer] = RankObject()
@@ -29,6 +29,7 @@ class TableServer:
     """The table after `step` steps, the requests that wait for a later step, and what makes the next one."""
 
     table: Table  # built by the master's RemoteModule
+    share: Share  # in checkpoints
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
@@ -40,19 +41,19 @@ class TableServer:
         self._plan: Future[Plan] = Future()
         self._first_gradient_at = 0.0
         self._waiting: dict[int, list[tuple[Callable[[], None], float]]] = {}  # by step
-        self._copy_step = -1
-        self._copy: list[Tensor] = []  # of the table's weight and squares
+        self._saved_step = -1
+        self._begin_saving: Callable[[], None]  # once that step is made
         self._lock = threading.RLock()
         # one thread: what follows a step is short, and several threads would only wait for each other's GIL
         self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
+    def hold(self, table: Table) -> None:
+        """Takes the table that this server holds."""
+        self.table, self.share = table, Share(self.context, "embeddings", table.rows, at=self._save_at)
+
     def start(self, step: int) -> None:
         """Starts training after `step` steps."""
         self.step = step
-        for tensor in self.table.tensors:
-            copy = torch.empty_like(tensor, device="cpu")
-            use_large_pages(copy)
-            self._copy.append(copy.zero_())  # touches the memory now: that takes several times as long as copying
 
     def at(self, step: int, work: Callable[[], T]) -> torch.futures.Future[T]:
         """The result of `work`, which is done once step `step` is made: now, in this thread, or later, in the pool."""
@@ -103,11 +104,14 @@ class TableServer:
         with self.metrics.hybrid_update_seconds.time():
             plan = planned.result()  # submitted to the same thread before
             pooled = torch.cat(gradients).to(self.table.weight.device)
+            with self.context.timer() as timer:
+                self.share.before_rows(plan.rows)
+            self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
             self.table.update(plan.rows, plan.gradient(pooled).div_(len(gradients)))
         with self._lock:
             self.step += 1
-            if self.step == self._copy_step:
-                self._copy_table()
+            if self.step == self._saved_step:
+                self._begin_saving()
             waiting = self._waiting.pop(self.step, [])
         for respond, since in waiting:
             self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
@@ -126,24 +130,10 @@ class TableServer:
         if error is not None and not self.failure.done():
             self.failure.set_exception(error)
 
-    # ---- checkpoints, which are read from a copy while training goes on
-
-    def copy_at(self, step: int) -> None:
-        """Copies the table once step `step` is made."""
+    def _save_at(self, step: int, begin: Callable[[], None]) -> None:
+        """Calls `begin` once step `step` is made, before the next one."""
         with self._lock:
             assert step >= self.step
-            self._copy_step = step
+            self._saved_step, self._begin_saving = step, begin
             if step == self.step:
-                self._copy_table()
-
-    def _copy_table(self) -> None:
-        with self.context.timer() as timer:
-            for copy, tensor in zip(self._copy, self.table.tensors, strict=True):
-                copy.copy_(tensor)
-        self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
-
-    def copied_rows(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Rows `begin` to `end` of the newest copy: weight [rows, width] and squares [rows] or [0]."""
-        # RPC sends a tensor's whole storage
-        weight, squares = (copy[begin:end].clone() for copy in self._copy)
-        return weight, squares
+                begin()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
 
 INITIAL_ROWS = 1 << 16  # rows that one generator initializes
@@ -90,7 +91,7 @@ class Plan:
 
 
 class Table(nn.Module):
-    """The rows of server `ordinal`, uninitialized until `fill` or `restore`, and their optimizer's state.
+    """The rows of server `ordinal`, uninitialized until `fill` or a checkpoint, and their optimizer's state.
 
     `weight` [rows, width]; `squares` [rows] is row-wise Adagrad's: for each row, the sum over its updates of the mean
     square of its gradient. With OPTIMIZER=sgd it is [0].
@@ -106,10 +107,15 @@ class Table(nn.Module):
         use_large_pages(self.weight)
         self.register_buffer("squares", torch.zeros(rows if settings.optimizer == "adagrad" else 0))
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """What a checkpoint holds: `weight` and `squares`."""
-        return self.weight.detach(), self.squares
+    def rows(self) -> dict[str, Rows]:
+        """What a checkpoint holds: shares of the whole table's `weight` and, if there are any, `squares`."""
+        s = self.settings
+        tensors = {"weight": self.weight.detach(), "squares": self.squares}
+        return {
+            name: Rows((tensor,), s.num_embeddings, self.ordinal, s.servers)
+            for name, tensor in tensors.items()
+            if name == "weight" or s.optimizer == "adagrad"
+        }
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -123,11 +129,6 @@ class Table(nn.Module):
             local = values[first :: self.settings.servers]
             place = (begin + first) // self.settings.servers
             self.weight[place : place + len(local)] = local.to(self.weight.device)
-
-    def restore(self, begin: int, weight: Tensor, squares: Tensor) -> None:
-        """Sets the rows from `begin` on to `weight` [rows, width] and `squares` [rows] or [0]."""
-        for tensor, values in zip(self.tensors, (weight, squares), strict=True):
-            tensor[begin : begin + len(values)] = values.to(tensor.device)
 
     def forward(self, bags: Bags) -> Tensor:
         """The weighted sums of bags of rows: [bags, width], 0 for an empty bag. Raises IndexError for a row that is not

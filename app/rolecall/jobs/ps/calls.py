@@ -9,7 +9,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from rolecall import RankObject
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, OptimizerState, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 
@@ -69,13 +69,3 @@ def update(order: UpdateShard) -> None:
 def flat() -> Tensor:
     """The shard's parameters [elements]."""
     return SERVER.get().shard.flat
-
-
-def optimizer_state() -> OptimizerState:
-    """The state of the shard's optimizer."""
-    return SERVER.get().shard.optimizer_state()
-
-
-def restore(flat: Tensor, optimizer: OptimizerState) -> None:
-    """Loads the shard from the parameters [total] and the optimizer's state of the whole model."""
-    SERVER.get().shard.load(flat, optimizer)

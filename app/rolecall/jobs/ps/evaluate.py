@@ -37,13 +37,14 @@ def log_accuracy(
     flat: Tensor,
     buffers: tuple[Tensor, ...],
 ) -> float:
-    """Computes and logs the accuracy of the parameters `flat` [total] after `epoch` epochs and `step` updates; sets
-    those of `module`, which nobody else uses meanwhile.
+    """Computes and logs the accuracy of the parameters `flat` [total] after `epoch` epochs and `step` updates; lends
+    them to `module`, which nobody else uses meanwhile.
     """
     with context.timer() as timer:
-        model.unflatten(flat, module)
+        model.lend(flat, module)
         model.load_buffers(module, buffers)
         share = accuracy(module, test, context.threads)
+        model.release(module)
     context.log(step, score=share)
     context.logger.info(f"Epoch {epoch}\ttest accuracy {share:.2%}", step=step, seconds=round(timer.seconds, 3))
     return share
@@ -57,7 +58,7 @@ def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
         epochs, updates = float(ledger["epoch"]), float(ledger["version"])
     trained = model.build(settings)
     _, test = data.load(settings)
-    total = len(model.flatten(trained))
+    total = sum(parameter.numel() for parameter in model.trainable(trained))
     if len(parameters) != total:
         raise UsageError(
             f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the checkpoint {len(parameters)}"

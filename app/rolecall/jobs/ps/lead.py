@@ -58,7 +58,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
     evaluation = evaluator.submit(float)  # the newest one, beside the training; this one is done at once
     samples = s.epochs * len(train)
     for version in context.steps(until=lambda: ledger.over, work=samples, dataset=s.dataset, update_mode=s.update_mode,
-                                 epoch=ledger.epoch, trainers=len(trainers), parameters=model.size):  # fmt: skip
+                                 epoch=ledger.epoch, trainers=len(trainers), parameters=server.total):  # fmt: skip
         # what has arrived, and the update that is due with it
         update: Update | None = None
         match _next(inbox):

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 Indices = npt.NDArray[np.int64]  # of samples [n]
-OptimizerState = dict[str, Tensor]  # by name: [elements], or [] for what counts updates
 
 
 class GradientKey(NamedTuple):

@@ -89,7 +89,7 @@ def check(settings: PsSettings) -> None:
         raise UsageError(f"{where}: the model's outputs have shape {tuple(output.shape)}, not (n, classes)")
     if isinstance(train, data.Images) and output.shape[1] <= int(train.labels.max()):
         raise UsageError(f"{where}: the model has {output.shape[1]} classes, the data go up to {train.labels.max()}")
-    total = len(flatten(model))
+    total = sum(parameter.numel() for parameter in trainable(model))
     if settings.servers > total:
         raise UsageError(f"SERVERS={settings.servers}: more than the {total} parameters to train")
 
@@ -145,6 +145,18 @@ def unflatten(flat: Tensor, model: nn.Module) -> None:
     with torch.no_grad():
         for parameter, view in views(flat, model):
             parameter.copy_(view)
+
+
+def lend(flat: Tensor, model: nn.Module) -> None:
+    """Has the parameters that are trained use the memory of `flat` [total]."""
+    for parameter, view in views(flat, model):
+        parameter.data = view
+
+
+def release(model: nn.Module) -> None:
+    """Frees the memory of the parameters that are trained; they keep their shapes."""
+    for parameter in trainable(model):
+        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 
 def buffers(model: nn.Module) -> tuple[Tensor, ...]:

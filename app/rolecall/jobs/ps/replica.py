@@ -42,8 +42,11 @@ class Replica:
         s = self.settings
         self._deadline = 2 * s.step_timeout + s.phase_timeout + s.rpc_timeout
         self._pieces = _pieces(self.model, self.parts)
-        # RPC sends a tensor's whole memory, and sends it later: each part has its own, for two gradients in turn
-        self._gradients = [[torch.empty(part.stop - part.start) for part in self.parts] for _ in range(DEPTH)]
+        # where the gradients of several parameters travel as one part: RPC sends later, and of async two are under way
+        self._gradients = [
+            {index: torch.empty(part.stop - part.start) for index, part in enumerate(self.parts) if self._joined(index)}
+            for _ in range(1 if self.settings.update_mode == "sync" else DEPTH)
+        ]
         self._encoders = [Encoder(DTYPES[self.settings.wire_dtype], part.stop - part.start) for part in self.parts]
         # by part, those whose gradient the backward pass has yet to compute
         self._missing: list[set[nn.Parameter]] = []
@@ -106,16 +109,25 @@ class Replica:
         """A parameter's gradient is computed: sends the parts that waited for it alone."""
         assert parameter.grad is not None
         gradient = parameter.grad.reshape(-1)
-        buffers = self._gradients[self.number % DEPTH]
+        buffers = self._gradients[self.number % len(self._gradients)]
         for index, missing in enumerate(self._missing):
             if parameter in missing:
                 for piece in self._pieces[index]:
                     if piece.parameter is parameter:
-                        buffers[index][piece.in_part].copy_(gradient[piece.in_parameter])
+                        part = gradient[piece.in_parameter]
+                        if self._joined(index):
+                            buffers[index][piece.in_part].copy_(part)
                 missing.discard(parameter)
                 if not missing:
-                    self._send(index, self._encoders[index].encode(buffers[index]))
+                    whole = buffers[index] if self._joined(index) else part.cpu()
+                    if whole.untyped_storage().nbytes() > whole.nbytes:
+                        whole = whole.clone()  # RPC sends a tensor's whole memory
+                    self._send(index, self._encoders[index].encode(whole))
         parameter.grad = None
+
+    def _joined(self, index: int) -> bool:
+        """Whether part `index` has elements of several parameters."""
+        return len(self._pieces[index]) > 1
 
     def _send(self, index: int, gradient: Tensor | None) -> None:
         """Sends part `index` [elements] of the gradient to its server."""

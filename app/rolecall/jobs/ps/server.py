@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.futures import Future
 
-from rolecall import Context
+from rolecall import Context, Share
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer, UpdateShard
 from rolecall.jobs.ps.server_model import ServerModel
@@ -27,9 +27,13 @@ class Server:
     ) -> None:
         self.context, self.complete, self.server_model = context, complete, server_model
         self.module = model.build(context.settings)
+        self.total = sum(parameter.numel() for parameter in model.trainable(self.module))
         parts = enumerate(model.parts(self.module, context.settings))
-        self.shard = Shard([each for each in parts if each[1].server == context.me.ordinal], context.settings)
-        self.shard.load(model.flatten(self.module), {})
+        mine = [each for each in parts if each[1].server == context.me.ordinal]
+        self.shard = Shard(mine, context.settings, self.total)
+        self.shard.begin_with(model.trainable(self.module))
+        model.release(self.module)  # the lead evaluates with it
+        self.shard.before = Share(context, "model", self.shard.rows, self.shard.prepare).before
 
     def receive(
         self, key: GradientKey, part: int, gradient: Tensor | None, report: BatchReport | None

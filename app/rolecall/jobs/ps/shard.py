@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rolecall import UsageError
+from rolecall import Rows, UsageError
 from rolecall.jobs.ps import PsSettings
-from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, OptimizerState, PartAnswer
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.wire import DTYPES
 
-STATES = {"adam": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}  # by OPTIMIZER, its tensors
+STEP = "step"
+STATES = {"adam": {STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}  # by OPTIMIZER, its tensors
 
 
 @dataclass
@@ -32,10 +33,19 @@ class Shard:
     """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector, and their optimizers, one
     a part: a part's new parameters can leave while the next part is updated.
 
-    Any thread may `receive`; the rest is done by one thread at a time.
+    Any thread may `receive`; the rest is done by one thread at a time. `before(begin, end)` is called before elements
+    `begin` to `end` change.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, Part]], settings: PsSettings) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, Part]],
+        settings: PsSettings,
+        total: int,
+        before: Callable[[int, int], None] = lambda begin, end: None,
+    ) -> None:
+        self.total, self.before, self._settings = total, before, settings
+        self._restored_step: Tensor | None = None  # Adam's count of updates, of all parts
         self.start, self.stop = parts[0][1].start, parts[-1][1].stop
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
         self._lr = settings.lr
@@ -49,27 +59,63 @@ class Shard:
         self._received: dict[GradientKey, _Received] = {}
         self._lock = threading.Lock()  # of `_received`
 
-    def load(self, flat: Tensor, optimizer: OptimizerState) -> None:
-        """Takes the shard's elements out of the whole `flat` [total], and its share of the optimizer's state."""
-        for index, extent in self.parts.items():
-            rows = slice(self.start + extent.start, self.start + extent.stop)
-            self._parameters[index].data.copy_(flat[rows])
-            if optimizer:
-                state = {
-                    name: value[rows].clone() if value.ndim else value.clone() for name, value in optimizer.items()
-                }
-                group = self._optimizers[index].state_dict()["param_groups"][0]
-                self._optimizers[index].load_state_dict({"state": {0: state}, "param_groups": [group]})
+    def begin_with(self, parameters: Iterable[Tensor]) -> None:
+        """Takes the shard's elements out of the whole model's `parameters`."""
+        offset = 0
+        for parameter in parameters:
+            values, end = parameter.detach().reshape(-1), offset + parameter.numel()
+            for index, extent in self.parts.items():
+                low, high = max(offset, self.start + extent.start), min(end, self.start + extent.stop)
+                if low < high:
+                    begin = self.start + extent.start
+                    self._parameters[index].data[low - begin : high - begin] = values[low - offset : high - offset]
+            offset = end
+
+    # ---- what a checkpoint holds
+
+    def rows(self) -> dict[str, Rows]:
+        """The shares of the whole vectors [total]: the parameters and the optimizer's state, where it has one by now;
+        Adam's `step` [1] counts updates.
+        """
+        self._settle()
+        columns = {"parameters": [parameter.detach() for parameter in self._parameters.values()]}
+        for index, optimizer in self._optimizers.items():
+            for name, value in optimizer.state[self._parameters[index]].items():
+                if isinstance(value, Tensor):
+                    columns.setdefault(name, []).append(value)
+        return {
+            name: Rows((tensors[0].view(1),), 1) if name == STEP else Rows(tuple(tensors), self.total, self.start)
+            for name, tensors in columns.items()
+        }
+
+    def prepare(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
+        """The same, with room for what a checkpoint holds. Raises UsageError where it is of another model or
+        OPTIMIZER.
+        """
+        require_same_model(shapes, self._settings, self.total)
+        for index, parameter in self._parameters.items():
+            state = {name: torch.zeros(()) if name == STEP else torch.zeros_like(parameter.detach())
+                     for name in shapes if name != "parameters"}  # fmt: skip
+            self._optimizers[index].state[parameter] = state
+        rows = self.rows()
+        if STEP in rows:
+            self._restored_step = torch.zeros(1)
+            rows[STEP] = Rows((self._restored_step,), 1)
+        return rows
+
+    def _settle(self) -> None:
+        """Gives each part's optimizer the count of updates that was restored."""
+        if self._restored_step is not None:
+            for index, optimizer in self._optimizers.items():
+                optimizer.state[self._parameters[index]][STEP].fill_(self._restored_step[0])
+            self._restored_step = None
 
     @property
     def flat(self) -> Tensor:
         """A copy of the shard's parameters [elements]."""
         return torch.cat([parameter.detach() for parameter in self._parameters.values()])
 
-    def optimizer_state(self) -> OptimizerState:
-        """The optimizer's tensors: momenta [elements] and the like; those of one number count updates."""
-        states = [optimizer.state_dict()["state"].get(0, {}) for optimizer in self._optimizers.values()]
-        return join_states([{k: v for k, v in state.items() if isinstance(v, Tensor)} for state in states])
+    # ---- updates
 
     def receive(
         self,
@@ -107,6 +153,8 @@ class Shard:
             # the mean so far moves towards the next: one pass less than a sum of weighted gradients takes
             mean = gradient.float() if mean is None else mean.lerp_(gradient.float(), weight / total)
         if mean is not None:
+            self._settle()
+            self.before(self.parts[part].start, self.parts[part].stop)
             parameter.grad = mean
             self._optimizers[part].param_groups[0]["lr"] = self._lr * rate
             self._optimizers[part].step()
@@ -141,21 +189,15 @@ def _optimizer(parameter: nn.Parameter, settings: PsSettings) -> torch.optim.Opt
     return torch.optim.SGD([parameter], settings.lr, settings.momentum, fused=True)
 
 
-def join_states(states: Sequence[OptimizerState]) -> OptimizerState:
-    """The optimizer states of all shards, in order, as one of the whole vector."""
-    return {
-        name: torch.cat([state[name] for state in states]) if value.ndim else value for name, value in states[0].items()
-    }
-
-
-def require_same_model(flat: Tensor, optimizer: OptimizerState, settings: PsSettings, total: int) -> None:
-    """Raises UsageError where a checkpoint's parameters `flat` do not fit the model or OPTIMIZER."""
-    if len(flat) != total:
+def require_same_model(shapes: Mapping[str, tuple[int, ...]], settings: PsSettings, total: int) -> None:
+    """Raises UsageError where a checkpoint's tensors, of these `shapes`, do not fit the model or OPTIMIZER."""
+    saved = shapes.get("parameters", (0,))
+    if saved != (total,):
         raise UsageError(
             f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the newest checkpoint in CHECKPOINT_DIR "
-            f"{len(flat)}; set what the job was trained with, or another directory"
+            f"{saved[0]}; set what the job was trained with, or another directory"
         )
-    if not optimizer.keys() <= STATES[settings.optimizer]:
+    if not shapes.keys() - {"parameters"} <= STATES[settings.optimizer]:
         raise UsageError(
             f"OPTIMIZER={settings.optimizer}: the newest checkpoint in CHECKPOINT_DIR was made with another one; set "
             "what the job was trained with, or another directory"

@@ -1,0 +1,250 @@
+"""A consistent copy of tensors that change meanwhile: copy-on-write, read block by block.
+
+A `Capture` is of one moment. Whoever changes the tensors afterwards says so before; what the reader has not come to yet
+is then set aside. What is set aside has a bound: beyond it, the change waits for the reader.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**22  # bytes that are read at once
+EAGER = 2**26  # bytes of a column that is small enough to be copied at once
+SHARE = 0.2  # of the tensors' bytes: most that is set aside
+MOST_EAGER = 2**26  # bytes that may be set aside of however little
+
+
+class CaptureError(Exception):
+    """The copy is incomplete; says why."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's share of a tensor of `total` rows: the rows `first`, `first` + `step`, ..., which lie in `tensors`
+    [some rows, ...], end to end. Ranks may hold the same rows.
+    """
+
+    tensors: tuple[Tensor, ...]
+    total: int
+    first: int = 0
+    step: int = 1
+
+    def __len__(self) -> int:
+        return sum(len(tensor) for tensor in self.tensors)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of all rows here."""
+        return (len(self), *self.tensors[0].shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        tensor = self.tensors[0]
+        return tensor[:1].numel() * tensor.element_size() if len(tensor) else tensor.element_size()
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        """The views of the rows here from `begin` to `end`, each with its place among them."""
+        offset = 0
+        for tensor in self.tensors:
+            low, high = max(begin, offset), min(end, offset + len(tensor))
+            if low < high:
+                yield slice(low - begin, high - begin), tensor[low - offset : high - offset]
+            offset += len(tensor)
+
+    def copy(self, begin: int, end: int) -> Tensor:
+        """A copy of the rows here from `begin` to `end`, on the CPU."""
+        copy = torch.empty((end - begin, *self.shape[1:]), dtype=self.tensors[0].dtype)
+        for place, view in self.pieces(begin, end):
+            copy[place] = view.detach()
+        return copy
+
+    @torch.no_grad()
+    def put(self, values: Tensor, begin: int, first: int, step: int) -> None:
+        """Sets those rows that are here too from `values` [rows, ...], which are the rows `begin` on of a share that
+        consists of the rows `first`, `first` + `step`, ...
+        """
+        period = self.step // gcd(self.step, step)  # every so many of the rows are here
+        for skipped in range(min(period, len(values))):
+            row = first + step * (begin + skipped)
+            if (row - self.first) % self.step == 0:
+                break
+        else:
+            return
+        target, stride = (row - self.first) // self.step, step * period // self.step
+        values = values[skipped::period]
+        if target < 0:  # rows before the first one here
+            before = -(target // stride)
+            target, values = target + before * stride, values[before:]
+        offset = 0
+        for tensor in self.tensors:
+            if target < offset + len(tensor) and len(values):
+                count = min(len(values), -(-(offset + len(tensor) - target) // stride))
+                tensor[target - offset :: stride][:count] = values[:count].to(tensor.device)
+                target, values = target + count * stride, values[count:]
+            offset += len(tensor)
+
+
+class _Column:
+    """One tensor of a capture. Up to row `done` it was read. Set aside are whole blocks, where ranges of rows change,
+    and single rows, where those do: row i in `store[slots[i]]`.
+    """
+
+    def __init__(self, rows: Rows, block: int, eager: int) -> None:
+        self.rows, self.size = rows, len(rows)
+        self.row_bytes = rows.row_bytes
+        self.per_block = max(1, block // self.row_bytes)
+        self.done = 0
+        self.blocks: dict[int, Tensor] = {}  # by number
+        self.copy = rows.copy(0, self.size) if self.size * self.row_bytes <= eager else None
+        self.slots = self.free = torch.empty(0, dtype=torch.int32)
+        self.free_count = 0
+        self.store = torch.empty(0)
+
+    def prepare_rows(self, budget: int) -> None:
+        """Makes room for single rows of `budget` bytes."""
+        if not len(self.slots):
+            capacity = min(self.size, max(1, budget // self.row_bytes))
+            self.slots = torch.full((self.size,), -1, dtype=torch.int32)
+            self.free = torch.arange(capacity - 1, -1, -1, dtype=torch.int32)
+            self.free_count = capacity
+            self.store = torch.empty((capacity, *self.rows.shape[1:]), dtype=self.rows.tensors[0].dtype)  # untouched
+
+    def save_rows(self, rows: Tensor) -> Tensor:
+        """Sets aside the old values of `rows` [n] int64, which occur once each; returns those without room."""
+        rows = rows[rows >= self.done]
+        rows = rows[self.slots[rows] < 0]
+        fitting, rest = rows[: self.free_count], rows[self.free_count :]
+        if len(fitting):
+            slots = self.free[self.free_count - len(fitting) : self.free_count]
+            self.free_count -= len(fitting)
+            tensor = self.rows.tensors[0]
+            self.store[slots.long()] = tensor.detach()[fitting.to(tensor.device)].cpu()
+            self.slots[fitting] = slots
+        return rest
+
+    def patch_rows(self, values: Tensor, begin: int, end: int) -> None:
+        """Puts the old values of rows that changed into `values`, those of the rows `begin` to `end`."""
+        slots = self.slots[begin:end]
+        changed = (slots >= 0).nonzero()[:, 0]
+        if len(changed):
+            slots = slots[changed]
+            values[changed] = self.store[slots.long()]
+            self.free[self.free_count : self.free_count + len(slots)] = slots
+            self.free_count += len(slots)
+
+
+class Capture:
+    """The `columns` as they are now, whatever changes afterwards. One thread reads, one at a time changes.
+
+    `patience` is how many seconds in all a change waits for the reader; then the capture is given up.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Rows],
+        patience: float,
+        share: float = SHARE,
+        block: int = BLOCK,
+        eager: int = EAGER,
+        least: int = MOST_EAGER,
+    ) -> None:
+        begun = time.monotonic()
+        self.names = {name: rows for name, rows in columns.items() if len(rows)}
+        self._columns = [_Column(rows, block, eager) for rows in self.names.values()]
+        self.bytes = sum(column.size * column.row_bytes for column in self._columns)
+        self.budget = max(least, int(share * self.bytes))
+        self._aside = 0  # bytes in blocks
+        self._patience = patience
+        self._progress = threading.Condition()
+        self.problem = ""
+        self.stalled = time.monotonic() - begun  # seconds that changes were held up
+
+    def before(self, begin: int, end: int) -> None:
+        """The rows from `begin` to `end` of every column are about to change."""
+        for column in self._columns:
+            for number in range(begin // column.per_block, -(-min(end, column.size) // column.per_block)):
+                self._set_aside(column, number)
+
+    def _set_aside(self, column: _Column, number: int) -> None:
+        low, high = number * column.per_block, min((number + 1) * column.per_block, column.size)
+        size = (high - low) * column.row_bytes
+
+        def passed() -> bool:
+            return column.copy is not None or column.done > low or number in column.blocks or bool(self.problem)
+
+        with self._progress:
+            if not passed() and self._aside + size > self.budget:
+                self._wait(lambda: passed() or self._aside + size <= self.budget)
+            if not passed():
+                column.blocks[number] = column.rows.copy(low, high)
+                self._aside += size
+
+    def before_rows(self, rows: Tensor) -> None:
+        """The `rows` [n] int64, each of which occurs once, of every column are about to change."""
+        rows = rows.cpu()
+        for column in self._columns:
+            with self._progress:
+                if column.copy is not None or self.problem:
+                    continue
+                column.prepare_rows(self.budget)
+                left = column.save_rows(rows)
+                while len(left):
+                    if not self._wait(lambda column=column: column.free_count or column.done == column.size):
+                        return
+                    left = column.save_rows(left)
+
+    def _wait(self, ready: Any) -> bool:
+        """Waits for the reader; returns whether the capture goes on."""
+        begun = time.monotonic()
+        if not self._progress.wait_for(lambda: ready() or self.problem, max(0.0, self._patience - self.stalled)):
+            self._give_up("the disk is slower than the training; set a longer CHECKPOINT_INTERVAL, or a faster disk")
+        self.stalled += time.monotonic() - begun
+        return not self.problem
+
+    def give_up(self, problem: str) -> None:
+        """Ends the capture: nothing is set aside any more, and its reader gets a CaptureError."""
+        with self._progress:
+            self._give_up(problem)
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        for column in self._columns:
+            column.blocks.clear()
+            column.store = column.slots = column.free = torch.empty(0)
+        self._progress.notify_all()
+
+    def read(self) -> Iterator[Tensor]:
+        """The columns' bytes, one column after the other, block by block: [bytes] uint8. Raises CaptureError."""
+        for column in self._columns:
+            for number in range(-(-column.size // column.per_block)):
+                yield self._read(column, number).reshape(-1).view(torch.uint8)
+            column.copy = None
+
+    def _read(self, column: _Column, number: int) -> Tensor:
+        low, high = number * column.per_block, min((number + 1) * column.per_block, column.size)
+        if column.copy is not None:
+            return column.copy[low:high]
+        values = column.blocks.get(number)
+        if values is None:
+            values = column.rows.copy(low, high)  # what changes meanwhile was set aside before
+        with self._progress:
+            if self.problem:
+                raise CaptureError(self.problem)
+            aside = column.blocks.pop(number, None)
+            if aside is not None:
+                values = aside
+                self._aside -= aside.nbytes
+            elif len(column.slots):
+                column.patch_rows(values, low, high)
+            column.done = high
+            self._progress.notify_all()
+        return values

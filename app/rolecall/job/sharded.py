@@ -1,0 +1,188 @@
+"""A sharded value at rank 0: the members of a role hold it, and its checkpoints are written where they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rolecall.config import UsageError
+from rolecall.job import shardfile, shards
+from rolecall.job.capture import BLOCK
+from rolecall.job.checkpoint import CheckpointError
+from rolecall.job.saving import Collected, Saving, ShardedValue
+from rolecall.job.shard_messages import Order, Problem, Shapes, Written
+from rolecall.job.shardfile import ShardError, ShardFile
+from rolecall.job.task import Peer, PeerLostError
+from rolecall.run import rundir
+
+AHEAD = 2  # calls under way
+
+
+class Sharded(ShardedValue):
+    """A value, at rank 0, of which every member of `role` holds a `Share` of this `name`. As a part of what `restore`
+    is given, its checkpoints are written beside the training, and read by any number of members.
+
+    A subclass may add a state of its own, small, by `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, context: Saving[Any], name: str, role: str) -> None:
+        """Raises UsageError at another rank than rank 0."""
+        self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
+        self._step: int | None = None  # that was begun last
+        self._collected: tuple[int, Collected] | None = None  # the newest
+        self.restored = False
+        shards.SHARES.directory = self.directory  # members may ask for pieces of what is there
+
+    # ---- a checkpoint
+
+    @property
+    def directory(self) -> Path:
+        """Where the shards are that rank 0 sees."""
+        return self.checkpoints.directory / rundir.SHARDS
+
+    def begin(self, step: int) -> None:
+        """Has every member capture its share: as it is now, or, where it is behind, once it has made `step`. Training
+        goes on. Raises CheckpointError.
+        """
+        if step == self._step:
+            return  # it was begun before the step was made
+        written = self._collected is not None and step == self._collected[0]
+        if written and not any(changed for _, changed in self._each(shards.changed, self.name)):
+            return  # such as at the end of a run that a checkpoint was just written of
+        self._collected = None
+        stem, self._step = self.checkpoints.stem(step), None
+        settings = self.context.settings
+        if settings.checkpoint_shards == "auto":  # members that see it write to it
+            try:
+                (self.directory / stem).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{stem} cannot be written to {self.directory}: {error.strerror}") from error
+        order = Order(step, stem, self.context.generation, settings.checkpoint_shards,
+                      *self.checkpoints.kept_and_dropped())  # fmt: skip
+        self._each(shards.begin, self.name, order)
+        self._step = step
+
+    def collect(self, step: int) -> Collected:
+        """The files of `step`, once all are on disk. Raises CheckpointError."""
+        if self._collected is not None:
+            return self._collected[1]
+        stem, self._step = self.checkpoints.stem(step), None
+        try:
+            with ThreadPoolExecutor(len(self._members)) as pool:
+                collected = list(pool.map(partial(self._collect, stem), self._members))
+        except PeerLostError as error:
+            raise CheckpointError(f"{stem}: {error}") from error
+        written = Collected([file for file, _ in collected], max(stalled for _, stalled in collected))
+        self._collected = step, replace(written, stalled=0.0)
+        return written
+
+    def _collect(self, stem: str, peer: Peer) -> tuple[ShardFile, float]:
+        """Waits for the file that `peer` writes, or writes here what it sends."""
+        sent = self._items(stem, peer)
+        match next(sent):
+            case Written(ShardFile() as written, stalled):
+                return written, stalled
+            case dict() as columns:
+                ended: list[Written] = []
+
+                def blocks() -> Iterator[Tensor]:
+                    for item in sent:
+                        if isinstance(item, Written):
+                            ended.append(item)
+                            return
+                        yield item
+
+                try:
+                    file = shardfile.write(self.directory / stem, f"{self.name}-{peer.name}.safetensors", columns,
+                                           blocks())  # fmt: skip
+                except ShardError as error:
+                    raise CheckpointError(str(error)) from error
+                return file, ended[0].stalled
+            case other:
+                raise CheckpointError(f"{peer.name} answers {type(other).__name__}")
+
+    def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
+        """What `peer` sends, one call ahead."""
+        call = partial(self._ask, peer, shards.next_item, self.name, stem)
+        ahead = call()
+        while True:
+            item = ahead()  # while training goes on; a drain has a deadline of its own
+            if isinstance(item, Problem):
+                raise CheckpointError(item.text)
+            if not isinstance(item, Written):
+                ahead = call()
+            if item is not None:
+                yield item
+
+    # ---- back
+
+    def load(self, stem: str, files: list[ShardFile]) -> None:
+        """Has every member read its share out of `files`. Raises CheckpointError where one of them cannot be used,
+        UsageError where they do not fit this program.
+        """
+        local = shards.held(self.directory, stem, files)
+        answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
+        holders = {name: peer.name for peer, names in answers for name in names}
+        holders |= dict.fromkeys(local, self.context.me.name)
+        missing = [file.name for file in files if file.name not in holders]
+        if missing:
+            raise CheckpointError(f"{stem}: {missing[0]} is missing or torn")
+        problems = self._each(shards.load, self.name, stem, files, holders, timeout=self.context.settings.phase_timeout)
+        for problem in (problem for _, problem in problems if problem is not None):
+            raise UsageError(f"{stem}: {problem.text}") if problem.usage else CheckpointError(problem.text)
+        self.restored = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has beside the members' files."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what a checkpoint has beside the members' files."""
+
+    def load_whole(self, whole: Mapping[str, Tensor]) -> None:
+        """Gives each member its rows of whole tensors. Raises UsageError where they do not fit."""
+        shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        for peer, rows in self._each(shards.prepare, self.name, shapes):
+            if isinstance(rows, Problem):
+                raise UsageError(rows.text)
+            under_way: deque[Callable[[], Any]] = deque()
+            for name, (first, step, count) in rows.items():
+                share = whole[name][first::step][:count]
+                size = max(1, BLOCK // max(1, share[:1].nbytes))
+                for begin in range(0, count, size):
+                    values = share[begin : begin + size].clone()  # RPC sends a tensor's whole memory
+                    under_way.append(self._ask(peer, shards.put, self.name, name, begin, values))
+                    if len(under_way) > AHEAD:
+                        under_way.popleft()()
+            for answer in under_way:
+                answer()
+        self.restored = True
+
+    # ---- calls
+
+    @property
+    def _members(self) -> list[Peer]:
+        members = self.context.peers(self.role)
+        if not members:
+            raise PeerLostError(f"no {self.role} is left")
+        return members
+
+    def _ask(self, peer: Peer, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Callable[[], Any]:
+        """Calls `function` at `peer`; what is returned waits for the answer, and raises PeerLostError."""
+        if peer == self.context.me:
+            return partial(function, *args)
+        answer = self.context.call(peer, function, *args, timeout=timeout)
+        return lambda: self.context.wait_all([answer])[0]
+
+    def _each(self, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
+        """Calls `function` at every member at once, last at this rank itself; their answers."""
+        asked = [(peer, self._ask(peer, function, *args, timeout=timeout)) for peer in self._members]
+        asked.sort(key=lambda each: each[0] != self.context.me)  # which works meanwhile, too
+        return [(peer, answer()) for peer, answer in asked]

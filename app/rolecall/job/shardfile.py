@@ -1,0 +1,278 @@
+"""A shard's file in a checkpoint: safetensors, written and read block by block, hashed on the way.
+
+The format (https://github.com/huggingface/safetensors) is eight bytes with the length of a JSON header, the header, and
+the tensors' bytes. It holds no code, and any tool that knows safetensors reads the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rolecall.job.capture import BLOCK, Rows
+
+ALIGNED = 4096  # bytes: of memory and of places in a file, for writing around the page cache
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Read = Callable[[int, int], Tensor]  # the bytes [length] uint8 from a place on
+
+
+class ShardError(Exception):
+    """A shard's file that cannot be written, or cannot be used; says which and why."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor in a shard's file: its rows are the rows `first`, `first` + `step`, ... of a tensor of `total` rows."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    total: int
+    first: int
+    step: int
+
+    @classmethod
+    def of(cls, rows: Rows) -> Self:
+        """That of `rows`."""
+        return cls(NAMES[rows.tensors[0].dtype], rows.shape, rows.total, rows.first, rows.step)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def overlaps(self, rows: Rows) -> bool:
+        """Whether some of `rows` may be in it."""
+        count = self.shape[0]
+        if not count or not len(rows) or (self.step == rows.step and (self.first - rows.first) % rows.step):
+            return False
+        last, last_here = self.first + self.step * (count - 1), rows.first + rows.step * (len(rows) - 1)
+        return self.first <= last_here and rows.first <= last
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard's file, as a checkpoint's manifest has it."""
+
+    name: str
+    length: int
+    sha256: str
+    columns: dict[str, Column]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError where `data` is no shard's file."""
+        columns = {str(k): Column(**{**v, "shape": tuple(map(int, v["shape"]))}) for k, v in data["columns"].items()}
+        if any(column.dtype not in DTYPES for column in columns.values()) or "/" in data["name"]:
+            raise ValueError
+        return cls(str(data["name"]), int(data["length"]), str(data["sha256"]), columns)
+
+
+def header(columns: Mapping[str, Column]) -> bytes:
+    """The file's first bytes, padded to whole pages."""
+    entries: dict[str, Any] = {"__metadata__": {"rows": json.dumps({name: [c.total, c.first, c.step]
+                                                                    for name, c in columns.items()})}}  # fmt: skip
+    offset = 0
+    for name, column in columns.items():
+        entries[name] = {"dtype": column.dtype, "shape": column.shape, "data_offsets": [offset, offset + column.bytes]}
+        offset += column.bytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNED)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Writer:
+    """Writes a file in one go, a block at a time in a thread of its own, around the page cache where the file system
+    allows that: gigabytes of a checkpoint would displace what the training needs. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.length = path, 0
+        self.hashed, self._digest = True, hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
+        self._buffers = [_aligned(BLOCK), _aligned(BLOCK)]
+        self._filled = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError:  # such as on tmpfs
+            self._file = os.open(path, flags, 0o644)
+
+    def write(self, data: Tensor) -> None:
+        """Adds `data` [bytes] uint8."""
+        while len(data):
+            count = min(len(data), BLOCK - self._filled)
+            self._buffers[0][self._filled : self._filled + count] = data[:count]
+            self._filled, data = self._filled + count, data[count:]
+            if self._filled == BLOCK:
+                self._flush()
+
+    def _flush(self) -> None:
+        buffer = _view(self._buffers[0])[: self._filled]
+        if self.hashed:  # a benchmark writes without
+            self._digest.update(buffer)
+        self._join()
+        self._written = self._thread.submit(self._put, buffer, self.length)
+        self.length += self._filled
+        self._filled = 0
+        self._buffers.reverse()
+
+    def _join(self) -> None:
+        if self._written is not None:
+            self._written.result()
+
+    def _put(self, buffer: memoryview, place: int) -> None:
+        whole = len(buffer) // ALIGNED * ALIGNED
+        try:
+            while place % ALIGNED == 0 and whole:
+                count = os.pwrite(self._file, buffer[:whole], place)
+                buffer, place, whole = buffer[count:], place + count, whole - count
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that cannot do it after all
+                raise
+        if len(buffer):  # the rest of the last page, or what is left after a short write
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+            while len(buffer):
+                count = os.pwrite(self._file, buffer, place)
+                buffer, place = buffer[count:], place + count
+
+    def close(self) -> str:
+        """Has everything on disk, and returns its SHA-256."""
+        try:
+            self._flush()
+            self._join()
+            os.fsync(self._file)
+        finally:
+            self.abort()
+        return self._digest.hexdigest()
+
+    def abort(self) -> None:
+        """Closes the file, as far as it has come; once."""
+        self._thread.shutdown()
+        file, self._file = self._file, -1
+        if file >= 0:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+def _view(data: Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+def _aligned(size: int) -> Tensor:
+    memory = torch.empty(size + ALIGNED, dtype=torch.uint8)
+    begin = -memory.data_ptr() % ALIGNED
+    return memory[begin : begin + size]
+
+
+def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Iterable[Tensor]) -> ShardFile:
+    """Writes the `columns`, whose bytes are `blocks`, to the file `name` in `directory`, which is made where it is not
+    there. Raises ShardError.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        writer = Writer(directory / name)
+        try:
+            writer.write(torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8))
+            for block in blocks:
+                writer.write(block)
+            sha256 = writer.close()
+        finally:
+            writer.abort()
+        for folder in (directory, directory.parent):
+            sync(folder)
+    except OSError as error:
+        raise ShardError(f"{name} cannot be written to {directory}: {error.strerror}") from error
+    return ShardFile(name, writer.length, sha256, dict(columns))
+
+
+def sync(directory: Path) -> None:
+    """Has the names in `directory` on disk. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str, int, Tensor]]:
+    """The rows in `file`, some at a time: the column's name, the first one's number in the file, and the values
+    [rows, ...]. Raises ShardError, at the latest after the last ones, where it is not the file that was written.
+    """
+    digest = hashlib.sha256()
+
+    def take(place: int, length: int) -> Tensor:
+        data = read(place, length)
+        if len(data) != length:
+            raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
+        digest.update(_view(data))
+        return data
+
+    place = file.length - sum(column.bytes for column in file.columns.values())
+    if bytes(take(0, max(0, place)).numpy()) != header(file.columns):
+        raise ShardError(f"{file.name} is corrupt: its header is another")
+    for name, column in file.columns.items():
+        if not column.bytes:
+            continue
+        row_bytes = column.bytes // column.shape[0]
+        step = max(1, size // row_bytes)
+        for begin in range(0, column.shape[0], step):
+            count = min(step, column.shape[0] - begin)
+            values = take(place, count * row_bytes).view(DTYPES[column.dtype]).view(count, *column.shape[1:])
+            place += count * row_bytes
+            yield name, begin, values
+    if digest.hexdigest() != file.sha256:
+        raise ShardError(f"{file.name} is corrupt: its checksum does not match")
+
+
+def reader(path: Path) -> Read:
+    """Reads from the file at `path`. Raises ShardError where that is impossible."""
+
+    def read(place: int, length: int) -> Tensor:
+        data = torch.empty(length, dtype=torch.uint8)
+        view, got = _view(data), 0
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(place)
+                while got < length and (count := file.readinto(view[got:])):
+                    got += count
+        except OSError as error:
+            raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
+        return data[:got]
+
+    return read
+
+
+def whole(directory: Path, files: Iterable[ShardFile]) -> dict[str, Tensor]:
+    """The tensors that `files` in `directory` are the shards of. Raises ShardError."""
+    rows: dict[str, Rows] = {}
+    for file in files:
+        for name, column in file.columns.items():
+            if name not in rows:
+                shape = (column.total, *column.shape[1:])
+                rows[name] = Rows((torch.empty(shape, dtype=DTYPES[column.dtype]),), column.total)
+        for name, begin, values in blocks(file, reader(directory / file.name)):
+            rows[name].put(values, begin, file.columns[name].first, file.columns[name].step)
+    return {name: each.tensors[0] for name, each in rows.items()}

@@ -1,0 +1,64 @@
+"""A trainer's replica: what it sends, and the memory that it holds for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rolecall import Context, Peer
+from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.messages import BatchReport
+from rolecall.jobs.ps.replica import Replica
+
+SMALL = 100  # elements
+
+
+def factory() -> nn.Module:
+    """Large layers, and small ones that travel together."""
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+class Calls:
+    """In place of RPC: keeps what is sent, by part, and the bytes of memory behind it."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, Tensor] = {}
+        self.held: dict[int, int] = {}
+
+    def call(self, to: str, function: Callable[..., Any], key: Any, part: int, gradient: Tensor, report: BatchReport,
+             timeout: float) -> MagicMock:  # fmt: skip
+        self.sent[part], self.held[part] = gradient, gradient.untyped_storage().nbytes()
+        return MagicMock()
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Replica:
+    monkeypatch.setattr(model, "SMALL", SMALL)
+    members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2))
+    settings = PsSettings(job="ps", servers=2, model=f"{__name__}:factory", **request.param)
+    context = Context(settings, members[2], members, 1, MagicMock())
+    context.transport = Calls()
+    return Replica(context)
+
+
+@pytest.mark.parametrize("replica", [{"update_mode": "sync"}, {"update_mode": "async"}], indirect=True)
+def test_it_sends_the_gradient_and_holds_it_once(replica: Replica) -> None:
+    torch.manual_seed(0)
+    calls, inputs = replica.context.transport, torch.randn(5, 20)
+    for number in range(3):
+        expected = torch.autograd.grad(replica.model(inputs * number).sum(), list(replica.model.parameters()))
+        replica.backward(replica.model(inputs * number).sum(), 5, 0)
+        flat = torch.cat([each.reshape(-1) for each in expected])
+        sent = torch.cat([calls.sent[index] for index in range(len(replica.parts))])
+        torch.testing.assert_close(sent, flat, rtol=0, atol=0)
+        assert sum(calls.held.values()) == flat.nbytes, "RPC sends a tensor's whole memory"
+    joined = [part.stop - part.start for index, part in enumerate(replica.parts) if replica._joined(index)]
+    assert 0 < sum(joined) < len(flat)
+    held = sum(buffer.numel() for buffers in replica._gradients for buffer in buffers.values())
+    assert held == sum(joined) * (1 if replica.settings.update_mode == "sync" else 2)
+    assert all(parameter.grad is None for parameter in replica.model.parameters())

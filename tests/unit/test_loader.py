@@ -108,16 +108,15 @@ def test_a_file_may_have_several_jobs(tmp_path: Path) -> None:
     assert registry.absolute("circle.py:OTHER") == f"{tmp_path}/circle.py:OTHER"
 
 
-def test_the_working_directory_replaces_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_directory_replaces_no_library(tmp_path: Path) -> None:
     """A module of a setting is imported from it all the same."""
 
     class Custom(Settings):
-        thing: str = "mine:build"
+        thing: str = "painter:build"
 
-    write("mine.py", "import colorsys\ndef build(): return colorsys.__file__\n")
+    write("painter.py", "import colorsys\ndef build(): return colorsys.__file__\n")
     write("colorsys.py", "raise RuntimeError('of the user')\n")
-    for name in ("mine", "colorsys"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    sys.modules.pop("colorsys", None)
     assert not loader.is_users(config.load(Custom).build("thing"))
 
 

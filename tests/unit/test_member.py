@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolecall.gang.member import Action, Member
-from rolecall.gang.protocol import FAILED, FENCE, USAGE, Directive, Rules, WorkerStatus
+from rolecall.gang.protocol import FAILED, FENCE, USAGE, Answer, Directive, Rules, WorkerStatus
 
 RULES = Rules()
 LEASE = RULES.lease
@@ -20,7 +20,7 @@ def make() -> Member:
 
 def receive(member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0) -> bool:
     directive = Directive(kind, 0, epoch, generation, code=FAILED if kind == "failed" else 0)
-    return member.answered(member.heartbeat(NONE), sent_at, directive, now)
+    return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
 
 
 def carry_out(member: Member, worker: WorkerStatus) -> list[str]:
@@ -97,11 +97,11 @@ def test_a_silent_worker_is_killed_but_not_for_a_pause_of_the_supervisor() -> No
 def test_after_a_failure_an_answer_is_asked_for_at_once() -> None:
     member = make()
     receive(member, "run", 2, 1)
-    assert member.known == member.directive
+    assert member.known == "lead:2"
     member.failed(1.0)
-    assert (member.known, member.retries) == (None, 1)
+    assert (member.known, member.retries) == ("", 1)
     receive(member, "run", 2, 1)
-    assert member.known == member.directive
+    assert member.known == "lead:2"
 
 
 @pytest.mark.parametrize(("kind", "code"), [("finished", 0), ("failed", FAILED)])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rolecall.gang.protocol import MAX_BACKOFF, Event, Key, RoleSpec, Rules, name_of
+from rolecall.gang.protocol import MAX_BACKOFF, Event, Key, RoleSpec, Rules
 from rolecall.gang.roster import MemberRecord, Members
+from rolecall.gang.wire import text_of
 
 
 class Progress:
@@ -99,10 +100,11 @@ class Admission:
             want = self.wanted(role.name, waited)
             if have < want:
                 missing.append(f"{role.name} ({have} of {want} in)")
-        missing += [f"the old worker of {name_of(key)} to stop" for key, member in members.items() if not member.idle]
+        if busy := sorted(key for key, member in members.items() if not member.idle):
+            missing.append(f"the old worker of {text_of(busy)} to stop")
         if waited < self._rules.lease:
-            absent = [key for key in self._previous if not self._is_back(members.get(key))]
-            missing += [f"{name_of(key)}, in the last generation" for key in absent]
+            if absent := [key for key in self._previous if not self._is_back(members.get(key))]:
+                missing.append(f"{text_of(absent)}, in the last generation")
         if now < self._fenced_at:
             missing.append("a rank that was replaced to end its worker")
         return missing

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rolecall.gang import wire
 from rolecall.gang.lifecycle import Lifecycle
 from rolecall.gang.protocol import (
     ACTIVE,
@@ -23,6 +24,8 @@ from rolecall.gang.protocol import (
     HOLD,
     OVER,
     USAGE,
+    Answer,
+    Beat,
     Directive,
     DirectiveKind,
     Effect,
@@ -43,29 +46,52 @@ class Gang(Lifecycle):
         key = self._roster.place(heartbeat, self.members)
         known = self.members.get(key)
         if known and known.heartbeat.incarnation == heartbeat.incarnation:
-            if heartbeat.sequence <= known.heartbeat.sequence:
+            if heartbeat.sequence <= known.sequence:
                 return key
             self.epoch = max(self.epoch, heartbeat.epoch)
-            self.members[key] = MemberRecord(heartbeat, now, known.stop_epoch)
+            known.heartbeat, known.revision = heartbeat, -1
         else:
             if known:
                 self._replaced(key, known, heartbeat, now)
-            self.epoch = max(self.epoch, heartbeat.epoch + 1)  # it counts as stopped after a directive of this gang
-            self.members[key] = MemberRecord(heartbeat, now, self.epoch)
-        generation = heartbeat.worker.generation
-        self.number = max(self.number, generation)  # a number that was used and could not be persisted
-        if self.state in OVER:
-            informed = heartbeat.acknowledged or heartbeat.leaving
-            self._uninformed = self._uninformed - {key} if informed else self._uninformed | {key}
-        elif self.state in ACTIVE and generation == self.generation.number and not self._finishing:
-            self._judge(key, heartbeat, now)
+            # it counts as stopped after a directive of this gang, whatever it has carried out before
+            self.epoch = max(self.epoch, heartbeat.epoch) + 1
+            self.members[key] = known = MemberRecord(heartbeat, now, self.epoch, heartbeat.sequence)
+        if heartbeat.leaving:
+            self._leavers.add(key)
+        else:
+            self._leavers.discard(key)
+        self.number = max(self.number, heartbeat.worker.generation)  # it was used and could not be persisted
+        self._hear(key, known, heartbeat.sequence, now)
         return key
+
+    def renew(self, incarnation: str, sequence: int, since: int, now: float) -> Key | None:
+        """Takes a beat of a member whose heartbeat of the sequence number `since` still holds. Returns the member's
+        key; None where the gang does not have that heartbeat: the beat counts for nothing."""
+        key = self._roster.place_of(incarnation)
+        known = self.members.get(key) if key else None
+        if known is None or (known.heartbeat.incarnation, known.heartbeat.sequence) != (incarnation, since):
+            return None
+        if key and sequence > known.sequence:
+            self._hear(key, known, sequence, now)
+        return key
+
+    def _hear(self, key: Key, member: MemberRecord, sequence: int, now: float) -> None:
+        """A member beats: its heartbeat is what it says now."""
+        member.sequence, member.received_at = sequence, now
+        self.members.move_to_end(key)
+        heartbeat = member.heartbeat
+        if self.state in OVER:
+            if heartbeat.acknowledged or heartbeat.leaving:
+                self._uninformed.discard(key)
+            else:
+                self._uninformed.add(key)
+        elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._finishing:
+            self._judge(key, heartbeat, now)
 
     def _replaced(self, key: Key, known: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
         """A new incarnation. The old supervisor has died, and its worker with it, or it may live on elsewhere."""
         if (self._live(key) or not known.idle) and not same_node(known.heartbeat, heartbeat):
             self._admission.replaced(known)
-        self.epoch += 1  # a request that waits in the old incarnation's name is answered before the new one works
         self._lose(key, "restarted", f"{name_of(key)} was started again", now)
 
     def _judge(self, key: Key, heartbeat: Heartbeat, now: float) -> None:
@@ -111,10 +137,15 @@ class Gang(Lifecycle):
     def tick(self, now: float) -> Effect | None:
         """Moves on to `now` (seconds). Returns the effect that is due, to be persisted and then confirmed."""
         self._notice_pause(now)
-        for key, member in list(self.members.items()):
-            if now - member.received_at > self.rules.lease:
-                self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
-                del self.members[key]
+        while self.members:
+            key, member = next(iter(self.members.items()))
+            if not now - member.received_at > self.rules.lease:
+                break
+            self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
+            del self.members[key]
+            self.epoch += 1  # what it must do as no member is another directive
+            self._leavers.discard(key)
+            self._roster.vacate(key)
         if self._finishing:
             return Effect("done", summary=self.summary)
         for key, since in self.generation.bereft.items():
@@ -153,7 +184,7 @@ class Gang(Lifecycle):
         self.generation = Generation(effect.generation, members, now)
         self._admission.started(members, now)
         self._enter("running", now)
-        self.events.append(("generation", {"number": self.number, "members": [name_of(key) for key in members]}))
+        self.events.append(("generation", {"number": self.number, "members": wire.text_of(members)}))
 
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):
@@ -170,7 +201,9 @@ class Gang(Lifecycle):
         return self._admission.missing(self.members, now - self.since, now)
 
     def _run(self, now: float) -> None:
-        leaving = [key for key in self.generation.members if self._live(key) and self._leaving(key)]
+        leaving = (
+            [key for key in self.generation.keys if self._leaving(key) and self._live(key)] if self._leavers else []
+        )
         for key in leaving:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
                 self._lose(key, "left", f"{name_of(key)} left", now)
@@ -182,9 +215,11 @@ class Gang(Lifecycle):
         if leaving := list(filter(self._live, leaving)):
             self._drain(f"{name_of(leaving[0])} is leaving", now)
         elif now - self.generation.started >= self.rules.rejoin_interval:
+            if len(self.members) == sum(self._count(role) for role in self.roles):
+                return  # all are in, as nearly always
             others = {key: member for key, member in self.members.items() if not self._live(key)}
             if newcomers := self._admission.newcomers(others, now):
-                self._drain("taking in " + ", ".join(map(name_of, newcomers)), now)
+                self._drain(f"taking in {wire.text_of(newcomers)}", now)
 
     def _check_drain(self, now: float) -> None:
         if now - self.since <= self.rules.drain_timeout:
@@ -197,14 +232,31 @@ class Gang(Lifecycle):
     # ---- directives out
 
     def directive(self, key: Key) -> Directive:
-        """What the member `key` must do now."""
+        """What the member `key` must do now. It keeps its epoch for as long as the member is to do the same."""
+        member = self.members.get(key)
+        if member is None:
+            return self._order(key)
+        last = member.directive
+        if last is not None and member.revision == self.revision:
+            return last
+        order = self._order(key)
+        # a directive to stop that was given before it may have started a worker proves nothing
+        if last is None or last.epoch < member.stop_epoch or not _is_same(last, order):
+            if last is not None and last.epoch == order.epoch:
+                self.epoch += 1
+                order = self._order(key)
+            member.directive = order
+        member.revision = self.revision
+        assert member.directive is not None
+        return member.directive
+
+    def _order(self, key: Key) -> Directive:
         if self.state == "finished" or self.state == "failed":
             return self._directive(self.state, key, reason=self.reason, code=self.code)
         if self._live(key):
             generation, drain = self.generation, self.state == "draining" and key == self.master
-            members, lost = tuple(generation.members), tuple(sorted(generation.lost))
-            return self._directive("run", key, generation=generation.number, members=members, lost=lost, drain=drain,
-                                   reason=self.reason)  # fmt: skip
+            return self._directive("run", key, generation=generation.number, members=generation.keys,
+                                   lost=generation.lost_keys, drain=drain, reason=self.reason if drain else "")  # fmt: skip
         # rank 0 leaves last: the others learn from it that they may
         if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
             return self._directive("leave", key, reason="left")
@@ -212,6 +264,11 @@ class Gang(Lifecycle):
 
     def _directive(self, kind: DirectiveKind, key: Key, **values: Any) -> Directive:
         return Directive(kind, key[1], self.epoch, role=key[0], **values)
+
+    def answer(self, key: Key, beat: Beat) -> Answer:
+        """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
+        generation = self.generation
+        return wire.answer(self.incarnation, beat, self.directive(key), generation.ranges, generation.lost_ranges)
 
     def settled(self, now: float) -> bool:
         """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.
@@ -227,3 +284,10 @@ class Gang(Lifecycle):
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
         here = sum(key[0] == role for key in self.members)
         return self._count(role), here, self._admission.wanted(role, now - self.since)
+
+
+def _is_same(one: Directive, other: Directive) -> bool:
+    """Whether both, which are one member's, say the same. The members follow from the generation."""
+    return (one.kind, one.generation, one.lost, one.drain, one.reason, one.code) == (
+        other.kind, other.generation, other.lost, other.drain, other.reason, other.code
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Supervisor:
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
+        self._refresh_gang: Callable[[], None] = lambda: None
 
     async def run(self) -> int:
         """Takes part in the job until it is over for this rank. Raises UsageError for bad input."""
@@ -72,6 +73,7 @@ class Supervisor:
                 lead = Coordinator(self.job, self.settings, member.incarnation, member.node)
                 await lead.start(self.metrics)
                 self.workers.record = lead.files.record
+                self._refresh_gang = lead.refresh
             await self.workers.check()
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
             loops += lead.loops() if lead else []
@@ -118,8 +120,8 @@ class Supervisor:
         async with Link(self.settings, self.first) as link:
             while not member.over:
                 self._changed.clear()
-                heartbeat, sent_at = member.heartbeat(self.workers.status()), time.monotonic()
-                post = asyncio.create_task(link.post(heartbeat, member.known))
+                beat, sent_at = member.beat(self.workers.status()), time.monotonic()
+                post = asyncio.create_task(link.post(beat))
                 change = asyncio.create_task(self._changed.wait())
                 try:
                     await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,11 +132,12 @@ class Supervisor:
                 if outdated:
                     continue
                 error, previous = post.exception(), member.directive
-                if error is None and not member.answered(heartbeat, sent_at, post.result(), time.monotonic()):
+                if error is None and not member.answered(beat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
                 if error is None:
-                    self._log_ordinal(previous, post.result())
-                    self._directed.set()
+                    if member.directive is not previous and member.directive is not None:
+                        self._log_ordinal(previous, member.directive)
+                        self._directed.set()
                 elif isinstance(error, UsageError):
                     self.log.error(str(error))
                     member.refused()
@@ -245,6 +248,7 @@ class Supervisor:
     def _refresh(self) -> None:
         self.workers.refresh()
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
+        self._refresh_gang()
 
     def _unhealthy(self) -> str:
         silent = self.member.is_silent(time.monotonic(), self.workers.last_heartbeat)

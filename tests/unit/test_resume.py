@@ -202,7 +202,7 @@ async def train(lead: Coordinator) -> int:
     """Both ranks join, and the generation that starts leaves a checkpoint; returns its number."""
     directives: dict[str, Directive] = {}
     async with aiohttp.ClientSession(f"http://127.0.0.1:{lead.settings.control_port}") as session:
-        for sequence in (1, 2):  # who it is; that it has no worker, as it was directed
+        for sequence in range(1, 200):  # who it is; that it has no worker, as it was directed
             for role, incarnation in (("observer", "second"), ("agent", "first")):
                 epoch = directives[role].epoch if role in directives else 0
                 heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity)
@@ -211,6 +211,8 @@ async def train(lead: Coordinator) -> int:
                     answer = messages.read_answer(await response.read())
                     assert answer.directive is not None
                     directives[role] = answer.directive
+            if directives["agent"].kind == "run":
+                break
     assert directives["agent"].kind == "run"
     number = directives["agent"].generation
     assert rundir.read_generation(lead.settings.checkpoint_dir).number == number

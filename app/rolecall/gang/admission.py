@@ -103,8 +103,8 @@ class Admission:
         if busy := sorted(key for key, member in members.items() if not member.idle):
             missing.append(f"the old worker of {text_of(busy)} to stop")
         if waited < self._rules.lease:
-            if absent := [key for key in self._previous if not self._is_back(members.get(key))]:
-                missing.append(f"{text_of(absent)}, in the last generation")
+            absent = [key for key in self._previous if not self._is_back(members.get(key))]
+            missing += [f"{text_of(absent)}, in the last generation"] if absent else []
         if now < self._fenced_at:
             missing.append("a rank that was replaced to end its worker")
         return missing

@@ -139,11 +139,15 @@ class Coordinator:
         self._rests_until = done + REST * (done - now)
 
     def _answer_patient(self) -> None:
-        """Answers the requests that have waited for long enough."""
-        now = time.monotonic()
-        while self._waiting:
+        """Answers the requests that have waited for long enough. Those of all members that came at the same moment are
+        spread over a few ticks, and stay spread."""
+        gang, now = self.gang, time.monotonic()
+        wait = pump.answer_by(gang, now) - now
+        for _ in range(1 + int(2 * len(self._waiting) * TICK / wait)):
+            if not self._waiting:
+                return
             key, waiting = next(iter(self._waiting.items()))
-            answer = pump.answer(self.gang, key, waiting.beat, waiting.received_at, now)
+            answer = pump.answer(gang, key, waiting.beat, waiting.received_at, now)
             if answer is None:
                 return
             self._finish(key, answer)

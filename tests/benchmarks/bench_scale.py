@@ -30,7 +30,7 @@ from tests.benchmarks.scale_coordinator import allow_descriptors
 from tests.benchmarks.scale_members import Crowd, Speaker
 
 SIZES = (30, 300, 1000, 3000)
-QUICK_SIZES = tuple(map(int, os.environ.get("SIZES", "30 300").split()))
+QUICK_SIZES = (30, 300)
 LEASE = 6.0
 WINDOW = 20.0  # seconds of beats that are measured
 QUICK_WINDOW = 5.0
@@ -259,12 +259,13 @@ def tables(measured: Measured) -> list[Table]:
                   "fixed dies, last order s", "regrouped s", "silent, last order s", "finish s",
                   title=f"LEASE_SECONDS={LEASE:g}")  # fmt: skip
     for members, size in measured.sizes.items():
-        values = (size.join_s, size.beats_per_s, size.cpu_us_per_beat, size.core_share, size.bytes_per_member,
-                  size.elastic_fanout_s, size.fixed_fanout_s, size.regroup_s, size.silent_fanout_s, size.finish_s)  # fmt: skip
-        texts = ("{:.2f}", "{:.0f}", "{:.0f}", "{:.3f}", "{:.1f}", *["{:.2f}"] * 5)
-        scaled = [value / 1000 if place == 4 and value else value for place, value in enumerate(values)]
-        table.add_row(f"{members:,}", *("" if value is None else text.format(value)
-                                        for text, value in zip(texts, scaled, strict=True)))  # fmt: skip
+        row = (
+            (size.join_s, "{:.2f}"), (size.beats_per_s, "{:.0f}"), (size.cpu_us_per_beat, "{:.0f}"),
+            (size.core_share, "{:.3f}"), (size.bytes_per_member and size.bytes_per_member / 1000, "{:.1f}"),
+            (size.elastic_fanout_s, "{:.2f}"), (size.fixed_fanout_s, "{:.2f}"), (size.regroup_s, "{:.2f}"),
+            (size.silent_fanout_s, "{:.2f}"), (size.finish_s, "{:.2f}"),
+        )  # fmt: skip
+        table.add_row(f"{members:,}", *("" if value is None else text.format(value) for value, text in row))
     for column in table.columns:
         column.justify = "right"
     return [table]

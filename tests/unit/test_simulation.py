@@ -45,6 +45,13 @@ def test_schedules() -> None:
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_schedules_of_200_ranks(seed: int) -> None:
+    """RANKS=200 `make simulate` plays more of them."""
+    result = run(seed, ranks=200)
+    assert result.generations
+
+
 def test_a_schedule_is_a_function_of_its_seed() -> None:
     assert Simulation(7).run() == Simulation(7).run()
 
@@ -123,6 +130,26 @@ MUTATIONS = {
     "a directive to stop ends no worker": (
         'kind: ActionKind = "end"',
         'kind: ActionKind = "update"',
+        r"not training|old worker|runs beside|two workers",
+    ),
+    "a changed report is not sent": (
+        "replace(heartbeat, sequence=reported.sequence) == reported",
+        "True",
+        r"not training",
+    ),
+    "a list of members is that of any generation": (
+        'return f"{lead}:{generation}"',
+        "return lead",
+        r"another generation's members",
+    ),
+    "a list that the member does not have is left out": (
+        "beat.listed == name_of_list(lead, directive.generation)",
+        "True",
+        r"not training",
+    ),
+    "a directive's name leaves its epoch out": (
+        'return f"{lead}:{directive.epoch}"',
+        "return lead",
         r"not training|old worker|runs beside|two workers",
     ),
     "the job's end is not acknowledged": ("self.acknowledged |= directive.kind in OVER", "pass", r"not training"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolecall.gang import wire
 from rolecall.gang.lifecycle import Lifecycle
 from rolecall.gang.protocol import (
     ACTIVE,
@@ -34,6 +33,7 @@ from rolecall.gang.protocol import (
     name_of,
 )
 from rolecall.gang.roster import Generation, MemberRecord, same_node
+from rolecall.gang.wire import answer_to, text_of
 
 
 class Gang(Lifecycle):
@@ -184,7 +184,7 @@ class Gang(Lifecycle):
         self.generation = Generation(effect.generation, members, now)
         self._admission.started(members, now)
         self._enter("running", now)
-        self.events.append(("generation", {"number": self.number, "members": wire.text_of(members)}))
+        self.events.append(("generation", {"number": self.number, "members": text_of(members)}))
 
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):
@@ -193,17 +193,18 @@ class Gang(Lifecycle):
         if late:
             what = ", ".join(missing) or "the disk to take its number"
             self._fail(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, now)
-        begin = Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
-        return None if late or missing else begin
+        if late or missing:
+            return None
+        return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
 
     def missing(self, now: float) -> list[str]:
         """What a start still waits for, in words."""
         return self._admission.missing(self.members, now - self.since, now)
 
     def _run(self, now: float) -> None:
-        leaving = (
-            [key for key in self.generation.keys if self._leaving(key) and self._live(key)] if self._leavers else []
-        )
+        leaving: list[Key] = []
+        if self._leavers:
+            leaving = [key for key in self.generation.keys if key in self._leavers and self._live(key)]
         for key in leaving:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
                 self._lose(key, "left", f"{name_of(key)} left", now)
@@ -219,7 +220,7 @@ class Gang(Lifecycle):
                 return  # all are in, as nearly always
             others = {key: member for key, member in self.members.items() if not self._live(key)}
             if newcomers := self._admission.newcomers(others, now):
-                self._drain(f"taking in {wire.text_of(newcomers)}", now)
+                self._drain(f"taking in {text_of(newcomers)}", now)
 
     def _check_drain(self, now: float) -> None:
         if now - self.since <= self.rules.drain_timeout:
@@ -255,8 +256,9 @@ class Gang(Lifecycle):
             return self._directive(self.state, key, reason=self.reason, code=self.code)
         if self._live(key):
             generation, drain = self.generation, self.state == "draining" and key == self.master
+            reason = self.reason if drain else ""
             return self._directive("run", key, generation=generation.number, members=generation.keys,
-                                   lost=generation.lost_keys, drain=drain, reason=self.reason if drain else "")  # fmt: skip
+                                   lost=generation.lost_keys, drain=drain, reason=reason)  # fmt: skip
         # rank 0 leaves last: the others learn from it that they may
         if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
             return self._directive("leave", key, reason="left")
@@ -268,7 +270,7 @@ class Gang(Lifecycle):
     def answer(self, key: Key, beat: Beat) -> Answer:
         """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
         generation = self.generation
-        return wire.answer(self.incarnation, beat, self.directive(key), generation.ranges, generation.lost_ranges)
+        return answer_to(self.incarnation, beat, self.directive(key), generation.ranges, generation.lost_ranges)
 
     def settled(self, now: float) -> bool:
         """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.

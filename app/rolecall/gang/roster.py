@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rolecall.gang import wire
 from rolecall.gang.protocol import ALIVE, Cause, Directive, Heartbeat, Key, RejectedError, RoleSpec, name_of
+from rolecall.gang.wire import pack
 
 REMEMBERED = 10_000  # replaced incarnations
 
@@ -57,16 +57,16 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.keys = tuple(self.members)
-        self.ranges = wire.pack(self.keys)
+        self.ranges = pack(self.keys)
         self.lost_keys: tuple[Key, ...] = ()  # sorted
-        self.lost_ranges = wire.pack(())
+        self.lost_ranges = pack(())
         self._counts = Counter(role for role, _ in self.keys)
 
     def lose(self, key: Key, cause: Cause) -> None:
         """It goes on without `key`."""
         self.lost[key] = cause
         self.lost_keys = tuple(sorted(self.lost))
-        self.lost_ranges = wire.pack(self.lost_keys)
+        self.lost_ranges = pack(self.lost_keys)
         self._counts[key[0]] -= 1
 
     def count(self, role: str) -> int:

@@ -55,7 +55,7 @@ def text_of(keys: Iterable[Key]) -> str:
     return ", ".join(parts[:SHOWN]) + more
 
 
-def answer(lead: str, beat: Beat, directive: Directive, members: Ranges, lost: Ranges) -> Answer:
+def answer_to(lead: str, beat: Beat, directive: Directive, members: Ranges, lost: Ranges) -> Answer:
     """The answer to `beat` with `directive`: what its member does not have. `members`, `lost`: the directive's."""
     if beat.known == name_of_directive(lead, directive):
         return Answer()

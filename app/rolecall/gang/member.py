@@ -1,8 +1,8 @@
 """A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits. Pure logic.
 
 Its supervisor sends `beat()`, and passes on what comes of that: `answered`, `failed` or `refused`. It carries out
-`next_action` and confirms it with `action_done`; after that, or when the worker's status changes, the next beat goes out
-at once. It calls `tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
+`next_action` and confirms it with `action_done`; after that, or when the worker's status changes, the next beat goes
+out at once. It calls `tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
 """
 
 from __future__ import annotations

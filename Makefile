@@ -163,7 +163,7 @@ bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, 
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_scale
 
-chaos: $(READY) ## kills and freezes a job's ranks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
+chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
 
 docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards and the PrometheusRule from the code

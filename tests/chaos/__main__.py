@@ -1,4 +1,4 @@
-"""`make chaos`: a job whose ranks are killed, stopped, cut off and drained at random, and must come to its result.
+"""`make chaos`: a job whose ranks are killed, stopped, cut off, drained and given slow disks at random, and its result.
 
 The same seed gives the same events. Exit code 0: the result is right and every check passes; 1: not; 130: Ctrl-C.
 """

@@ -17,6 +17,7 @@ from tests.chaos.ranks import Keeper
 WORKER_WAIT = 15.0  # a rank that is to lose its worker may have none: it backs off, or was just started
 START_WAIT = 20.0
 LEAVE_WAIT = 40.0  # DRAIN_TIMEOUT and some
+SLOW_FSYNC = 3.0  # seconds that each takes on a slow disk; a generation's number takes two
 
 
 class SoakError(Exception):
@@ -44,6 +45,7 @@ class Field(Protocol):
     def join(self, name: str) -> None: ...
     def cut(self, name: str) -> None: ...
     def heal(self, name: str) -> None: ...
+    def slow_disk(self, name: str, seconds: float) -> None: ...
 
 
 def strike(event: Event, field: Field) -> Strike:
@@ -70,6 +72,8 @@ def strike(event: Event, field: Field) -> Strike:
         case "stop worker" | "stop supervisor" | "stop rank" | "cut":
             with _silence(event, field) as (at, note):
                 time.sleep(event.seconds)
+        case "slow disk":
+            at, note = _slow_disk(event, field)
         case "drain" | "leave":
             at = _ask_to_leave(keeper, name, for_good=event.kind == "leave")
         case "join":
@@ -100,6 +104,18 @@ def _worker(keeper: Keeper, name: str, number: int) -> tuple[float, psutil.Proce
 def _kill_worker(keeper: Keeper, name: str) -> tuple[float, str]:
     found = _worker(keeper, name, signal.SIGKILL)
     return (found[0], "") if found else (time.monotonic(), "it had no worker")
+
+
+def _slow_disk(event: Event, field: Field) -> tuple[float, str]:
+    """The rank's worker is killed, and the next generation has to start on a slow disk."""
+    name = event.ranks[0]
+    field.slow_disk(name, SLOW_FSYNC)
+    try:
+        done = _kill_worker(field.keeper, name)
+        time.sleep(event.seconds)
+    finally:
+        field.slow_disk(name, 0.0)
+    return done
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ class Measured:
     must_notice: bool
     noticed: float | None
     lost: int
+    leases_lost: int  # while the disk was slow
     disturbed: bool
     note: str
 
@@ -72,6 +73,7 @@ def measure(strike: Strike, recording: Recording, shape: Shape) -> Measured:
         must_notice=event.kind in SILENT and event.seconds >= LEASE + MARGIN and not strike.note,
         noticed=_noticed(strike, recording.notices) if event.kind in SILENT else None,
         lost=series.lost(steps, at, end),
+        leases_lost=_leases_lost(strike, recording.notices) if event.kind == "slow disk" else 0,
         disturbed=strike.disturbed,
         note=strike.note,
     )
@@ -95,6 +97,12 @@ def _noticed(strike: Strike, notices: Iterable[tuple[float, str]]) -> float | No
     own = "" if strike.event.kind == "stop worker" else strike.event.ranks[0] + " "
     times = (time for time, who in notices if not (own and who.startswith(own)))
     return min((time - strike.at for time in times if strike.at < time <= strike.settled), default=None)
+
+
+def _leases_lost(strike: Strike, notices: Iterable[tuple[float, str]]) -> int:
+    """How often a rank was given up for its silence, or got no answer from rank 0, though only a disk was slow."""
+    said = (what for time, what in notices if strike.at < time <= strike.over)
+    return sum('cause="silent"' in what or "gang_unreachable" in what for what in said)
 
 
 def line(m: Measured) -> str:

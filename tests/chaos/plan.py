@@ -36,6 +36,8 @@ DECK = (
     ("leave", OTHER, 1),
     ("cut", FIRST, 1),
     ("cut", OTHER, 1),
+    ("slow disk", FIRST, 1),
+    ("slow disk", OTHER, 1),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, *_ in DECK))
 SILENT = ("stop worker", "stop supervisor", "stop rank", "cut")  # a peer says nothing for a while
@@ -45,6 +47,7 @@ LASTS = {
     "stop supervisor": (1.0, 9.0),
     "stop rank": (1.0, 9.0),
     "cut": (2.0, 9.0),
+    "slow disk": (2.0, 12.0),
     "kill starting": (0.0, 4.0),
     "kill recovering": (0.05, 1.5),
 }

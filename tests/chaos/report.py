@@ -45,6 +45,7 @@ def checks(soak: Soak) -> list[Check]:
     )
     pause = summary(m.pause for m in clean if m.kind.startswith("kill") and m.target == "elastic")
     silent = [math.inf if m.noticed is None else m.noticed for m in result.measured if m.must_notice]
+    slow = [m for m in clean if m.kind == "slow disk"]
     stuck = [m.event for m in result.measured if m.next_step is None]
     drained = sum(m.lost for m in clean if m.kind in ("drain", "join", "leave"))
     strange = [f"{ended.rank} with {ended.code}" for ended in soak.keeper.exits if not ended.expected]
@@ -58,6 +59,8 @@ def checks(soak: Soak) -> list[Check]:
         Check("steps beside an elastic rank that keeps dying young", f"{young.share:.2f}" if young else "-",
               f">= {YOUNG_BAR:g} of those undisturbed", young.share >= YOUNG_BAR if young else None),
         Check("events without a next step", ", ".join(stuck) or "none", "none", not stuck),
+        Check("leases lost and requests unanswered while a disk was slow", str(sum(m.leases_lost for m in slow)), "0",
+              not any(m.leases_lost for m in slow) if slow else None),
         Check("steps lost by drains, joins and leaves", str(drained), "0", drained == 0),
         Check("ranks that ended otherwise than was done to them", ", ".join(strange) or "none", "none", not strange),
         Check("exit codes of the drain and the finish", ", ".join(map(str, sorted(codes))) or "none", "0",

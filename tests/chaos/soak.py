@@ -21,6 +21,7 @@ from tests.chaos.plan import Event
 from tests.chaos.ranks import ChaosRank, Keeper, dump_stacks
 from tests.chaos.watcher import Watcher
 from tests.chaos.young import Young, harass
+from tests.disk import SlowDisk
 
 START_DEADLINE = 120.0
 STEP_DEADLINE = 90.0  # from the end of an event to training going on
@@ -89,6 +90,13 @@ class Soak:
         assert self._network is not None
         self._network.heal(name)
 
+    def slow_disk(self, name: str, seconds: float) -> None:
+        """Each fsync of the rank takes so much longer from now on."""
+        self._disk(name).slow(seconds)
+
+    def _disk(self, name: str) -> SlowDisk:
+        return SlowDisk(self.directory / f"{name}.fsync")
+
     def _make(self, name: str) -> ChaosRank:
         role, _, ordinal = name.rpartition("-")
         number = len(self.keeper.ranks)
@@ -96,6 +104,7 @@ class Soak:
         self._master = self._master or address
         port = METRICS_PORT + number if self._network else free_ports(1)[0]
         own = {
+            **self._disk(name).environment,
             "ROLE": role,
             "ORDINAL": ordinal,
             "METRICS_PORT": str(port),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rolecall.gang.protocol import OVER, Answer, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
-from tests.simulation.rules import NAP, RULES, TICK
+from tests.simulation.rules import HANGING, NAP, RULES, TICK
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -30,6 +31,7 @@ class Coordinator:
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
+        self.driver = simulation.code.pump.Pump(self.gang, self._write)
         simulation.promises.takes_over(self)
         self.tick()
 
@@ -39,18 +41,19 @@ class Coordinator:
         self.owner.check_exit()
 
     def pump(self) -> None:
+        self._drive(self.driver.step)
+
+    def _drive(self, move: Callable[..., None], *arguments: Any) -> None:
+        """Let the gang move on, and follow what happens."""
         gang, promises, now = self.gang, self.simulation.promises, self.clock.now
         if now - self.ticked > NAP:
             self.awake_since = now
         self.ticked = now
         before = list(gang.members)
-        while self.simulation.code.pump.step(gang, now, self._persist) and not self.owner.dead:
-            if gang.generation is not self.generation:
-                self.generation = gang.generation
-                promises.begins(self)
-            self._enter()  # a phase that the next step ends at once is one too
-        if self.owner.dead:
-            return
+        move(*arguments, now)
+        if gang.generation is not self.generation:
+            self.generation = gang.generation
+            promises.begins(self)
         self._enter()
         for key in before:
             if key not in gang.members:
@@ -63,18 +66,31 @@ class Coordinator:
             for key, (post, at) in list(self.waiting.items()):
                 self.answer(post, key, at)
 
-    def _persist(self, effect: Effect) -> bool:
-        """Put `effect` on the disk, if the coordinator lives to see it."""
-        simulation = self.simulation
+    def _write(self, effect: Effect) -> None:
+        """The disk's thread sets about an effect."""
+        if effect.kind == "done":
+            self.simulation.promises.done(self)
+        self.clock.at(self.simulation.disk.latency(self.clock), self.owner, self._land, effect)
+
+    def _land(self, effect: Effect) -> None:
+        """It is on the disk, if that takes it, and the thread says so, if the coordinator lives to hear it."""
+        simulation, clock = self.simulation, self.clock
+        if simulation.disk.hangs_until > clock.now:
+            clock.at(HANGING, self.owner, self._land, effect)
+            return
         on_disk = self._finish(effect) if effect.kind == "done" else self._begin(effect)
         if on_disk and simulation.trap:
             simulation.trap = False
-            kill_rank(simulation, self.clock.random, self.owner.rank)
-        return on_disk and not self.owner.dead
+            kill_rank(simulation, clock.random, self.owner.rank)
+        clock.at(clock.random.uniform(0, 0.01), self.owner, self._written, on_disk)
+
+    def _written(self, on_disk: bool) -> None:
+        self._drive(self.driver.written, on_disk)
+        if on_disk:
+            self.pump()
 
     def _finish(self, effect: Effect) -> bool:
         disk = self.simulation.disk
-        self.simulation.promises.done(self)
         if disk.refuses("done"):
             disk.done_refused = True
             self.simulation.story.count("DONE refused by the disk")
@@ -89,6 +105,7 @@ class Coordinator:
                 disk.refused_number = effect.generation
                 simulation.story.count("number refused by the disk")
             return False
+        simulation.promises.numbered(effect.generation)
         disk.number, disk.members = effect.generation, effect.members
         return True
 

@@ -45,10 +45,14 @@ def _cut_off(simulation: Simulation, rank: Rank, way: str, seconds: float) -> No
         clock.at(seconds + 0.01, None, simulation.store.meet_newest)
 
 
-def slow(simulation: Simulation, random: Random) -> None:
-    rank, seconds = simulation.any_rank(random), random.uniform(2, 20)
+def slow(simulation: Simulation, random: Random, rank: Rank | None = None) -> None:
+    rank, seconds = rank or simulation.any_rank(random), random.uniform(2, 20)
     simulation.hurt(rank, seconds + LEASE, f"slow line for {seconds:.1f} s")
     rank.slow = simulation.clock.now + seconds, random.uniform(0.3, 4)
+
+
+def slow_first(simulation: Simulation, random: Random) -> None:
+    slow(simulation, random, simulation.first)
 
 
 def storm(simulation: Simulation, random: Random) -> None:
@@ -68,3 +72,21 @@ def unwritable(simulation: Simulation, random: Random) -> None:
 
 def writable(simulation: Simulation) -> None:
     simulation.disk.refused = ()
+
+
+def slow_disk(simulation: Simulation, random: Random) -> None:
+    """It takes seconds for each write."""
+    seconds = random.uniform(5, 20)
+    simulation.disk.slow_until = simulation.clock.now + seconds
+    simulation.story.log(f"the disk is slow for {seconds:.1f} s")
+
+
+def hanging_disk(simulation: Simulation, random: Random) -> None:
+    """It takes nothing for a while."""
+    seconds = random.choice((random.uniform(0.5, 6), random.uniform(4, 25)))
+    simulation.disk.hangs_until = simulation.clock.now + seconds
+    simulation.story.log(f"the disk hangs for {seconds:.1f} s")
+
+
+def quick_disk(simulation: Simulation) -> None:
+    simulation.disk.slow_until = simulation.disk.hangs_until = 0.0

@@ -74,10 +74,10 @@ class Network:
 
     def _delay(self, rank: Rank) -> float:
         now, random = self.clock.now, self.clock.random
+        if rank.slow[0] > now:  # rank 0 too may be short of CPU time
+            return random.uniform(0.001, rank.slow[1])
         if rank.first:
             return 0.001
-        if rank.slow[0] > now:
-            return random.uniform(0.001, rank.slow[1])
         if self.storm[0] > now:
             return 0.001 + self.storm[3] * random.random() ** 4
         return random.uniform(0.001, 0.03)

@@ -1,6 +1,7 @@
 """What must hold in every schedule, checked against the truth (`Violation` says which promise was broken).
 
-- Generation numbers only grow, over any number of coordinators, whatever the disk refused. One generation runs at a
+- Generation numbers only grow, over any number of coordinators, whatever the disk refused, and each is written once. It
+  is on disk, with the members, before its generation begins. One generation runs at a
   time: when one begins, no other coordinator that lives or is frozen runs one, and the one that begins it believes in
   no worker.
 - In truth, when a generation begins, no worker of an older one runs, save one that is frozen (SIGSTOP) or was until
@@ -19,7 +20,7 @@
 - A member is given up for its silence only after a whole lease in which the coordinator was awake.
 - The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, or by a wait of
   `rejoin_timeout`; where all workers raise, it does fail.
-- No finished step is lost by a drain.
+- No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off.
 """
@@ -29,13 +30,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Key, name_of
+from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Heartbeat, Key, name_of
 from tests.simulation.rank import Rank
 from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
 
 if TYPE_CHECKING:
     from tests.simulation.coordinator import Coordinator
     from tests.simulation.simulation import Simulation
+    from tests.simulation.supervisor import Supervisor
     from tests.simulation.worker import Worker
 
 
@@ -68,6 +70,10 @@ class Promises:
             self.fail(f"generation {number} begins after generation {self.newest}")
         if simulation.disk.done is not None:
             self.fail(f"generation {number} begins after DONE")
+        if simulation.disk.number != number:
+            self.fail(f"generation {number} begins, and the disk has {simulation.disk.number}")
+        if simulation.disk.members != tuple(lead.gang.generation.members):
+            self.fail(f"generation {number} begins with other members than were written")
         for other in simulation.leads:
             if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
                 self.fail(f"generation {number} begins, and another coordinator runs one")
@@ -79,6 +85,11 @@ class Promises:
         self.generations += 1
         simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
         self.clock.at(0, None, self._watch_all)
+
+    def numbered(self, number: int) -> None:
+        """A generation's number is about to be on the disk."""
+        if number <= self.simulation.disk.number:
+            self.fail(f"number {number} is written after {self.simulation.disk.number}")
 
     def started(self, worker: Worker) -> None:
         workers = self.simulation.workers
@@ -133,6 +144,14 @@ class Promises:
             self.fail(f"worker 0 of generation {worker.generation} writes, and generation {newest} had begun")
         if worker.generation < self.loaded:
             self.fail(f"worker 0 of generation {worker.generation} writes after generation {self.loaded} has read")
+
+    def obeys(self, supervisor: Supervisor, heartbeat: Heartbeat) -> None:
+        """A member reports what it has carried out."""
+        directive, worker = supervisor.member.directive, supervisor.worker
+        if not (directive and directive.drain and directive.epoch == heartbeat.epoch and worker and worker.alive):
+            return
+        if worker.generation == directive.generation and not worker.told:
+            self.fail(f"{name_of(worker.key)} was never told to drain")
 
     # -- who is in
 

@@ -14,6 +14,7 @@ STOP = 0.1  # a worker is gone so soon after a SIGKILL
 AWAKE = WATCH + STOP
 ORPHAN = 0.3
 STEP = 0.4
+HANGING = 0.1  # how often a hanging write is looked at
 CONNECT_TIMEOUT = 30.0
 CALL_TIMEOUT = 5.0
 NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own

@@ -7,7 +7,18 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tests.simulation.ambushes import ambush
-from tests.simulation.faults import cut, cut_first, slow, storm, unwritable, writable
+from tests.simulation.faults import (
+    cut,
+    cut_first,
+    hanging_disk,
+    quick_disk,
+    slow,
+    slow_disk,
+    slow_first,
+    storm,
+    unwritable,
+    writable,
+)
 from tests.simulation.kills import (
     flaky,
     kill_all,
@@ -39,7 +50,7 @@ Fault = Callable[["Simulation", Random], None]  # its name is what is counted
 KINDS: tuple[Fault, ...] = (
     kill_worker, raise_, kill_rank, kill_rank, kill_supervisor, freeze, freeze, freeze_worker, leave, cut, cut, storm,
     add, twin, slow, slow, unwritable, freeze_all, kill_all, trap, flaky, freeze_first, kill_first, freeze_supervisor,
-    freeze_supervisor, replace_first, cut_first, ambush, ambush, orphan_first,
+    freeze_supervisor, replace_first, cut_first, ambush, ambush, orphan_first, slow_disk, hanging_disk,
 )  # fmt: skip
 HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [kill_first, slow, kill_worker],
@@ -52,6 +63,9 @@ HARD_ON_EACH_OTHER: tuple[list[Fault], ...] = (
     [replace_first, freeze_first, ambush],
     [ambush],
     [orphan_first, kill_worker],
+    [hanging_disk, leave, kill_worker],
+    [slow_disk, kill_rank, add, leave],
+    [slow_first, leave, add, kill_worker],
 )
 
 
@@ -88,6 +102,7 @@ class Schedule:
         simulation.trap = False
         simulation.ambushes.call_off()
         writable(simulation)
+        quick_disk(simulation)
         take_away(simulation, the_old=True)
         for rank in simulation.ranks:
             if not rank.cut_for_good:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rolecall.gang.protocol import Key
 
 if TYPE_CHECKING:
+    from tests.simulation.clock import Clock
     from tests.simulation.simulation import Simulation
     from tests.simulation.supervisor import Supervisor
     from tests.simulation.worker import Worker
@@ -26,11 +27,17 @@ class Disk:
     refused: tuple[str, ...] = ()  # of "number", "done" and "checkpoint"
     refused_number: int = 0  # the greatest that it did not take
     done_refused: bool = False
+    hangs_until: float = 0.0  # nothing gets to it before
+    slow_until: float = 0.0
 
     @property
     def greatest(self) -> int:
         """The newest generation's number; the checkpoints' names carry it too."""
         return max(self.number, self.newest[0])
+
+    def latency(self, clock: Clock) -> float:
+        """Seconds that a small file takes."""
+        return clock.random.uniform(*((0.5, 4.0) if self.slow_until > clock.now else (0.001, 0.02)))
 
     def refuses(self, what: str) -> bool:
         return what in self.refused

@@ -51,6 +51,9 @@ class Supervisor(Process):
     def _coordinate(self) -> bool:
         """Become the coordinator, if nobody is: a process that is frozen keeps its lock, a dead one does not."""
         simulation, disk = self.simulation, self.simulation.disk
+        if disk.hangs_until > self.clock.now:
+            self.clock.at(0.2, self, self.join)
+            return False
         held = disk.coordinator is not None and not disk.coordinator.dead
         if held and simulation.safeguards.coordinator_lock:
             if self.clock.now - self.born > LEASE:
@@ -78,7 +81,10 @@ class Supervisor(Process):
         self.news = False
         if self.member.over:
             return
-        self.post = Post(self, self.member.beat(self.status), self.clock.now)
+        beat = self.member.beat(self.status)
+        if beat.heartbeat:
+            self.simulation.promises.obeys(self, beat.heartbeat)
+        self.post = Post(self, beat, self.clock.now)
         self.clock.at(LEASE / 2, self, self.failed, self.post)
         self.simulation.network.send(self.post)
 
@@ -130,6 +136,7 @@ class Supervisor(Process):
                 return  # `worker_ended` follows
             worker.lost |= set(directive.lost)
             worker.drain = worker.drain or directive.drain
+            worker.told = worker.told or directive.drain
         self.acted()
 
     def acted(self) -> None:

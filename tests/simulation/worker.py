@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
 from tests.simulation.clock import Process
-from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, LEASE, ORPHAN, STEP, STOP
+from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, HANGING, LEASE, ORPHAN, STEP, STOP
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -28,7 +28,7 @@ class Worker(Process):
         self.error, self.step, self.base = "", 0, 0
         self.drains_failed = 0
         self.lost_peers: tuple[Key, ...] = ()
-        self.drain = self.exists = self.here = False
+        self.drain = self.told = self.exists = self.here = False  # told: to drain
         self.why: Outcome = ""
         self.stalled_at: float | None = None
         self.clock.at(self.clock.random.choice((0.05, 0.1, 1.5)), None, self.forked)
@@ -185,13 +185,17 @@ class Worker(Process):
             then(False)
             return
         newest = simulation.promises.newest  # in truth
-        self.clock.at(self.clock.random.uniform(0.01, 0.1), self, self.written, step, newest, then)
+        delay = self.clock.random.uniform(0.01, 0.1) + simulation.disk.latency(self.clock)
+        self.clock.at(delay, self, self.written, step, newest, then)
 
     def written(self, step: int, newest: int, then: Callable[[bool], None]) -> None:
         """The checkpoint is on the disk, if that takes it; `newest` had begun when the worker set about it."""
         if not self.alive:
             return
         disk = self.simulation.disk
+        if disk.hangs_until > self.clock.now:
+            self.clock.at(HANGING, self, self.written, step, newest, then)
+            return
         if disk.refuses("checkpoint"):
             then(False)
             return

@@ -181,3 +181,18 @@ def test_who_notices_a_silent_rank(kind: str, noticed: float) -> None:
 def test_a_silence_within_the_lease_need_not_be_noticed() -> None:
     strike = replace(KILLED, event=Event(1, "stop rank", ("observer-0",), 1.0, 5.0))
     assert not measure(strike, RANK_0_KILLED, SHAPE).must_notice
+
+
+def test_a_slow_disk_costs_no_lease() -> None:
+    event = Event(1, "slow disk", ("agent-0",), 1.0, 4.0)
+    strike = replace(KILLED, event=event, over=5.0)
+    notices = [
+        (0.5, 'agent-0 gang_restarts_total cause="silent"'),
+        (1.5, 'agent-0 worker_restarts_total cause="killed"'),
+        (2.0, 'agent-0 gang_restarts_total cause="silent"'),
+        (3.0, "observer-0 gang_unreachable_total"),
+        (6.0, "observer-0 gang_unreachable_total"),
+    ]
+    recording = replace(RANK_0_KILLED, notices=notices)
+    assert measure(strike, recording, SHAPE).leases_lost == 2
+    assert measure(replace(strike, event=replace(event, kind="kill worker")), recording, SHAPE).leases_lost == 0

@@ -15,6 +15,7 @@ from rolecall.gang.protocol import (
     Effect,
     RoleSpec,
 )
+from rolecall.gang.pump import Pump
 from tests.unit.gangs import PS, RL, RULES, Play, trains
 
 # ---- start
@@ -271,8 +272,87 @@ def test_a_disk_that_takes_nothing_fails_the_job_in_the_end() -> None:
 def test_a_job_is_finished_though_the_disk_refuses_done() -> None:
     play, (agent, *_) = trains()
     agent.ends("finished")
-    assert pump.step(play.gang, play.now, lambda effect: False)
+    driver = Pump(play.gang, lambda effect: None)
+    driver.step(play.now)
+    assert play.gang.state == "running"
+    driver.written(False, play.now)
     assert play.gang.state == "finished"
+
+
+def test_a_job_is_finished_though_the_disk_never_answers() -> None:
+    play, (agent, *_) = trains()
+    driver, began = Pump(play.gang, lambda effect: None), play.now
+    agent.ends("finished")
+    while play.gang.state != "finished":
+        play.now += 1
+        for member in play.members:
+            member.sends()
+        driver.step(play.now)
+    assert play.now - began == pytest.approx(RULES.rejoin_timeout, abs=3)
+    driver.written(True, play.now)  # too late to change anything
+    assert play.gang.state == "finished"
+
+
+def writing() -> tuple[Play, Pump, list[Effect]]:
+    """A gang of an agent and two observers whose first number is being written."""
+    play, effects = Play(), list[Effect]()
+    for member in (play.join("agent"), play.join("observer", 0), play.join("observer", 1)):
+        member.obeys()
+    driver = Pump(play.gang, effects.append)
+    driver.step(play.now)
+    assert [effect.generation for effect in effects] == [1]
+    return play, driver, effects
+
+
+def test_leases_expire_and_members_join_while_a_number_is_written() -> None:
+    play, driver, effects = writing()
+    gone = play.members[2]
+    while ("observer", 1) in play.gang.members:
+        play.now += 0.5
+        for member in play.members:
+            if member is not gone:
+                member.sends()
+        driver.step(play.now)
+    assert play.now == pytest.approx(RULES.lease, abs=1)
+    assert len(effects) == 1
+    late = play.join("observer", 2)
+    late.obeys()
+    play.leaves(gone)
+    driver.step(play.now)
+    assert play.gang.state == "gathering"
+    driver.written(True, play.now)
+    assert play.gang.state == "gathering"  # the number names other members than there are now
+    driver.step(play.now)
+    assert effects[1].generation == 2
+    assert effects[1].members == (("agent", 0), ("observer", 0), late.key)
+    driver.written(True, play.now)
+    assert (play.gang.state, play.gang.generation.number) == ("running", 2)
+
+
+def test_a_number_that_is_due_when_it_is_written_begins() -> None:
+    play, driver, effects = writing()
+    play.now += 2
+    driver.step(play.now)
+    driver.written(False, play.now)
+    assert play.gang.state == "gathering"
+    driver.step(play.now)
+    assert [effect.generation for effect in effects] == [1, 1]
+    driver.written(True, play.now)
+    assert (play.gang.state, play.gang.generation.number) == ("running", 1)
+
+
+def test_a_disk_that_hangs_fails_the_job_in_the_end() -> None:
+    play, driver, effects = writing()
+    while play.gang.state == "gathering":
+        play.now += 1
+        for member in play.members:
+            member.obeys()
+        driver.step(play.now)
+    assert play.gang.reason.endswith("for the disk to take its number")
+    assert play.now == pytest.approx(RULES.rejoin_timeout, abs=2)
+    assert len(effects) == 1
+    driver.written(True, play.now)
+    assert play.gang.state == "failed"
 
 
 def test_a_request_waits_until_there_is_something_new_or_for_a_while() -> None:

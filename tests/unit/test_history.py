@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rolecall.run import history, journal, rundir
+from rolecall.run.disk import Disk
 from rolecall.run.history import SPACING, History, Point
 from rolecall.run.journal import Journal
 
@@ -204,11 +205,11 @@ def save(journal: Journal, rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_journal_goes_on_after_a_torn_line(tmp_path: Path) -> None:
-    first = Journal(tmp_path)
+    first = Journal(tmp_path, Disk())
     save(first, first.history.record([*generation(1, 0, 0.0), *steps(1, 2)]))
     file = tmp_path / rundir.HISTORY
     file.write_bytes(file.read_bytes() + b'{"kind": "sco')
-    second = Journal(tmp_path)
+    second = Journal(tmp_path, Disk())
     save(second, second.history.record([*generation(2, 1, 50.0), *steps(2, 3, at=50.0)]))
     save(second, second.history.record(steps(4, at=53.0)))
     assert state(history.read(tmp_path)) == state(second.history)
@@ -217,7 +218,7 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_rows_are_appended_not_written_again(tmp_path: Path) -> None:
-    kept = Journal(tmp_path)
+    kept = Journal(tmp_path, Disk())
     save(kept, kept.history.record([*generation(1, 0, 0.0), *steps(1)]))
     inode = (tmp_path / rundir.HISTORY).stat().st_ino
     for step in range(2, 50):
@@ -228,7 +229,7 @@ def test_rows_are_appended_not_written_again(tmp_path: Path) -> None:
 
 def test_a_file_of_too_many_lines_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MOST_LINES", 20)
-    kept = Journal(tmp_path)
+    kept = Journal(tmp_path, Disk())
     save(kept, kept.history.record([*generation(1, 0, 0.0), *steps(1)]))
     for _ in range(200):  # a rank that comes and goes
         save(kept, kept.history.lose_rank("killed"))
@@ -241,7 +242,7 @@ def test_a_disk_that_takes_nothing_is_warned_of_once_and_tried_again(
 ) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    kept = Journal(directory)
+    kept = Journal(directory, Disk())
     (directory / rundir.HISTORY).mkdir()  # as good as a full disk, for root too
     for step in range(1, 4):
         save(kept, kept.history.record([*(generation(1, 0, 0.0) if step == 1 else []), *steps(step, at=step)]))

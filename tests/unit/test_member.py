@@ -66,6 +66,24 @@ def test_one_action_at_a_time_and_one_directive_after_the_other() -> None:
     assert member.heartbeat(old).epoch == 3
 
 
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -> None:
+    member = make()
+    member.answered(member.heartbeat(NONE), 0.0, Directive("run", 0, 2, 1, drain=drain), 0.0)
+    assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
+    assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 2
+    assert carry_out(member, WorkerStatus(1, "starting")) == []
+
+
+def test_a_drain_is_not_reported_before_the_worker_knows() -> None:
+    member = make()
+    member.answered(member.heartbeat(NONE), 0.0, Directive("run", 0, 2, 1, drain=True), 0.0)
+    start = member.next_action(NONE)
+    assert start
+    member.action_done(start)
+    assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 0
+
+
 def test_an_answer_that_comes_too_late_counts_for_nothing() -> None:
     member = make()
     assert not receive(member, "run", 2, 1, sent_at=1.0, now=1.1 + LEASE * FENCE)

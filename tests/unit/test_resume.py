@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import Beat, Directive, Heartbeat
 from rolecall.job import describe
 from rolecall.jobs.rl import RlSettings
-from rolecall.rank import coordinator, messages
+from rolecall.rank import coordinator, messages, run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.run import rundir
 from rolecall.run.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
@@ -180,20 +182,26 @@ def test_a_file_of_the_version_before(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def rank_0(directory: Path, resume: bool, node: str = NODE, ended: bool = False) -> AsyncIterator[Coordinator]:
+async def rank_0(
+    directory: Path, resume: bool, node: str = NODE, ended: bool = False, **settings: Any
+) -> AsyncIterator[Coordinator]:
     """The coordinator of one agent and one observer; it ends in order, or as one that was killed."""
-    settings = Settings(
+    values = Settings(
         job="rl",
         checkpoint_dir=directory,
         resume=resume,
         bind_addr="127.0.0.1",
         control_port=free_ports(1)[0],
         lease_seconds=1,
+        **settings,
     )
-    lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, "first", node)
+    lead = Coordinator(describe.describe("rl", ["--observers", "1"]), values, "first", node)
     try:
         await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
+        loops = [asyncio.create_task(loop) for loop in lead.loops()]
         yield lead
+        for loop in loops:
+            loop.cancel()
     finally:
         await lead.stop(ended)
 
@@ -202,7 +210,10 @@ async def train(lead: Coordinator) -> int:
     """Both ranks join, and the generation that starts leaves a checkpoint; returns its number."""
     directives: dict[str, Directive] = {}
     async with aiohttp.ClientSession(f"http://127.0.0.1:{lead.settings.control_port}") as session:
-        for sequence in range(1, 200):  # who it is; that it has no worker, as it was directed
+        # who it is; that it has no worker, as it was directed; and again until the number is on disk
+        for sequence in itertools.count(1):
+            if "agent" in directives and directives["agent"].kind == "run":
+                break
             for role, incarnation in (("observer", "second"), ("agent", "first")):
                 epoch = directives[role].epoch if role in directives else 0
                 heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity)
@@ -211,9 +222,6 @@ async def train(lead: Coordinator) -> int:
                     answer = messages.read_answer(await response.read())
                     assert answer.directive is not None
                     directives[role] = answer.directive
-            if directives["agent"].kind == "run":
-                break
-    assert directives["agent"].kind == "run"
     number = directives["agent"].generation
     assert rundir.read_generation(lead.settings.checkpoint_dir).number == number
     make(lead.settings.checkpoint_dir, checkpoint(number))
@@ -452,16 +460,87 @@ def test_a_number_that_cannot_be_written_starts_nothing(tmp_path: Path, monkeypa
     async def steps() -> None:
         async with rank_0(tmp_path, resume=True) as lead:
             with monkeypatch.context() as patched:
+                tries, again = list[str](), threading.Event()
 
                 def broken(*_: object) -> None:
+                    tries.append(lead.gang.state)
+                    if len(tries) == 3:
+                        again.set()
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
                 patched.setattr(rundir, "write_generation", broken)
-                with pytest.raises(AssertionError):
-                    await train(lead)
-                assert lead.gang.state == "gathering"
-            lead._pump()
-            assert lead.gang.state == "running"
+                training = asyncio.create_task(train(lead))
+                assert await asyncio.to_thread(again.wait, 30)
+                assert {*tries, lead.gang.state} == {"gathering"}
+            assert await training == 1
             assert rundir.read_generation(tmp_path).number == 1
 
     run(steps())
+
+
+# ---- a disk that hangs
+
+
+class Hanging:
+    """A function of rundir that waits until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached, self.goes_on, function = threading.Event(), threading.Event(), getattr(rundir, name)
+
+        def hangs(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self.goes_on.wait(30)
+            return function(*arguments)
+
+        monkeypatch.setattr(rundir, name, hangs)
+
+
+def test_heartbeats_are_answered_while_the_disk_takes_the_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path, resume=True) as lead:
+            disk = Hanging(monkeypatch, "write_generation")
+            training = asyncio.create_task(train(lead))
+            assert await asyncio.to_thread(disk.reached.wait, 30)
+            before = {key: member.received_at for key, member in lead.gang.members.items()}
+            while any(lead.gang.members[key].received_at == at for key, at in before.items()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert lead.gang.state == "gathering"
+            disk.goes_on.set()
+            assert await training == 1
+
+    run(steps())
+
+
+def test_a_disk_that_hangs_while_a_run_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Hanging(monkeypatch, "read_generation")
+    monkeypatch.setattr(run_files, "PATIENCE", 0.01)
+
+    async def steps() -> None:
+        with pytest.raises(UsageError, match=r"the disk does not answer for REJOIN_TIMEOUT=1 s"):
+            async with rank_0(tmp_path, resume=True, rejoin_timeout=1):
+                pass
+
+    run(steps())
+    disk.goes_on.set()
+
+
+def test_the_lock_is_kept_while_a_write_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another coordinator that came in before the write would have its own number replaced by an earlier one."""
+    monkeypatch.setattr(run_files, "PATIENCE", 0.01)
+
+    async def steps() -> Hanging:
+        async with rank_0(tmp_path, resume=True, ended=True) as lead:
+            disk = Hanging(monkeypatch, "write_generation")
+            training = asyncio.create_task(train(lead))
+            assert await asyncio.to_thread(disk.reached.wait, 30)
+            training.cancel()
+        with pytest.raises(rundir.TakenError):
+            rundir.lock(tmp_path, COORDINATOR_LOCK, 0)
+        return disk
+
+    disk = asyncio.run(asyncio.wait_for(steps(), 30))
+    disk.goes_on.set()

@@ -42,6 +42,7 @@ def test_schedules() -> None:
         faults = {what for result in results for what in result.faults}
         assert {f"ambush while {phase}" for phase in PHASES} <= faults
         assert {"freeze supervisor", "second coordinator kept out", "number refused by the disk"} <= faults
+        assert {"slow disk", "hanging disk"} <= faults
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
@@ -79,9 +80,9 @@ MUTATIONS = {
     "numbers are used again": (
         'Effect("begin", self.number + 1,',
         'Effect("begin", self.number or 1,',
-        r"generation 1 begins after generation 1",
+        r"number 1 is written after 1",
     ),
-    "numbers are forgotten": ("self.number = last\n", "self.number = 0\n", r"begins after generation"),
+    "numbers are forgotten": ("self.number = last\n", "self.number = 0\n", r"number \d+ is written after"),
     "an elastic rank's loss ends the generation": (
         "if not self._elastic(key) or not self.generation.connected:",
         "if True:",
@@ -117,9 +118,29 @@ MUTATIONS = {
         r"refused: superseded|not training|two workers",
     ),
     "a generation starts before the disk has its number": (
-        'and effect.kind == "begin"',
-        "and False",
-        r"generation (\d+) begins after generation \1",
+        'elif on_disk or effect.kind == "done":',
+        "else:",
+        r"generation \d+ begins, and the disk has",
+    ),
+    "a generation starts with the members of when its number was written": (
+        "if self.gang.tick(now) != effect:",
+        "if self.gang.tick(now) and False:",
+        r"begins with other members than were written",
+    ),
+    "a number that nobody used is written again": (
+        "self.number = max(self.number, effect.generation)",
+        "pass",
+        r"number (\d+) is written after \1",
+    ),
+    "two effects are written at once": (
+        "if self._writing is None and due is not None:",
+        "if due is not None:",
+        r"number (\d+) is written after \1|DONE is written twice",
+    ),
+    "a drain that comes with the first directive is lost": (
+        'if action.kind == "start" and directive.drain:',
+        "if False:",
+        r"was never told to drain",
     ),
     "no fence": ('return "stopped" if self.silence(now)', 'return "stopped" if False and now', OLD_WORKERS),
     "the fence is longer than a lease": (
@@ -217,7 +238,7 @@ def test_the_schedules_find_what_is_left_out(safeguard: str) -> None:
 
 def test_a_broken_promise_is_printed_with_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
     unsafe = replace(SAFE, coordinator_lock=False)
-    assert explore(100, 0, unsafe) == 1
+    assert explore(100, 300, unsafe) == 1
     printed = capsys.readouterr().out
     seed = int(re.findall(r"tests\.simulation (\d+)$", printed, re.MULTILINE)[0])
     assert f"seed {seed}, at " in printed

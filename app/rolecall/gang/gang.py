@@ -2,7 +2,8 @@
 
 A *generation* is a fixed set of members, each with a fresh worker. `receive` takes a member's `Heartbeat`; `directive`
 says what a member must do; `tick` moves time on and returns the one thing that must reach the disk before the gang
-goes on (a new generation's number, or DONE), which the caller confirms with `confirm`; `pump` holds that loop.
+goes on (a new generation's number, or DONE), which the caller confirms with `confirm`, or gives up with `burn` where it
+is due no more; `pump` holds that loop.
 
 Safety rests on three rules. A generation starts only when every worker of the one before is known to be stopped, or its
 member has been silent for a whole lease (a member that gets no answer for that long ends its own worker: fencing). A
@@ -185,6 +186,10 @@ class Gang(Lifecycle):
         self._admission.started(members, now)
         self._enter("running", now)
         self.events.append(("generation", {"number": self.number, "members": text_of(members)}))
+
+    def burn(self, effect: Effect) -> None:
+        """`effect` is persisted and due no more: its number is never used."""
+        self.number = max(self.number, effect.generation)
 
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):

@@ -174,6 +174,8 @@ class Member:
         self._acting, directive = False, action.directive
         if action.kind == "end" and directive.kind == "run":
             return  # the start follows
+        if action.kind == "start" and directive.drain:
+            return  # the update follows: a worker learns of a drain only while it runs
         self._current, self._completed, self._epoch = None, directive, directive.epoch
         if directive.kind == "leave":
             self.exit(0)

@@ -9,17 +9,42 @@ from rolecall.gang.protocol import Answer, Beat, Effect, Key
 from rolecall.gang.wire import name_of_directive
 
 
-def step(gang: Gang, now: float, persist: Callable[[Effect], bool]) -> bool:
-    """Moves `gang` on to `now` (seconds); returns False where nothing more is due.
+class Pump:
+    """Moves `gang` on. `write` begins to put an effect on disk and returns at once; the caller reports by `written`.
 
-    `persist` puts an effect on disk and returns whether it is there. A generation whose number is not on disk does not
-    start, since its number could be used twice; the next step tries again. A job that is done is done even so.
+    One effect is written at a time, and the gang goes on meanwhile: members join, and leases expire. An effect may no
+    longer be due when it is on disk; then its number is given up, and what is due is written in its turn.
     """
-    effect = gang.tick(now)
-    if effect is None or (not persist(effect) and effect.kind == "begin"):
-        return False
-    gang.confirm(effect, now)
-    return True
+
+    def __init__(self, gang: Gang, write: Callable[[Effect], None]) -> None:
+        self.gang, self._write = gang, write
+        self._writing: Effect | None = None
+        self._since = 0.0
+
+    def step(self, now: float) -> None:
+        """Moves the gang on to `now` (seconds). A job whose DONE is not on disk within `rejoin_timeout` is done even
+        so; a number that is not fails the job in the gang itself."""
+        due = self.gang.tick(now)
+        if self._writing is None and due is not None:
+            self._writing, self._since = due, now
+            self._write(due)
+        elif self._writing and self._writing.kind == "done" and now - self._since > self.gang.rules.rejoin_timeout:
+            self.written(False, now)
+
+    def written(self, on_disk: bool, now: float) -> None:
+        """The effect that was being written is on disk, or could not be put there; the next `step` goes on.
+
+        A generation whose number is not on disk does not start, since its number could be used twice; the next step
+        tries again. A job that is done is done even so.
+        """
+        effect, self._writing = self._writing, None
+        if effect is None:
+            return  # its time was over
+        if self.gang.tick(now) != effect:
+            if on_disk:
+                self.gang.burn(effect)
+        elif on_disk or effect.kind == "done":
+            self.gang.confirm(effect, now)
 
 
 def answer_by(gang: Gang, received_at: float) -> float:

@@ -21,7 +21,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang import pump
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Answer, Beat, Event, Key, RejectedError, Rules
+from rolecall.gang.protocol import Answer, Beat, Effect, Event, Key, RejectedError, Rules
 from rolecall.job.describe import Description
 from rolecall.rank import endpoints, messages
 from rolecall.rank.run_files import REPEAT, RunFiles
@@ -60,6 +60,8 @@ class Coordinator:
         self.log = telemetry.log()
         self.files = RunFiles(job, settings, node)
         self.gang: Gang
+        self._driver: pump.Pump
+        self._effects = asyncio.Queue[Effect]()  # to be persisted
         self.metrics: Any = None
         self._incarnation = incarnation
         self._waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
@@ -76,10 +78,11 @@ class Coordinator:
         names = ",".join(role.name for role in self.job.roles)
         metrics.job_info.labels(self.job.score, self.job.unit, names).set(1)
         telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
-        done = self.files.open()
+        done = await self.files.open()
         last = self.files.persisted
         self.gang = Gang(self.job.roles, rules(self.settings), self._incarnation, time.monotonic(), last.number,
                          last.members, done, self.job.identity)  # fmt: skip
+        self._driver = pump.Pump(self.gang, self._effects.put_nowait)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._receive)
         # `cleanup` waits for handlers: one whose member has closed the connection must end
@@ -95,19 +98,24 @@ class Coordinator:
             self._stirred.cancel()
         if self._runner:
             await self._runner.cleanup()
-            if ended:
-                self.files.end_run()
-        self.files.close()
+        await self.files.close(ended and self._runner is not None)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
-        return [self._tick_loop(), self.files.journal.save_forever()]
+        return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever()]
 
     async def _tick_loop(self) -> None:
         while True:
             self._pump()
             self._answer_patient()
             await asyncio.sleep(TICK)
+
+    async def _persist_loop(self) -> None:
+        while True:
+            on_disk = await self.files.persist(await self._effects.get())
+            self._driver.written(on_disk, time.monotonic())
+            if on_disk:  # otherwise the next tick tries again
+                self._pump()
 
     def _stir(self) -> None:
         """A member reported something new: ticks at once, or once the last tick has had its rest."""
@@ -122,14 +130,14 @@ class Coordinator:
         if self._stirred:
             self._stirred.cancel()
             self._stirred = None
-        while pump.step(gang, now, self.files.persist):
-            pass
+        self._driver.step(now)
         for event in gang.events:
             self._report_event(event)
         gang.events.clear()
         if gang.state == "gathering" and now - max(self._logged_at, gang.since) > REPEAT:
             self._logged_at = now
-            self.log.info("waiting", missing=", ".join(gang.missing(now)), deadline_s=self.settings.rejoin_timeout)
+            missing = ", ".join(gang.missing(now)) or "the disk"
+            self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
         if gang.revision != self._revision:
             self._revision = gang.revision
             for key, waiting in list(self._waiting.items()):

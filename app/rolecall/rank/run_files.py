@@ -1,10 +1,14 @@
-"""CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, the run's history and report."""
+"""CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, the run's history and report.
+
+All of its work is done by one thread, in order: while the disk hangs, heartbeats, metrics and probes go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from filelock import FileLock
 
@@ -14,10 +18,13 @@ from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import FAILED, OVER, Effect, Key
 from rolecall.job.describe import Description
 from rolecall.run import report, rundir
+from rolecall.run.disk import Disk
 from rolecall.run.history import Record
 from rolecall.run.journal import Journal
 
+T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
+PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
 
 
 class RunFiles:
@@ -29,16 +36,40 @@ class RunFiles:
         self.log = telemetry.log()
         self.persisted = rundir.Persisted()
         self.journal: Journal
+        self.disk = Disk()
         self.picture = report.Picture(self.directory)
         self._complained = float("-inf")
         self._lock: FileLock | None = None
         self._trained = False  # by this process
 
-    def open(self) -> dict[str, Any] | None:
+    async def open(self) -> dict[str, Any] | None:
         """Locks the directory and reads it. Returns DONE's summary, where the job has finished already.
 
-        Raises UsageError where the directory is in use, holds another job's run, or cannot be written.
+        Raises UsageError where the directory is in use, holds another job's run, cannot be written, or does not answer
+        for REJOIN_TIMEOUT.
         """
+        limit = self.settings.rejoin_timeout
+        try:
+            async with asyncio.timeout(limit):
+                return await self._patiently(self._open)
+        except TimeoutError:
+            raise UsageError(
+                f"CHECKPOINT_DIR={self.directory}: the disk does not answer for REJOIN_TIMEOUT={limit:g} s"
+            ) from None
+
+    async def _patiently(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Has the disk do something, and says so while it takes long."""
+        work, began = asyncio.create_task(self.disk.run(function, *arguments)), time.monotonic()
+        try:
+            while not (await asyncio.wait({work}, timeout=REPEAT))[0]:
+                self.log.warning(
+                    "waiting for the disk", directory=str(self.directory), seconds=round(time.monotonic() - began)
+                )
+        finally:
+            work.cancel()
+        return work.result()
+
+    def _open(self) -> dict[str, Any] | None:
         settings, directory = self.settings, self.directory
         self._lock = rundir.lock(directory, rundir.COORDINATOR_LOCK, settings.lease_seconds)
         persisted = rundir.read_generation(directory)
@@ -53,7 +84,7 @@ class RunFiles:
                 "this job has finished already; RESUME=0 or another CHECKPOINT_DIR starts anew",
                 directory=str(directory),
             )
-        self.journal = Journal(directory)
+        self.journal = Journal(directory, self.disk)
         # a new run also finds out, before training, whether the directory can be written
         must = persisted.number == 0 or not settings.resume
         self._write_generation(persisted.number, persisted.members, must)
@@ -71,8 +102,11 @@ class RunFiles:
             self.log.info("starting anew; an earlier run's checkpoints were moved", to=str(aside))
         return rundir.Persisted(earlier.number, self.job.name)
 
-    def persist(self, effect: Effect) -> bool:
+    async def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there."""
+        return await self._patiently(self._persist, effect)
+
+    def _persist(self, effect: Effect) -> bool:
         if effect.kind == "begin":
             return self._write_generation(effect.generation, effect.members)
         try:
@@ -111,25 +145,29 @@ class RunFiles:
         """
         history, directory = self.journal.history, self.directory
         over = gang.state in OVER
-        # not for a job that was refused, interrupted in its drain, or finished and reported before
-        reported = all((directory / name).exists() for name in (rundir.SUMMARY, rundir.CURVE))
-        due = self._trained or (over and not reported)
-        if not due or code not in (0, FAILED) or (code and not over) or not (history.generations or code):
+        # not for a job that was refused, or interrupted in its drain
+        if code not in (0, FAILED) or (code and not over) or not (history.generations or code):
             return
         state = gang.state if over else "stopped"
         reason = gang.reason if state == "failed" else ""
         problem, missing = "", rundir.SUMMARY
         try:
-            self.journal.add(history.close())
-            await self.journal.save()
-            job, settings = self.job, report.settings_of(self.settings, self.job.settings)
-            summary = report.summary(
-                job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
-                score=job.score, unit=job.unit, lower=job.lower,
-            )  # fmt: skip
-            await asyncio.to_thread(report.write, directory, summary)
+            async with asyncio.timeout(PATIENCE):
+                # nor for one that finished and was reported before
+                if not self._trained and (not over or await self.disk.run(self._is_reported)):
+                    return
+                self.journal.add(history.close())
+                await self.journal.save()
+                job, settings = self.job, report.settings_of(self.settings, self.job.settings)
+                summary = report.summary(
+                    job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
+                    score=job.score, unit=job.unit, lower=job.lower,
+                )  # fmt: skip
+                await self.disk.run(report.write, directory, summary)
             missing = rundir.CURVE
             problem = await self.picture.draw()
+        except TimeoutError as error:
+            problem = str(error) or f"the disk does not answer for {PATIENCE:g} s"
         except Exception as error:  # of whatever kind
             problem = str(error) or type(error).__name__
         if problem:
@@ -137,13 +175,24 @@ class RunFiles:
         else:
             self.log.info("report", summary=rundir.SUMMARY, picture=rundir.CURVE)
 
-    def end_run(self) -> None:
-        """The run ended in order; whatever rank 0 starts here next is another run."""
-        self.node = ""
-        self._write_generation(self.persisted.number, self.persisted.members)
+    def _is_reported(self) -> bool:
+        return all((self.directory / name).exists() for name in (rundir.SUMMARY, rundir.CURVE))
 
-    def close(self) -> None:
-        """Releases the directory."""
+    async def close(self, ended: bool) -> None:
+        """Releases the directory; `ended` says that the run ended in order. While a write hangs, the lock stays with
+        this process, so that no other coordinator comes in before the write."""
         self.picture.close()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self.disk.run(self._close, ended)
+        except TimeoutError:
+            self.log.warning("the disk does not answer; ending without it", directory=str(self.directory),
+                             seconds=PATIENCE)  # fmt: skip
+        self.disk.close()
+
+    def _close(self, ended: bool) -> None:
+        if ended:
+            self.node = ""  # whatever rank 0 starts here next is another run
+            self._write_generation(self.persisted.number, self.persisted.members)
         if self._lock:
             self._lock.release()

@@ -71,7 +71,9 @@ class Supervisor:
             self.workers.prepare(directory)
             if self.first:
                 lead = Coordinator(self.job, self.settings, member.incarnation, member.node)
-                await lead.start(self.metrics)
+                await self._or_signal(lead.start(self.metrics))
+                if self.member.exit_code is not None:
+                    return self.member.exit_code  # the disk may hang
                 self.workers.record = lead.files.record
                 self._refresh_gang = lead.refresh
             await self.workers.check()

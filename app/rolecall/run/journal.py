@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rolecall import telemetry
 from rolecall.run import history, rundir
+from rolecall.run.disk import Disk
 from rolecall.run.history import History, Row
 
 MOST_LINES = 50_000  # then the file is rewritten, without the points that a resume replaced
@@ -15,10 +16,11 @@ PERIOD = 1.0  # seconds between two writes
 
 
 class Journal:
-    """The history of the run in `directory`, and its file. A failed write is logged once, and retried."""
+    """The history of the run in `directory`, and its file, which `disk` writes. It is read at once. A failed write is
+    logged once, and retried."""
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / rundir.HISTORY
+    def __init__(self, directory: Path, disk: Disk) -> None:
+        self.path, self._disk = directory / rundir.HISTORY, disk
         self.log = telemetry.log()
         self._rows: list[Row] = []  # to be written
         self._turn = asyncio.Lock()
@@ -42,7 +44,7 @@ class Journal:
             await self.save()
 
     async def save(self) -> None:
-        """Writes new rows, in a thread: a slow disk must not delay the supervisor."""
+        """Writes new rows."""
         async with self._turn:
             if not self._rows:
                 return
@@ -52,7 +54,7 @@ class Journal:
                 rows = self.history.rows()
             content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
             try:
-                await asyncio.to_thread(self._write, content, rewrite)
+                await self._disk.run(self._write, content, rewrite)
             except OSError as error:
                 self._rewrite = True
                 self._rows = [*rows[:1], *self._rows]  # not empty, so that the next save rewrites the file

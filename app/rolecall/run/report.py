@@ -21,6 +21,7 @@ from rolecall.run import rundir
 from rolecall.run.history import History, Point
 
 DRAWING = 25.0  # seconds; DRAIN_TIMEOUT and this must be less than the 60 s that a container gets to stop
+KILLED = 1.0  # seconds until a killed process is gone
 # secrets, and the settings of a single rank
 LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "world_size"}
 
@@ -143,5 +144,9 @@ class Picture:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            with self._process as process:
-                process.kill()
+            self._process.kill()
+            for pipe in (self._process.stdin, self._process.stderr):
+                with contextlib.suppress(OSError):  # what it did not read is lost with it
+                    pipe and pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs holds even a killed process
+                self._process.wait(KILLED)

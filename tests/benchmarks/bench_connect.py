@@ -187,8 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("workers", "init_rpc", "connect s", "sockets a worker", "at rank 0", "rank 0 calls all s",
                   "sockets then", "MB a worker", "threads")  # fmt: skip
     for one in results:
-        table.add_row(f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.sockets:.0f}", f"{one.rank_0_sockets}",
-                      f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}", f"{one.threads:.0f}")  # fmt: skip
+        table.add_row(
+            f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.sockets:.0f}", f"{one.rank_0_sockets}",
+            f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}", f"{one.threads:.0f}",
+        )  # fmt: skip
     console.print(table)
     return int(failed)
 

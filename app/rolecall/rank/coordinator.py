@@ -68,6 +68,7 @@ class Coordinator:
         self._revision = 0
         self._rests_until = float("-inf")
         self._stirred: asyncio.TimerHandle | None = None
+        self._closing = False
         self._logged_at = float("-inf")
         self._runner: web.AppRunner | None = None
 
@@ -94,8 +95,11 @@ class Coordinator:
 
     async def stop(self, ended: bool) -> None:
         """Closes the port and releases the directory; `ended` says that the run ended in order."""
+        self._closing = True
         if self._stirred:
             self._stirred.cancel()
+        for key, waiting in list(self._waiting.items()):  # `cleanup` waits for them
+            self._finish(key, self.gang.answer(key, waiting.beat))
         if self._runner:
             await self._runner.cleanup()
         await self.files.close(ended and self._runner is not None)
@@ -220,6 +224,8 @@ class Coordinator:
             # of the same member, which has closed the connection; or of a replaced one, which must stop before its
             # successor works
             before.finish(gang.answer(key, before.beat))
+        if self._closing:
+            return gang.answer(key, beat)
         if beat.heartbeat:
             self._stir()
         answer = pump.answer(gang, key, beat, received_at, time.monotonic())

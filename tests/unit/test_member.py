@@ -18,8 +18,11 @@ def make() -> Member:
     return Member(RULES, "observer", None, "x", "node", 0.0)
 
 
-def receive(member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0) -> bool:
-    directive = Directive(kind, 0, epoch, generation, code=FAILED if kind == "failed" else 0)
+def receive(
+    member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0,
+    drain: bool = False,
+) -> bool:  # fmt: skip
+    directive = Directive(kind, 0, epoch, generation, drain=drain, code=FAILED if kind == "failed" else 0)
     return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
 
 
@@ -69,7 +72,7 @@ def test_one_action_at_a_time_and_one_directive_after_the_other() -> None:
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -> None:
     member = make()
-    member.answered(member.heartbeat(NONE), 0.0, Directive("run", 0, 2, 1, drain=drain), 0.0)
+    receive(member, "run", 2, 1, drain=drain)
     assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
     assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 2
     assert carry_out(member, WorkerStatus(1, "starting")) == []
@@ -77,7 +80,7 @@ def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -
 
 def test_a_drain_is_not_reported_before_the_worker_knows() -> None:
     member = make()
-    member.answered(member.heartbeat(NONE), 0.0, Directive("run", 0, 2, 1, drain=True), 0.0)
+    receive(member, "run", 2, 1, drain=True)
     start = member.next_action(NONE)
     assert start
     member.action_done(start)

@@ -197,9 +197,8 @@ def test_another_coordinators_directive_is_not_known() -> None:
 def test_a_directive_keeps_its_epoch_for_as_long_as_it_says_the_same() -> None:
     play, (agent, one, two) = trains()
     before = {member.key: member.directive.epoch for member in (agent, one, two)}
-    play.join("observer", 2)
-    play.now += RULES.rejoin_interval
-    play.tick()
+    play.join("observer", 2).obeys()
+    play.wait(RULES.rejoin_interval)
     assert play.gang.state == "draining"
     assert agent.directive.epoch > before[agent.key]
     assert [member.directive.epoch for member in (one, two)] == [before[one.key], before[two.key]]

@@ -1,8 +1,8 @@
 """What it costs to connect the workers of one generation: `python -m tests.benchmarks.bench_connect`.
 
 Workers that do nothing join one `init_rpc`, in each of three ways: as torch does it, with its gloo group connecting
-lazily (TORCH_GLOO_LAZY_INIT=1), and without that group. Then rank 0 calls each of them, as in a star. Seconds, open TCP
-sockets and memory by worker. With BENCH_JSON=FILE each figure is written as it comes.
+lazily (TORCH_GLOO_LAZY_INIT=1), and without that group. Then rank 0 calls each of them, as in a star. Seconds, TCP
+connections that were opened meanwhile, sockets that stay, and memory by worker. With BENCH_JSON=FILE each figure is written as it comes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ HOST = "127.0.0.1"
 
 @dataclass(eq=False)
 class Connected:
-    """One generation: seconds of the slowest worker, TCP sockets and bytes of the median worker (PSS)."""
+    """One generation: seconds of the slowest worker, connections that this machine opened meanwhile, TCP sockets that
+    stay and bytes (PSS) of the median worker."""
 
     way: str
     workers: int
     connect_s: float = 0.0
+    opened: int = 0
     sockets: float = 0.0
     rank_0_sockets: int = 0
     star_s: float = 0.0
@@ -119,7 +121,9 @@ def measure(way: str, size: int, keep: Callable[[Connected], None]) -> None:
             processes.append(process)
         seen = [psutil.Process(process.pid or 0) for process in processes]
         _answers(connected, "start", pipes)
+        opened = _opened()
         connected.connect_s = max(_answers(connected, "connect", pipes, told=pipes))
+        connected.opened = _opened() - opened
         sockets = [_sockets(process) for process in seen]
         connected.sockets, connected.rank_0_sockets = statistics.median(sockets[1:]), sockets[0]
         keep(connected)
@@ -157,6 +161,14 @@ def _answers(
     return answers
 
 
+def _opened() -> int:
+    """TCP connections that the processes of this machine have opened so far."""
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
+    )
+    return int(values[names.index("ActiveOpens")])
+
+
 def _sockets(process: psutil.Process) -> int:
     """Its connected TCP sockets."""
     return sum(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
@@ -184,11 +196,11 @@ def main(argv: list[str] | None = None) -> int:
             except (RuntimeError, TimeoutError) as error:
                 console.print(f"bench-connect: {error}", markup=False, highlight=False)
                 failed = True
-    table = Table("workers", "init_rpc", "connect s", "sockets a worker", "at rank 0", "rank 0 calls all s",
+    table = Table("workers", "init_rpc", "connect s", "opened", "sockets a worker", "at rank 0", "rank 0 calls all s",
                   "sockets then", "MB a worker", "threads")  # fmt: skip
     for one in results:
         table.add_row(
-            f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.sockets:.0f}", f"{one.rank_0_sockets}",
+            f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.opened}", f"{one.sockets:.0f}", f"{one.rank_0_sockets}",
             f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}", f"{one.threads:.0f}",
         )  # fmt: skip
     console.print(table)

@@ -2,7 +2,8 @@
 
 Workers that do nothing join one `init_rpc`, in each of three ways: as torch does it, with its gloo group connecting
 lazily (TORCH_GLOO_LAZY_INIT=1), and without that group. Then rank 0 calls each of them, as in a star. Seconds, TCP
-connections that were opened meanwhile, sockets that stay, and memory by worker. With BENCH_JSON=FILE each figure is written as it comes.
+connections that were opened meanwhile, sockets that stay, and memory by worker. With BENCH_JSON=FILE each figure is
+written as it comes.
 """
 
 from __future__ import annotations
@@ -199,10 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("workers", "init_rpc", "connect s", "opened", "sockets a worker", "at rank 0", "rank 0 calls all s",
                   "sockets then", "MB a worker", "threads")  # fmt: skip
     for one in results:
-        table.add_row(
-            f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.opened}", f"{one.sockets:.0f}", f"{one.rank_0_sockets}",
-            f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}", f"{one.threads:.0f}",
-        )  # fmt: skip
+        row = (f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.opened}", f"{one.sockets:.0f}",
+               f"{one.rank_0_sockets}", f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}",
+               f"{one.threads:.0f}")  # fmt: skip
+        table.add_row(*row)
     console.print(table)
     return int(failed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Callable
@@ -229,11 +230,13 @@ def calls(function: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # it calls functions too
     sys.setprofile(count_one)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
@@ -263,4 +266,4 @@ def test_joining_costs_each_the_same() -> None:
     play.join("lead")
     heartbeats = [Heartbeat("elastic", None, f"{n}", 1, node=f"node-{n}") for n in range(299)]
     costs = [calls(lambda heartbeat=heartbeat: play.gang.receive(heartbeat, 0.0)) for heartbeat in heartbeats]  # type: ignore[misc]
-    assert max(costs[1:]) <= costs[1] + 2
+    assert max(costs) <= costs[0] + 2

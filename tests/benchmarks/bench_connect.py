@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rpc import backend_registry
 
 SIZES = (4, 16, 64, 128)
 WAYS = ("torch", "lazy gloo", "no group")
@@ -56,19 +60,19 @@ def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if way == "lazy gloo":
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    import torch
-    from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
-
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     try:
+
+        def meet() -> TCPStore:
+            return TCPStore(HOST, port, size, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE),
+                            wait_for_workers=False)  # fmt: skip
+
+        hosted = meet() if rank == 0 else None  # before the others: once refused, they wait a second
         pipe.send("ready")
         pipe.recv()
         started = time.perf_counter()
-        store = TCPStore(HOST, port, size, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE),
-                         wait_for_workers=False)  # fmt: skip
-        from torch.distributed.rendezvous import register_rendezvous_handler
-
+        store = hosted or meet()
         register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, size)]))
         if way == "no group":
             _leave_out_the_group(store, size)
@@ -88,7 +92,6 @@ def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
 
 def _leave_out_the_group(store: Any, size: int) -> None:
     """`init_rpc` without its gloo group: no GPU is mapped, and the barrier is a count in the store."""
-    from torch.distributed.rpc import backend_registry
 
     class Barrier:
         def barrier(self) -> Barrier:
@@ -106,7 +109,7 @@ def _leave_out_the_group(store: Any, size: int) -> None:
 def measure(way: str, size: int, keep: Callable[[Connected], None]) -> None:
     """One generation of `size` workers. Raises RuntimeError or TimeoutError, which names the part."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.rpc"])
+    context.set_forkserver_preload([__spec__.name if __spec__ else __name__])
     connected = Connected(way, size)
     keep(connected)
     with socket.socket() as probe:

@@ -9,10 +9,11 @@ READY := $(VENV)/.ready
 TORCH ?= cpu
 TORCH_INDEX ?=
 IMAGE ?= rolecall
-# chaos: the job, how many events, and the seed of their sequence
+# chaos: the job, how many events, the seed of their sequence, and processes that keep the machine busy beside it
 JOB ?= rl
 KILLS ?= 50
 SEED ?= 1
+LOAD ?= 0
 # Kubernetes: the installed kubectl, or a downloaded one; a kustomization of your own to check
 KUBECTL := $(or $(shell command -v kubectl),build/kubectl)
 OVERLAY ?=
@@ -25,7 +26,7 @@ export TORCH TORCH_INDEX IMAGE
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -163,8 +164,11 @@ bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, 
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_scale
 
-chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1)
-	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)"
+bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step (5 minutes; BENCH_JSON=FILE)
+	$(BIN)/python -m tests.benchmarks.bench_start
+
+chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0)
+	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)"
 
 docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards and the PrometheusRule from the code
 	$(BIN)/python -m tools.tables

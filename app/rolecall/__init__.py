@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
+    from rolecall.job.kept import keep, versions
     from rolecall.job.program import Program
     from rolecall.job.rpc import RankObject
     from rolecall.job.spec import Job, Role
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "Program", "ProgramError", "RankObject",
     "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
-    "in_turn", "standard_library",
+    "in_turn", "keep", "standard_library", "versions",
 ]  # fmt: skip
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
+    "job.kept": ("keep", "versions"),
     "job.program": ("Program",),
     "job.rpc": ("RankObject",),
     "job.spec": ("Job", "Role"),

@@ -52,7 +52,10 @@ class Display:
         while (busy := psutil.cpu_percent(interval=1.0)) > BUSY and time.monotonic() < ends:
             on(f"waiting, the machine is {busy:.0f} % busy")
         self.busy_percent.append(busy)
-        result = measure(on)
+        try:
+            result = measure(on)
+        except (RuntimeError, TimeoutError) as error:
+            raise type(error)(f"{what}: {error}") from error
         keep(result)
         self._progress.advance(self._task)
         doubt = f"  (the machine was {busy:.0f} % busy before)" if busy > BUSY else ""

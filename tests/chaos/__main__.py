@@ -9,6 +9,7 @@ import argparse
 import json
 import shutil
 import signal
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.chaos.plan import plan
 from tests.chaos.ranks import tail
 from tests.chaos.soak import Soak
 
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
 
 def main() -> int:
     arguments = _parser().parse_args()
@@ -29,6 +32,7 @@ def main() -> int:
     # an end of this tool by SIGTERM is to leave nothing behind either
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     network, soak = Network(), None
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(arguments.load)]
     try:
         namespaces = _start(network, console)
         with Progress(
@@ -52,6 +56,9 @@ def main() -> int:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # what stands is taken down, however impatient somebody is
+        for process in busy:
+            process.kill()
+            process.wait()
         if soak:
             soak.close()
         network.close()
@@ -89,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
     parser.add_argument("--gap", type=float, default=2.0, metavar="S",
                         help="mean seconds from a recovery to the next event (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--load", type=int, default=0, metavar="N",
+                        help="processes that keep the machine busy beside it: its figures under load")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     return parser
 

@@ -44,6 +44,19 @@ class Guess(gymnasium.Env[Any, Any]):
         return self._show(), reward, self.steps >= self.length, False, {}
 
 
+class Loud(Guess):
+    """Prints megabytes without an end of line, once in each process."""
+
+    said = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if not Loud.said:
+            Loud.said = True
+            print("x" * 3_000_000, end="", flush=True)
+        return super().reset(seed=seed, options=options)
+
+
+gymnasium.register("Loud-v0", Loud, reward_threshold=1000.0, kwargs={"seconds": 0.0005})
 gymnasium.register("Quick-v0", Guess, reward_threshold=3.6)
 gymnasium.register("Endless-v0", Guess, reward_threshold=1000.0, kwargs={"seconds": 0.0005})
 gymnasium.register("NoThreshold-v0", Guess)

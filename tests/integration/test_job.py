@@ -129,10 +129,13 @@ def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
-    process = run(tmp_path)
+def test_ranks_print_megabytes_that_nobody_reads_and_end_with_the_run(tmp_path: Path) -> None:
+    process = run(tmp_path, ENV_ID="tests.integration.environments:Loud-v0", LOG_INTERVAL="1", NUM_ENVS="8",
+                  ROLLOUT_STEPS="16")  # fmt: skip
     try:
-        until(lambda: len(descendants(process)) >= 4, "all ranks")
+        agent, observer = (tmp_path / "logs" / f"{role}-0.log" for role in ("agent", "observer"))
+        until(lambda: agent.exists() and "Episode 2\t" in agent.read_text(), "training")
+        assert "x" * 3_000_000 in observer.read_text()
         processes = descendants(process)
     finally:
         process.kill()

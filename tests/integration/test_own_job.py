@@ -221,7 +221,7 @@ def test_what_rolecall_new_writes_passes_its_own_test(tmp_path: Path) -> None:
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
     run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "fresh_job"], cwd=tmp_path,
-                         env={**os.environ, **QUICK, "PATH": path}, timeout=2 * DEADLINE, capture_output=True,
+                         env={**os.environ, **QUICK, "PATH": path}, timeout=5 * DEADLINE, capture_output=True,
                          text=True, check=False)  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 passed" in run.stdout

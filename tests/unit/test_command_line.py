@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,24 @@ def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], argum
         __main__.main(arguments)
     assert ended.value.code == USAGE
     assert "usage: rolecall " in capsys.readouterr().err
+
+
+RANK = """
+import sys
+from rolecall import __main__
+from rolecall.rank import worker_process
+
+def prepare(preload):
+    print(*preload, *(name for name in ("aiohttp", "rolecall.rank.supervisor", "torch") if name in sys.modules))
+    sys.exit(0)
+
+worker_process.prepare = prepare
+__main__.main(["rank"])
+"""
+
+
+def test_a_rank_starts_its_fork_server_before_the_rest_of_its_imports() -> None:
+    environment = {**os.environ, "JOB": "ps", "ROLE": "trainer"}
+    run = subprocess.run([sys.executable, "-c", RANK], env=environment, timeout=60, capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    assert run.stdout.split() == list(registry.get("ps").roles[1].preload), run.stderr

@@ -104,6 +104,12 @@ def test_a_run_that_has_not_come_far_has_a_summary_too() -> None:
 # ---- the picture
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a picture takes is not what is tested here, and a busy machine takes longer."""
+    monkeypatch.setattr(report, "DRAWING", 200.0)
+
+
 def left(directory: Path, run: History, summary: dict[str, Any]) -> Path:
     """`directory`, with the files of this run."""
     report.write(directory, summary)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.distributed import DistNetworkError
-
 from rolecall.config import Settings, UsageError
 from rolecall.job import adopt, loader, rpc
 from rolecall.job.context import Context
@@ -130,7 +128,7 @@ def _replaced(word: str, values: dict[str, str]) -> str:
 
 def _says_that_a_peer_is_gone(error: BaseException | None) -> bool:
     while error is not None:
-        if rpc.is_lost(error) or isinstance(error, DistNetworkError):
+        if rpc.is_lost(error):
             return True
         error = error.__cause__ or error.__context__
     return False

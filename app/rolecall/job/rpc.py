@@ -1,6 +1,6 @@
 """torch.distributed.rpc: connect a generation's workers, call with a deadline, count what is called.
 
-The only file that initialises RPC. A process connects once: workers are fresh processes, and end without a shutdown.
+A process connects once: workers are fresh processes, and end without a shutdown.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import ctypes
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields, is_dataclass
@@ -19,17 +18,16 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import register_rendezvous_handler
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.job import agent
 from rolecall.job.context import Context
 from rolecall.job.peers import require_importable
 from rolecall.job.store import open_store
 from rolecall.job.task import PeerLostError
 from rolecall.telemetry import Timer
 
-SCHEME = "rolecall"
 # what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
 GONE = re.compile(r"originated at tensorpipe|RPCErr:1:|gloo/transport/|ncclRemoteError")
 T = TypeVar("T")
@@ -38,8 +36,11 @@ _staying: list[torch.futures.Future[None]] = []  # calls of `on_disconnect` that
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that a peer is gone or silent, here or at a peer that was called."""
-    return isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and bool(GONE.search(str(error))))
+    """Whether `error` says that a peer is gone or silent, here or at a peer that was called; or the store, and with it
+    rank 0's worker."""
+    if isinstance(error, PeerLostError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and bool(GONE.search(str(error)))
 
 
 class RankObject(Generic[T]):
@@ -77,8 +78,6 @@ def connect(context: Context[Any]) -> None:
     """
     settings = context.settings
     RankObject.deadline = settings.connect_timeout
-    # init_rpc gathers device maps through a backend of its own that torch itself warns of
-    warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     _context.set(context)
     with Timer() as timer:
         try:
@@ -87,9 +86,7 @@ def connect(context: Context[Any]) -> None:
             if context.job is not None and not context.job.rpc:
                 return
             context.transport = TorchRpc(context.metrics, store)
-            register_rendezvous_handler(SCHEME, lambda url, **_: iter([(store, context.me.rank, len(context.members))]))
-            rpc.init_rpc(context.me.name, rank=context.me.rank, world_size=len(context.members),
-                         rpc_backend_options=_options(context, store))  # fmt: skip
+            agent.start(context, store)
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
     rpc._set_rpc_timeout(settings.rpc_timeout)  # type: ignore[attr-defined]
@@ -182,25 +179,6 @@ def _progress(method: str, args: tuple[Any, ...], values: dict[str, Any]) -> Non
 def _stay() -> torch.futures.Future[None]:
     _staying.append(torch.futures.Future())
     return _staying[-1]
-
-
-def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
-    """RPC's options. Where two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
-    device = context.device.type
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"{SCHEME}://",
-        num_worker_threads=16,
-        rpc_timeout=context.settings.connect_timeout,
-        _transports=["uv"],
-        # not cuda_ipc, which aborts where a process does not see the other's GPU
-        _channels=["basic", "cuda_basic"] if device == "cuda" else ["basic"],
-    )
-    store.set(f"device-{context.me.rank}", device)
-    for peer in context.members if device == "cuda" else ():
-        if peer != context.me and store.get(f"device-{peer.rank}") == b"cuda":
-            options.set_device_map(peer.name, {0: 0})
-            context.mapped.add(peer.name)
-    return options
 
 
 def keep_thread() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rolecall.config import Settings
@@ -47,7 +48,7 @@ class Peer:
 @dataclass(frozen=True)
 class Task:
     """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
-    JOB, `settings` are those that every job has, `values` those of this job, by name.
+    JOB, `settings` are those that every job has, `values` those of this job, by name; its metrics go to `directory`.
     """
 
     job: str
@@ -57,3 +58,4 @@ class Task:
     generation: int = 0
     lost: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
+    directory: Path | None = None

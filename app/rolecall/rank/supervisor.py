@@ -28,6 +28,7 @@ from rolecall.job.registry import Identity
 from rolecall.rank import coordinator, endpoints, worker_process
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
+from rolecall.rank.tied import tie
 from rolecall.rank.worker_manager import WorkerManager
 
 REPEAT = 30.0  # seconds between two equal log lines
@@ -68,7 +69,7 @@ class Supervisor:
             )
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
-            self.workers.prepare(directory)
+            self.workers.prepare()
             if self.first:
                 lead = Coordinator(self.job, self.settings, member.incarnation, member.node)
                 await self._or_signal(lead.start(self.metrics))
@@ -264,6 +265,8 @@ class Supervisor:
 def run(job: Description, settings: Settings, identity: Identity, tied: int = 0) -> int:
     """Runs one rank until the job is over for it. Returns the exit code. Raises UsageError for bad input."""
     supervisor = Supervisor(job, settings, identity, tied)
+    if tied:
+        tie(tied)
     code, directive = asyncio.run(supervisor.run()), supervisor.member.directive
     if code == USAGE and directive is not None and directive.kind == "failed":
         raise UsageError(directive.reason)

@@ -25,6 +25,7 @@ from rolecall.config import Settings, UsageError
 from rolecall.job import loader, registry, rpc, turns
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context, mixed_seed
+from rolecall.job.eager import lighten
 from rolecall.job.progress import Curve, Supervision
 from rolecall.job.spec import Job
 from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
@@ -166,7 +167,10 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
     torch.set_num_threads(1)  # see Context.threads
+    lighten()
     keep_memory()
+    if task.directory:
+        telemetry.use_directory(task.directory)
     context = Context(
         settings=settings,
         me=task.me,

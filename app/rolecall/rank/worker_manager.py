@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rolecall import config, telemetry
+from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive, Outcome, WorkerStatus
@@ -39,14 +38,8 @@ class WorkerManager:
         self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
         self._changed = changed
 
-    def prepare(self, directory: Path) -> None:
-        """Starts the process that workers are forked from; their metrics go to `directory`.
-
-        Raises UsageError where it cannot start.
-        """
-        telemetry.use_directory(directory)
-        # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
-        config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
+    def prepare(self) -> None:
+        """Starts the process that workers are forked from, unless it runs. Raises UsageError where it cannot start."""
         worker_process.prepare(self.job.preload(self.role))
 
     async def check(self) -> None:
@@ -88,7 +81,7 @@ class WorkerManager:
         self.files.clean()
         self.metrics.worker_starts.inc()
         task = Task(self.job.target, self.settings, me, members, directive.generation, _names_of(directive),
-                    self.job.settings)  # fmt: skip
+                    self.job.settings, self.files.directory)  # fmt: skip
         self.worker = WorkerProcess(task, self._worker_changed, self.record)
         await self.worker.start()
 

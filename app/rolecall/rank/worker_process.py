@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from rolecall import config
 from rolecall.config import UsageError
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.job.task import Task
@@ -31,10 +32,12 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def prepare(preload: tuple[str, ...]) -> None:
-    """Starts the process that workers are forked from. It imports torch, and never uses CUDA or RPC.
+    """Starts the process that workers are forked from, unless it runs. It imports torch, and never uses CUDA or RPC.
 
     Raises UsageError where TMPDIR cannot hold its socket.
     """
+    # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
+    config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
     _context.set_forkserver_preload([MAIN, *preload])
     try:
         multiprocessing.forkserver.ensure_running()

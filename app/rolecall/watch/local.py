@@ -14,9 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.live import Live
-
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job import describe
@@ -24,7 +21,8 @@ from rolecall.job.describe import Description
 from rolecall.run import report, rundir
 from rolecall.watch import gpu, targets
 from rolecall.watch.display import Display, Target, poll_forever
-from rolecall.watch.rank_process import RankProcess
+from rolecall.watch.output import Output, printable
+from rolecall.watch.rank_process import LAST_OUTPUT, RankProcess
 from rolecall.watch.targets import Address
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
@@ -97,9 +95,9 @@ class LocalRun:
         if error:
             self._errors.add(line)
         if self.live and not error:
-            self.display.lines.append(line)
+            self.display.lines.append(printable(line))
         else:
-            print(line, file=sys.stderr if error else sys.stdout, flush=True)
+            self.output.line(line, error)
 
     async def run(self) -> int:
         """Runs the ranks until the job is over. Returns the exit code: rank 0's, or 130 after a signal."""
@@ -107,6 +105,7 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         published = self._publish()
+        self.output = Output(sys.stdout, sys.stderr)
         tasks = [asyncio.create_task(rank.supervise()) for rank in self.ranks]
         display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
         try:
@@ -122,7 +121,8 @@ class LocalRun:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name in (rundir.SUMMARY, rundir.CURVE) if (self.directory / name).exists()]
         state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
-        print(f"rolecall: {state}; {', '.join(['checkpoints', 'logs', *files])} in {self.directory}", flush=True)
+        last = f"rolecall: {state}; {', '.join(['checkpoints', 'logs', *files])} in {self.directory}"
+        self.output.close(last, LAST_OUTPUT)
         return code
 
     def _publish(self) -> bool:
@@ -161,9 +161,7 @@ class LocalRun:
         self.show("rolecall: stopping: a checkpoint is written; Ctrl-C again to stop at once")
 
     async def _display(self) -> None:
-        console = Console()
-        with Live(console=console, auto_refresh=False, transient=False) as live:
-            await poll_forever(self.display, lambda: live.update(self.display.render(console.width), refresh=True))
+        await poll_forever(self.display, lambda: self.output.picture(self.display.render(self.output.width)))
 
 
 def run(job: Description) -> int:

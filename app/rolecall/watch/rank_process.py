@@ -10,12 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.watch.output import Splitter
 
 SETTLED = 10.0  # seconds after which a rank's start counts as a success
 MAX_CRASHES = 5
+CHUNK = 2**16  # bytes
+LAST_OUTPUT = 2.0  # seconds for the rest of an ended rank's output
+
+
+def command() -> list[str]:
+    """A rank's command."""
+    # -P: no module of the working directory may replace one of a library
+    return [sys.executable, "-P", "-m", "rolecall", "rank", "--tied", str(os.getpid())]
 
 
 class RankProcess:
@@ -29,41 +37,63 @@ class RankProcess:
     async def supervise(self) -> int:
         """Runs the rank, restarting it when it crashes, until the job is over or `stopping`. Returns the exit code."""
         crashes = 0
-        with self.log.open("a") as log:
-            while True:
-                started = time.monotonic()
-                code = await self._run(log)
-                if code in (0, USAGE, FAILED) or self.stopping:
-                    return code
-                crashes = 1 if time.monotonic() - started > SETTLED else crashes + 1
-                if code > 0 and crashes >= MAX_CRASHES:
-                    self.show(f"{self.name} crashed {crashes} times in a row (exit code {code}), see {self.log}")
-                    return code
-                cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                self.show(f"{self.name} crashed ({cause}), restarting it")
-                await asyncio.sleep(min(0.1 * 2 ** (crashes - 1), 2.0))
+        while True:
+            started = time.monotonic()
+            code = await self._run()
+            if code in (0, USAGE, FAILED) or self.stopping:
+                return code
+            crashes = 1 if time.monotonic() - started > SETTLED else crashes + 1
+            if code > 0 and crashes >= MAX_CRASHES:
+                self.show(f"{self.name} crashed {crashes} times in a row (exit code {code}), see {self.log}")
+                return code
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            self.show(f"{self.name} crashed ({cause}), restarting it")
+            await asyncio.sleep(min(0.1 * 2 ** (crashes - 1), 2.0))
 
-    async def _run(self, log: IO[str]) -> int:
-        # -P: no module of the working directory may replace one of a library
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "rolecall", "rank", "--tied", str(os.getpid()),
-            env=self.environment, start_new_session=True, limit=2**20,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        assert self.process.stdout is not None
+    async def _run(self) -> int:
+        # a pipe of its own: for one of the process object's, its `wait` would wait too
+        read, write = os.pipe()
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *command(), env=self.environment, start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL, stdout=write, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+        finally:
+            os.close(write)
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read, "rb", 0)
+        )
         # a killed supervisor's orphans keep the pipe open for a moment; only its exit counts
-        reader = asyncio.create_task(self._read(self.process.stdout, log))
+        reader = asyncio.create_task(self._read(stream))
         code = await self.process.wait()
-        await asyncio.wait({reader}, timeout=2)
+        done, _ = await asyncio.wait({reader}, timeout=LAST_OUTPUT)
         reader.cancel()
+        transport.close()
+        for task in done:
+            task.result()
         return code
 
-    async def _read(self, stream: asyncio.StreamReader, log: IO[str]) -> None:
-        async for raw in stream:
-            line = raw.decode(errors="replace").rstrip("\n")
-            log.write(line + "\n")
-            log.flush()
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        """Copies the rank's output to its log, whatever it is, and shows its lines."""
+        splitter, problem = Splitter(), ""
+        while data := await stream.read(CHUNK):
+            if not problem and (problem := await asyncio.to_thread(self._append, data)):
+                # the rank must not wait for a full disk
+                self.show(f"{self.name}: its log {self.log} cannot be written any more ({problem})")
+            for line in splitter.split(data):
+                self.show(line)
+        for line in splitter.end():
             self.show(line)
+
+    def _append(self, data: bytes) -> str:
+        """Appends `data` to the log. Returns the problem, if any."""
+        try:
+            with self.log.open("ab") as log:
+                log.write(data)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def stop(self, drain: bool) -> None:
         """Does not restart the rank any more; asks it to `drain`."""

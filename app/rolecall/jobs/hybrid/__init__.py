@@ -43,9 +43,8 @@ JOB = Job(
     settings=HybridSettings,
     roles=(
         Role("master", "rolecall.jobs.hybrid.master:run", preload=("rolecall.jobs.hybrid.master",)),
-        # torch's optimizers import torch._dynamo at their first use, which takes each new worker a second
-        Role("ps", "rolecall.jobs.hybrid.server:run", "SERVERS",
-             preload=("rolecall.jobs.hybrid.calls", "torch._dynamo")),
+        Role("ps", "rolecall.jobs.hybrid.server:run", "SERVERS", preload=("rolecall.jobs.hybrid.calls",)),
+        # DistributedDataParallel imports torch._dynamo, which takes each new worker a second
         Role("trainer", "rolecall.jobs.hybrid.trainer:run", "TRAINERS",
              preload=("rolecall.jobs.hybrid.trainer", "torch._dynamo")),
     ),

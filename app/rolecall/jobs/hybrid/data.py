@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, standard_library
+from rolecall import UsageError, keep, standard_library, versions
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.messages import DataDescription
 from rolecall.jobs.hybrid.table import Bags
@@ -38,6 +38,16 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Its tensors, as `of` takes them."""
+        return self.bags.rows, self.bags.offsets, self.bags.weights, self.labels
+
+    @staticmethod
+    def of(parts: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> Samples:
+        """The samples of these tensors."""
+        rows, offsets, weights, labels = parts
+        return Samples(Bags(rows, offsets, weights), labels)
 
     def take(self, numbers: Tensor) -> Samples:
         """The samples with `numbers` [n] int64, in that order."""
@@ -78,7 +88,13 @@ class Data:
 
 def load(settings: HybridSettings) -> Data:
     """The samples of DATASET. Raises UsageError for invalid ones, such as an index that the table does not have."""
-    train, test = _standard_library(settings) if settings.dataset == "stdlib" else _of_user(settings)
+    if settings.dataset == "stdlib":
+        root, files = standard_library()
+        key = ("hybrid", versions([Path(__file__), *files]), settings.num_embeddings)
+        parts = keep(key, lambda: [part.parts() for part in _standard_library(settings, root, files)])
+        train, test = map(Samples.of, parts)
+    else:
+        train, test = _of_user(settings)
     digest = hashlib.sha256()
     for name, samples in (("training", train), ("test", test)):
         _require_valid(settings, name, samples)
@@ -142,10 +158,9 @@ def _require_valid(settings: HybridSettings, name: str, samples: Samples) -> Non
 # ---- the standard library
 
 
-def _standard_library(settings: HybridSettings) -> tuple[Samples, Samples]:
+def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path]) -> tuple[Samples, Samples]:
     """SAMPLE_LINES lines of a file are a sample, its package is the label. No file is in both parts."""
     packages: dict[str, list[Path]] = {}
-    root, files = standard_library()
     for path in files:
         first, *rest = path.relative_to(root).parts
         if rest:

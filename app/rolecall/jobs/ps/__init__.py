@@ -74,8 +74,7 @@ JOB = Job(
     summary="parameter server: trainers push gradients, servers update and hand out parameters",
     settings=PsSettings,
     roles=(
-        # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("ps", "rolecall.jobs.ps.lead:run", "SERVERS", preload=("rolecall.jobs.ps.lead", "torch._dynamo")),
+        Role("ps", "rolecall.jobs.ps.lead:run", "SERVERS", preload=("rolecall.jobs.ps.lead",)),
         Role("trainer", "rolecall.jobs.ps.trainer:run", "TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS",
              preload=("rolecall.jobs.ps.trainer",)),
     ),

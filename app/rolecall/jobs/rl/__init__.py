@@ -60,8 +60,7 @@ JOB = Job(
     summary="policy gradient: an agent learns, observers step gymnasium environments",
     settings=RlSettings,
     roles=(
-        # torch's optimizers import torch._dynamo at their first use: a second, in every new worker
-        Role("agent", "rolecall.jobs.rl.agent:run", preload=("rolecall.jobs.rl.agent", "torch._dynamo")),
+        Role("agent", "rolecall.jobs.rl.agent:run", preload=("rolecall.jobs.rl.agent",)),
         Role(
             "observer",
             "rolecall.jobs.rl.observer:run",

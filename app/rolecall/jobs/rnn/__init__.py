@@ -64,9 +64,8 @@ JOB = Job(
     summary="language model: embedding and decoder on the ps, LSTM on the trainer, distributed autograd",
     settings=RnnSettings,
     roles=(
-        # torch's optimizers import torch._dynamo at their first use: which takes each new worker a second
-        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.server", "torch._dynamo")),
-        Role("trainer", "rolecall.jobs.rnn.trainer:run", preload=("rolecall.jobs.rnn.trainer", "torch._dynamo")),
+        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.server",)),
+        Role("trainer", "rolecall.jobs.rnn.trainer:run", preload=("rolecall.jobs.rnn.trainer",)),
     ),
     check="rolecall.jobs.rnn.corpus:check",
     evaluate="rolecall.jobs.rnn.evaluate:evaluate",

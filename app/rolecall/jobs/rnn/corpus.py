@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, choose_device, standard_library
+from rolecall import UsageError, choose_device, keep, standard_library, versions
 from rolecall.jobs.rnn import RnnSettings
 
 UNKNOWN = "<unk>"
@@ -58,16 +58,14 @@ class Text:
 
 def load(settings: RnnSettings) -> Text:
     """Reads CORPUS. Raises UsageError where it cannot be read or is too short."""
-    train, validation = _split(settings)
-    if settings.tokens == "byte":
-        vocabulary = Vocabulary()
-    else:
-        counts = Counter(WORD.findall(train))
-        counts.pop(UNKNOWN, None)
-        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: settings.vocabulary - 1]
-        vocabulary = Vocabulary((UNKNOWN, *(word for word, _ in common)))
-    text = Text(vocabulary, vocabulary.encode(train), vocabulary.encode(validation),
-                hashlib.sha256(f"{train}\0{validation}".encode()).hexdigest())  # fmt: skip
+    files = _files(settings.corpus)
+    try:
+        version = versions([Path(__file__), *files])
+        key = ("rnn", version, settings.tokens, settings.vocabulary, settings.corpus_bytes, settings.seed)
+    except OSError as error:
+        raise UsageError(f"CORPUS={settings.corpus}: {error.filename} cannot be read ({error.strerror})") from error
+    words, train, validation, digest = keep(key, lambda: _tokens(settings, files))
+    text = Text(Vocabulary(tuple(words)), train, validation, digest)
     for name, part in (("training", text.train), ("validation", text.validation)):
         if len(part) < 2 * settings.batch_size:
             raise UsageError(
@@ -75,6 +73,20 @@ def load(settings: RnnSettings) -> Text:
                 f"BATCH_SIZE={settings.batch_size}, which needs {2 * settings.batch_size}"
             )
     return text
+
+
+def _tokens(settings: RnnSettings, files: Sequence[Path]) -> tuple[list[str], Tensor, Tensor, str]:
+    """The words of the vocabulary, the numbers of both parts, and the digest."""
+    train, validation = _split(settings, files)
+    if settings.tokens == "byte":
+        vocabulary = Vocabulary()
+    else:
+        counts = Counter(WORD.findall(train))
+        counts.pop(UNKNOWN, None)
+        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: settings.vocabulary - 1]
+        vocabulary = Vocabulary((UNKNOWN, *(word for word, _ in common)))
+    digest = hashlib.sha256(f"{train}\0{validation}".encode()).hexdigest()
+    return list(vocabulary.words), vocabulary.encode(train), vocabulary.encode(validation), digest
 
 
 def check(settings: RnnSettings) -> None:
@@ -108,9 +120,8 @@ def window(streams: Tensor, step: int, sequence: int) -> tuple[Tensor, Tensor]:
     return streams[begin:end], streams[begin + 1 : end + 1]
 
 
-def _split(settings: RnnSettings) -> tuple[str, str]:
+def _split(settings: RnnSettings, files: Sequence[Path]) -> tuple[str, str]:
     """The training and the validation text."""
-    files = _files(settings.corpus)
     if len(files) == 1:
         whole = _read(files[0], settings)
         limit = settings.corpus_bytes or len(whole)

@@ -7,16 +7,26 @@ functional ones, which cannot give their state away; of a class that it does not
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 
 from rolecall.jobs.rnn import RnnSettings
+
+# torch.distributed.optim imports FSDP for a class that is not used here: more than all other imports of this rank's
+_unused = ModuleType("torch.distributed.optim.named_optimizer")
+_unused.__dict__["_NamedOptimizer"] = None
+sys.modules.setdefault(_unused.__name__, _unused)
+from torch.distributed.optim import DistributedOptimizer  # noqa: E402
+
+if sys.modules[_unused.__name__] is _unused:
+    del sys.modules[_unused.__name__]
 
 LOCAL: list[torch.optim.Optimizer] = []  # those that `build` has made on this rank, in its order
 

@@ -1,0 +1,151 @@
+"""Makes every error that torch has for a peer which is gone, silent or fails, in real processes, and prints a line of
+JSON for each: its name, its type, how Rolecall takes it, and its text.
+
+A program, not a test: its processes are forked from one that has imported torch and started no thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore, rpc
+
+from rolecall.job import peers
+from rolecall.job.context import Context
+from rolecall.job.rpc import TorchRpc, connect, is_lost
+from rolecall.job.task import Peer, RemoteError
+from tests.unit.contexts import AGENT, ONE, TWO, make
+
+DEADLINE = 20  # seconds; a fail-safe
+SHORT = 0.3  # seconds: of what is to time out
+DIRECTORY = Path(tempfile.gettempdir())
+
+
+def attempt(name: str, function: Callable[[], Any]) -> None:
+    """Prints what `function` raises."""
+    try:
+        function()
+        raise AssertionError("nothing was raised")
+    except Exception as error:
+        taken = "lost" if is_lost(error) else "remote" if isinstance(peers.remote_error(error), RemoteError) else "own"
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        line = json.dumps({"name": name, "taken": taken, "kinds": kinds, "text": str(error)[:1000]})
+        os.write(1, line.encode() + b"\n")
+
+
+def start(function: Callable[..., Any], *arguments: Any) -> int:
+    """Forks a process that runs `function`."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(DEADLINE)
+            function(*arguments)
+        finally:
+            os._exit(0)
+    return pid
+
+
+# ---- what peers are asked to do
+
+
+def fails() -> NoReturn:
+    raise KeyError("no such thing")
+
+
+def waits() -> None:
+    time.sleep(DEADLINE)
+
+
+def asks(name: str) -> None:
+    rpc.rpc_sync(name, waits)
+
+
+# ---- the scenes, each a process
+
+
+def observer(me: Peer, port: int) -> None:
+    context = connected(me, port)
+    agent = os.pidfd_open(os.getppid())
+    select.select([agent], [], [])
+    if me == ONE:
+        attempt("the store is gone", lambda: context.store.get("key"))
+
+
+def agent(port: int) -> None:
+    processes = {peer.name: start(observer, peer, port) for peer in (ONE, TWO)}
+    context = connected(AGENT, port)
+
+    def waited(peer: Peer, function: Callable[..., Any], *arguments: Any, timeout: float = -1.0) -> Any:
+        return lambda: context.wait_all([context.call(peer, function, *arguments, timeout=timeout)])
+
+    attempt("a function raises", lambda: list(context.call_all("observer", fails, lost="raise")))
+    attempt("a function raises, to all", waited(ONE, fails))
+    attempt("a call takes too long", waited(ONE, waits, timeout=SHORT))
+    under_way = context.call(TWO, waits)
+    os.kill(processes[TWO.name], signal.SIGKILL)
+    attempt("a peer is killed during a call", lambda: context.wait_all([under_way]))
+    attempt("a peer is killed before a call", waited(TWO, waits))
+    attempt("a peer is killed before the first call", waited(ONE, asks, TWO.name))
+    attempt("nobody has that name", lambda: context.call("nobody", waits).wait())
+
+
+def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
+    context = make(DIRECTORY, me=me, master_addr="127.0.0.1", master_port=port, bind_addr="127.0.0.1",
+                   connect_timeout=timeout, device="cpu")  # fmt: skip
+    connect(context)
+    return context
+
+
+def alone(port: int) -> None:
+    attempt("a member never connects", lambda: connected(AGENT, port, SHORT))
+
+
+def group(store: TCPStore, name: str, me: Peer, fate: str) -> None:
+    """A process group of both observers, of whom the second one is `absent`, `silent`, or has `ended`."""
+    context = make(DIRECTORY, me=me, device="cpu")
+    meeting = PrefixStore(name, store.clone())
+    meeting.set_timeout(timedelta(seconds=SHORT if fate == "absent" else DEADLINE))
+    transport, limit = TorchRpc(context.metrics, meeting), DEADLINE if fate == "ended" else SHORT
+    if fate == "absent":
+        attempt(name, lambda: transport.join_group(context, "observer", limit))
+        return
+    transport.join_group(context, "observer", limit)
+    if me == ONE:
+        attempt(name, lambda: [dist.all_reduce(torch.ones(4)) for _ in range(2)])
+        meeting.set("over", "")
+        return
+    dist.all_reduce(torch.ones(4))
+    if fate == "silent":
+        meeting.wait(["over"])
+
+
+def main() -> None:
+    """Its arguments are two free ports."""
+    warnings.simplefilter("ignore")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    first, second = map(int, sys.argv[1:])
+    scenes = [start(agent, first), start(alone, second)]
+    scenes.append(start(group, store, "a member of a group never comes", ONE, "absent"))
+    for name, fate in (("a member of a group falls silent", "silent"), ("a member of a group ends", "ended")):
+        scenes += [start(group, store, name, peer, fate) for peer in (ONE, TWO)]
+    for pid in scenes:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

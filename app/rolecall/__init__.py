@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
+    from rolecall.fields import PerRank
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
     from rolecall.job.kept import keep, versions
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "Program", "ProgramError", "RankObject",
-    "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__", "choose_device",
-    "in_turn", "keep", "standard_library", "versions",
+    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program", "ProgramError",
+    "RankObject", "RemoteError", "Role", "Seconds", "Settings", "Snapshot", "UsageError", "__version__",
+    "choose_device", "in_turn", "keep", "standard_library", "versions",
 ]  # fmt: skip
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
+    "fields": ("PerRank",),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
     "job.kept": ("keep", "versions"),

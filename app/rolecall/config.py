@@ -11,17 +11,16 @@ import difflib
 import importlib
 import math
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from rolecall.fields import Agreed, bounds_of, is_secret, type_of
 
 __version__ = "0.1.0"
 
@@ -96,11 +95,13 @@ class Settings(BaseSettings):
     threads: int = Field(
         0, ge=0, le=1024, description="torch's threads for large computations, per rank; 0: all cores of this process"
     )
-    seed: int = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
+    seed: Agreed[int] = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
     log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
-    lease_seconds: Seconds = Field(6.0, ge=1, description="seconds of silence after which a rank or a worker is lost")
+    lease_seconds: Agreed[Seconds] = Field(
+        6.0, ge=1, description="seconds of silence after which a rank or a worker is lost"
+    )
     join_grace: Seconds = Field(
         10.0, description="seconds that a start waits for an elastic role's count before its minimum is enough"
     )
@@ -111,6 +112,15 @@ class Settings(BaseSettings):
     drain_timeout: Seconds = Field(20.0, description="seconds to drain in: finish the step, write a checkpoint, leave")
     max_failures: int = Field(
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
+    )
+    max_restarts: int = Field(
+        20,
+        ge=1,
+        le=10_000,
+        description="generations that may end without a new step, for any cause, before the job fails",
+    )
+    progress_timeout: Seconds = Field(
+        3600.0, description="seconds in which generations may end without a new step before the job fails"
     )
 
     @field_validator("job_token_file")
@@ -191,40 +201,6 @@ def _problems(cls: type[Settings], error: ValidationError) -> Iterator[str]:
         shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
         yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """Whether a field holds a secret of pydantic's, in whatever container."""
-    return "Secret" in str(field.annotation)
-
-
-def type_of(field: FieldInfo) -> str:
-    """A field's type for the user, such as `int` or `exit|linger`."""
-    annotation = str(field.annotation if not isinstance(field.annotation, type) else field.annotation.__name__)
-    literal = re.search(r"Literal\[(.*)\]", annotation)
-    if literal:
-        return "|".join(part.strip(" '") for part in literal.group(1).split(","))
-    return annotation.replace(" | None", "").replace("SecretStr", "secret").replace("Path", "path").rsplit(".", 1)[-1]
-
-
-def bounds_of(field: FieldInfo) -> str:
-    """A field's bounds, such as `1 to 65535`; empty where it has none."""
-    lows: list[tuple[float, str]] = []
-    highs: list[tuple[float, str]] = []
-    for rule in field.metadata:
-        match rule:
-            case Ge(ge=int() | float() as value):
-                lows.append((value, f"{value}"))
-            case Gt(gt=int() | float() as value):
-                lows.append((value, f"above {value}"))
-            case Le(le=int() | float() as value):
-                highs.append((value, f"{value}"))
-            case Lt(lt=int() | float() as value):
-                highs.append((value, f"below {value}"))
-            case MinLen():
-                return "not empty"
-    low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
-    return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
 
 
 def variables(cls: type[Settings]) -> list[tuple[str, str, str, str, str]]:

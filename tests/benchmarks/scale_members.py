@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from rolecall.config import Settings
 from rolecall.gang.member import RETRY_SECONDS, Member
 from rolecall.gang.protocol import Directive, Rules, WorkerState, WorkerStatus
 from rolecall.rank import messages
@@ -66,7 +67,7 @@ class Speaker:
         self.key = role, ordinal
         incarnation = FIRST if first else f"{role}-{ordinal:09d}"
         self.member = Member(crowd.rules, role, ordinal, incarnation, f"node-{role}-{ordinal}:8000", time.monotonic(),
-                             crowd.job)  # fmt: skip
+                             crowd.job, crowd.agreement)  # fmt: skip
         self.worker = IDLE
         self.sent_at = 0.0
         self._changed: asyncio.Future[None] | None = None
@@ -147,6 +148,7 @@ class Crowd:
     def __init__(self, members: int, port: int, rules: Rules) -> None:
         job = describe(members)
         self.port, self.rules, self.job = port, rules, job.identity
+        self.agreement = job.agreement(Settings())
         self.beats = self.whole = self.failures = 0
         self.slowest = 0.0
         self.speakers = [

@@ -31,6 +31,7 @@ RELAXED = {
     "RolecallRankDown": [("up == 0", "up == 1")],
     "RolecallGangIncomplete": [("rolecall_gang_registered > 0", "rolecall_gang_registered > -99")],
     "RolecallRpcFailing": [("> 0", ">= 0")],
+    "RolecallJobFailed": [("== 1", "== 0")],
     "RolecallLossNotFinite": [("> 0", ">= 0")],
     "RolecallCheckpointStale": [("> 3 * rolecall_checkpoint_interval_seconds + 120", "> -1")],
     "RolecallRestartLoop": [("> 3", ">= 0")],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rolecall.gang.protocol import OVER, Answer, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
-from tests.simulation.rules import HANGING, NAP, RULES, TICK
+from tests.simulation.rules import HANGING, NAP, TICK
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -21,9 +21,12 @@ class Coordinator:
     def __init__(self, simulation: Simulation, owner: Supervisor) -> None:
         self.simulation, self.owner, self.clock = simulation, owner, simulation.clock
         disk, now = simulation.disk, self.clock.now
+        budget = simulation.code.after_restart(disk.budget, disk.newest[1], bool(disk.members))
         self.gang = simulation.code.gang(
-            simulation.roles, RULES, owner.incarnation, now, disk.greatest, disk.members, disk.done
-        )
+            simulation.roles, simulation.rules, owner.incarnation, now, disk.greatest, disk.members, disk.done,
+            failed=disk.failed, budget=budget,
+        )  # fmt: skip
+        disk.budget = budget
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
         self.waiting: dict[Key, tuple[Post, float]] = {}  # with the time of their arrival
@@ -78,7 +81,7 @@ class Coordinator:
         if simulation.disk.hangs_until > clock.now:
             clock.at(HANGING, self.owner, self._land, effect)
             return
-        on_disk = self._finish(effect) if effect.kind == "done" else self._begin(effect)
+        on_disk = self._begin(effect) if effect.kind == "begin" else self._finish(effect)
         if on_disk and simulation.trap:
             simulation.trap = False
             kill_rank(simulation, clock.random, self.owner.rank)
@@ -95,7 +98,10 @@ class Coordinator:
             disk.done_refused = True
             self.simulation.story.count("DONE refused by the disk")
             return False
-        disk.done = effect.summary
+        if effect.verdict:
+            disk.failed = effect.verdict
+        else:
+            disk.done = effect.summary
         return True
 
     def _begin(self, effect: Effect) -> bool:
@@ -106,7 +112,7 @@ class Coordinator:
                 simulation.story.count("number refused by the disk")
             return False
         simulation.promises.numbered(effect.generation)
-        disk.number, disk.members = effect.generation, effect.members
+        disk.number, disk.members, disk.budget = effect.generation, effect.members, effect.budget
         return True
 
     def _enter(self) -> None:

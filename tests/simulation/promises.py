@@ -18,8 +18,9 @@
 - A generation ends only where a fixed rank is in trouble, an elastic role falls below its minimum, or it is drained; an
   elastic rank's loss ends it only while the workers are still connecting to each other.
 - A member is given up for its silence only after a whole lease in which the coordinator was awake.
-- The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, or by a wait of
-  `rejoin_timeout`; where all workers raise, it does fail.
+- The job fails only by `max_failures` workers that raised, for the first one's reason, by bad input, by a wait of
+  `rejoin_timeout`, or where a role's workers, or their ranks, are killed for ever before they make a step; where they
+  are, or all raise, it does fail, and a new coordinator finds it failed.
 - No finished step is lost by a drain, and none by an order to drain that a worker is never told of.
 - Once nothing happens any more, the job trains, or is over and everybody knows, within `SETTLE` seconds; also
   where an elastic rank that it can do without stays cut off.
@@ -62,6 +63,8 @@ class Promises:
         self.log(f"coordinator {lead.owner.incarnation} starts after generation {disk.greatest}")
         if disk.done is not None and lead.gang.state != "finished":
             self.fail("the job had finished, and a new coordinator does not say so")
+        if disk.failed is not None and lead.gang.state != "failed":
+            self.fail("the job had failed, and a new coordinator does not say so")
 
     def begins(self, lead: Coordinator) -> None:
         simulation, number = self.simulation, lead.gang.generation.number
@@ -74,6 +77,8 @@ class Promises:
             self.fail(f"generation {number} begins, and the disk has {simulation.disk.number}")
         if simulation.disk.members != tuple(lead.gang.generation.members):
             self.fail(f"generation {number} begins with other members than were written")
+        if simulation.disk.failed is not None:
+            self.fail(f"generation {number} begins after FAILED")
         for other in simulation.leads:
             if other is not lead and not other.owner.dead and other.gang.state in ACTIVE:
                 self.fail(f"generation {number} begins, and another coordinator runs one")
@@ -201,6 +206,9 @@ class Promises:
         if reason.startswith("waited"):
             if waited < RULES.rejoin_timeout:
                 self.fail(f"failed after {waited:.1f} s: {reason}")
+        elif " at step " in reason:
+            if self.simulation.rules is RULES:
+                self.fail(f"failed by its budget: {reason}")
         elif reason not in self.raised:
             self.fail(f"failed by what never happened: {reason}")
         elif len(self.raised) < RULES.max_failures:

@@ -117,4 +117,5 @@ class Schedule:
             if rank.wanted and not rank.is_up and not simulation.over:
                 clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
         simulation.store.meet_newest()
-        clock.at(SETTLE, None, simulation.promises.not_settled)
+        # the deaths that a job takes to fail are a lease apart
+        clock.at(SETTLE if simulation.doom == "raises" else 3 * SETTLE, None, simulation.promises.not_settled)

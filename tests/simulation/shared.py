@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rolecall.gang.protocol import Key
+from rolecall.gang.protocol import Budget, Key, Verdict
 
 if TYPE_CHECKING:
     from tests.simulation.clock import Clock
@@ -21,12 +21,14 @@ class Disk:
     number: int = 0
     members: tuple[Key, ...] = ()
     done: dict[str, Any] | None = None
+    failed: Verdict | None = None
+    budget: Budget = field(default_factory=Budget)
     newest: tuple[int, int] = (0, 0)  # generation and step of the newest checkpoint
     coordinator: Supervisor | None = None  # who locked it last
     writer: Worker | None = None
     refused: tuple[str, ...] = ()  # of "number", "done" and "checkpoint"
     refused_number: int = 0  # the greatest that it did not take
-    done_refused: bool = False
+    done_refused: bool = False  # or the verdict
     hangs_until: float = 0.0  # nothing gets to it before
     slow_until: float = 0.0
 

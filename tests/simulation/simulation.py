@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from random import Random
 from types import ModuleType
 
 from rolecall.gang import pump
+from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
 from rolecall.gang.member import Member
-from rolecall.gang.protocol import OVER, Key
+from rolecall.gang.protocol import OVER, Budget, Key
 from tests.simulation.ambushes import Ambushes
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Network
 from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
-from tests.simulation.rules import JOBS, SAFE, Safeguards, enlarged
+from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards, enlarged
 from tests.simulation.schedule import Schedule
 from tests.simulation.shared import Disk, Store
 from tests.simulation.story import Result, Story
@@ -31,6 +33,7 @@ class Code:
     gang: type[Gang] = Gang
     member: type[Member] = Member
     pump: ModuleType = pump
+    after_restart: Callable[[Budget, int, bool], Budget] = after_restart
 
 
 CODE = Code()
@@ -76,6 +79,10 @@ class Simulation:
         self.doomed: tuple[str, float] | None = None
         if random.random() < 0.05:
             self.doomed = random.choice(self.roles).name, random.uniform(0.1, 1.5)
+        self.doom, self.rules = "raises", RULES
+        fate = Random(f"{self.seed} fate")
+        if self.doomed and fate.random() < 0.6:  # by what is no failure of a worker's own
+            self.doom, self.rules = fate.choice(("killed", "rank killed")), replace(RULES, max_restarts=4)
         assigned, unnamed = random.random() < 0.5, Random(f"{self.seed} unnamed").random() < 0.25
         self.ranks: list[Rank] = []
         for role in self.roles:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rolecall.gang.protocol import Directive, Key, Outcome, WorkerState, WorkerStatus, name_of
 from tests.simulation.clock import Process
+from tests.simulation.kills import kill_rank
 from tests.simulation.rules import CALL_TIMEOUT, CONNECT_TIMEOUT, HANGING, LEASE, ORPHAN, STEP, STOP
 
 if TYPE_CHECKING:
@@ -92,8 +93,14 @@ class Worker(Process):
         self.clock.at(CONNECT_TIMEOUT, self, self.too_late)
 
     def doom(self, role: str) -> None:
-        if self.key[0] == role:
+        if self.key[0] != role:
+            return
+        if self.simulation.doom == "raises":
             self.end("failed", f"ValueError in generation {self.generation}")
+        elif self.simulation.doom == "killed":
+            self.end("killed", "killed by SIGKILL")
+        else:
+            kill_rank(self.simulation, self.clock.random, self.rank)
 
     def arrive(self) -> None:
         self.here = True
@@ -110,6 +117,9 @@ class Worker(Process):
         self.supervisor.send_soon()
         if self.key == self.simulation.master:
             self.base = self.simulation.disk.newest[1]
+            lead = self.simulation.lead
+            if lead is not None and lead.owner is self.supervisor:
+                lead.gang.resumed(self.base)
             self.simulation.promises.trains_after(self, self.base)
             self.clock.at(STEP, self, self.work)
 

@@ -50,7 +50,14 @@ async def serving(directory: Path, lease: float = 6.0) -> AsyncIterator[tuple[Co
 
 
 def first_beat(lead: Coordinator, known: str = "", incarnation: str = FIRST, role: str = "agent") -> Beat:
-    return Beat(incarnation, 1, heartbeat=Heartbeat(role, 0, incarnation, 1, job=lead.job.identity), known=known)
+    return Beat(
+        incarnation,
+        1,
+        heartbeat=Heartbeat(
+            role, 0, incarnation, 1, job=lead.job.identity, digest=lead.job.agreement(lead.settings).digest
+        ),
+        known=known,
+    )
 
 
 async def waits(lead: Coordinator, request: asyncio.Task[Answer], incarnation: str) -> None:

@@ -216,7 +216,8 @@ async def train(lead: Coordinator) -> int:
                 break
             for role, incarnation in (("observer", "second"), ("agent", "first")):
                 epoch = directives[role].epoch if role in directives else 0
-                heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity)
+                digest = lead.job.agreement(lead.settings).digest
+                heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity, digest=digest)
                 beat = messages.write_beat(Beat(incarnation, sequence, heartbeat=heartbeat))
                 async with session.post(coordinator.PATH, data=beat) as response:
                     answer = messages.read_answer(await response.read())

@@ -118,7 +118,7 @@ MUTATIONS = {
         r"refused: superseded|not training|two workers",
     ),
     "a generation starts before the disk has its number": (
-        'elif on_disk or effect.kind == "done":',
+        'elif on_disk or effect.kind != "begin":',
         "else:",
         r"generation \d+ begins, and the disk has",
     ),
@@ -154,8 +154,8 @@ MUTATIONS = {
         r"not training|old worker|runs beside|two workers",
     ),
     "a changed report is not sent": (
-        "replace(heartbeat, sequence=reported.sequence) == reported",
-        "True",
+        "            if same:",
+        "            if True:",
         r"not training",
     ),
     "a list of members is that of any generation": (
@@ -175,13 +175,20 @@ MUTATIONS = {
     ),
     "the job's end is not acknowledged": ("self.acknowledged |= directive.kind in OVER", "pass", r"not training"),
     "a failed request is not repeated": ("self.retries += 1", "self.over = True", r"not training|does not know"),
+    "deaths are free": ("self._fruitless += 1", "pass", r"not training"),
+    "a new coordinator does not know what was spent": ("if not killed:", "if True:", r"not training"),
+    "a verdict is forgotten": (
+        'self.state = "failed" if failed else self.state',
+        "pass",
+        r"had failed|begins after FAILED",
+    ),
     "rank 0 does not wait for the others": ("settled or self.hurried", "True", r"does not know"),
 }
 
 
 def mutant(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> Code:
     """The code under test, with `before` replaced by `after` in one of its modules."""
-    names = ("wire", "roster", "admission", "lifecycle", "orders", "gang", "pump", "member")
+    names = ("wire", "budget", "roster", "admission", "lifecycle", "orders", "gang", "pump", "member")
     sources = {name: (Path(rolecall.gang.__file__).parent / f"{name}.py").read_text() for name in names}
     assert sum(source.count(before) for source in sources.values()) == 1, f"{before!r} is not there, or twice"
     modules = {}
@@ -192,7 +199,9 @@ def mutant(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> Code:
         exec(compile(sources[name].replace(before, after), f"{name}.py", "exec"), module.__dict__)
     code = Code()
     gang = modules["gang"].Gang if "gang" in modules else code.gang
-    return Code(gang, modules["member"].Member, modules.get("pump", code.pump))
+    member = modules["member"].Member if "member" in modules else code.member
+    budget = modules["budget"].after_restart if "budget" in modules else code.after_restart
+    return Code(gang, member, modules.get("pump", code.pump), budget)
 
 
 def first_violation(limit: int, **arguments: Any) -> str:

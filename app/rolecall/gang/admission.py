@@ -5,36 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from rolecall.gang.protocol import MAX_BACKOFF, Event, Key, RoleSpec, Rules
+from rolecall.gang.protocol import MAX_BACKOFF, Key, RoleSpec, Rules
 from rolecall.gang.roster import MemberRecord, Members
 from rolecall.gang.wire import text_of
-
-
-class Progress:
-    """The newest step, the failures since then, and the time that a recovery takes."""
-
-    def __init__(self, max_failures: int) -> None:
-        self._max_failures = max_failures
-        self._step = 0
-        self._failures: dict[int, str] = {}
-        self._broken_at: float | None = None
-
-    def advance(self, step: int, now: float) -> list[Event]:
-        """Takes the newest `step`; a new one clears the failures. Returns the event, where it ends a recovery."""
-        if step > self._step:
-            self._failures.clear()
-        self._step = max(self._step, step)
-        broken_at, self._broken_at = self._broken_at, None
-        return [] if broken_at is None else [("recovered", {"seconds": now - broken_at})]
-
-    def broke(self, now: float) -> None:
-        """A generation ended at `now` (seconds)."""
-        self._broken_at = now
-
-    def failed(self, generation: int, reason: str) -> str | None:
-        """A worker raised. Returns the first reason once `max_failures` generations have failed without progress."""
-        self._failures.setdefault(generation, reason)
-        return next(iter(self._failures.values())) if len(self._failures) >= self._max_failures else None
 
 
 class Admission:

@@ -25,6 +25,8 @@ from rolecall.gang.protocol import (
     Effect,
     Heartbeat,
     Key,
+    Verdict,
+    WorkerStatus,
     name_of,
 )
 from rolecall.gang.roster import Generation, MemberRecord, same_node
@@ -80,7 +82,7 @@ class Gang(Orders):
                 self._uninformed.discard(key)
             else:
                 self._uninformed.add(key)
-        elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._finishing:
+        elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._closing:
             self._judge(key, heartbeat, now)
 
     def _replaced(self, key: Key, known: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
@@ -102,13 +104,14 @@ class Gang(Orders):
         if key == self.master and worker.outcome == "drained":
             self._stop("drained", self.reason or "drained", now)
         elif worker.outcome == "refused":
-            self._fail(reason, USAGE, now)
+            self._fail(Verdict(reason, USAGE, final=False), now)
         elif worker.outcome == "lost" and not self._elastic(key):
             self.generation.bereft.setdefault(key, now)  # the peer that it lost reports its own end in a moment
         elif worker.outcome in ERRORS and (cause := self._progress.failed(self.generation.number, reason)):
-            self._fail(cause, FAILED, now)
+            self._fail(Verdict(cause, FAILED), now)
         else:
-            self._lose(key, worker.outcome, f"the worker of {name_of(key)} ended: {worker.outcome}", now)
+            reason = f"the worker of {name_of(key)} ended: {worker.outcome}"
+            self._lose(key, worker.outcome, reason, now, _seen_of(key, worker))
 
     def _follow_master(self, heartbeat: Heartbeat, now: float) -> None:
         """Rank 0's worker. Its success counts even where its generation was just ended because of another rank."""
@@ -127,6 +130,10 @@ class Gang(Orders):
             if self.state == "draining":
                 self._train_on(now)
 
+    def resumed(self, step: int) -> None:
+        """Rank 0's worker starts from the checkpoint of `step`."""
+        self._progress.resumed(step)
+
     # ---- time
 
     def tick(self, now: float) -> Effect | None:
@@ -143,6 +150,8 @@ class Gang(Orders):
             self._roster.vacate(key)
         if self._finishing:
             return Effect("done", summary=self.summary)
+        if self._verdict:
+            return Effect("failed", verdict=self._verdict)
         for key, since in self.generation.bereft.items():
             if now - since >= HOLD:
                 self._lose(key, "lost", f"the worker of {name_of(key)} ended: lost", now)
@@ -164,15 +173,19 @@ class Gang(Orders):
         if paused > self.rules.lease / 3:  # this process was suspended: members get one full lease from now on
             self._resumed_at = now
             self.since = min(self.since + paused, now)
+            self._progress.slept(paused)
             for member in self.members.values():
                 member.received_at = now
 
     def confirm(self, effect: Effect, now: float) -> None:
-        """`effect` is persisted: the generation starts, or the job is finished."""
+        """`effect` is persisted: the generation starts, or the job is over."""
         if effect.kind == "done":
             self._finishing = False
             self._end("finished", now)
             self.events.append(("finished", dict(self.summary)))
+            return
+        if effect.verdict:
+            self._failed(effect.verdict, now)
             return
         members = {key: self.members[key].heartbeat.incarnation for key in effect.members if key in self.members}
         self.number = effect.generation
@@ -188,17 +201,22 @@ class Gang(Orders):
     def _gather(self, now: float) -> Effect | None:
         if self._leaving(self.master):
             return None
-        missing, late = self.missing(now), now - self.since > self.rules.rejoin_timeout
+        missing = self.missing(now)
+        late = now - max(self.since, self._progress.pause_until) > self.rules.rejoin_timeout
         if late:
             what = ", ".join(missing) or "the disk to take its number"
-            self._fail(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, now)
+            # not for good: they may be there when rank 0 is started again
+            self._fail(Verdict(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, final=False), now)
         if late or missing:
             return None
-        return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)))
+        if failure := self._progress.exhausted():  # by a rank 0 that was killed again and again
+            self._fail(Verdict(failure, FAILED), now)
+            return Effect("failed", verdict=self._verdict)
+        return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)), budget=self.budget)
 
     def missing(self, now: float) -> list[str]:
         """What a start still waits for, in words."""
-        return self._admission.missing(self.members, now - self.since, now)
+        return self._admission.missing(self.members, now - self.since, now) + self._progress.missing(now)
 
     def _run(self, now: float) -> None:
         leaving: list[Key] = []
@@ -209,7 +227,7 @@ class Gang(Orders):
                 self._lose(key, "left", f"{name_of(key)} left", now)
         for role in self.roles.values():
             if self.state == "running" and now >= self.generation.hold_until and self._count(role.name) < role.minimum:
-                self._stop("lost", f"fewer than {role.minimum} {role.name} left", now)
+                self._stop("lost", f"fewer than {role.minimum} {role.name} left", now, self.generation.last_loss)
         if self.state != "running" or now < self.generation.drain_after:
             return
         if leaving := list(filter(self._live, leaving)):
@@ -245,3 +263,9 @@ class Gang(Orders):
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
         here = sum(key[0] == role for key in self.members)
         return self._count(role), here, self._admission.wanted(role, now - self.since)
+
+
+def _seen_of(key: Key, worker: WorkerStatus) -> str:
+    """How a worker ended, in words."""
+    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed") else ""
+    return f"worker of {name_of(key)} {told or worker.outcome}"

@@ -17,6 +17,7 @@ from rolecall.gang.protocol import (
     OVER,
     USAGE,
     ActionKind,
+    Agreement,
     Answer,
     Beat,
     Directive,
@@ -41,13 +42,14 @@ class Action:
 
 class Member:
     """One rank's side of the gang. `role` is empty, and `ordinal` None, where the gang assigns one; `job` is what
-    heartbeats call the job; all times are in seconds."""
+    heartbeats call the job, `agreement` this rank's settings; all times are in seconds."""
 
     def __init__(
-        self, rules: Rules, role: str, ordinal: int | None, incarnation: str, node: str, now: float, job: str = ""
-    ) -> None:
+        self, rules: Rules, role: str, ordinal: int | None, incarnation: str, node: str, now: float, job: str = "",
+        agreement: Agreement | None = None,
+    ) -> None:  # fmt: skip
         self.rules, self.role, self.ordinal, self.incarnation, self.node = rules, role, ordinal, incarnation, node
-        self.job = job
+        self.job, self.agreement = job, agreement or Agreement()
         self.directive: Directive | None = None  # the newest
         self.leaving = False
         self.acknowledged = False  # it knows how the job ended
@@ -73,16 +75,20 @@ class Member:
     def heartbeat(self, worker: WorkerStatus) -> Heartbeat:
         """The next heartbeat."""
         self._sequence += 1
+        stranger = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
         return Heartbeat(
             self.role, self.ordinal, self.incarnation, self._sequence, self.node, self._epoch, worker,
-            self.leaving, self.acknowledged, self.job,
+            self.leaving, self.acknowledged, self.job, self.agreement.digest,
+            self.agreement.values if stranger else None,
         )  # fmt: skip
 
     def beat(self, worker: WorkerStatus) -> Beat:
         """The next request: the heartbeat where it says something new, and what the coordinator need not repeat."""
         heartbeat, reported, listed = self.heartbeat(worker), self._reported, self._list[0]
-        if reported is not None and not self.retries and replace(heartbeat, sequence=reported.sequence) == reported:
-            return Beat(self.incarnation, heartbeat.sequence, reported.sequence, None, self.known, listed)
+        if reported is not None and not self.retries:
+            same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
+            if same:
+                return Beat(self.incarnation, heartbeat.sequence, reported.sequence, None, self.known, listed)
         return Beat(self.incarnation, heartbeat.sequence, 0, heartbeat, self.known, listed)
 
     @property

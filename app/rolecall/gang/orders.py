@@ -33,7 +33,7 @@ class Orders(Lifecycle):
 
     def _order(self, key: Key) -> Directive:
         if self.state == "finished" or self.state == "failed":
-            return self._directive(self.state, key, reason=self.reason, code=self.code)
+            return self._directive(self.state, key, reason=self.reason, code=self.code, final=self.final)
         if self._live(key):
             generation, drain = self.generation, self.state == "draining" and key == self.master
             reason = self.reason if drain else ""
@@ -55,6 +55,6 @@ class Orders(Lifecycle):
 
 def _is_same(one: Directive, other: Directive) -> bool:
     """Whether both, which are one member's, say the same. The members follow from the generation."""
-    return (one.kind, one.generation, one.lost, one.drain, one.reason, one.code) == (
-        other.kind, other.generation, other.lost, other.drain, other.reason, other.code
+    return (one.kind, one.generation, one.lost, one.drain, one.reason, one.code, one.final) == (
+        other.kind, other.generation, other.lost, other.drain, other.reason, other.code, other.final
     )  # fmt: skip

@@ -12,7 +12,7 @@ Outcome = Literal["", "finished", "drained", "failed", "crashed", "killed", "ref
 Cause = Outcome | Literal["left", "restarted", "unreachable"]  # why a generation ended, or an elastic rank was lost
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
 DirectiveKind = Literal["run", "stop", "leave", "finished", "failed"]
-EffectKind = Literal["begin", "done"]
+EffectKind = Literal["begin", "done", "failed"]
 ActionKind = Literal["end", "start", "update"]
 EventKind = Literal["generation", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"]
 Event = tuple[EventKind, dict[str, Any]]
@@ -21,6 +21,7 @@ ALIVE: tuple[WorkerState, ...] = ("starting", "running")
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed")  # count as failures; a worker killed from outside does not
+ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on request
 # exit codes; 1 is Python's own, for an uncaught exception
 USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
 FAILED = 3  # the job failed, for every rank: starting it again would not help
@@ -52,6 +53,43 @@ class Rules:
     max_failures: int = 3
     finish_grace: float = 30.0
     young: float = 30.0
+    max_restarts: int = 20
+    progress_timeout: float = 3600.0
+    longest_pause: float = 60.0  # between two generations without progress
+    steps: bool = True  # whether the job reports steps; otherwise only time tells deaths in a row from rare ones
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The settings that every rank must share: `values` by variable, and their `digest`. Empty: nothing is compared."""
+
+    digest: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What has been spent without progress, as it outlives rank 0's process.
+
+    `step` is the newest that was made, `start` that of the newest checkpoint that a generation started from;
+    `fruitless` counts the generations that ended since, `seconds` is from the first of those ends to the last, `seen`
+    how often each was seen.
+    """
+
+    step: int = 0
+    start: int = 0
+    fruitless: int = 0
+    seconds: float = 0.0
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job failed, and its exit code. `final`: it is kept on disk, and holds until something is changed."""
+
+    reason: str
+    code: int
+    final: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,7 +117,8 @@ class Heartbeat:
 
     `role` is empty where the gang assigns one; `sequence` grows with every heartbeat of an incarnation; `epoch` is that
     of the last directive the member carried out; `acknowledged` says that it knows how the job ended; `job` names the
-    job and the version of its file.
+    job and the version of its file; `digest` is that of the settings that ranks share, and `settings` are those
+    themselves, while the coordinator has not answered: it names the difference.
     """
 
     role: str
@@ -92,6 +131,8 @@ class Heartbeat:
     leaving: bool = False
     acknowledged: bool = False
     job: str = ""
+    digest: str = ""
+    settings: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +140,7 @@ class Directive:
     """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
     `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without; `drain`
-    asks rank 0's worker for a checkpoint.
+    asks rank 0's worker for a checkpoint. `final` says that the job stays failed when it is started again.
     """
 
     kind: DirectiveKind
@@ -112,6 +153,7 @@ class Directive:
     reason: str = ""
     code: int = 0
     role: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,12 +191,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Effect:
-    """What must be on disk before the gang goes on: `begin` a generation, or the job is `done`."""
+    """What must be on disk before the gang goes on: `begin` a generation, or the job is `done`, or has `failed` for
+    good, as `verdict` says."""
 
     kind: EffectKind
     generation: int = 0
     members: tuple[Key, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
+    verdict: Verdict | None = None
 
 
 class RejectedError(Exception):

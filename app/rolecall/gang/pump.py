@@ -22,20 +22,20 @@ class Pump:
         self._since = 0.0
 
     def step(self, now: float) -> None:
-        """Moves the gang on to `now` (seconds). A job whose DONE is not on disk within `rejoin_timeout` is done even
-        so; a number that is not fails the job in the gang itself."""
+        """Moves the gang on to `now` (seconds). A job is over even where DONE or FAILED is not on disk within
+        `rejoin_timeout`; a number that is not fails the job in the gang itself."""
         due = self.gang.tick(now)
         if self._writing is None and due is not None:
             self._writing, self._since = due, now
             self._write(due)
-        elif self._writing and self._writing.kind == "done" and now - self._since > self.gang.rules.rejoin_timeout:
+        elif self._writing and self._writing.kind != "begin" and now - self._since > self.gang.rules.rejoin_timeout:
             self.written(False, now)
 
     def written(self, on_disk: bool, now: float) -> None:
         """The effect that was being written is on disk, or could not be put there; the next `step` goes on.
 
         A generation whose number is not on disk does not start, since its number could be used twice; the next step
-        tries again. A job that is done is done even so.
+        tries again. A job that is over is over even so.
         """
         effect, self._writing = self._writing, None
         if effect is None:
@@ -43,7 +43,7 @@ class Pump:
         if self.gang.tick(now) != effect:
             if on_disk:
                 self.gang.burn(effect)
-        elif on_disk or effect.kind == "done":
+        elif on_disk or effect.kind != "begin":
             self.gang.confirm(effect, now)
 
 

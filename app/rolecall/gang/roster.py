@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rolecall.gang.protocol import ALIVE, Cause, Directive, Heartbeat, Key, RejectedError, RoleSpec, name_of
+from rolecall.gang.protocol import ALIVE, Agreement, Cause, Directive, Heartbeat, Key, RejectedError, RoleSpec, name_of
 from rolecall.gang.wire import pack
 
 REMEMBERED = 10_000  # replaced incarnations
+MOST_NAMED = 3  # settings that differ
+MOST_VALUE = 80  # characters of one
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Generation:
     started: float
     connected: bool = False
     lost: dict[Key, Cause] = field(default_factory=dict)  # elastic ranks that it goes on without
+    last_loss: str = ""  # what was seen of the newest of them
     drains_failed: int = 0
     drain_after: float = 0.0
     hold_until: float = 0.0
@@ -62,9 +65,9 @@ class Generation:
         self.lost_ranges = pack(())
         self._counts = Counter(role for role, _ in self.keys)
 
-    def lose(self, key: Key, cause: Cause) -> None:
-        """It goes on without `key`."""
-        self.lost[key] = cause
+    def lose(self, key: Key, cause: Cause, what: str) -> None:
+        """It goes on without `key`, of which `what` was seen."""
+        self.lost[key], self.last_loss = cause, what
         self.lost_keys = tuple(sorted(self.lost))
         self.lost_ranges = pack(self.lost_keys)
         self._counts[key[0]] -= 1
@@ -83,10 +86,14 @@ class Generation:
 
 
 class Roster:
-    """Gives each rank its place. `incarnation` is rank 0's: no other process can be rank 0. Empty `job`: of any job."""
+    """Gives each rank its place. `incarnation` is rank 0's: no other process can be rank 0. `agreement` are its
+    settings, which each rank must share. Empty `job`: of any job."""
 
-    def __init__(self, roles: Mapping[str, RoleSpec], master: Key, incarnation: str, job: str = "") -> None:
-        self._roles, self._master, self._incarnation, self._job = roles, master, incarnation, job
+    def __init__(
+        self, roles: Mapping[str, RoleSpec], master: Key, incarnation: str, job: str, agreement: Agreement
+    ) -> None:
+        self._roles, self._master, self._incarnation = roles, master, incarnation
+        self._job, self._agreement = job, agreement
         self._newest: dict[object, str] = {}  # the incarnation of each rank, silent ones too
         self._retired: dict[str, None] = {}
         self._places: dict[object, Key] = {}  # the last place of an incarnation, and of a role's rank on a node
@@ -99,6 +106,8 @@ class Roster:
             raise RejectedError(
                 "job", f"this rank is of {job}, rank 0 of {self._job}; give every rank the same JOB and files"
             )
+        if self._agreement.digest and heartbeat.digest != self._agreement.digest:
+            raise RejectedError("settings", self._difference(heartbeat))
         if heartbeat.role not in self._roles and (heartbeat.role or heartbeat.ordinal is not None):
             raise RejectedError("role", f"no role {heartbeat.role!r} in this job")
         if heartbeat.incarnation in self._retired:
@@ -120,6 +129,25 @@ class Roster:
     def vacate(self, key: Key) -> None:
         """The place `key` is free."""
         self._free[key[0]] = min(self._free[key[0]], key[1])
+
+    def _difference(self, heartbeat: Heartbeat) -> str:
+        """How the settings of the rank that sent `heartbeat` differ from rank 0's."""
+        key = (heartbeat.role, heartbeat.ordinal)
+        who = name_of((key[0], key[1])) if key[1] is not None else f"{heartbeat.role or 'a rank'} on {heartbeat.node}"
+        ours, theirs = self._agreement.values, heartbeat.settings
+        advice = "; give every rank the same settings, and start it again"
+        names = [name for name in sorted({*ours, *(theirs or ours)}) if ours.get(name) != (theirs or ours).get(name)]
+        if theirs is None or not names:
+            return f"{who} has other settings than rank 0{advice}"
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+
+        def listed(values: Mapping[str, object]) -> str:
+            return ", ".join(
+                f"{name[:MOST_VALUE]}={str(values.get(name, 'nothing'))[:MOST_VALUE]}" for name in names[:MOST_NAMED]
+            )
+
+        ours_listed = str(ours.get(names[0], "nothing"))[:MOST_VALUE] if len(names) == 1 else listed(ours)
+        return f"{who} has {listed(theirs)}{more}, rank 0 has {ours_listed}{advice}"
 
     def _assign(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The place of a rank without an ordinal: the one that it has, or the first that is free. Roles are filled in

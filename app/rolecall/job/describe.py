@@ -20,12 +20,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rolecall import config
+from rolecall import config, fields
 from rolecall.config import Settings, UsageError, __version__
-from rolecall.gang.protocol import USAGE, RoleSpec
+from rolecall.gang.protocol import USAGE, Agreement, RoleSpec
 from rolecall.job import flags, registry
+from rolecall.job.spec import Job
 
+MOST_VALUE = 200  # characters of a setting in a heartbeat
 DEADLINE = 120.0  # seconds for a user's file to be imported: torch alone takes several on a busy machine
+
+
+def _brief(value: Any) -> Any:
+    """`value`, or of a long one its beginning and a digest."""
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= MOST_VALUE else f"{text[: MOST_VALUE // 4]}... ({digest(value)})"
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,9 @@ class Description:
     """A job with its settings filled in.
 
     `target` is JOB; `version` identifies the file; `settings` are those that not every job has, in JSON's types, and
-    `secrets` the names of those that each process takes from its environment instead; `flags` are the variables that
-    were given on the command line, `plain` is its option.
+    `secrets` the names of those that each process takes from its environment instead; `agreed` are the names of the
+    settings that every rank must share; `steps` says whether the job reports steps. `flags` are the variables that were
+    given on the command line, `plain` is its option.
     """
 
     name: str
@@ -49,6 +58,8 @@ class Description:
     lower: bool
     settings: dict[str, Any]
     secrets: tuple[str, ...] = ()
+    agreed: tuple[str, ...] = ()
+    steps: bool = True
     flags: dict[str, str] = field(default_factory=dict)
     plain: bool = False
 
@@ -56,6 +67,12 @@ class Description:
     def identity(self) -> str:
         """What ranks compare: the name and the version."""
         return f"{self.name} ({self.version})"
+
+    def agreement(self, settings: Settings) -> Agreement:
+        """What ranks compare of their settings, which are these and `settings`."""
+        values = {**settings.model_dump(mode="json"), **self.settings}
+        agreed = {name.upper(): _brief(values[name]) for name in sorted(self.agreed)}
+        return Agreement(digest(agreed), agreed)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -80,6 +97,11 @@ class Description:
 ADAPTER = TypeAdapter(Description)
 
 
+def digest(values: Any) -> str:
+    """A short digest of values in JSON's types."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def describe(target: str, arguments: Sequence[str] = ()) -> Description:
     """Describes `target`, in this process, with the settings that flags in `arguments` change. Raises UsageError, and
     SystemExit for a request for help.
@@ -87,8 +109,8 @@ def describe(target: str, arguments: Sequence[str] = ()) -> Description:
     given = flags.parse(registry.get(target), target, arguments)
     job, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
     roles = registry.roles(job, settings)
-    fields = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
-    secrets = tuple(name for name, field in fields.items() if config.is_secret(field))
+    values = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
+    secrets = tuple(name for name, field in values.items() if fields.is_secret(field))
     return Description(
         name=registry.name_of(target),
         target=registry.absolute(target),
@@ -100,11 +122,25 @@ def describe(target: str, arguments: Sequence[str] = ()) -> Description:
         score=job.score,
         unit=job.unit,
         lower=job.lower,
-        settings=settings.model_dump(mode="json", include=set(fields) - set(secrets)),
+        settings=settings.model_dump(mode="json", include=set(values) - set(secrets)),
         secrets=secrets,
+        agreed=_agreed(job),
+        steps=job.rpc,
         flags=given.variables,
         plain=given.plain,
     )
+
+
+def _agreed(job: Job) -> tuple[str, ...]:
+    """The settings that every rank must share: the job's, but for secrets, those that may differ, and the counts of
+    elastic roles, which change while the job trains; and a few that all jobs have."""
+    counts = {number for role in job.roles if role.elastic for number in (role.count, role.minimum, role.maximum)}
+    scaled = {number.lower() for number in counts if isinstance(number, str)}
+    return tuple(
+        name for name, field in job.settings.model_fields.items()
+        if fields.agrees(field, name not in Settings.model_fields) and not fields.is_secret(field)
+        and name not in scaled
+    )  # fmt: skip
 
 
 def _version(target: str, roles: Sequence[RoleSpec]) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pydantic import create_model
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-from rolecall.config import Settings, UsageError, is_secret
+from rolecall.config import Settings, UsageError
+from rolecall.fields import is_secret
 from rolecall.job.spec import Job
 
 # secrets, and what `rolecall run` decides for each rank

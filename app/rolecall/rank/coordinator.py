@@ -30,6 +30,7 @@ PATH = "/v1/heartbeat"
 MAX_BODY = 64 * 1024  # bytes
 TICK = 0.1  # seconds
 REST = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
+MOST_REFUSED = 100  # refusals that are remembered, not to log them again at once
 
 
 @dataclass(eq=False)
@@ -46,10 +47,13 @@ class Waiting:
             self.answered.set_result(answer)
 
 
-def rules(settings: Settings) -> Rules:
-    """The gang's rules, as the settings have them."""
+def rules(settings: Settings, steps: bool = True) -> Rules:
+    """The gang's rules, as the settings have them; `steps` says whether the job reports steps."""
     s = settings
-    return Rules(s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures)
+    return Rules(
+        s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures,
+        max_restarts=s.max_restarts, progress_timeout=s.progress_timeout, steps=steps,
+    )  # fmt: skip
 
 
 class Coordinator:
@@ -70,6 +74,7 @@ class Coordinator:
         self._stirred: asyncio.TimerHandle | None = None
         self._closing = False
         self._logged_at = float("-inf")
+        self._refused: dict[str, float] = {}  # what was logged of late, and when
         self._runner: web.AppRunner | None = None
 
     async def start(self, metrics: Any) -> None:
@@ -81,8 +86,11 @@ class Coordinator:
         telemetry.begin(metrics.gang_restarts, telemetry.CAUSES)
         done = await self.files.open()
         last = self.files.persisted
-        self.gang = Gang(self.job.roles, rules(self.settings), self._incarnation, time.monotonic(), last.number,
-                         last.members, done, self.job.identity)  # fmt: skip
+        self.gang = Gang(
+            self.job.roles, rules(self.settings, self.job.steps), self._incarnation, time.monotonic(), last.number,
+            last.members, done, self.job.identity, self.job.agreement(self.settings), self.files.failed, last.budget,
+        )  # fmt: skip
+        self.files.resumed = self.gang.resumed
         self._driver = pump.Pump(self.gang, self._effects.put_nowait)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._receive)
@@ -102,7 +110,7 @@ class Coordinator:
             self._finish(key, self.gang.answer(key, waiting.beat))
         if self._runner:
             await self._runner.cleanup()
-        await self.files.close(ended and self._runner is not None)
+        await self.files.close(self.gang.budget if ended and self._runner else None)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
@@ -243,6 +251,8 @@ class Coordinator:
 
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()
-        if reason != "full":
+        now, repeated = time.monotonic(), self._refused.get(message, float("-inf"))
+        if reason != "full" and now - repeated > REPEAT:
+            self._refused = dict([*self._refused.items()][-MOST_REFUSED:]) | {message: now}
             self.log.warning("refused", reason=reason, problem=message)
         return web.json_response({"reason": reason, "text": text or message.partition(": ")[2]}, status=status)

@@ -1,4 +1,4 @@
-"""CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, the run's history and report.
+"""CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED, history and report.
 
 All of its work is done by one thread, in order: while the disk hangs, heartbeats, metrics and probes go on.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from filelock import FileLock
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
+from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import FAILED, OVER, Effect, Key
-from rolecall.job.describe import Description
+from rolecall.gang.protocol import FAILED, OVER, Budget, Effect, Key, Verdict
+from rolecall.job.describe import Description, digest
 from rolecall.run import report, rundir
 from rolecall.run.disk import Disk
 from rolecall.run.history import Record
@@ -25,6 +27,9 @@ from rolecall.run.journal import Journal
 T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
+# what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
+PLACE = {"MASTER_ADDR", "MASTER_PORT", "CONTROL_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
+         "CHECKPOINT_DIR", "ON_FINISH", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL"}  # fmt: skip
 
 
 class RunFiles:
@@ -37,6 +42,9 @@ class RunFiles:
         self.persisted = rundir.Persisted()
         self.journal: Journal
         self.disk = Disk()
+        self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
+        # told the step of the checkpoint that a generation starts from
+        self.resumed: Callable[[int], None] = lambda step: None
         self.picture = report.Picture(self.directory)
         self._complained = float("-inf")
         self._lock: FileLock | None = None
@@ -75,9 +83,12 @@ class RunFiles:
         persisted = rundir.read_generation(directory)
         if persisted.job not in ("", self.job.name):
             raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job.name}")
+        failed = rundir.read_failed(directory)
+        changed = failed is not None and failed.settings != self._settings
         # this very rank, killed in the middle of its run and restarted, continues its run
-        if not settings.resume and persisted.node != self.node:
-            persisted = self._start_anew(persisted)
+        if not settings.resume and (persisted.node != self.node or changed):
+            persisted, failed = self._start_anew(persisted), None
+        persisted = self._judge(persisted, failed, changed)
         done = rundir.read_done(directory)
         if done is not None:
             self.log.info(
@@ -87,8 +98,35 @@ class RunFiles:
         self.journal = Journal(directory, self.disk)
         # a new run also finds out, before training, whether the directory can be written
         must = persisted.number == 0 or not settings.resume
-        self._write_generation(persisted.number, persisted.members, must)
+        self._write_generation(persisted.number, persisted.members, persisted.budget, must)
         return done
+
+    @property
+    def _settings(self) -> str:
+        """The digest of what a verdict holds for: the job, its version and its settings."""
+        values = report.settings_of(self.settings, self.job.settings)
+        return digest([self.job.identity, {name: value for name, value in values.items() if name not in PLACE}])
+
+    def _judge(self, persisted: rundir.Persisted, failed: rundir.Failed | None, changed: bool) -> rundir.Persisted:
+        """Takes up an earlier run's verdict, unless something has `changed` since, or else what it had spent without
+        progress."""
+        newest, directory = rundir.newest_step(self.directory), self.directory
+        if failed is None:
+            budget = after_restart(persisted.budget, newest, killed=bool(persisted.node and persisted.members))
+            return replace(persisted, budget=budget)
+        if changed:
+            self.log.info(
+                "this job had failed; its settings have changed, so it starts again", **telemetry.cause(failed.reason)
+            )
+            rundir.forget_failed(directory)
+        else:
+            self.failed = Verdict(failed.reason, failed.code)
+            self.log.error(
+                f"this job has failed for good: change a setting, or delete {directory / rundir.FAILED}, to train on "
+                "from the newest checkpoint; RESUME=0 or another CHECKPOINT_DIR starts anew",
+                **telemetry.cause(failed.reason),
+            )
+        return replace(persisted, budget=Budget(newest, newest))
 
     def _start_anew(self, earlier: rundir.Persisted) -> rundir.Persisted:
         """Moves an earlier run's files aside; the next run shares only the numbers, which never repeat."""
@@ -108,16 +146,24 @@ class RunFiles:
 
     def _persist(self, effect: Effect) -> bool:
         if effect.kind == "begin":
-            return self._write_generation(effect.generation, effect.members)
+            return self._write_generation(effect.generation, effect.members, effect.budget)
         try:
-            rundir.write_done(self.directory, effect.summary)
+            if effect.verdict:
+                reason, code = effect.verdict.reason, effect.verdict.code
+                rundir.write_failed(self.directory, rundir.Failed(reason, code, self._settings, time.time()))
+                self._write_generation(
+                    self.persisted.number, self.persisted.members, Budget()
+                )  # where FAILED is deleted
+            else:
+                rundir.write_done(self.directory, effect.summary)
         except OSError as error:
-            self.log.error("DONE cannot be written; a restart would train on", problem=error.strerror)
+            name = rundir.FAILED if effect.verdict else rundir.DONE
+            self.log.error(f"{name} cannot be written; a restart would train on", problem=error.strerror)
             return False
         return True
 
-    def _write_generation(self, number: int, members: tuple[Key, ...], must: bool = False) -> bool:
-        persisted = rundir.Persisted(number, self.job.name, members, self.node)
+    def _write_generation(self, number: int, members: tuple[Key, ...], budget: Budget, must: bool = False) -> bool:
+        persisted = rundir.Persisted(number, self.job.name, members, self.node, budget)
         try:
             rundir.write_generation(self.directory, persisted)
         except OSError as error:
@@ -134,6 +180,9 @@ class RunFiles:
     def record(self, records: list[Record]) -> None:
         """Adds what rank 0's worker sends for the run's history."""
         self._trained = True
+        for kind, step, *_ in records:
+            if kind == "start":
+                self.resumed(step)
         self.journal.add(self.journal.history.record(records))
         if any(kind == "train" for kind, *_ in records):
             self.picture.prepare()
@@ -178,9 +227,9 @@ class RunFiles:
     def _is_reported(self) -> bool:
         return all((self.directory / name).exists() for name in (rundir.SUMMARY, rundir.CURVE))
 
-    async def close(self, ended: bool) -> None:
-        """Releases the directory; `ended` says that the run ended in order. While a write hangs, the lock stays with
-        this process, so that no other coordinator comes in before the write."""
+    async def close(self, ended: Budget | None) -> None:
+        """Releases the directory; `ended` is what was spent without progress in a run that ended in order. While a
+        write hangs, the lock stays with this process, so that no other coordinator comes in before the write."""
         self.picture.close()
         try:
             async with asyncio.timeout(PATIENCE):
@@ -190,9 +239,9 @@ class RunFiles:
                              seconds=PATIENCE)  # fmt: skip
         self.disk.close()
 
-    def _close(self, ended: bool) -> None:
-        if ended:
+    def _close(self, ended: Budget | None) -> None:
+        if ended is not None:
             self.node = ""  # whatever rank 0 starts here next is another run
-            self._write_generation(self.persisted.number, self.persisted.members)
+            self._write_generation(self.persisted.number, self.persisted.members, ended)
         if self._lock:
             self._lock.release()

@@ -44,7 +44,7 @@ class Supervisor:
         node = f"{config.host_name()}:{settings.metrics_port}"
         self.member = Member(
             coordinator.rules(settings), identity.role, identity.ordinal, secrets.token_hex(8), node, time.monotonic(),
-            job.identity,
+            job.identity, job.agreement(settings),
         )  # fmt: skip
         self.log = telemetry.log()
         self._logged_at = 0.0
@@ -71,7 +71,9 @@ class Supervisor:
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare()
             if self.first:
-                lead = Coordinator(self.job, self.settings, member.incarnation, member.node)
+                # another `rolecall run` is another run, whose rank 0 has the same ports
+                node = f"{member.node}:{self.tied}" if self.tied else member.node
+                lead = Coordinator(self.job, self.settings, member.incarnation, node)
                 await self._or_signal(lead.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
@@ -83,7 +85,7 @@ class Supervisor:
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
             report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
-            if self.settings.on_finish == "linger" and self._finished and not member.leaving:
+            if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
             elif member.acknowledged:
@@ -248,6 +250,11 @@ class Supervisor:
     def _finished(self) -> bool:
         return self.member.directive is not None and self.member.directive.kind == "finished"
 
+    @property
+    def _settled(self) -> bool:
+        """Whether the job is over, and stays so when this rank is started again."""
+        return self._finished or (self.member.directive is not None and self.member.directive.final)
+
     def _refresh(self) -> None:
         self.workers.refresh()
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
@@ -259,7 +266,9 @@ class Supervisor:
 
     def _unready(self) -> str:
         running = self.workers.status().state == "running"
-        return "" if running or self._finished else "not in a running generation"
+        if running or self._finished:
+            return ""
+        return "the job failed" if self._settled else "not in a running generation"
 
 
 def run(job: Description, settings: Settings, identity: Identity, tied: int = 0) -> int:

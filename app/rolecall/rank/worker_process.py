@@ -22,6 +22,7 @@ from rolecall import config
 from rolecall.config import UsageError
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.job.task import Task
+from rolecall.rank.memory import oom_kills
 from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -66,6 +67,14 @@ def _over(pidfd: int, pid: int) -> bool:
     return bool(int(flags) & EXITING)
 
 
+def _name_of(number: int) -> str:
+    """A signal's name; of a realtime signal, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _run(task: Task, connection: Any) -> None:
     importlib.import_module(MAIN).main(task, connection)  # in the worker, where it is loaded already
 
@@ -92,6 +101,7 @@ class WorkerProcess:
         self._kill_outcome: Outcome = ""
         self._pid = 0
         self._pidfd = -1
+        self._oom_kills = oom_kills()
 
     @property
     def alive(self) -> bool:
@@ -207,8 +217,17 @@ class WorkerProcess:
             elif code is not None and 0 < code < 255:
                 self.outcome, self.error = "crashed", f"ended with exit code {code}"
             else:  # 255: the fork server is gone too, and with it the exit code
-                self.outcome = "killed"
+                self.outcome, self.error = "killed", self._killer(code)
         self._connection.close()
         self.state = "ended"
         self.ended.set()
         self._changed()
+
+    def _killer(self, code: int | None) -> str:
+        """What killed it; that memory ran out is a question, unless the kernel has counted it."""
+        if code is None or code >= 0:
+            return ""
+        before, now = self._oom_kills, oom_kills()
+        counted = before is not None and now is not None and now > before
+        memory = "; out of memory" if counted else "; out of memory?" if -code == signal.SIGKILL else ""
+        return f"killed by {_name_of(-code)}{memory}"

@@ -1,4 +1,4 @@
-"""The files beside a run's checkpoints: the newest generation's number, DONE, the report's names, the locks."""
+"""The files beside a run's checkpoints: the newest generation's number, DONE, FAILED, the report's names, the locks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import errno
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from rolecall.config import UsageError
-from rolecall.gang.protocol import Key
+from rolecall.gang.protocol import Budget, Key
 
 COORDINATOR_LOCK = ".coordinator.lock"
 WRITER_LOCK = ".writer.lock"
 GENERATION = "generation.json"
 DONE = "DONE"
+FAILED = "FAILED"
 HISTORY = "history.jsonl"
 SUMMARY = "summary.json"
 CURVE = "curve.png"
 FILES = "files"  # a folder, for files of the job's own
-OF_A_RUN = (DONE, HISTORY, SUMMARY, CURVE, FILES)
+OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, FILES)
+BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 
 
@@ -32,13 +35,25 @@ NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation 
 class Persisted:
     """The newest generation's number and members; number 0 where there was none.
 
-    `node` names the rank 0 of a run under way; empty where the run ended in order, finished or drained.
+    `node` names the rank 0 of a run under way; empty where the run ended in order, finished or drained. `budget` is
+    what it had spent without progress.
     """
 
     number: int = 0
     job: str = ""
     members: tuple[Key, ...] = ()
     node: str = ""
+    budget: Budget = field(default_factory=Budget)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a run failed for good, its exit code, and when (Unix seconds); `settings` is the digest of those it had."""
+
+    reason: str
+    code: int
+    settings: str
+    when: float
 
 
 def read_generation(directory: Path) -> Persisted:
@@ -56,7 +71,8 @@ def read_generation(directory: Path) -> Persisted:
         if type(read["number"]) is not int or read["number"] < 0:
             raise ValueError
         members = tuple((str(role), int(ordinal)) for role, ordinal in read["members"])
-        return Persisted(max(read["number"], greatest), str(read["job"]), members, str(read.get("node", "")))
+        budget = BUDGET.validate_python(read.get("budget", {}))
+        return Persisted(max(read["number"], greatest), str(read["job"]), members, str(read.get("node", "")), budget)
     except FileNotFoundError:
         return Persisted()
     except OSError as error:
@@ -102,6 +118,37 @@ def read_done(directory: Path) -> dict[str, Any] | None:
 def write_done(directory: Path, summary: dict[str, Any]) -> None:
     """Writes DONE. Raises OSError."""
     write_atomically(directory / DONE, json.dumps(summary, indent=1).encode() + b"\n")
+
+
+def read_failed(directory: Path) -> Failed | None:
+    """How the run failed for good, or None where it has not. Raises UsageError for a damaged file."""
+    path = directory / FAILED
+    try:
+        read = json.loads(path.read_text())
+        return Failed(str(read["reason"]), int(read["code"]), str(read["settings"]), float(read["when"]))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
+
+
+def write_failed(directory: Path, failed: Failed) -> None:
+    """Writes FAILED. Raises OSError."""
+    write_atomically(directory / FAILED, json.dumps(asdict(failed), indent=1).encode() + b"\n")
+
+
+def forget_failed(directory: Path) -> None:
+    """Deletes FAILED. Raises UsageError where that is not possible."""
+    with UsageError.wrap(f"{directory / FAILED}: cannot be deleted", OSError):
+        (directory / FAILED).unlink(missing_ok=True)
+
+
+def newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint, by the files' names; 0 where there is none."""
+    names = (NAME.fullmatch(entry.name) for entry in directory.iterdir())
+    return max(((int(match.group(1)), int(match.group(2))) for match in names if match), default=(0, 0))[1]
 
 
 def set_aside(directory: Path, number: int, timeout: float) -> Path | None:

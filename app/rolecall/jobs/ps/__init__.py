@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall import Epochs, Job, Role, Seconds, Settings
+from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.ps.metrics import METRICS
 
 
@@ -52,13 +52,15 @@ class PsSettings(Settings):
         description="digits (in scikit-learn), mnist (in DATA_DIR), or package.module:function that returns the "
         "training and the test dataset",
     )
-    data_dir: Path = Field(Path("data"), description="directory of mnist's files; downloaded there where absent")
+    data_dir: PerRank[Path] = Field(
+        Path("data"), description="directory of mnist's files; downloaded there where absent"
+    )
     model: str = Field(
         "",
         description="package.module:factory of a torch module from inputs to class logits or log-probabilities; "
         "empty: the tutorial's ConvNet",
     )
-    num_gpus: int = Field(
+    num_gpus: PerRank[int] = Field(
         0, ge=0, le=2, description="GPUs of the server's model in UPDATE_MODE=autograd: convolutions, then the rest"
     )
     step_timeout: Seconds = Field(60.0, description="deadline of one trainer's gradient")

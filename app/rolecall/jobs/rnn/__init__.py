@@ -10,14 +10,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall import Epochs, Job, Role, Seconds, Settings
+from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.rnn.metrics import METRICS
 
 
 class RnnSettings(Settings):
     """The variables of `rnn`."""
 
-    corpus: str = Field(
+    corpus: PerRank[str] = Field(
         "stdlib",
         min_length=1,
         description="text to learn: stdlib (the source of the Python standard library here), a file, or a folder",
@@ -46,7 +46,7 @@ class RnnSettings(Settings):
     max_grad_norm: float = Field(
         1.0, gt=0, le=1e9, description="gradients of both ranks are clipped to this global norm"
     )
-    embedding_device: Literal["auto", "cpu", "cuda"] = Field(
+    embedding_device: PerRank[Literal["auto", "cpu", "cuda"]] = Field(
         "auto", description="where the ps holds the embedding; auto: as DEVICE, where the rest of it is"
     )
     sample_tokens: int = Field(100, ge=0, le=100_000, description="tokens of the text that is generated")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rolecall import Job, Role, Settings
+from rolecall import Job, PerRank, Role, Settings
 
 
 class ScriptSettings(Settings):
     """The variables of `script`."""
 
-    script: str = Field(
+    script: PerRank[str] = Field(
         "", description="the program: FILE.py (run as __main__), FILE.py:FUNCTION or package.module:FUNCTION"
     )
     ranks: int = Field(2, ge=1, le=1024, description="number of ranks, the program's world size")

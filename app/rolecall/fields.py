@@ -1,0 +1,62 @@
+"""What the declaration of a setting says of it: type, bounds, and whether every rank must have the same value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Marks a setting: whether every rank must have rank 0's value."""
+
+    needed: bool
+
+
+Agreed = Annotated[T, Agreement(True)]  # of the settings that all jobs share; a job's settings agree by default
+PerRank = Annotated[T, Agreement(False)]  # a job's setting that may differ from rank to rank, such as a path
+
+
+def agrees(field: FieldInfo, default: bool) -> bool:
+    """Whether every rank must have rank 0's value of the setting; `default` where its declaration does not say."""
+    return next((mark.needed for mark in field.metadata if isinstance(mark, Agreement)), default)
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a field holds a secret of pydantic's, in whatever container."""
+    return "Secret" in str(field.annotation)
+
+
+def type_of(field: FieldInfo) -> str:
+    """A field's type for the user, such as `int` or `exit|linger`."""
+    annotation = str(field.annotation if not isinstance(field.annotation, type) else field.annotation.__name__)
+    literal = re.search(r"Literal\[(.*)\]", annotation)
+    if literal:
+        return "|".join(part.strip(" '") for part in literal.group(1).split(","))
+    return annotation.replace(" | None", "").replace("SecretStr", "secret").replace("Path", "path").rsplit(".", 1)[-1]
+
+
+def bounds_of(field: FieldInfo) -> str:
+    """A field's bounds, such as `1 to 65535`; empty where it has none."""
+    lows: list[tuple[float, str]] = []
+    highs: list[tuple[float, str]] = []
+    for rule in field.metadata:
+        match rule:
+            case Ge(ge=int() | float() as value):
+                lows.append((value, f"{value}"))
+            case Gt(gt=int() | float() as value):
+                lows.append((value, f"above {value}"))
+            case Le(le=int() | float() as value):
+                highs.append((value, f"{value}"))
+            case Lt(lt=int() | float() as value):
+                highs.append((value, f"below {value}"))
+            case MinLen():
+                return "not empty"
+    low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
+    return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "app" / "rolecall"
 SETTINGS, METRICS, DESIGN = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design"))
 # lowest first: each imports those before it
-ROOMS = ("gang", "config.py", "telemetry.py", "run", "job", "jobs", "rank", "watch", "new.py", "__main__.py")
+ROOMS = ("gang", "fields.py", "config.py", "telemetry.py", "run", "job", "jobs", "rank", "watch", "new.py",
+         "__main__.py")  # fmt: skip
 FILES = re.compile(r"(<!-- files: .*-->\n).*(<!-- end of files -->)", re.DOTALL)
 SETTINGS_HEAD = """# Settings
 

@@ -102,11 +102,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rank(arguments: argparse.Namespace) -> int:
-    from rolecall.rank import worker_process  # here and below: other commands start without it
+    from rolecall.rank import fork_server  # here and below: other commands start without it
 
     job, settings = describe.of_rank(config.job_name()), config.load(Settings)
     identity = registry.identity(job.roles, settings, config.host_name())
-    worker_process.prepare(job.preload(identity.role))  # it imports torch while this process imports the rest
+    fork_server.prepare(job.preload(identity.role))  # it imports torch while this process imports the rest
     from rolecall.rank import supervisor
 
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,

@@ -109,7 +109,17 @@ class Settings(BaseSettings):
     rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0, and at rank 0 for missing ranks")
     connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
     rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
-    drain_timeout: Seconds = Field(20.0, description="seconds to drain in: finish the step, write a checkpoint, leave")
+    phase_timeout: Seconds = Field(
+        1800.0,
+        description="deadline of a phase: checking the settings, loading, restoring, compiling, evaluating or saving",
+    )
+    stuck_seconds: Seconds = Field(
+        300.0,
+        description="seconds after which a step of rank 0 that also takes ten times as long as the last ones is stuck",
+    )
+    drain_timeout: Seconds = Field(
+        20.0, description="seconds to drain in: finish the step, leave; a phase such as saving has its own deadline"
+    )
     max_failures: int = Field(
         3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
     )

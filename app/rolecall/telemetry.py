@@ -29,10 +29,11 @@ from rolecall.config import __version__
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
-CAUSES = ("killed", "crashed", "failed", "silent", "restarted", "unreachable", "lost", "left", "drained", "stopped",
-          "refused")  # fmt: skip
-WORKER_CAUSES = ("killed", "crashed", "failed", "silent", "lost", "refused")  # of these, how a worker may end early
+CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "restarted", "unreachable", "lost", "left", "drained",
+          "stopped", "refused")  # fmt: skip
+WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
 WORKER_STATES = ("none", "starting", "running", "ended")
+PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
 GANG_STATES = ("gathering", "running", "draining", "stopping", "finished", "failed")
 
 
@@ -82,6 +83,7 @@ SUPERVISOR = (
     Metric("gauge", "up_since_seconds", "Unix time at which this rank's supervisor started."),
     Metric("gauge", "generation", "Number of the generation that this rank is in; 0 for none."),
     Metric("gauge", "worker_state", "1 for the worker's state, 0 for the others.", ("state",)),
+    Metric("gauge", "phase", "1 for the phase that the worker is in, 0 for the others.", ("state",)),
     Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process."),
     Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process."),
     Metric("counter", "worker_starts_total", "Worker processes that this rank started."),

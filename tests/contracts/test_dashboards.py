@@ -57,7 +57,8 @@ def test_labels_that_are_grouped_by_are_on_a_metric_of_the_query(name: str) -> N
 def test_states_that_are_asked_for_exist() -> None:
     for query in itertools.chain(*EVERY_QUERY.values()):
         for metric, selector in SELECTOR.findall(query):
-            states = {"rolecall_gang_state": telemetry.GANG_STATES, "rolecall_worker_state": telemetry.WORKER_STATES}
+            states = {"rolecall_gang_state": telemetry.GANG_STATES, "rolecall_worker_state": telemetry.WORKER_STATES,
+                      "rolecall_phase": telemetry.PHASES}  # fmt: skip
             for value in re.findall(r'state=~?"([^"]*)"', selector):
                 assert set(value.split("|")) <= set(states.get(metric, ("firing", "pending"))), query
         for value in re.findall(r'cause!?=~?"([^"]*)"', query):

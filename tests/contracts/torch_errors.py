@@ -104,7 +104,7 @@ def agent(port: int) -> None:
 
 def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
     context = make(DIRECTORY, me=me, master_addr="127.0.0.1", master_port=port, bind_addr="127.0.0.1",
-                   connect_timeout=timeout, device="cpu")  # fmt: skip
+                   connect_timeout=timeout, phase_timeout=SHORT, device="cpu")  # fmt: skip
     connect(context)
     return context
 
@@ -118,7 +118,7 @@ def group(store: TCPStore, name: str, me: Peer, fate: str) -> None:
     context = make(DIRECTORY, me=me, device="cpu")
     meeting = PrefixStore(name, store.clone())
     meeting.set_timeout(timedelta(seconds=SHORT if fate == "absent" else DEADLINE))
-    transport, limit = TorchRpc(context.metrics, meeting), DEADLINE if fate == "ended" else SHORT
+    transport, limit = TorchRpc(context.metrics, meeting, context.pace), DEADLINE if fate == "ended" else SHORT
     if fate == "absent":
         attempt(name, lambda: transport.join_group(context, "observer", limit))
         return

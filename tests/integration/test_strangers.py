@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -75,7 +76,8 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     assert job.agent.metric("gang_refused_total", reason="role") == 1
     assert job.agent.metric("gang_refused_total", reason="master") == 1
     assert job.agent.metric("gang_refused_total", reason="job") == 3
-    assert job.agent.text().count("refused ") == 16
+    # equal refusals are logged once in a while
+    assert len(set(re.findall(r"refused .* problem=(.*?) reason=\w+", job.agent.text()))) == 9
     job.trains()
     assert job.agent.metric("generation") == generation
     assert job.members() == 1

@@ -149,13 +149,13 @@ def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], argum
 RANK = """
 import sys
 from rolecall import __main__
-from rolecall.rank import worker_process
+from rolecall.rank import fork_server
 
 def prepare(preload):
     print(*preload, *(name for name in ("aiohttp", "rolecall.rank.supervisor", "torch") if name in sys.modules))
     sys.exit(0)
 
-worker_process.prepare = prepare
+fork_server.prepare = prepare
 __main__.main(["rank"])
 """
 

@@ -15,6 +15,7 @@ import torch
 from structlog.typing import EventDict
 
 from rolecall.config import Settings, UsageError
+from rolecall.job import rpc
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, read
 from rolecall.job.context import Context, choose_device
 from rolecall.job.rpc import RankObject
@@ -326,9 +327,19 @@ def test_a_call_finds_the_ranks_object_once_it_is_set() -> None:
         slot.set("another")
 
 
+def test_a_rank_is_loading_until_its_object_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for me, after in ((ONE, ""), (AGENT, "loading")):  # rank 0, until it begins to train
+        context, current = make(tmp_path, me=me), RankObject[Any]()
+        monkeypatch.setattr(rpc, "_context", current)
+        current.set(context)
+        assert context.pace.doing == "loading"
+        RankObject[str]().set("object")
+        assert context.pace.doing == after
+
+
 def test_a_call_does_not_wait_for_a_ranks_object_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankObject, "deadline", 0.05)
-    with pytest.raises(PeerLostError, match=r"not ready within CONNECT_TIMEOUT=0\.05 s"):
+    with pytest.raises(PeerLostError, match=r"not ready within PHASE_TIMEOUT=0\.05 s"):
         RankObject[str]().get()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.gangs import PS, RULES, Play, trains
 
 # ---- drains
@@ -49,6 +51,55 @@ def test_drain_for_a_newcomer_that_takes_too_long_is_given_up() -> None:
 
 def test_drain_for_a_fixed_rank_that_takes_too_long_ends_the_generation() -> None:
     play, (_, first, _) = trains(PS)
+    first.sends(leaving=True)
+    play.wait(RULES.drain_timeout + 1)
+    assert play.causes("stopped") == ["left"]
+
+
+@pytest.mark.parametrize("phase", ["saving", "evaluating"])
+def test_a_drain_waits_for_a_phase(phase: str) -> None:
+    """A checkpoint may take longer than DRAIN_TIMEOUT; then the step goes on that the drain waits for."""
+    play, (server, first, _) = trains(PS)
+    first.sends(leaving=True)
+    play.wait(5)
+    epoch = play.gang.epoch
+    server.sends(phase=phase)
+    assert play.gang.epoch == epoch + 1
+    assert [member.directive.busy for member in (server, first)] == [False, True]  # the one that leaves
+    play.wait(10 * RULES.drain_timeout)
+    assert play.gang.state == "draining"
+    server.sends(phase="")
+    assert not first.directive.busy
+    play.wait(RULES.drain_timeout - 6)
+    assert play.gang.state == "draining"
+    play.wait(2)
+    assert play.causes("stopped") == ["left"]
+
+
+def test_a_drain_waits_for_a_phase_no_longer_than_that_may_take() -> None:
+    play, (server, first, _) = trains(PS)
+    first.sends(leaving=True)
+    play.wait(1)
+    server.sends(phase="saving")
+    play.wait(RULES.phase_timeout + RULES.drain_timeout - 2)
+    assert play.gang.state == "draining"
+    play.wait(3)
+    assert play.causes("stopped") == ["left"]
+
+
+def test_a_drain_does_not_wait_for_what_comes_before_the_steps() -> None:
+    play, (server, first, _) = trains(PS)
+    first.sends(leaving=True)
+    server.sends(phase="loading")
+    play.wait(RULES.drain_timeout + 1)
+    assert play.causes("stopped") == ["left"]
+
+
+def test_a_phase_before_a_drain_does_not_excuse_it() -> None:
+    play, (server, first, _) = trains(PS)
+    server.sends(phase="saving")
+    play.wait(30)
+    server.sends(phase="")
     first.sends(leaving=True)
     play.wait(RULES.drain_timeout + 1)
     assert play.causes("stopped") == ["left"]

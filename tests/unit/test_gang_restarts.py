@@ -280,3 +280,15 @@ def test_rank_replaced_on_another_node_may_live_on_for_a_lease(node: str, waits:
     play.wait(RULES.lease - 2)
     play.settle()
     assert play.gang.number == 2
+
+
+def test_a_stuck_worker_is_replaced_and_counts() -> None:
+    play, members = trains(PS)
+    error = "step 312 has taken 301 s, over STUCK_SECONDS=300"
+    for _ in range(RULES.max_failures):
+        assert play.gang.state == "running"
+        members[0].ends("stuck", error=error)
+        play.tick()
+        play.settle()
+    assert play.causes("stopped") == ["stuck"] * (RULES.max_failures - 1)
+    assert (play.gang.state, play.gang.reason) == ("failed", f"ps 0: {error}")

@@ -108,7 +108,7 @@ def test_a_file_may_have_several_jobs(tmp_path: Path) -> None:
     assert registry.absolute("circle.py:OTHER") == f"{tmp_path}/circle.py:OTHER"
 
 
-def test_the_working_directory_replaces_no_library(tmp_path: Path) -> None:
+def test_the_working_directory_replaces_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of a setting is imported from it all the same."""
 
     class Custom(Settings):
@@ -116,7 +116,8 @@ def test_the_working_directory_replaces_no_library(tmp_path: Path) -> None:
 
     write("mine.py", "import colorsys\ndef build(): return colorsys.__file__\n")
     write("colorsys.py", "raise RuntimeError('of the user')\n")
-    sys.modules.pop("colorsys", None)
+    for name in ("mine", "colorsys"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert not loader.is_users(config.load(Custom).build("thing"))
 
 

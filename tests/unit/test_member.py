@@ -192,3 +192,20 @@ def test_leaving_without_a_drain() -> None:
     assert stuck.exit_code is None
     stuck.tick(deadline + 0.1, None)
     assert stuck.exit_code == FAILED
+
+
+def test_who_leaves_waits_while_rank_0_writes_the_drains_checkpoint() -> None:
+    member = make()
+    receive(member, "run", 2, 1)
+    member.leave(1.0)
+    deadline = 1.0 + RULES.drain_timeout + LEASE / 2
+    member.tick(2.0, None)
+    busy = Directive("run", 0, 3, 1, busy=True)
+    member.answered(member.heartbeat(NONE), 2.0, busy, 2.0)
+    for now in range(3, 203):
+        member.tick(float(now), None)
+    member.answered(member.heartbeat(NONE), 202.0, Directive("run", 0, 4, 1), 202.0)
+    member.tick(deadline + 200, None)
+    assert member.exit_code is None
+    member.tick(deadline + 200.1, None)
+    assert member.exit_code == FAILED

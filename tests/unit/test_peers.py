@@ -55,6 +55,9 @@ def context(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> Context:
     """Rank 0's, of an agent and two observers, of which one may be lost."""
     context = make(tmp_path, supervisor, lease_seconds=1)
     context.transport = wire
+    context.pace.ready()
+    for name in ("agent_0", "observer_0", "observer_1"):
+        context.pace.answered(None, name)
     return context
 
 
@@ -205,7 +208,7 @@ def test_an_unknown_role_is_refused(context: Context, wire: Wire) -> None:
 def test_a_wait_is_longer_than_its_calls(
     context: Context, wire: Wire, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: float | None
 ) -> None:
-    """Each call ends by its own deadline: -1 is RPC_TIMEOUT, 0 none."""
+    """Each call ends by its own deadline: without one, RPC_TIMEOUT; 0 is none."""
     waited: list[float | None] = []
 
     class Answers(queue.SimpleQueue[Any]):
@@ -218,7 +221,7 @@ def test_a_wait_is_longer_than_its_calls(
     for name in ("observer_0", "observer_1"):
         wire.answer(name, 1)
     assert list(answers) == [1, 1]
-    assert {call[-1] for call in wire.calls} == {timeout}
+    assert {call[-1] for call in wire.calls} == {10.0 if timeout < 0 else timeout}
     assert waited == [waits, waits]
 
 
@@ -283,3 +286,25 @@ def test_when_all_were_lost_in_a_drain_there_are_no_answers(context: Context, wi
     wire.answer("observer_0", GONE)
     wire.answer("observer_1", GONE)
     assert list(answers) == []
+
+
+def test_a_peer_that_may_be_loading_has_a_phase_more(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> None:
+    context = make(tmp_path, supervisor, phase_timeout=500)
+    context.transport = wire
+    context.start(0)
+    context.call(ONE, double, 1)
+    context.call(TWO, double, 1, timeout=3)
+    context.call(TWO, double, 1, timeout=0)
+    context.pace.answered(None, ONE.name)
+    with context.evaluating():
+        context.call(ONE, double, 1)
+    context.call(ONE, double, 1)
+    assert [call[-1] for call in wire.calls] == [510, 503, 0, 500, 10]
+
+
+def test_a_peer_that_is_none_is_refused(context: Context, supervisor: Supervisor) -> None:
+    with pytest.raises(
+        UsageError, match=r"^no peer 'observer_7' in this generation \(agent_0, observer_0, observer_1\)"
+    ):
+        context.give_up("observer_7")
+    assert (context.lost, supervisor.lost) == (set(), [])

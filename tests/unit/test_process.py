@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import multiprocessing
 import os
 import signal
+import struct
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.typing import EventDict
 
 from rolecall.config import Settings
+from rolecall.gang.protocol import WorkerStatus
 from rolecall.job.task import Peer, Task
-from rolecall.rank import worker_process
+from rolecall.rank import fork_server, stacks, worker_process
+from rolecall.rank.frames import Frames, PipeError
 from rolecall.rank.worker_process import WorkerProcess
 
 TASK = Task("rl", Settings(job="rl"), Peer("agent", 0, 0))
@@ -30,7 +38,7 @@ def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch
     async def outcome() -> str:
         ended, killed = asyncio.Event(), threading.Event()
         worker = WorkerProcess(TASK, lambda: None)
-        await worker.start()
+        await worker.start(60)
         join, exited = worker._process.join, worker._exited
 
         def joins(timeout: float) -> None:
@@ -51,3 +59,165 @@ def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch
         return worker.outcome
 
     assert asyncio.run(outcome()) == "killed"
+
+
+# ---- a pipe that never blocks
+
+
+def pair() -> tuple[Frames, Any]:
+    ours, theirs = multiprocessing.Pipe()
+    return Frames(ours), theirs
+
+
+def test_messages_are_those_of_multiprocessing() -> None:
+    frames, theirs = pair()
+    sent = [("heartbeat", 1, [], ""), ("result", "x" * 300_000, {"a": [1.5]})]
+    received = list[Any]()
+    sender = threading.Thread(target=lambda: [theirs.send(message) for message in sent])
+    sender.start()
+    while len(received) < 2:
+        received += frames.receive()
+    sender.join()
+    assert received == sent
+    assert list(frames.receive()) == []
+    frames.send(("drain",))
+    assert theirs.recv() == ("drain",)
+    theirs.close()
+    with pytest.raises(EOFError):
+        list(frames.receive())
+
+
+def test_half_a_message_is_not_waited_for() -> None:
+    frames, theirs = pair()
+    theirs.send(("whole", 1))
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"half")
+    assert list(frames.receive()) == [("whole", 1)]
+    assert list(frames.receive()) == []
+    theirs.close()
+    with pytest.raises(EOFError):
+        list(frames.receive())
+
+
+@pytest.mark.parametrize("head", [-1, -5, 2**30])
+def test_a_message_has_a_bound(head: int) -> None:
+    frames, theirs = pair()
+    os.write(theirs.fileno(), struct.pack("!i", head))
+    with pytest.raises(PipeError, match=f"sent a message of {head} bytes"):
+        list(frames.receive())
+
+
+def test_a_worker_that_reads_nothing_does_not_block_who_sends() -> None:
+    frames, theirs = pair()
+
+    def send_for_ever() -> None:
+        while True:
+            frames.send(("lost", "observer_1"))
+
+    with pytest.raises(PipeError, match="takes no messages"):
+        send_for_ever()
+    theirs.close()
+    with pytest.raises(OSError, match=r"roken pipe|reset by peer"):
+        frames.send(("drain",))
+
+
+def half(task: Task, connection: Any) -> None:
+    connection.send(("heartbeat", 7, [], "saving"))
+    os.write(connection.fileno(), struct.pack("!i", 1000) + b"half")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_stops_within_a_message_does_not_stop_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_run", half)
+
+    async def play() -> WorkerStatus:
+        heard = asyncio.Event()
+        worker = WorkerProcess(TASK, heard.set)
+        await worker.start(60)
+        await asyncio.wait_for(heard.wait(), 30)
+        status = worker.status()
+        worker.kill("silent")
+        await asyncio.wait_for(worker.ended.wait(), 30)
+        assert worker.outcome == "silent"
+        return status
+
+    status = asyncio.run(play())
+    assert (status.step, status.phase) == (7, "saving")
+
+
+# ---- stacks
+
+
+def stuck(task: Task, connection: Any) -> None:
+    stacks.register(task.stacks)
+    connection.send(("heartbeat", 311, [], ""))
+    connection.send(("stuck", "step 312 has taken 301 s, over STUCK_SECONDS=300", stacks.dump()))
+    time.sleep(60)
+
+
+def holds_the_gil(task: Task, connection: Any) -> None:
+    stacks.register(task.stacks)
+    connection.send(("heartbeat", 1, [], ""))
+    while True:  # the signal ends a sleep of C's
+        ctypes.PyDLL(None).sleep(60)
+
+
+@pytest.mark.parametrize(("run", "outcome"), [(stuck, "stuck"), (holds_the_gil, "silent")])
+def test_a_worker_that_hangs_leaves_its_stacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict], run: Any, outcome: str
+) -> None:
+    monkeypatch.setattr(worker_process, "_run", run)
+
+    async def play() -> WorkerStatus:
+        heard = asyncio.Event()
+        worker = WorkerProcess(replace(TASK, stacks=str(tmp_path / "stacks")), heard.set)
+        await worker.start(60)
+        await asyncio.wait_for(heard.wait(), 30)
+        if outcome == "silent":
+            worker.kill("silent")
+            worker.kill("silent")  # the next look
+        await asyncio.wait_for(worker.ended.wait(), 30)
+        return worker.status()
+
+    status = asyncio.run(play())
+    assert status.outcome == outcome
+    assert status.error == ("step 312 has taken 301 s, over STUCK_SECONDS=300" if outcome == "stuck" else "")
+    (event,) = [each for each in logged if each["event"] == "stacks of the worker"]
+    assert f"in {run.__name__}" in event["exception"]
+
+
+def test_native_stacks_are_those_of_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert asyncio.run(stacks.native(1)) == ""
+    program = tmp_path / "py-spy"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    assert asyncio.run(stacks.native(7)) == "dump --native --pid 7\n"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(stacks, "NATIVE", 0.1)
+    assert asyncio.run(stacks.native(7)) == ""
+
+
+# ---- the fork server
+
+
+def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_run", sleeps)
+
+    async def play() -> WorkerStatus:
+        fork_server.prepare(())
+        first = fork_server._pid()
+        os.kill(first, signal.SIGSTOP)
+        worker = WorkerProcess(TASK, lambda: None)
+        await asyncio.wait_for(worker.start(0.2), 30)
+        later = WorkerProcess(TASK, lambda: None)
+        await asyncio.wait_for(later.start(60), 60)
+        assert fork_server.has_forked()
+        assert fork_server._pid() != first
+        assert later.status().state == "starting"
+        later.kill("stopped")
+        await asyncio.wait_for(later.ended.wait(), 30)
+        return worker.status()
+
+    status = asyncio.run(play())
+    assert (status.state, status.outcome) == ("ended", "failed")
+    assert status.error == "cannot fork: the fork server did not answer for 0.2 s"

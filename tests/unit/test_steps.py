@@ -535,3 +535,49 @@ def test_another_rank_than_0_makes_no_steps(tmp_path: Path) -> None:
     other.checkpoints = None
     with pytest.raises(UsageError, match="only rank 0"):
         list(other.steps(2))
+
+
+# ---- what it is doing
+
+
+def test_rank_0_says_what_it_is_doing(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Watched(Tally):
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(context.pace.doing)
+            return super().state_dict()
+
+    assert context.pace.doing == "loading"
+    context.restore({"tally": Watched()})
+    assert context.pace.doing == "loading"
+    for step in context.steps(3):
+        assert context.pace.doing == ""
+        if step == 1:
+            context.save()
+        with context.phase("compiling"):
+            assert context.pace.doing == "compiling"
+    assert context.pace._step is None
+    context.finish()
+    assert seen == ["restoring", "saving", "saving"]
+
+
+@pytest.mark.parametrize("leave", ["break", "return"])
+def test_after_a_loop_that_was_left_no_step_is_under_way(context: Context, leave: str) -> None:
+    def train() -> None:
+        for step in context.steps(9):
+            assert context.pace._step == step
+            if leave == "return":
+                return
+            break
+
+    train()
+    gc.collect()
+    assert context.pace._step is None
+
+
+def test_another_rank_is_loading_until_it_is_ready(tmp_path: Path) -> None:
+    other = make(tmp_path, me=ONE)
+    assert other.pace.doing == "loading"
+    other.report_step(1)
+    assert other.pace.doing == ""

@@ -232,6 +232,27 @@ def test_the_curve_goes_on_only_where_it_changes() -> None:
     assert shown.points == [3.0, 4.0]
 
 
+def test_the_curve_of_a_long_run_has_a_bounded_number_of_points() -> None:
+    agent = rank("a", "rl", "agent", "0", "running", score=0.0)
+    shown = polled(agent)
+
+    async def go_on() -> None:
+        for number in range(1, 5 * display.MOST_POINTS):
+            agent.samples[PREFIX + "score", ()] = float(number)
+            await shown.poll(None)  # type: ignore[arg-type]
+
+    asyncio.run(go_on())
+    assert display.MOST_POINTS / 2 < len(shown.points) <= display.MOST_POINTS
+    assert shown.points == sorted(shown.points)
+    assert (shown.points[0], shown.points[-1]) == (0, 5 * display.MOST_POINTS - 1)
+
+
+def test_a_ranks_phase_is_beside_its_state() -> None:
+    agent = rank("a", "rl", "agent", "0", "running")
+    agent.samples[PREFIX + "phase", (("state", "saving"),)] = 1.0
+    assert "running (saving)" in drawn(polled(agent))
+
+
 @pytest.mark.parametrize(
     ("points", "width", "top", "line"),
     [
@@ -361,6 +382,9 @@ def test_addresses_come_and_go() -> None:
     view.display.targets[0].up = False
     assert resolve("c") == ["c"]
     assert resolve() == ["c"]
+    view._duplicates = {"http://a", "http://c"}
+    resolve("c")
+    assert view._duplicates == {"http://c"}  # of those that are left
 
 
 def test_lines_show_what_changes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,8 @@ RANKS_BOARD = dashboard(
                      ("down", "up"), (ranked("up"), RANK)),
             timeline("Worker", "State of the rank's worker.", telemetry.WORKER_STATES,
                      (state("worker_state", telemetry.WORKER_STATES), RANK)),
+            timeline("Phase", "What the worker does that is no step.", telemetry.PHASES,
+                     (state("phase", telemetry.PHASES), RANK)),
         ]),
         Row("Generations", [
             graph("Generation", "none", "Generation of each rank; 0 for none.", (ranked("rolecall_generation"), RANK)),

@@ -17,6 +17,7 @@ from __future__ import annotations
 from rolecall.gang.orders import Orders
 from rolecall.gang.protocol import (
     ACTIVE,
+    AWAITED,
     ERRORS,
     FAILED,
     HOLD,
@@ -125,10 +126,21 @@ class Gang(Orders):
             self.events += self._progress.advance(worker.step, now)
         for peer in worker.lost_peers:
             self._lose(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(self.master)}", now)
+        self._follow_phase(worker.phase, now)
         if worker.drains_failed > self.generation.drains_failed:
             self.generation.drains_failed = worker.drains_failed
             if self.state == "draining":
                 self._train_on(now)
+
+    def _follow_phase(self, phase: str, now: float) -> None:
+        """The time that rank 0's worker is in a phase, such as saving, is not counted against a drain."""
+        generation, busy = self.generation, self.state == "draining" and phase in AWAITED
+        if busy == (generation.busy_since is not None):
+            return
+        if generation.busy_since is not None:
+            generation.excused += now - generation.busy_since
+        generation.busy_since = now if busy else None
+        self._advance()  # members that are leaving wait as long
 
     def resumed(self, step: int) -> None:
         """Rank 0's worker starts from the checkpoint of `step`."""
@@ -240,7 +252,9 @@ class Gang(Orders):
                 self._drain(f"taking in {text_of(newcomers)}", now)
 
     def _check_drain(self, now: float) -> None:
-        if now - self.since <= self.rules.drain_timeout:
+        generation = self.generation
+        phases = generation.excused + (0.0 if generation.busy_since is None else now - generation.busy_since)
+        if now - self.since <= self.rules.drain_timeout + min(phases, self.rules.phase_timeout):
             return
         if any(self._leaving(key) for key in self.generation.members if not self._elastic(key)):
             self._stop("left", f"{self.reason}; the drain took too long", now)
@@ -267,5 +281,5 @@ class Gang(Orders):
 
 def _seen_of(key: Key, worker: WorkerStatus) -> str:
     """How a worker ended, in words."""
-    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed") else ""
+    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
     return f"worker of {name_of(key)} {told or worker.outcome}"

@@ -90,6 +90,7 @@ class Lifecycle:
 
     def _drain(self, reason: str, now: float) -> None:
         self.reason = reason
+        self.generation.busy_since, self.generation.excused = None, 0.0
         self._enter("draining", now)
         self.events.append(("draining", {"reason": reason}))
 

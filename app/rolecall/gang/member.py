@@ -192,6 +192,8 @@ class Member:
     def tick(self, now: float, worker_heartbeat: float | None) -> Literal["", "silent", "stopped"]:
         """Moves on to `now`; `worker_heartbeat` is when a live worker was last heard from. Returns the outcome with
         which the worker is to be killed, if it is: it is `silent`, or fenced (`stopped`)."""
+        if self.directive and self.directive.busy:
+            self._leave_by += now - self._ticked
         if now - self._ticked > self.rules.lease / 3:
             self._awake_since = now  # this process was suspended, and the worker may have been too
         self._ticked = now

@@ -37,8 +37,9 @@ class Orders(Lifecycle):
         if self._live(key):
             generation, drain = self.generation, self.state == "draining" and key == self.master
             reason = self.reason if drain else ""
+            busy = generation.busy_since is not None and self._leaving(key)  # the others give nothing up
             return self._directive("run", key, generation=generation.number, members=generation.keys,
-                                   lost=generation.lost_keys, drain=drain, reason=reason)  # fmt: skip
+                                   lost=generation.lost_keys, drain=drain, reason=reason, busy=busy)  # fmt: skip
         # rank 0 leaves last: the others learn from it that they may
         if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
             return self._directive("leave", key, reason="left")
@@ -55,6 +56,6 @@ class Orders(Lifecycle):
 
 def _is_same(one: Directive, other: Directive) -> bool:
     """Whether both, which are one member's, say the same. The members follow from the generation."""
-    return (one.kind, one.generation, one.lost, one.drain, one.reason, one.code, one.final) == (
-        other.kind, other.generation, other.lost, other.drain, other.reason, other.code, other.final
+    return (one.kind, one.generation, one.lost, one.drain, one.busy, one.reason, one.code, one.final) == (
+        other.kind, other.generation, other.lost, other.drain, other.busy, other.reason, other.code, other.final
     )  # fmt: skip

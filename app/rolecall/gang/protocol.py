@@ -8,7 +8,8 @@ from typing import Any, Literal
 Key = tuple[str, int]  # a role and an ordinal in it
 Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("observer", "0-2,5")
 WorkerState = Literal["none", "starting", "running", "ended"]
-Outcome = Literal["", "finished", "drained", "failed", "crashed", "killed", "refused", "lost", "silent", "stopped"]
+Outcome = Literal["", "finished", "drained", "failed", "crashed", "stuck", "killed", "refused", "lost", "silent",
+                  "stopped"]  # fmt: skip
 Cause = Outcome | Literal["left", "restarted", "unreachable"]  # why a generation ended, or an elastic rank was lost
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
 DirectiveKind = Literal["run", "stop", "leave", "finished", "failed"]
@@ -20,11 +21,12 @@ Event = tuple[EventKind, dict[str, Any]]
 ALIVE: tuple[WorkerState, ...] = ("starting", "running")
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
-ERRORS: tuple[Outcome, ...] = ("failed", "crashed")  # count as failures; a worker killed from outside does not
+ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
 ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on request
 # exit codes; 1 is Python's own, for an uncaught exception
 USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
 FAILED = 3  # the job failed, for every rank: starting it again would not help
+AWAITED = ("compiling", "evaluating", "saving")  # phases that a drain waits for; before them there is nothing to save
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
 MAX_BACKOFF = 300.0  # seconds
 HOLD = 1.0  # seconds from one rank's loss of a peer until the gang knows how that peer ended
@@ -53,6 +55,7 @@ class Rules:
     max_failures: int = 3
     finish_grace: float = 30.0
     young: float = 30.0
+    phase_timeout: float = 1800.0
     max_restarts: int = 20
     progress_timeout: float = 3600.0
     longest_pause: float = 60.0  # between two generations without progress
@@ -96,9 +99,10 @@ class Verdict:
 class WorkerStatus:
     """A member's newest worker.
 
-    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), killed (from
-    outside), refused (bad input), lost (without its peers), silent (no heartbeat for a lease), stopped (by a directive
-    or by fencing). `lost_peers` are the peers that rank 0's worker found dead or silent.
+    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), stuck (a step
+    or a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no
+    heartbeat for a lease), stopped (by a directive or by fencing). `lost_peers` are the peers that rank 0's worker
+    found dead or silent; `phase` is the one that it is in (loading, saving ...), if any.
     """
 
     generation: int = 0
@@ -109,6 +113,7 @@ class WorkerStatus:
     summary: dict[str, Any] = field(default_factory=dict)
     drains_failed: int = 0
     lost_peers: tuple[Key, ...] = ()
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,8 @@ class Directive:
     """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
     `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without; `drain`
-    asks rank 0's worker for a checkpoint. `final` says that the job stays failed when it is started again.
+    asks rank 0's worker for a checkpoint; while it is in a phase, the drain is `busy` to a member that is leaving,
+    which does not give it up. `final` says that the job stays failed when it is started again.
     """
 
     kind: DirectiveKind
@@ -154,6 +160,7 @@ class Directive:
     code: int = 0
     role: str = ""
     final: bool = False
+    busy: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class Generation:
     drain_after: float = 0.0
     hold_until: float = 0.0
     bereft: dict[Key, float] = field(default_factory=dict)  # whose workers ended without a peer, and when
+    busy_since: float | None = None  # rank 0's worker is in a phase, during a drain
+    excused: float = 0.0  # seconds of the drain that it was in earlier ones
 
     def __post_init__(self) -> None:
         self.keys = tuple(self.members)
@@ -106,8 +108,6 @@ class Roster:
             raise RejectedError(
                 "job", f"this rank is of {job}, rank 0 of {self._job}; give every rank the same JOB and files"
             )
-        if self._agreement.digest and heartbeat.digest != self._agreement.digest:
-            raise RejectedError("settings", self._difference(heartbeat))
         if heartbeat.role not in self._roles and (heartbeat.role or heartbeat.ordinal is not None):
             raise RejectedError("role", f"no role {heartbeat.role!r} in this job")
         if heartbeat.incarnation in self._retired:
@@ -119,6 +119,8 @@ class Roster:
             raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {key[1]}")
         if key == self._master and heartbeat.incarnation != self._incarnation:
             raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
+        if self._agreement.digest and heartbeat.digest != self._agreement.digest:
+            raise RejectedError("settings", self._difference(heartbeat))
         self._retire_older(key, heartbeat)
         return key
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import re
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
+from rolecall.job.pace import Pace, Phase
 from rolecall.job.progress import Supervision
 from rolecall.job.spec import Job
 from rolecall.job.task import Peer, PeerLostError, RemoteError
@@ -44,6 +46,7 @@ class Peers(Generic[S]):
 
     def __post_init__(self) -> None:
         self.logger = telemetry.log()
+        self.pace = Pace(self.settings.phase_timeout, self.settings.stuck_seconds, first=self.me.rank == 0)
 
     @property
     def rank(self) -> int:
@@ -59,16 +62,43 @@ class Peers(Generic[S]):
         """The generation's members with `role`, by ordinal, without those that were lost."""
         return [peer for peer in self.members if peer.role == role and peer.name not in self.lost]
 
+    # ---- phases
+
+    @contextlib.contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Says that the block is loading, restoring, compiling, evaluating or saving: a phase, which may take
+        PHASE_TIMEOUT seconds, and not a step that is stuck. Calls that it makes have as long. `restore`, `save` and
+        `evaluating` say so themselves; rank 0 is loading until it begins to train, another rank until its RankObject is
+        set.
+        """
+        with self.pace.phase(name):
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The phase in which training pauses for an evaluation, which alerts know too."""
+        self.metrics.evaluating.set(1)
+        try:
+            with self.pace.phase("evaluating"):
+                yield
+        finally:
+            self.metrics.evaluating.set(0)
+
     # ---- calls
 
     def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """Calls `function(*args)` at the peer `to`. Returns a torch future, which raises RuntimeError where the call
-        fails or `timeout` seconds pass (-1: RPC_TIMEOUT, 0: no deadline). Calls are counted and timed under the
+        fails or `timeout` seconds pass (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline). A peer that has
+        answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed under the
         function's name.
 
         Raises UsageError for a function that the peer cannot import.
         """
-        return self._connected.call(to if isinstance(to, str) else to.name, function, *args, timeout=timeout)
+        name = to if isinstance(to, str) else to.name
+        return self._connected.call(name, function, *args, timeout=self._limit(name, timeout))
+
+    def _limit(self, to: str, timeout: float) -> float:
+        return self.pace.limit(to, timeout, self.settings.rpc_timeout)
 
     def call_each(self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0,
                   lost: Lost | None = None) -> Iterator[tuple[Peer, Any]]:  # fmt: skip
@@ -96,11 +126,12 @@ class Peers(Generic[S]):
         self._answers.append(answers)
         try:
             waiting = {peer.name: peer for peer in self.peers(role)}
+            limit = max((self._limit(name, timeout) for name in waiting), default=0.0)
             for name in waiting:
                 future = self.call(name, function, *args, timeout=timeout)
                 future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
             yield self.me, None  # to `call_each`; the answers follow
-            limit, answered_by_any = self.settings.rpc_timeout if timeout < 0 else timeout, False
+            answered_by_any = False
             while waiting:
                 # longer than the calls' own deadline: each call ends, and with it this wait
                 name, answered = answers.get(timeout=limit + self.settings.rpc_timeout if timeout else None)
@@ -174,10 +205,13 @@ class Peers(Generic[S]):
             listener(name)
 
     def give_up(self, name: str) -> None:
-        """Loses `name`, which rank 0 found dead or silent, and has the gang replace its worker."""
+        """Loses `name`, which rank 0 found dead or silent, and has the gang replace its worker. Raises UsageError for
+        a name that no member has."""
+        peer = next((peer for peer in self.members if peer.name == name), None)
+        if peer is None:
+            raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")
         if name not in self.lost:
             self.lose(name)
-            peer = next(peer for peer in self.members if peer.name == name)
             self.supervision.report_lost(peer.role, peer.ordinal)
 
     def on_lost(self, listener: Callable[[str], None]) -> None:

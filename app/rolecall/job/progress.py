@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from rolecall import telemetry
@@ -35,8 +36,10 @@ class Supervision:
 class Progress:
     """Rank 0's account of the training. Safe to use from several threads."""
 
-    def __init__(self, settings: Settings, metrics: Any, supervision: Supervision, job: Job | None) -> None:
+    def __init__(self, settings: Settings, metrics: Any, supervision: Supervision, job: Job | None,
+                 reached: Callable[[int], None] = lambda step: None) -> None:  # fmt: skip
         self.settings, self.metrics, self.supervision = settings, metrics, supervision
+        self._reached = reached
         self.unit, self.label = (job.unit, job.score) if job else ("steps", "score")
         self.logger = telemetry.log()
         self.done = 0.0
@@ -132,6 +135,7 @@ class Progress:
     def _reach(self, step: int) -> None:
         self._step = step
         self.metrics.step.set(step)
+        self._reached(step)
         self.supervision.report_step(step)  # rank 0's progress, whichever rank made the step
         if self._left is not None:
             self.metrics.left_seconds.set(self._left)

@@ -23,6 +23,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job import agent
 from rolecall.job.context import Context
+from rolecall.job.pace import Pace
 from rolecall.job.peers import require_importable
 from rolecall.job.store import open_store
 from rolecall.job.task import PeerLostError
@@ -49,23 +50,25 @@ class RankObject(Generic[T]):
     RPC serves from the moment it connects, so the first call may arrive before the role's function has begun.
     """
 
-    deadline = float(Settings.model_fields["connect_timeout"].default)  # seconds; `connect` sets the generation's own
+    deadline = float(Settings.model_fields["phase_timeout"].default)  # seconds; `connect` sets the generation's own
 
     def __init__(self) -> None:
         self._future: Future[T] = Future()
 
     def set(self, value: T) -> T:
-        """Sets the object, once, and returns it."""
+        """Sets the object, once, and returns it. A rank other than rank 0 is no longer loading then."""
         self._future.set_result(value)
+        if self is not _context and _context._future.done() and (context := _context._future.result()).rank:
+            context.pace.ready()
         return value
 
     def get(self) -> T:
-        """The object. Raises PeerLostError where it is not set within CONNECT_TIMEOUT."""
+        """The object. Raises PeerLostError where it is not set within PHASE_TIMEOUT."""
         keep_thread()
         try:
             return self._future.result(self.deadline)
         except TimeoutError:
-            raise PeerLostError(f"this rank was not ready within CONNECT_TIMEOUT={self.deadline:g} s") from None
+            raise PeerLostError(f"this rank was not ready within PHASE_TIMEOUT={self.deadline:g} s") from None
 
 
 _context: RankObject[Context[Any]] = RankObject()
@@ -77,7 +80,7 @@ def connect(context: Context[Any]) -> None:
     Raises UsageError for a port that stays taken, and PeerLostError where not all members connect in time.
     """
     settings = context.settings
-    RankObject.deadline = settings.connect_timeout
+    RankObject.deadline = settings.phase_timeout
     _context.set(context)
     with Timer() as timer:
         try:
@@ -85,7 +88,7 @@ def connect(context: Context[Any]) -> None:
             context.store = store
             if context.job is not None and not context.job.rpc:
                 return
-            context.transport = TorchRpc(context.metrics, store)
+            context.transport = TorchRpc(context.metrics, store, context.pace)
             agent.start(context, store)
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
@@ -96,14 +99,14 @@ def connect(context: Context[Any]) -> None:
 class TorchRpc:
     """Calls over torch's TensorPipe."""
 
-    def __init__(self, metrics: Any, store: Store) -> None:
-        self._metrics, self._store = metrics, store
+    def __init__(self, metrics: Any, store: Store, pace: Pace) -> None:
+        self._metrics, self._store, self._pace = metrics, store, pace
         self._methods: set[str] = set()  # that were called
         self._forwarded: torch.futures.Future[None] | None = None
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
         """See `Context.call`."""
-        method, metrics = getattr(function, "__name__", ""), self._metrics
+        method, metrics, pace = getattr(function, "__name__", ""), self._metrics, self._pace
         if method not in self._methods:
             require_importable(function)
             self._methods.add(method)
@@ -111,6 +114,7 @@ class TorchRpc:
         started = time.perf_counter()
         metrics.rpc_calls.labels(method).inc()
         metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
+        token = pace.called(timeout)
         future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
 
         def done(answered: torch.futures.Future[Any]) -> None:
@@ -119,8 +123,10 @@ class TorchRpc:
             try:
                 received = payload_bytes(answered.value())
             except Exception:  # the caller gets it from the future; here it only counts
+                pace.answered(token)
                 metrics.rpc_failures.labels(method).inc()
             else:
+                pace.answered(token, to)
                 metrics.rpc_received_bytes.labels(method).inc(received)
 
         future.add_done_callback(done)

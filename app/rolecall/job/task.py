@@ -48,7 +48,8 @@ class Peer:
 @dataclass(frozen=True)
 class Task:
     """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
-    JOB, `settings` are those that every job has, `values` those of this job, by name; its metrics go to `directory`.
+    JOB, `settings` are those that every job has, `values` those of this job, by name; its metrics go to `directory`,
+    and its stacks to the file `stacks`.
     """
 
     job: str
@@ -59,3 +60,4 @@ class Task:
     lost: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
     directory: Path | None = None
+    stacks: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import Counter, OrderedDict
@@ -14,6 +13,7 @@ from typing import Any
 from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, Snapshot
+from rolecall.job.pace import in_phase
 from rolecall.job.peers import Peers, S
 from rolecall.job.progress import Progress
 from rolecall.job.task import Drained
@@ -33,7 +33,7 @@ class Training(Peers[S]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.progress = Progress(self.settings, self.metrics, self.supervision, self.job)
+        self.progress = Progress(self.settings, self.metrics, self.supervision, self.job, self.pace.complete)
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._state: State | None = None  # what `steps` saves
         self._begun = False  # the run's history knows of this generation
@@ -44,6 +44,7 @@ class Training(Peers[S]):
 
     # ---- steps
 
+    @in_phase("restoring")
     def restore(self, state: Mapping[str, Any]) -> State:
         """Returns `state` as the newest checkpoint has it, or as it is where there is none; `steps` and `finish` save
         it from now on. Values with `state_dict` and `load_state_dict` (torch.distributed.checkpoint's Stateful:
@@ -74,6 +75,7 @@ class Training(Peers[S]):
                 self._state[name] = saved
         return self._state
 
+    @in_phase("restoring")
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
         none of the checkpoints can be read."""
@@ -104,13 +106,15 @@ class Training(Peers[S]):
                 self.save()
             self._redo, self._stepping = False, True
             try:
-                yield self._step + 1
+                with self.pace.step(self._step + 1):
+                    yield self._step + 1
             finally:  # also after a `break`
                 self._stepping = False
                 if not self._redo:
                     self._step += 1
             if not self._redo:
                 self.progress.complete(self._step)
+        self.pace.idle()
 
     def redo(self) -> None:
         """The step under way is made again: `steps` yields its number once more."""
@@ -124,6 +128,7 @@ class Training(Peers[S]):
         if self.rank == 0 and not self._begun:  # otherwise `snapshot` has done so
             self._begun = True
             self.supervision.record("start", step, self.generation)
+        self.pace.ready()
         self._progress("start", step, done=done, total=total, goal=goal, **facts)
 
     def log(self, step: int | None = None, *, done: float | None = None, loss: float | None = None,
@@ -148,6 +153,7 @@ class Training(Peers[S]):
 
     def report_step(self, step: int) -> None:
         """Tells the supervisor that this rank has made `step`: progress, after which earlier failures do not count."""
+        self.pace.ready()
         self.supervision.report_step(step)
 
     def _progress(self, method: str, *args: Any, **values: Any) -> None:
@@ -155,15 +161,6 @@ class Training(Peers[S]):
             getattr(self.progress, method)(*args, **values)
         else:
             self._connected.forward(self, method, *args, **values)
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Marks training as paused for an evaluation, so that it is not taken for stuck."""
-        self.metrics.evaluating.set(1)
-        try:
-            yield
-        finally:
-            self.metrics.evaluating.set(0)
 
     def require_finite(self, *values: float, hint: str) -> None:
         """Raises FloatingPointError, and counts it, where a loss or the norm of its gradient is not finite."""
@@ -201,6 +198,7 @@ class Training(Peers[S]):
         if self._write(step, state, ending) and ending:
             raise Drained(step)
 
+    @in_phase("saving")
     def _write(self, step: int, state: State | None, drain: bool) -> bool:
         self._saved_at = time.monotonic()
         values = {name: value.state_dict() if is_stateful(value) else value
@@ -232,6 +230,7 @@ class Training(Peers[S]):
         step = self._step + self._stepping if step is None else step
         self._stepping, self._redo = False, True  # the loop of `steps`, if it is left by this, has made its step
         self.progress.complete(step)
+        self.pace.idle()
         saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))

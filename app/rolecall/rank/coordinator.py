@@ -52,7 +52,7 @@ def rules(settings: Settings, steps: bool = True) -> Rules:
     s = settings
     return Rules(
         s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures,
-        max_restarts=s.max_restarts, progress_timeout=s.progress_timeout, steps=steps,
+        phase_timeout=s.phase_timeout, max_restarts=s.max_restarts, progress_timeout=s.progress_timeout, steps=steps,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from rolecall.gang.member import RETRY_SECONDS, TICKS, Member
 from rolecall.gang.protocol import FAILED, USAGE, Directive, name_of
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
-from rolecall.rank import coordinator, endpoints, worker_process
+from rolecall.rank import coordinator, endpoints
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
 from rolecall.rank.tied import tie
@@ -79,7 +79,9 @@ class Supervisor:
                     return self.member.exit_code  # the disk may hang
                 self.workers.record = lead.files.record
                 self._refresh_gang = lead.refresh
-            await self.workers.check()
+            await self._or_signal(self.workers.check(self.identity.role))
+            if member.exit_code is not None:
+                return member.exit_code  # a signal came
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
             loops += lead.loops() if lead else []
             self._tasks = {asyncio.create_task(loop) for loop in loops}
@@ -99,12 +101,11 @@ class Supervisor:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self.workers.end()
+            await self.workers.close()
             if lead:
                 await lead.stop(ended=member.exit_code == 0 and member.directive is not None)
             if runner:
                 await runner.cleanup()
-            worker_process.end_fork_server()
             shutil.rmtree(directory, ignore_errors=True)
 
     # ---- before joining
@@ -238,9 +239,12 @@ class Supervisor:
     async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
         """Waits for something that a signal cuts short."""
         waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
-        done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in left:
-            wait.cancel()
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)  # none is left behind
         for wait in done:
             wait.result()
 

@@ -26,9 +26,11 @@ from rolecall.job import loader, registry, rpc, turns
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context, mixed_seed
 from rolecall.job.eager import lighten
+from rolecall.job.pace import Pace
 from rolecall.job.progress import Curve, Supervision
-from rolecall.job.spec import Job
+from rolecall.job.spec import Job, Role
 from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
+from rolecall.rank import stacks
 from rolecall.run import rundir
 from rolecall.run.history import Record
 
@@ -47,6 +49,7 @@ class Pipe(Supervision):
         self._step = 0
         self._sent_at = 0.0
         self._records: list[Record] = []
+        self.pace: Pace | None = None  # of the job's function
 
     def send(self, *message: Any) -> None:
         """Sends a message; ends the process where nobody receives it."""
@@ -61,15 +64,19 @@ class Pipe(Supervision):
         self._sent_at = time.monotonic()
 
     def heartbeat(self) -> None:
-        """Sends the current step, and the records since the last heartbeat."""
+        """Sends the current step, the records since the last heartbeat, and the phase."""
         with self._lock:
             records, self._records = self._records, []
-            self._send(("heartbeat", self._step, records))
+            self._send(("heartbeat", self._step, records, self.pace.doing if self.pace else ""))
 
     def heartbeat_forever(self) -> None:
-        """Sends heartbeats at a fixed period."""
+        """Sends heartbeats at a fixed period; once the function is stuck, which it is and where: its end follows."""
+        stuck = False
         while True:
             self.heartbeat()
+            if not stuck and self.pace and (problem := self.pace.judge()):
+                stuck = True
+                self.send("stuck", problem, stacks.dump())
             time.sleep(HEARTBEAT_SECONDS)  # a period; nothing waits for it
 
     def report_step(self, step: int) -> None:
@@ -118,6 +125,8 @@ def main(task: Task, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     pipe = Pipe(connection)
     settings = task.settings
+    if task.stacks:
+        stacks.register(task.stacks)
     telemetry.setup_logging(
         settings.log_format,
         settings.log_level,
@@ -148,13 +157,21 @@ def main(task: Task, connection: Connection) -> None:
 
 
 def _settings(task: Task, job: Job) -> Settings:
-    """The job's own settings class, with the values that the supervisor has."""
-    return config.load(job.settings, **{**task.settings.model_dump(), **task.values})
+    """The job's own settings class, with the values that the supervisor has, and the role, however it was given."""
+    role = task.me.role or task.settings.role
+    return config.load(job.settings, **{**task.settings.model_dump(), **task.values, "role": role})
+
+
+def _role(task: Task, job: Job) -> Role:
+    for role in job.roles:
+        if role.name == task.me.role:
+            return role
+    raise UsageError(f"this version of the job has no role {task.me.role!r}; run the same version in every rank")
 
 
 def _check(task: Task, job: Job) -> tuple[Any, ...]:
     settings = _settings(task, job)
-    if job.check:
+    if job.check and task.me.role:  # otherwise once the gang has assigned one
         registry.resolve(job.check)(settings)
     for role in job.roles:
         if role.run:
@@ -163,7 +180,7 @@ def _check(task: Task, job: Job) -> tuple[Any, ...]:
 
 
 def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
-    settings = _settings(task, job)
+    settings, role = _settings(task, job), _role(task, job)
     first = task.me.rank == 0
     seed(settings.seed, task.me.rank, task.generation)
     torch.set_num_threads(1)  # see Context.threads
@@ -182,13 +199,16 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
         supervision=pipe,
         lost=set(task.lost),
     )
+    pipe.pace = context.pace
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
     rpc.connect(context)
     pipe.send("running")
-    role = next(role for role in job.roles if role.name == task.me.role)
+    if not job.rpc or not role.run:
+        context.pace.ready()  # it says nothing of itself
     summary = registry.resolve(role.run)(context) if role.run else None
     if not first:
+        context.pace.ready()
         turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(

@@ -9,16 +9,17 @@ from typing import Any
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import Directive, Outcome, WorkerStatus
+from rolecall.gang.protocol import Directive, Outcome, WorkerStatus, name_of
 from rolecall.job.describe import Description
 from rolecall.job.task import Peer, Task
-from rolecall.rank import worker_process
+from rolecall.rank import fork_server
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.run.history import Record
 from rolecall.telemetry import WorkerFiles
 
 UNDECIDED = ("killed", "silent", "lost")  # outcomes of a check that say nothing about the settings
 CHECKS = 3  # tries of the settings' check
+REPEAT = 30.0  # seconds between two lines while it goes on
 EXPECTED = ("finished", "drained", "stopped")
 
 
@@ -37,23 +38,33 @@ class WorkerManager:
         self.log = telemetry.log()
         self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
         self._changed = changed
+        self._stacks = str(files.directory / "stacks")  # the file for those of a worker
+        self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
 
     def prepare(self) -> None:
         """Starts the process that workers are forked from, unless it runs. Raises UsageError where it cannot start."""
-        worker_process.prepare(self.job.preload(self.role))
+        fork_server.prepare(self.job.preload(self.role))
 
-    async def check(self) -> None:
-        """Has a worker check the settings, before this rank joins. Raises UsageError where they can never work."""
-        limit = self.settings.connect_timeout
+    async def check(self, role: str) -> None:
+        """Has a worker check the settings for a rank with `role`, before the rank joins, or where the gang assigns its
+        role, before it works. Without a role only what every role needs is checked. Raises UsageError where they can
+        never work.
+        """
+        limit = self.settings.phase_timeout
         for _ in range(CHECKS):
             self.worker = check = WorkerProcess(
-                Task(self.job.target, self.settings, Peer(self.role, 0, 0), values=self.job.settings), lambda: None
+                Task(self.job.target, self.settings, Peer(role, 0, 0), values=self.job.settings, stacks=self._stacks),
+                self._changed,
             )
-            await check.start()
-            try:
-                await asyncio.wait_for(check.ended.wait(), limit)
-            except TimeoutError:
-                raise UsageError(f"the check of the settings took over CONNECT_TIMEOUT={limit:g} s") from None
+            await check.start(limit)
+            ended, left = asyncio.ensure_future(check.ended.wait()), limit
+            while not await fork_server.within(ended, min(left, REPEAT)):
+                left -= REPEAT
+                if left <= 0:
+                    ended.cancel()
+                    check.log_stacks(await check.dump())
+                    raise UsageError(f"the check of the settings took over PHASE_TIMEOUT={limit:g} s")
+                self.log.info("still checking the settings", seconds=round(limit - left), deadline_s=limit)
             self.worker = None
             if check.outcome not in UNDECIDED:
                 break
@@ -67,6 +78,10 @@ class WorkerManager:
         match action.kind:
             case "end":
                 await self.end()
+                role, kind = action.directive.role, action.directive.kind
+                if not self.role and kind in ("run", "stop") and role not in self._checked:
+                    await self.check(role)  # the gang waits until this action is carried out
+                    self._checked.add(role)
             case "start":
                 await self._start(action.directive)
             case "update" if self.worker:
@@ -77,23 +92,36 @@ class WorkerManager:
 
     async def _start(self, directive: Directive) -> None:
         members = tuple(Peer(role, ordinal, rank) for rank, (role, ordinal) in enumerate(directive.members))
-        me = next(peer for peer in members if (peer.role, peer.ordinal) == (directive.role, directive.ordinal))
+        place = directive.role, directive.ordinal
+        me = next((peer for peer in members if (peer.role, peer.ordinal) == place), None)
+        if me is None:
+            problem = f"rank 0 assigns {name_of(place)}, who is no member of generation {directive.generation}"
+            raise UsageError(f"{problem}; run the same version of Rolecall in every rank")
         self.files.clean()
         self.metrics.worker_starts.inc()
         task = Task(self.job.target, self.settings, me, members, directive.generation, _names_of(directive),
-                    self.job.settings, self.files.directory)  # fmt: skip
+                    self.job.settings, self.files.directory, self._stacks)  # fmt: skip
         self.worker = WorkerProcess(task, self._worker_changed, self.record)
-        await self.worker.start()
+        s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
+        await self.worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
 
     async def end(self) -> None:
         """Ends the worker, and waits for its end."""
-        self.kill("stopped")
         if self.worker and self.worker.alive:
+            self.worker.kill("stopped")
             await self.worker.ended.wait()
 
+    async def close(self) -> None:
+        """Ends the worker, also one that is being forked, and the fork server."""
+        if self.worker and self.worker.forking:
+            fork_server.end()
+        else:
+            await self.end()
+        fork_server.end()
+
     def kill(self, outcome: Outcome) -> None:
-        """Kills a live worker, which then ends with `outcome`."""
-        if self.worker and self.worker.alive:
+        """Kills a live worker, which then ends with `outcome`. A check of the settings needs no fencing."""
+        if self.worker and self.worker.alive and (self.worker.task.members or outcome != "stopped"):
             self.worker.kill(outcome)
 
     def status(self) -> WorkerStatus:
@@ -109,6 +137,9 @@ class WorkerManager:
         """Brings the worker's metrics up to date."""
         worker = self.worker
         telemetry.one_hot(self.metrics.worker_state, telemetry.WORKER_STATES, worker.state if worker else "none")
+        telemetry.one_hot(
+            self.metrics.phase, telemetry.PHASES, (worker.phase if worker and worker.alive else "") or "none"
+        )
         self.metrics.generation.set(worker.task.generation if worker and worker.alive else 0)
         self.metrics.worker_resident_bytes.set(worker.resident_bytes() if worker else 0)
 

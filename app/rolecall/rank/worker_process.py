@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import select
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,40 +15,17 @@ from typing import Any
 
 import psutil
 
-from rolecall import config
-from rolecall.config import UsageError
+from rolecall import telemetry
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.job.task import Task
+from rolecall.rank import fork_server, stacks
+from rolecall.rank.frames import Frames, PipeError
 from rolecall.rank.memory import oom_kills
 from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
-MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
 ERROR_LENGTH = 4000  # characters at the end of an error that are sent to rank 0
-_context = multiprocessing.get_context("forkserver")
-
-
-def prepare(preload: tuple[str, ...]) -> None:
-    """Starts the process that workers are forked from, unless it runs. It imports torch, and never uses CUDA or RPC.
-
-    Raises UsageError where TMPDIR cannot hold its socket.
-    """
-    # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
-    config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-    _context.set_forkserver_preload([MAIN, *preload])
-    try:
-        multiprocessing.forkserver.ensure_running()
-    except OSError as error:
-        # its socket lies in the temporary directory, and a socket's path has at most 107 characters
-        raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
-
-
-def end_fork_server() -> None:
-    """Kills the fork server: it takes half a second to end, and readers of this process's output wait for it."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
 
 
 def _over(pidfd: int, pid: int) -> bool:
@@ -76,7 +50,7 @@ def _name_of(number: int) -> str:
 
 
 def _run(task: Task, connection: Any) -> None:
-    importlib.import_module(MAIN).main(task, connection)  # in the worker, where it is loaded already
+    importlib.import_module(fork_server.MAIN).main(task, connection)  # in the worker, where it is loaded already
 
 
 class WorkerProcess:
@@ -94,6 +68,7 @@ class WorkerProcess:
         self.summary: dict[str, Any] = {}
         self.drains_failed = 0
         self.lost_peers: tuple[Key, ...] = ()
+        self.phase = "" if task.members else "checking"
         self._received_at = time.monotonic()
         self.ended = asyncio.Event()
         self._changed = changed
@@ -101,12 +76,18 @@ class WorkerProcess:
         self._kill_outcome: Outcome = ""
         self._pid = 0
         self._pidfd = -1
+        self._dumping: asyncio.Task[None] | None = None  # its stacks, before it is killed
         self._oom_kills = oom_kills()
 
     @property
     def alive(self) -> bool:
         """Whether it has not ended, as far as is known."""
         return self.state in ALIVE
+
+    @property
+    def forking(self) -> bool:
+        """Whether its process does not exist yet."""
+        return self.alive and not self._pid
 
     @property
     def last_heartbeat(self) -> float | None:
@@ -117,23 +98,26 @@ class WorkerProcess:
         """Its status, for the gang."""
         return WorkerStatus(
             self.task.generation, self.state, self.outcome, self.error[-ERROR_LENGTH:], self.step, self.summary,
-            self.drains_failed, self.lost_peers,
+            self.drains_failed, self.lost_peers, self.phase if self.alive else "",
         )  # fmt: skip
 
-    async def start(self) -> None:
-        """Forks the worker. Returns when it exists; a failure to fork is an end like any other."""
-        self._connection, theirs = _context.Pipe()
-        self._process = _context.Process(target=_run, args=(self.task, theirs), daemon=False)
+    async def start(self, limit: float) -> None:
+        """Forks the worker. Returns when it exists; a failure to fork, or to do so within `limit` seconds, is an end
+        like any other.
+        """
+        stacks.forget(self.task.stacks)
+        ours, theirs = fork_server.context.Pipe()
+        self._connection = Frames(ours)
+        self._process = fork_server.context.Process(target=_run, args=(self.task, theirs), daemon=False)
         try:
-            # in a thread: the first fork waits for the import of torch
-            await asyncio.to_thread(self._process.start)
+            await fork_server.fork(self._process, limit)
             self._pid = self._process.pid or 0
             self._pidfd = os.pidfd_open(self._pid)
         except ProcessLookupError:
             self._read()  # it has ended already, and may have sent its result
             await self._end()
             return
-        except (OSError, EOFError) as error:
+        except (OSError, fork_server.ForkError) as error:
             await self._end(f"cannot fork: {error}")
             return
         finally:
@@ -149,14 +133,46 @@ class WorkerProcess:
     def send(self, *message: Any) -> None:
         """Sends it a message; one that has ended does not get it."""
         with contextlib.suppress(OSError):  # it has ended; its exit is on the way
-            self._connection.send(message)
+            try:
+                self._connection.send(message)
+            except PipeError as error:
+                self.error = f"the worker {error}"
+                self.kill("silent")
 
     def kill(self, outcome: Outcome) -> None:
-        """Ends it now. Its outcome is `outcome`, unless it had ended before, or sent a result."""
+        """Ends it now; one that is silent, once it has dumped its stacks. Its outcome is `outcome`, unless it had ended
+        before, or sent a result."""
         if self._pid and self._pidfd < 0:
             return  # its end was noticed, and its exit code is being read
         if self._pidfd < 0 or not _over(self._pidfd, self._pid):
             self._kill_outcome = self._kill_outcome or outcome
+        if outcome == "silent" and self._pidfd >= 0 and self.task.stacks:
+            self._dumping = self._dumping or asyncio.create_task(self._dump_silent())
+        else:
+            self._sigkill()
+
+    async def dump(self) -> str:
+        """The stacks of its threads, even where one of them holds the GIL; empty where there are none."""
+        if self._pidfd < 0 or not self.task.stacks:
+            return ""
+        return await stacks.of_silent(self._pidfd, self.task.stacks)
+
+    async def _dump_silent(self) -> None:
+        self.log_stacks(await self.dump())
+        self._sigkill()
+
+    async def _end_stuck(self, text: str) -> None:
+        """Ends it after it has said that it is stuck, with the stacks `text`."""
+        self.log_stacks(await stacks.native(self._pid) or text)
+        self.kill("stuck")
+
+    def log_stacks(self, text: str) -> None:
+        """Logs the stacks `text`, if there are any."""
+        if text:
+            log = telemetry.log()
+            log.warning("stacks of the worker", generation=self.task.generation, step=self.step, exception=text)
+
+    def _sigkill(self) -> None:
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -170,8 +186,12 @@ class WorkerProcess:
 
     def _read(self) -> None:
         try:
-            while self._connection.poll():
-                self._take(*self._connection.recv())
+            for message in self._connection.receive():
+                self._take(*message)
+        except PipeError as error:
+            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+            self.error = f"the worker {error}"
+            self.kill("failed")
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
 
@@ -179,10 +199,10 @@ class WorkerProcess:
         self._received_at = time.monotonic()
         match kind:
             case "heartbeat":
-                first = self.step == 0 and rest[0] > 0
-                self.step = rest[0]
+                news = (self.step == 0 and rest[0] > 0) or self.phase != rest[2]
+                self.step, self.phase = rest[0], rest[2]
                 self._record(rest[1])
-                if not first:
+                if not news:
                     return
             case "running":
                 self.state = "running"
@@ -191,6 +211,10 @@ class WorkerProcess:
                 self.error = rest[0]
             case "lost peer":
                 self.lost_peers += ((rest[0], rest[1]),)
+            case "stuck":
+                self.error = rest[0]
+                self._dumping = self._dumping or asyncio.create_task(self._end_stuck(rest[1]))
+                return
             case "result":
                 self.outcome, self.error, self.step, self.summary = rest
         self._changed()
@@ -205,8 +229,10 @@ class WorkerProcess:
         self._ending = asyncio.create_task(self._end())
 
     async def _end(self, error: str | None = None) -> None:
-        await asyncio.to_thread(self._process.join, 2)
-        code = self._process.exitcode
+        code = None
+        if error is None:  # it was forked
+            await asyncio.to_thread(self._process.join, 2)
+            code = self._process.exitcode
         if not self.outcome:
             if error:
                 self.outcome, self.error = "failed", error

@@ -24,6 +24,7 @@ from rolecall.telemetry import PREFIX
 
 BARS = "▁▂▃▄▅▆▇█"
 PERIOD = 0.5  # seconds between two scrapes
+MOST_POINTS = 2000  # of the curve; beyond that, every other one is dropped
 SCRAPE = aiohttp.ClientTimeout(total=2)
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -107,6 +108,8 @@ class Display:
         point = self._value("score")
         if point is not None and (not self.points or point != self.points[-1]):
             self.points.append(point)
+            if len(self.points) > MOST_POINTS:
+                self.points = [*self.points[:-1:2], point]
 
     def _set_job(self) -> None:
         jobs = {target.info["job"] for target in self.targets if target.info}
@@ -174,9 +177,10 @@ class Display:
             table.add_column(column)
         for target in self.targets:
             color = {"running": "green", "down": "red"}.get(target.state, "yellow")
+            phase = target.label("phase") if target.up else "-"
             table.add_row(
                 Text(target.rank),
-                Text(target.state, style=color),
+                Text(target.state + ("" if phase in ("-", "none") else f" ({phase})"), style=color),
                 _number(target.value("generation")),
                 _number(target.value("worker_starts_total")),
                 f"{(target.value('worker_resident_bytes') or 0) / 2**20:.0f} MiB",

@@ -141,7 +141,8 @@ class LocalRun:
             pending -= done
         grace, signalled = EXIT_GRACE, interrupted
         if self._interrupted.is_set():
-            grace = self.settings.drain_timeout + self.settings.lease_seconds + report.DRAWING
+            s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
+            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAWING
             signalled = again
         for rank in self.ranks:
             rank.stop(drain=self._interrupted.is_set())

@@ -45,6 +45,7 @@ class Viewer:
     async def resolve(self) -> None:
         """Resolves the sources. A rank that is no longer among them stays on display while it answers."""
         lists = await asyncio.gather(*(source.addresses() for source in self.sources))
+        self._duplicates &= {address.url for addresses in lists for address in addresses}
         known = {target.url: target for target in self.display.targets}
         current = {
             address.url: known.get(address.url) or Target(address.name, address.url)

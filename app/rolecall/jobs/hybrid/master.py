@@ -19,14 +19,14 @@ from rolecall.jobs.hybrid.sharded import ShardedTable
 PIPELINED = 2  # commands under way at a trainer
 COMMAND_SECONDS = 0.25  # of work in a command: a drain and a progress line wait for its end
 MAX_STEPS = 200  # of a command
-LOAD_FACTOR = 10  # times STEP_TIMEOUT: deadline for the trainers to load their data
+SLOWEST = 100  # times COMMAND_SECONDS, and a step of STEP_TIMEOUT: deadline of a command
 Answers = list[torch.futures.Future[Any]]  # of all trainers
 
 
 def run(context: Context[HybridSettings]) -> dict[str, Any]:
     """Trains until all epochs are done."""
     s, trainers = context.settings, Trainers(context)
-    data, *others = context.wait_all(trainers.send(messages.DescribeData(), LOAD_FACTOR))
+    data, *others = context.wait_all(trainers.send(messages.DescribeData()))
     if any(other != data for other in others):
         raise UsageError(f"DATASET={s.dataset}: the trainers have different samples")
     table = ShardedTable(context)
@@ -80,8 +80,7 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
         state |= {"epoch": state["epoch"] + 1, "position": 0}
 
         with context.timer() as timer, context.evaluating():
-            answers = trainers.send(messages.Evaluate(), 1 + data.tests // messages.EVALUATION_BATCH)
-            state["accuracy"] = sum(context.wait_all(answers)) / data.tests
+            state["accuracy"] = sum(context.wait_all(trainers.send(messages.Evaluate()))) / data.tests
         context.log(state["step"], score=state["accuracy"])
         context.logger.info(f"Epoch {state['epoch']}\ttest accuracy {state['accuracy']:.2%}", samples=data.tests,
                             seconds=round(timer.seconds, 3))  # fmt: skip
@@ -113,8 +112,9 @@ def _with_weights(
     context: Context[HybridSettings], trainers: Trainers, table: ShardedTable, state: dict[str, Any]
 ) -> dict[str, Any]:
     """`state` with the dense network, and with the table as it is now, while no steps are under way."""
-    table.copy_at(state["step"])
-    return {**state, "dense": context.wait_all(trainers.train([], True))[0].dense}
+    with context.phase("saving"):
+        table.copy_at(state["step"])
+        return {**state, "dense": context.wait_all(trainers.train([], True))[0].dense}
 
 
 class Trainers:
@@ -128,17 +128,18 @@ class Trainers:
         """Has each train on its share of each step's samples; the answers are `messages.StepsResult`."""
         totals, none = [len(batch) for batch in batches], torch.zeros(0, dtype=torch.int64)
         shares = list(zip(*(batch.tensor_split(len(self.peers)) for batch in batches), strict=True))
+        # the command before may take as long first
+        timeout = 2 * (self.context.settings.step_timeout + SLOWEST * COMMAND_SECONDS)
         return self._send([
             messages.TrainSteps(torch.cat([none, *share]), list(map(len, share)), totals, with_dense)
             for share in shares or [()] * len(self.peers)
-        ], max(1, len(batches)))  # fmt: skip
+        ], timeout)  # fmt: skip
 
-    def send(self, what: messages.Command, steps: int = 1) -> Answers:
-        """Sends all the same command, which takes at most as long as `steps` steps."""
-        return self._send([what] * len(self.peers), steps)
+    def send(self, what: messages.Command) -> Answers:
+        """Sends all the same command, which is part of a phase and may take as long."""
+        return self._send([what] * len(self.peers), -1)
 
-    def _send(self, each: Sequence[messages.Command], steps: int) -> Answers:
-        timeout = 2 * steps * self.context.settings.step_timeout  # the command before may take as long first
+    def _send(self, each: Sequence[messages.Command], timeout: float) -> Answers:
         answers = [
             self.context.call(peer, calls.command, self._commands, command, timeout=timeout)
             for peer, command in zip(self.peers, each, strict=True)

@@ -88,7 +88,7 @@ class ShardedTable:
         return max(1, CALL_BYTES // (4 * self.settings.embedding_dim))
 
     def _call(self, server: int, function: Callable[..., Any], *args: Any) -> Answer:
-        timeout = self.settings.step_timeout
+        timeout = self.settings.phase_timeout  # it waits for a step too, and moves a table that may be large
         answer: Answer = self.context.call(self._servers[server], function, *args, timeout=timeout)
         return answer
 

@@ -29,7 +29,9 @@ def run(context: Context[HybridSettings]) -> None:
     inbox = calls.INBOX.set(calls.Inbox())
     # after RPC, which all ranks have joined by now: this waits for the trainers only
     context.join_group("trainer", context.settings.step_timeout)
-    trainer = Trainer(context, data.load(context.settings))
+    with context.phase("loading"):
+        samples = data.load(context.settings)
+    trainer = Trainer(context, samples)
     for number in itertools.count():
         with context.timer() as timer:
             command, answer = inbox.take(number)

@@ -16,10 +16,11 @@ from rolecall.jobs.ps.messages import BatchReport, GradientKey
 def run(context: Context[PsSettings]) -> None:
     """Computes one batch after another through the lead's model, until the epochs are done."""
     settings, metrics, name = context.settings, context.metrics, context.me.name
-    samples, _ = data.load(settings)
+    with context.phase("loading"):
+        samples, _ = data.load(settings)
     lead = context.members[0].name
-    deadline = 2 * settings.step_timeout + settings.rpc_timeout
-    remote = rpc.remote(lead, calls.server_model, timeout=settings.connect_timeout)
+    deadline = 2 * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout  # the lead saves, too
+    remote = rpc.remote(lead, calls.server_model, timeout=settings.phase_timeout)
     device = context.device if lead in context.mapped else torch.device("cpu")
     key = GradientKey(name, 0)
     assignment = context.call(lead, calls.exchange, key, 0, None, BatchReport(0, 0), timeout=deadline).wait().assignment

@@ -14,6 +14,7 @@ from rolecall.jobs.ps import PsSettings, calls, data
 from rolecall.jobs.ps.evaluate import log_accuracy
 from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard
+from rolecall.jobs.ps.patience import Patience
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 from rolecall.jobs.ps.sharded import ShardedModel
@@ -51,8 +52,8 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
     for name in trainers:  # in sync all wait for one whose gradient does not come
         context.on_disconnect(name, context.give_up)
     arrived = Counter[GradientKey]()  # how many servers have all their parts of a gradient
-    heard_at = dict.fromkeys(trainers, time.monotonic())
     checked_at = time.monotonic()
+    patience = Patience(trainers, checked_at)
     evaluator = ThreadPoolExecutor(1)
     evaluation = evaluator.submit(float)  # the newest one, beside the training; this one is done at once
     samples = s.epochs * len(train)
@@ -67,7 +68,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                 arrived[key] += 1
                 if arrived[key] == s.servers:
                     del arrived[key]
-                    heard_at[name] = time.monotonic()
+                    patience.heard([name], time.monotonic())
                     report, refused = server.shard.report(key), ledger.refused
                     if report.samples:
                         metrics.ps_staleness_updates.observe(ledger.version - report.version)
@@ -80,7 +81,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                 update = ledger.lose(name)
         if time.monotonic() - checked_at > CHECK_SECONDS:
             checked_at = time.monotonic()
-            _give_up_late(context, ledger, heard_at)
+            _give_up_late(context, ledger, patience)
             if evaluation.done():
                 evaluation.result()  # raises what it raised
         if update is None:
@@ -100,7 +101,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
             key: Assignment(ledger.version, batches, model.buffers if key.number == 0 else ())
             for key, batches in update.batches.items()
         })  # fmt: skip
-        heard_at |= dict.fromkeys((key.trainer for key in update.batches), time.monotonic())
+        patience.heard((key.trainer for key in update.batches), time.monotonic())
         if not used:  # only answers: the same version
             context.redo()
             continue
@@ -113,8 +114,8 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
             parameters = model.parameters()
             evaluation = evaluator.submit(log_accuracy, context, server.module, test, ledger.epoch, version, parameters,
                                           model.buffers)  # fmt: skip
-    evaluation.result()
     with context.evaluating():
+        evaluation.result()
         accuracy = log_accuracy(context, server.module, test, ledger.epoch, ledger.version, model.parameters(),
                                 model.buffers)  # fmt: skip
     return context.finish(f"Finished: test accuracy {accuracy:.2%} after {ledger.epoch} epochs", accuracy=accuracy,
@@ -129,12 +130,17 @@ def _next(inbox: calls.Inbox) -> GradientKey | str | None:
         return None
 
 
-def _give_up_late(context: Context[PsSettings], ledger: Ledger, heard_at: dict[str, float]) -> None:
-    """Gives up trainers whose gradient takes longer than STEP_TIMEOUT. Raises PeerLostError where none is left."""
-    now, limit = time.monotonic(), context.settings.step_timeout
+def _give_up_late(context: Context[PsSettings], ledger: Ledger, patience: Patience) -> None:
+    """Gives up trainers whose gradient takes longer than STEP_TIMEOUT, or who load their data for longer than
+    PHASE_TIMEOUT. Raises PeerLostError where none is left.
+    """
+    now, s = time.monotonic(), context.settings
+    patience.look(now)
     for name in ledger.late():
-        if now - heard_at[name] > limit and name not in context.lost:
-            problem = f"no gradient within STEP_TIMEOUT={limit:g} s"
+        ready = ledger.is_ready(name)
+        limit = s.step_timeout if ready else s.phase_timeout
+        if patience.seconds(name, now) > limit and name not in context.lost:
+            problem = f"no gradient within {'STEP_TIMEOUT' if ready else 'PHASE_TIMEOUT'}={limit:g} s"
             context.logger.warning("trainer given up", trainer=name, problem=problem)
             context.give_up(name)  # which brings its name into the inbox
     context.require_peers("trainer")

@@ -98,6 +98,10 @@ class Ledger:
             name for name, trainer in self._trainers.items() if not trainer.ready or len(trainer.batches) > trainer.sent
         ]
 
+    def is_ready(self, name: str) -> bool:
+        """Whether the trainer `name` has reported ready, or sent a gradient."""
+        return self._trainers[name].ready
+
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: how far the training data is used."""
         used = torch.from_numpy(np.packbits(self._used))

@@ -38,8 +38,9 @@ class Replica:
         self._exchanges: deque[Exchange] = deque()  # under way
         self._batches: list[Indices] = []  # came with the parameters
         self._servers = {peer.ordinal: peer.name for peer in context.peers("ps")}
-        # longer than the lead waits for the slowest trainer
-        self._deadline = 2 * self.settings.step_timeout + self.settings.rpc_timeout
+        # longer than the lead waits for the slowest trainer, and saves
+        s = self.settings
+        self._deadline = 2 * s.step_timeout + s.phase_timeout + s.rpc_timeout
         self._pieces = _pieces(self.model, self.parts)
         # RPC sends a tensor's whole memory, and sends it later: each part has its own, for two gradients in turn
         self._gradients = [[torch.empty(part.stop - part.start) for part in self.parts] for _ in range(DEPTH)]

@@ -19,7 +19,8 @@ def run(context: Context[PsSettings]) -> None:
     if context.settings.update_mode == "autograd":
         return autograd_trainer.run(context)
     metrics, replica = context.metrics, Replica(context)
-    train, _ = data.load(context.settings)
+    with context.phase("loading"):
+        train, _ = data.load(context.settings)
     batches = deque[Indices]()
     replica.ask()
     while True:

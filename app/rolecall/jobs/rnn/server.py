@@ -17,8 +17,7 @@ def run(context: Context[RnnSettings]) -> dict[str, Any]:
     """Trains for EPOCHS, and validates after each; RPC's threads serve the trainer's calls (`calls`) meanwhile."""
     settings = context.settings
     server = SERVER.set(ModelServer(context))
-    # without a deadline: however long the text is; the supervisors notice a trainer that dies or freezes
-    (text,) = context.call_all("trainer", trainer.describe, timeout=0)
+    (text,) = context.call_all("trainer", trainer.describe)  # which loads it first
     dense, sparse = optimizer.LOCAL
     state = context.restore({"text": text, **server.modules, "dense": dense, "sparse": sparse,
                              "trainer": TrainerState(context), "tokens": 0, "loss": 0.0, "history": []})  # fmt: skip
@@ -34,7 +33,7 @@ def run(context: Context[RnnSettings]) -> dict[str, Any]:
         context.log(done=state["tokens"], loss=loss, epoch=epoch)
         if step == epoch * text.steps:  # its last
             with context.evaluating():
-                (validated,) = context.call_all("trainer", trainer.validate, timeout=text.windows * timeout)
+                (validated,) = context.call_all("trainer", trainer.validate)
             trained, score = state["loss"] / text.targets, perplexity(validated)
             context.logger.info(f"Epoch {epoch}\tvalidation loss {validated:.4f}\tperplexity {score:.2f}",
                                 training_loss=round(trained, 4))  # fmt: skip
@@ -42,7 +41,8 @@ def run(context: Context[RnnSettings]) -> dict[str, Any]:
             state["history"].append([trained, validated])
             state["loss"] = 0.0
     if settings.sample_tokens:
-        list(context.call_all("trainer", trainer.write_sample, timeout=settings.sample_tokens * timeout))
+        with context.phase("evaluating"):
+            list(context.call_all("trainer", trainer.write_sample))
     epochs, score = len(state["history"]), perplexity(state["history"][-1][1])
     return context.finish(f"Finished: validation perplexity {score:.2f} after {epochs} epochs", perplexity=score,
                           epochs=epochs, steps=context.step)  # fmt: skip
@@ -52,13 +52,13 @@ class TrainerState:
     """The trainer's part of the checkpoint."""
 
     def __init__(self, context: Context[RnnSettings]) -> None:
-        self._context, self._timeout = context, context.settings.step_timeout
+        self._context = context
 
     def state_dict(self) -> dict[str, Any]:
         """Fetches it, onto the CPU."""
-        (saved,) = self._context.call_all("trainer", trainer.save, timeout=self._timeout)
+        (saved,) = self._context.call_all("trainer", trainer.save)
         return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Has the trainer continue from it."""
-        list(self._context.call_all("trainer", trainer.load, state, timeout=self._timeout))
+        list(self._context.call_all("trainer", trainer.load, state))

@@ -33,7 +33,8 @@ class Trainer:
         self.ps = context.members[0].name
         self.device = context.device
         self.wire = self.device if self.ps in context.mapped else torch.device("cpu")
-        self.text = corpus.load(settings)
+        with context.phase("loading"):
+            self.text = corpus.load(settings)
         self.train_streams = corpus.streams(self.text.train, settings.batch_size)
         self.validation_streams = corpus.streams(self.text.validation, settings.batch_size)
         columns = torch.arange(settings.batch_size).chunk(settings.micro_batches)
@@ -41,7 +42,7 @@ class Trainer:
         self.lstm = Lstm(settings).to(self.device)
         self.state = self.lstm.start(settings.batch_size)
         torch.manual_seed(settings.seed)  # for dropout: the same in every generation
-        tokens, timeout = len(self.text.vocabulary), settings.connect_timeout
+        tokens, timeout = len(self.text.vocabulary), settings.phase_timeout
         self.embedding = rpc.remote(self.ps, calls.embedding, args=(tokens,), timeout=timeout)
         self.decoder = rpc.remote(self.ps, calls.decoder, args=(tokens,), timeout=timeout)
         dense = [*optimizer.references(self.lstm), *self.wait(calls.parameters, self.decoder)]

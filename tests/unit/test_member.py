@@ -204,7 +204,7 @@ def test_who_leaves_waits_while_rank_0_writes_the_drains_checkpoint() -> None:
     member.answered(member.heartbeat(NONE), 2.0, busy, 2.0)
     for now in range(3, 203):
         member.tick(float(now), None)
-    member.answered(member.heartbeat(NONE), 202.0, Directive("run", 0, 4, 1), 202.0)
+    member.answered(member.beat(NONE), 202.0, Answer("lead", Directive("run", 0, 4, 1), members=()), 202.0)
     member.tick(deadline + 200, None)
     assert member.exit_code is None
     member.tick(deadline + 200.1, None)

@@ -26,7 +26,7 @@ export TORCH TORCH_INDEX IMAGE
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-start bench-checkpoint chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start bench-checkpoint chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,8 +58,8 @@ test: $(READY) $(KUBECTL) ## runs every test that needs neither Docker nor a net
 test-e2e: $(READY) $(KUBECTL) image ## runs the jobs in containers: needs Docker with compose, and a registry for the base image only
 	$(BIN)/python -m pytest tests/e2e
 
-simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=)
-	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1)
+simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=, RANKS=200)
+	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1) --ranks $(or $(RANKS),0)
 
 leaks: $(READY) ## measures what 200 generations of rl and 10,000 steps of rnn leave behind (GENERATIONS=, STEPS=)
 	GENERATIONS="$(or $(GENERATIONS),200)" STEPS="$(or $(STEPS),10000)" $(BIN)/python -m pytest tests/integration/test_leaks.py -s
@@ -160,6 +160,9 @@ bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity
 
 bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, and its accuracy (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_hybrid
+
+bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
+	$(BIN)/python -m tests.benchmarks.bench_scale
 
 bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_start

@@ -34,7 +34,7 @@ def post(job: Cluster, body: str, path: str = PATH, token: str = "") -> tuple[in
 
 
 def heartbeat(**changes: object) -> str:
-    return json.dumps({"heartbeat": {**HEARTBEAT, **changes}, "known": None})
+    return json.dumps({"incarnation": "stranger", "sequence": 1, "heartbeat": {**HEARTBEAT, **changes}})
 
 
 def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster) -> None:

@@ -15,10 +15,11 @@ def main() -> int:
     parser.add_argument("replay", nargs="?", type=int, metavar="SEED", help="print the story of this one schedule")
     parser.add_argument("--schedules", type=int, default=10_000, help="how many to play (default 10000)")
     parser.add_argument("--seed", type=int, default=1, help="the first one's seed (default 1)")
+    parser.add_argument("--ranks", type=int, default=0, help="each job has so many, where it would have fewer")
     arguments = parser.parse_args()
     if arguments.replay is not None:
-        return replay(arguments.replay)
-    return explore(max(arguments.schedules, 0), arguments.seed)
+        return replay(arguments.replay, ranks=arguments.ranks)
+    return explore(max(arguments.schedules, 0), arguments.seed, ranks=arguments.ranks)
 
 
 if __name__ == "__main__":

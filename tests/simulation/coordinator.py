@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rolecall.gang.protocol import OVER, Effect, Key, RejectedError
+from rolecall.gang.protocol import OVER, Answer, Effect, Key, RejectedError
 from tests.simulation.kills import kill_rank
 from tests.simulation.network import Post
 from tests.simulation.rules import HANGING, NAP, TICK
@@ -29,8 +29,8 @@ class Coordinator:
         disk.budget = budget
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
-        self.waiting: list[tuple[Post, Key, float]] = []  # with the time of their arrival
-        self.epoch, self.generation = self.gang.epoch, self.gang.generation
+        self.waiting: dict[Key, tuple[Post, float]] = {}  # with the time of their arrival
+        self.revision, self.generation = self.gang.revision, self.gang.generation
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
@@ -64,9 +64,9 @@ class Coordinator:
         for kind, details in gang.events:
             promises.happened(kind, details)
         gang.events.clear()
-        if gang.epoch != self.epoch:
-            self.epoch = gang.epoch
-            for post, key, at in list(self.waiting):
+        if gang.revision != self.revision:
+            self.revision = gang.revision
+            for key, (post, at) in list(self.waiting.items()):
                 self.answer(post, key, at)
 
     def _write(self, effect: Effect) -> None:
@@ -123,37 +123,43 @@ class Coordinator:
             self.simulation.ambushes.enter("over" if self.phase in OVER else self.phase)
 
     def receive(self, post: Post) -> None:
-        now, heartbeat = self.clock.now, post.heartbeat
-        if post.sender.dead and heartbeat.incarnation not in self.sequences:
+        now, beat, pump = self.clock.now, post.beat, self.simulation.code.pump
+        if post.sender.dead and beat.incarnation not in self.sequences:
             return  # only in a connection that was open before can something still arrive from the dead
         try:
-            key = self.gang.receive(heartbeat, now)
+            key = pump.receive(self.gang, beat, now)
         except RejectedError as error:
             self.simulation.network.reply(post, error.reason)
             return
-        if heartbeat.sequence > self.sequences.get(heartbeat.incarnation, 0):
-            self.sequences[heartbeat.incarnation] = heartbeat.sequence
+        if key is None:
+            self.simulation.story.count("whole heartbeat asked for")
+            self.simulation.network.reply(post, Answer(again=True))
+            return
+        if beat.sequence > self.sequences.get(beat.incarnation, 0):
+            self.sequences[beat.incarnation] = beat.sequence
             self.received_at[key] = now
-        self.pump()
+        if before := self.waiting.pop(key, None):
+            self.simulation.network.reply(before[0], self.gang.answer(key, before[0].beat))
+        if beat.heartbeat:
+            self.pump()
         if self.owner.dead:
             return
-        self.waiting.append((post, key, now))
-        self.clock.at(
-            self.simulation.code.pump.answer_by(self.gang, now) - now, self.owner, self.answer, post, key, now
-        )
+        self.waiting[key] = post, now
+        self.clock.at(pump.answer_by(self.gang, now) - now, self.owner, self.answer, post, key, now)
         self.answer(post, key, now)
 
     def answer(self, post: Post, key: Key, received_at: float) -> None:
         """Answer a request that waits, if it is to be answered now."""
-        directive = self.simulation.code.pump.answer(self.gang, key, post.known, received_at, self.clock.now)
-        if directive is not None and (post, key, received_at) in self.waiting:
-            self.waiting.remove((post, key, received_at))
-            self.simulation.network.reply(post, directive)
+        if self.waiting.get(key) == (post, received_at):
+            answer = self.simulation.code.pump.answer(self.gang, key, post.beat, received_at, self.clock.now)
+            if answer is not None:
+                del self.waiting[key]
+                self.simulation.network.reply(post, answer)
 
     def close(self) -> None:
         """Rank 0 leaves; the HTTP server closes when it has answered."""
         if self.gang.state in OVER:
             self.simulation.promises.all_have_acknowledged()
-            for post, key, _ in self.waiting:
-                self.simulation.network.reply(post, self.gang.directive(key))
+            for key, (post, _) in self.waiting.items():
+                self.simulation.network.reply(post, self.gang.answer(key, post.beat))
             self.waiting.clear()

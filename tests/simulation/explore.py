@@ -16,21 +16,21 @@ from tests.simulation.simulation import CODE, Code, Simulation
 from tests.simulation.story import Result, Violation
 
 
-def run(seed: int, code: Code = CODE, safeguards: Safeguards = SAFE) -> Result:
+def run(seed: int, code: Code = CODE, safeguards: Safeguards = SAFE, ranks: int = 0) -> Result:
     """Play the schedule of `seed`. Raises Violation, with the whole story."""
     try:
-        return Simulation(seed, code, safeguards).run()
+        return Simulation(seed, code, safeguards, ranks=ranks).run()
     except Violation:
-        Simulation(seed, code, safeguards, trace=True).run()
+        Simulation(seed, code, safeguards, trace=True, ranks=ranks).run()
         raise  # it did not happen again: the simulation is not a function of its seed
 
 
-def play(seeds: range, progress: Callable[[int], None], safeguards: Safeguards) -> tuple[list[Result], str]:
+def play(seeds: range, progress: Callable[[int], None], safeguards: Safeguards, ranks: int) -> tuple[list[Result], str]:
     """The schedules' results, up to the first that breaks a promise, and which one that was."""
     results = []
     for seed in seeds:
         try:
-            results.append(Simulation(seed, safeguards=safeguards).run())
+            results.append(Simulation(seed, safeguards=safeguards, ranks=ranks).run())
         except Violation as violation:
             return results, str(violation).strip()
         progress(len(results))
@@ -60,15 +60,15 @@ def summary(results: list[Result], seconds: float) -> str:
     return "\n".join(f"{name:15}{text}" for name, text in zip(rows, wrapped, strict=True))
 
 
-def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE) -> int:
-    """Play `schedules` of them from `seed` on; the exit code."""
+def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE, ranks: int = 0) -> int:
+    """Play `schedules` of them from `seed` on, each with at least `ranks` ranks; the exit code."""
     console = Console(highlight=False, soft_wrap=True)
     started = time.monotonic()
     seeds = range(seed, seed + schedules)
     if console.is_terminal:
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
             task = bar.add_task("schedules", total=schedules)
-            results, broken = play(seeds, lambda done: bar.update(task, completed=done), safeguards)
+            results, broken = play(seeds, lambda done: bar.update(task, completed=done), safeguards, ranks)
     else:
         every = max(1, schedules // 10)
 
@@ -76,21 +76,21 @@ def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE) -> int:
             if done % every == 0:
                 console.print(f"{done} of {schedules} schedules, {time.monotonic() - started:.0f} s")
 
-        results, broken = play(seeds, print_progress, safeguards)
+        results, broken = play(seeds, print_progress, safeguards, ranks)
     console.print(summary(results, time.monotonic() - started), markup=False)
     if broken:
+        again = f"{seeds[len(results)]}" + (f" --ranks {ranks}" if ranks else "")
         console.print(
-            f"\nA promise was broken. {broken}\nReplay it: "
-            f"{sys.executable} -m tests.simulation {seeds[len(results)]}", markup=False,
-        )  # fmt: skip
+            f"\nA promise was broken. {broken}\nReplay it: {sys.executable} -m tests.simulation {again}", markup=False
+        )
         return 1
     console.print("Every promise was kept.")
     return 0
 
 
-def replay(seed: int, safeguards: Safeguards = SAFE) -> int:
+def replay(seed: int, safeguards: Safeguards = SAFE, ranks: int = 0) -> int:
     """Print the story of one schedule; the exit code."""
-    simulation = Simulation(seed, safeguards=safeguards, trace=True)
+    simulation = Simulation(seed, safeguards=safeguards, trace=True, ranks=ranks)
     broken = ""
     try:
         result = simulation.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rolecall.gang.protocol import Directive, Heartbeat
+from rolecall.gang.protocol import Answer, Beat
 from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ class Post:
     """A member's request to the coordinator."""
 
     sender: Supervisor
-    heartbeat: Heartbeat
-    known: Directive | None
+    beat: Beat
     sent_at: float
 
 
@@ -61,7 +60,7 @@ class Network:
         if not rank.first and self.storm[0] > clock.now and clock.random.random() < self.storm[2]:
             clock.at(delay + clock.random.uniform(0, 10), lead.owner, lead.receive, post)
 
-    def reply(self, post: Post, answer: Directive | str) -> None:
+    def reply(self, post: Post, answer: Answer | str) -> None:
         clock, rank = self.clock, post.sender.rank
         delay = self._delay(rank)
         until = 0.0 if rank.first else max(rank.cut_from, self.simulation.first.cut_from)

@@ -11,7 +11,7 @@
   rank 0 is restarted and hears of the second one first.)
 - What is so excused does no harm: it sets about no checkpoint once a newer generation has begun, none of its arrives
   after a newer generation's worker 0 has read them, and it meets no worker of another generation at the store.
-- A place in a generation is taken by one worker.
+- A place in a generation is taken by one worker, which knows the members of that generation.
 - DONE is written once, when worker 0 of the generation has reported success; nothing begins after it, the gang stays
   finished or failed, and a new coordinator finds it finished. (Where the disk refuses DONE, that is logged, and rank 0
   started again trains on: such a schedule ends as "forgotten".)
@@ -50,6 +50,7 @@ class Promises:
         self.log, self.fail = simulation.story.log, simulation.story.fail
         self.newest = 0  # generation that began, whether or not the disk knows
         self.generations = 0
+        self.members: dict[int, tuple[Key, ...]] = {}  # by generation
         self.loaded = 0  # newest generation whose worker 0 has read the checkpoints
         self.drained_step = 0
         self.raised: list[str] = []
@@ -85,6 +86,7 @@ class Promises:
             if member.heartbeat.worker.state in ALIVE:
                 self.fail(f"generation {number} begins with {name_of(key)}'s old worker believed alive")
         self.newest = number
+        self.members[number] = tuple(lead.gang.generation.members)
         self.generations += 1
         simulation.all_workers = [worker for worker in simulation.all_workers if worker.alive]
         self.clock.at(0, None, self._watch_all)
@@ -99,6 +101,8 @@ class Promises:
         self.log(f"{worker.rank.name} starts worker {name_of(worker.key)} of generation {worker.generation}")
         if (worker.generation, worker.key) in workers:
             self.fail(f"two workers are {name_of(worker.key)} of generation {worker.generation}")
+        if worker.members != self.members[worker.generation]:
+            self.fail(f"{name_of(worker.key)} of generation {worker.generation} has another generation's members")
         workers[worker.generation, worker.key] = worker
         self.watch_old(worker)
 

@@ -32,6 +32,17 @@ JOBS = (
 )
 
 
+def enlarged(roles: tuple[RoleSpec, ...], ranks: int) -> tuple[RoleSpec, ...]:
+    """The job with so many ranks in all, where that is more: its last role has the others, and a few places to spare
+    where it is elastic."""
+    *others, last = roles
+    count = ranks - sum(role.count for role in others)
+    if count <= last.count:
+        return roles
+    spare = last.maximum - last.count
+    return (*others, RoleSpec(last.name, count, last.minimum if last.elastic else count, count + spare, last.elastic))
+
+
 @dataclass(frozen=True)
 class Safeguards:
     """What keeps the promises around gang and members, each to be left out to see that it is needed."""

@@ -117,5 +117,8 @@ class Schedule:
             if rank.wanted and not rank.is_up and not simulation.over:
                 clock.at(clock.random.uniform(0, 2), None, simulation.start, rank)
         simulation.store.meet_newest()
-        # the deaths that a job takes to fail are a lease apart
-        clock.at(SETTLE if simulation.doom == "raises" else 3 * SETTLE, None, simulation.promises.not_settled)
+        settle = SETTLE
+        if simulation.doomed:
+            # failures may be some generations apart, with pauses in between; the deaths that it takes are a lease apart
+            settle = 2 * SETTLE if simulation.doom == "raises" else 3 * SETTLE
+        clock.at(settle, None, simulation.promises.not_settled)

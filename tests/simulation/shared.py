@@ -58,6 +58,9 @@ class Store:
         if host is None or not self._there(host):
             return
         prefix = simulation.safeguards.prefix
+        workers = (simulation.workers.get((generation, key)) for key in host.members)
+        if prefix and any(worker is None or not self._there(worker) for worker in workers):
+            return  # the first that is not there ends the search
         meeting: dict[Key, Worker] = {}
         for worker in simulation.all_workers:  # the eldest first
             if (worker.generation == generation or not prefix) and self._there(worker) and worker.key in host.members:

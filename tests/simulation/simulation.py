@@ -18,7 +18,7 @@ from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Network
 from tests.simulation.promises import Promises
 from tests.simulation.rank import Rank
-from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards
+from tests.simulation.rules import JOBS, RULES, SAFE, Safeguards, enlarged
 from tests.simulation.schedule import Schedule
 from tests.simulation.shared import Disk, Store
 from tests.simulation.story import Result, Story
@@ -48,8 +48,9 @@ class Simulation:
         code: Code = CODE,
         safeguards: Safeguards = SAFE,
         trace: bool = False,
+        ranks: int = 0,
     ) -> None:
-        self.seed, self.code, self.safeguards = seed, code, safeguards
+        self.seed, self.code, self.safeguards, self.size = seed, code, safeguards, ranks
         self.clock = Clock(Random(f"{seed} run"))
         self.story = Story(seed, self.clock, trace)
         self.disk = Disk()
@@ -72,7 +73,7 @@ class Simulation:
         self.schedule = Schedule(self, plan)
 
     def _draw_job(self, random: Random) -> None:
-        self.roles = random.choice(JOBS)
+        self.roles = enlarged(random.choice(JOBS), self.size)
         self.master: Key = (self.roles[0].name, 0)
         self.goal = random.choice((40, 100, 10_000, 10_000))
         self.doomed: tuple[str, float] | None = None

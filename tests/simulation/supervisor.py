@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolecall.gang.member import RETRY_SECONDS, Action
-from rolecall.gang.protocol import USAGE, Directive, WorkerStatus
+from rolecall.gang.protocol import USAGE, Answer, WorkerStatus
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
@@ -81,13 +81,14 @@ class Supervisor(Process):
         self.news = False
         if self.member.over:
             return
-        heartbeat = self.member.heartbeat(self.status)
-        self.simulation.promises.obeys(self, heartbeat)
-        self.post = Post(self, heartbeat, self.member.known, self.clock.now)
+        beat = self.member.beat(self.status)
+        if beat.heartbeat:
+            self.simulation.promises.obeys(self, beat.heartbeat)
+        self.post = Post(self, beat, self.clock.now)
         self.clock.at(LEASE / 2, self, self.failed, self.post)
         self.simulation.network.send(self.post)
 
-    def answered(self, post: Post, answer: Directive | str) -> None:
+    def answered(self, post: Post, answer: Answer | str) -> None:
         if post is not self.post:
             return
         self.connected = True
@@ -97,7 +98,7 @@ class Supervisor(Process):
             self.simulation.refused(self.rank, answer)
             self.member.refused()
             self.check_exit()
-        elif self.member.answered(post.heartbeat, post.sent_at, answer, self.clock.now):
+        elif self.member.answered(post.beat, post.sent_at, answer, self.clock.now):
             self.clock.at(0, self, self.act)
             self.check_exit()
             if not self.dead:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rolecall.gang import pump
+from rolecall.gang import pump, wire
 from rolecall.gang.protocol import (
     FAILED,
     HOLD,
+    Answer,
+    Beat,
     Effect,
     RoleSpec,
 )
@@ -71,7 +75,7 @@ def test_nobody_starts_before_it_has_a_directive_of_this_gang() -> None:
         play.join(role, ordinal)
     play.tick()
     assert play.gang.state == "gathering"
-    assert "the old worker of observer 1 to stop" in play.gang.missing(play.now)
+    assert "the old worker of agent 0, observer 0-1 to stop" in play.gang.missing(play.now)
 
 
 # ---- a worker or a rank is lost
@@ -353,13 +357,17 @@ def test_a_disk_that_hangs_fails_the_job_in_the_end() -> None:
 
 def test_a_request_waits_until_there_is_something_new_or_for_a_while() -> None:
     play, (agent, *_) = trains()
-    known, asked = agent.directive, play.now
-    assert pump.answer(play.gang, agent.key, None, asked, play.now) == known
+    new, asked = Beat("first", 1), play.now
+    answer = pump.answer(play.gang, agent.key, new, asked, play.now)
+    assert answer is not None
+    assert answer.directive is not None
+    known = replace(new, known=wire.name_of_directive(answer.lead, answer.directive))
     assert pump.answer(play.gang, agent.key, known, asked, play.now) is None
     latest = pump.answer_by(play.gang, asked)
-    assert pump.answer(play.gang, agent.key, known, asked, latest) == known
+    assert pump.answer(play.gang, agent.key, known, asked, latest) == Answer()
     agent.ends("killed")
     play.tick()
     answer = pump.answer(play.gang, agent.key, known, asked, play.now)
     assert answer is not None
-    assert answer.kind == "stop"
+    assert answer.directive is not None
+    assert answer.directive.kind == "stop"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolecall.gang.member import Action, Member
-from rolecall.gang.protocol import FAILED, FENCE, USAGE, Directive, Rules, WorkerStatus
+from rolecall.gang.protocol import FAILED, FENCE, USAGE, Answer, Directive, Rules, WorkerStatus
 
 RULES = Rules()
 LEASE = RULES.lease
@@ -18,9 +18,12 @@ def make() -> Member:
     return Member(RULES, "observer", None, "x", "node", 0.0)
 
 
-def receive(member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0) -> bool:
-    directive = Directive(kind, 0, epoch, generation, code=FAILED if kind == "failed" else 0)
-    return member.answered(member.heartbeat(NONE), sent_at, directive, now)
+def receive(
+    member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0,
+    drain: bool = False,
+) -> bool:  # fmt: skip
+    directive = Directive(kind, 0, epoch, generation, drain=drain, code=FAILED if kind == "failed" else 0)
+    return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
 
 
 def carry_out(member: Member, worker: WorkerStatus) -> list[str]:
@@ -69,7 +72,7 @@ def test_one_action_at_a_time_and_one_directive_after_the_other() -> None:
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -> None:
     member = make()
-    member.answered(member.heartbeat(NONE), 0.0, Directive("run", 0, 2, 1, drain=drain), 0.0)
+    receive(member, "run", 2, 1, drain=drain)
     assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
     assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 2
     assert carry_out(member, WorkerStatus(1, "starting")) == []
@@ -77,7 +80,7 @@ def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -
 
 def test_a_drain_is_not_reported_before_the_worker_knows() -> None:
     member = make()
-    member.answered(member.heartbeat(NONE), 0.0, Directive("run", 0, 2, 1, drain=True), 0.0)
+    receive(member, "run", 2, 1, drain=True)
     start = member.next_action(NONE)
     assert start
     member.action_done(start)
@@ -115,11 +118,11 @@ def test_a_silent_worker_is_killed_but_not_for_a_pause_of_the_supervisor() -> No
 def test_after_a_failure_an_answer_is_asked_for_at_once() -> None:
     member = make()
     receive(member, "run", 2, 1)
-    assert member.known == member.directive
+    assert member.known == "lead:2"
     member.failed(1.0)
-    assert (member.known, member.retries) == (None, 1)
+    assert (member.known, member.retries) == ("", 1)
     receive(member, "run", 2, 1)
-    assert member.known == member.directive
+    assert member.known == "lead:2"
 
 
 @pytest.mark.parametrize(("kind", "code"), [("finished", 0), ("failed", FAILED)])
@@ -201,7 +204,7 @@ def test_who_leaves_waits_while_rank_0_writes_the_drains_checkpoint() -> None:
     member.answered(member.heartbeat(NONE), 2.0, busy, 2.0)
     for now in range(3, 203):
         member.tick(float(now), None)
-    member.answered(member.heartbeat(NONE), 202.0, Directive("run", 0, 4, 1), 202.0)
+    member.answered(member.beat(NONE), 202.0, Answer("lead", Directive("run", 0, 4, 1), members=()), 202.0)
     member.tick(deadline + 200, None)
     assert member.exit_code is None
     member.tick(deadline + 200.1, None)

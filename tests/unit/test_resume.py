@@ -10,7 +10,6 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import Heartbeat
+from rolecall.gang.protocol import Beat, Directive, Heartbeat
 from rolecall.job import describe
 from rolecall.jobs.rl import RlSettings
-from rolecall.rank import coordinator, run_files
+from rolecall.rank import coordinator, messages, run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.run import rundir
 from rolecall.run.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
@@ -209,27 +208,22 @@ async def rank_0(
 
 async def train(lead: Coordinator) -> int:
     """Both ranks join, and the generation that starts leaves a checkpoint; returns its number."""
-    directives: dict[str, dict[str, Any]] = {}
+    directives: dict[str, Directive] = {}
     async with aiohttp.ClientSession(f"http://127.0.0.1:{lead.settings.control_port}") as session:
         # who it is; that it has no worker, as it was directed; and again until the number is on disk
         for sequence in itertools.count(1):
-            if directives.get("agent", {}).get("kind") == "run":
+            if "agent" in directives and directives["agent"].kind == "run":
                 break
             for role, incarnation in (("observer", "second"), ("agent", "first")):
-                epoch = directives.get(role, {}).get("epoch", 0)
-                heartbeat = Heartbeat(
-                    role,
-                    0,
-                    incarnation,
-                    sequence,
-                    epoch=epoch,
-                    job=lead.job.identity,
-                    digest=lead.job.agreement(lead.settings).digest,
-                )
-                body = {"heartbeat": asdict(heartbeat), "known": None}
-                async with session.post(coordinator.PATH, json=body) as answer:
-                    directives[role] = await answer.json()
-    number = int(directives["agent"]["generation"])
+                epoch = directives[role].epoch if role in directives else 0
+                digest = lead.job.agreement(lead.settings).digest
+                heartbeat = Heartbeat(role, 0, incarnation, sequence, epoch=epoch, job=lead.job.identity, digest=digest)
+                beat = messages.write_beat(Beat(incarnation, sequence, heartbeat=heartbeat))
+                async with session.post(coordinator.PATH, data=beat) as response:
+                    answer = messages.read_answer(await response.read())
+                    assert answer.directive is not None
+                    directives[role] = answer.directive
+    number = directives["agent"].generation
     assert rundir.read_generation(lead.settings.checkpoint_dir).number == number
     make(lead.settings.checkpoint_dir, checkpoint(number))
     return number

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from rolecall.gang.protocol import MAX_BACKOFF, Key, RoleSpec, Rules, name_of
+from rolecall.gang.protocol import MAX_BACKOFF, Key, RoleSpec, Rules
 from rolecall.gang.roster import MemberRecord, Members
+from rolecall.gang.wire import text_of
 
 
 class Admission:
@@ -50,11 +52,14 @@ class Admission:
     def chosen(self, members: Members, now: float) -> list[Key]:
         """The members of a generation that would start now, in order of rank. Backoff does not apply to a role that
         would have too few members."""
+        here: dict[str, list[Key]] = {name: [] for name in self._roles}
+        for key, member in members.items():
+            if not member.leaving:
+                here[key[0]].append(key)
         chosen = []
-        for role in self._roles.values():
-            here = sorted(key for key, member in members.items() if key[0] == role.name and not member.leaving)
-            welcome = [key for key in here if self._welcome(key, now)]
-            chosen += welcome if role.elastic and len(welcome) >= role.minimum else here
+        for name, role in self._roles.items():
+            welcome = [key for key in here[name] if self._welcome(key, now)]
+            chosen += sorted(welcome if role.elastic and len(welcome) >= role.minimum else here[name])
         return chosen
 
     def wanted(self, name: str, waited: float) -> int:
@@ -66,16 +71,17 @@ class Admission:
     def missing(self, members: Members, waited: float, now: float) -> list[str]:
         """What a start still waits for, in words, `waited` seconds after the gathering began."""
         missing = []
-        chosen = self.chosen(members, now)
+        counts = Counter(role for role, _ in self.chosen(members, now))
         for role in self._roles.values():
-            have = sum(key[0] == role.name for key in chosen)
+            have = counts[role.name]
             want = self.wanted(role.name, waited)
             if have < want:
                 missing.append(f"{role.name} ({have} of {want} in)")
-        missing += [f"the old worker of {name_of(key)} to stop" for key, member in members.items() if not member.idle]
+        if busy := sorted(key for key, member in members.items() if not member.idle):
+            missing.append(f"the old worker of {text_of(busy)} to stop")
         if waited < self._rules.lease:
             absent = [key for key in self._previous if not self._is_back(members.get(key))]
-            missing += [f"{name_of(key)}, in the last generation" for key in absent]
+            missing += [f"{text_of(absent)}, in the last generation"] if absent else []
         if now < self._fenced_at:
             missing.append("a rank that was replaced to end its worker")
         return missing

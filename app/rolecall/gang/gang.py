@@ -14,9 +14,7 @@ are persisted before use.
 
 from __future__ import annotations
 
-from typing import Any
-
-from rolecall.gang.lifecycle import Lifecycle
+from rolecall.gang.orders import Orders
 from rolecall.gang.protocol import (
     ACTIVE,
     AWAITED,
@@ -25,8 +23,6 @@ from rolecall.gang.protocol import (
     HOLD,
     OVER,
     USAGE,
-    Directive,
-    DirectiveKind,
     Effect,
     Heartbeat,
     Key,
@@ -35,9 +31,10 @@ from rolecall.gang.protocol import (
     name_of,
 )
 from rolecall.gang.roster import Generation, MemberRecord, same_node
+from rolecall.gang.wire import text_of
 
 
-class Gang(Lifecycle):
+class Gang(Orders):
     """The coordinator's decisions: what heartbeats and time do to the gang, and what each member must do."""
 
     # ---- heartbeats in
@@ -47,29 +44,52 @@ class Gang(Lifecycle):
         key = self._roster.place(heartbeat, self.members)
         known = self.members.get(key)
         if known and known.heartbeat.incarnation == heartbeat.incarnation:
-            if heartbeat.sequence <= known.heartbeat.sequence:
+            if heartbeat.sequence <= known.sequence:
                 return key
             self.epoch = max(self.epoch, heartbeat.epoch)
-            self.members[key] = MemberRecord(heartbeat, now, known.stop_epoch)
+            known.heartbeat, known.revision = heartbeat, -1
         else:
             if known:
                 self._replaced(key, known, heartbeat, now)
-            self.epoch = max(self.epoch, heartbeat.epoch + 1)  # it counts as stopped after a directive of this gang
-            self.members[key] = MemberRecord(heartbeat, now, self.epoch)
-        generation = heartbeat.worker.generation
-        self.number = max(self.number, generation)  # a number that was used and could not be persisted
-        if self.state in OVER:
-            informed = heartbeat.acknowledged or heartbeat.leaving
-            self._uninformed = self._uninformed - {key} if informed else self._uninformed | {key}
-        elif self.state in ACTIVE and generation == self.generation.number and not self._closing:
-            self._judge(key, heartbeat, now)
+            # it counts as stopped after a directive of this gang, whatever it has carried out before
+            self.epoch = max(self.epoch, heartbeat.epoch) + 1
+            self.members[key] = known = MemberRecord(heartbeat, now, self.epoch, heartbeat.sequence)
+        if heartbeat.leaving:
+            self._leavers.add(key)
+        else:
+            self._leavers.discard(key)
+        self.number = max(self.number, heartbeat.worker.generation)  # it was used and could not be persisted
+        self._hear(key, known, heartbeat.sequence, now)
         return key
+
+    def renew(self, incarnation: str, sequence: int, since: int, now: float) -> Key | None:
+        """Takes a beat of a member whose heartbeat of the sequence number `since` still holds. Returns the member's
+        key; None where the gang does not have that heartbeat: the beat counts for nothing."""
+        key = self._roster.place_of(incarnation)
+        known = self.members.get(key) if key else None
+        if known is None or (known.heartbeat.incarnation, known.heartbeat.sequence) != (incarnation, since):
+            return None
+        if key and sequence > known.sequence:
+            self._hear(key, known, sequence, now)
+        return key
+
+    def _hear(self, key: Key, member: MemberRecord, sequence: int, now: float) -> None:
+        """A member beats: its heartbeat is what it says now."""
+        member.sequence, member.received_at = sequence, now
+        self.members.move_to_end(key)
+        heartbeat = member.heartbeat
+        if self.state in OVER:
+            if heartbeat.acknowledged or heartbeat.leaving:
+                self._uninformed.discard(key)
+            else:
+                self._uninformed.add(key)
+        elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._closing:
+            self._judge(key, heartbeat, now)
 
     def _replaced(self, key: Key, known: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
         """A new incarnation. The old supervisor has died, and its worker with it, or it may live on elsewhere."""
         if (self._live(key) or not known.idle) and not same_node(known.heartbeat, heartbeat):
             self._admission.replaced(known)
-        self.epoch += 1  # a request that waits in the old incarnation's name is answered before the new one works
         self._lose(key, "restarted", f"{name_of(key)} was started again", now)
 
     def _judge(self, key: Key, heartbeat: Heartbeat, now: float) -> None:
@@ -120,7 +140,7 @@ class Gang(Lifecycle):
         if generation.busy_since is not None:
             generation.excused += now - generation.busy_since
         generation.busy_since = now if busy else None
-        self.epoch += 1  # members that are leaving wait as long
+        self._advance()  # members that are leaving wait as long
 
     def resumed(self, step: int) -> None:
         """Rank 0's worker starts from the checkpoint of `step`."""
@@ -131,10 +151,15 @@ class Gang(Lifecycle):
     def tick(self, now: float) -> Effect | None:
         """Moves on to `now` (seconds). Returns the effect that is due, to be persisted and then confirmed."""
         self._notice_pause(now)
-        for key, member in list(self.members.items()):
-            if now - member.received_at > self.rules.lease:
-                self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
-                del self.members[key]
+        while self.members:
+            key, member = next(iter(self.members.items()))
+            if not now - member.received_at > self.rules.lease:
+                break
+            self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
+            del self.members[key]
+            self.epoch += 1  # what it must do as no member is another directive
+            self._leavers.discard(key)
+            self._roster.vacate(key)
         if self._finishing:
             return Effect("done", summary=self.summary)
         if self._verdict:
@@ -179,7 +204,7 @@ class Gang(Lifecycle):
         self.generation = Generation(effect.generation, members, now)
         self._admission.started(members, now)
         self._enter("running", now)
-        self.events.append(("generation", {"number": self.number, "members": [name_of(key) for key in members]}))
+        self.events.append(("generation", {"number": self.number, "members": text_of(members)}))
 
     def burn(self, effect: Effect) -> None:
         """`effect` is persisted and due no more: its number is never used."""
@@ -206,7 +231,9 @@ class Gang(Lifecycle):
         return self._admission.missing(self.members, now - self.since, now) + self._progress.missing(now)
 
     def _run(self, now: float) -> None:
-        leaving = [key for key in self.generation.members if self._live(key) and self._leaving(key)]
+        leaving: list[Key] = []
+        if self._leavers:
+            leaving = [key for key in self.generation.keys if key in self._leavers and self._live(key)]
         for key in leaving:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
                 self._lose(key, "left", f"{name_of(key)} left", now)
@@ -218,9 +245,11 @@ class Gang(Lifecycle):
         if leaving := list(filter(self._live, leaving)):
             self._drain(f"{name_of(leaving[0])} is leaving", now)
         elif now - self.generation.started >= self.rules.rejoin_interval:
+            if len(self.members) == sum(self._count(role) for role in self.roles):
+                return  # all are in, as nearly always
             others = {key: member for key, member in self.members.items() if not self._live(key)}
             if newcomers := self._admission.newcomers(others, now):
-                self._drain("taking in " + ", ".join(map(name_of, newcomers)), now)
+                self._drain(f"taking in {text_of(newcomers)}", now)
 
     def _check_drain(self, now: float) -> None:
         generation = self.generation
@@ -232,24 +261,7 @@ class Gang(Lifecycle):
         else:
             self._train_on(now)
 
-    # ---- directives out
-
-    def directive(self, key: Key) -> Directive:
-        """What the member `key` must do now."""
-        if self.state == "finished" or self.state == "failed":
-            return self._directive(self.state, key, reason=self.reason, code=self.code, final=self.final)
-        if self._live(key):
-            generation, drain = self.generation, self.state == "draining" and key == self.master
-            members, lost = tuple(generation.members), tuple(sorted(generation.lost))
-            return self._directive("run", key, generation=generation.number, members=members, lost=lost, drain=drain,
-                                   reason=self.reason, busy=generation.busy_since is not None)  # fmt: skip
-        # rank 0 leaves last: the others learn from it that they may
-        if self._leaving(key) and self.members[key].idle and (key != self.master or self.state == "gathering"):
-            return self._directive("leave", key, reason="left")
-        return self._directive("stop", key, reason=self.reason)
-
-    def _directive(self, kind: DirectiveKind, key: Key, **values: Any) -> Directive:
-        return Directive(kind, key[1], self.epoch, role=key[0], **values)
+    # ---- questions
 
     def settled(self, now: float) -> bool:
         """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from rolecall.gang.admission import Admission
@@ -28,7 +29,8 @@ class Lifecycle:
     `last`, `previous`: the last generation's number and members, as persisted; `done`: DONE's summary, if there is one;
     `failed`: how the job failed for good, if it has; `budget`: what was spent without progress. Members of another
     `job`, as heartbeats name it, or with settings other than `agreement` are refused; empty: none are.
-    `since` is when it entered its `state`, in seconds; `epoch` grows whenever a directive may have changed.
+    `since` is when it entered its `state`, in seconds. A directive carries the `epoch` at which it was first given, and
+    an epoch names one directive of a member. `revision` grows whenever any member's directive may have changed.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class Lifecycle:
         self.roles = {role.name: role for role in roles}
         self.rules = rules
         self.master: Key = (roles[0].name, 0)
-        self.members: dict[Key, MemberRecord] = {}
+        self.members: OrderedDict[Key, MemberRecord] = OrderedDict()  # the one that is silent for longest comes first
         self.generation = Generation(last, {}, now)
         self.state: GangState = "gathering" if done is None else "finished"
         self.state = "failed" if failed else self.state
         self.number = last
         self.epoch = 1
+        self.incarnation = incarnation
+        self.revision = 0
         self.since = now
         self.reason = failed.reason if failed else ""
         self.code = failed.code if failed else 0
@@ -70,13 +74,19 @@ class Lifecycle:
         self._ticked = now
         self._resumed_at = float("-inf")  # after a pause of this process
         self._finishing = False
+        self._leavers: set[Key] = set()  # the members that asked to leave
         self._verdict: Verdict | None = None  # of a job that fails, until that is on disk
 
     # ---- transitions
 
     def _enter(self, state: GangState, now: float) -> None:
         self.state, self.since = state, now
+        self._advance()
+
+    def _advance(self) -> None:
+        """Any directive may be another from here on."""
         self.epoch += 1
+        self.revision += 1
 
     def _drain(self, reason: str, now: float) -> None:
         self.reason = reason
@@ -96,7 +106,7 @@ class Lifecycle:
             self._fail(Verdict(failure, FAILED), now)
             return
         self.reason = reason
-        working = [member for key, member in self.members.items() if self._live(key)]
+        working = [self.members[key] for key in self.generation.keys if self._live(key)]
         self._enter("stopping", now)
         for member in working:
             member.stop_epoch = self.epoch  # an earlier heartbeat without a worker may be older than its worker
@@ -132,10 +142,10 @@ class Lifecycle:
         if not self._elastic(key) or not self.generation.connected:
             self._stop(cause, reason, now, what)
             return
-        self.generation.lost[key], self.generation.last_loss = cause, what or reason
+        self.generation.lose(key, cause, what or reason)
         if cause == "lost":  # it lost a peer, which reports its own end in a moment
             self.generation.hold_until = now + HOLD
-        self.epoch += 1
+        self._advance()
         self.members[key].stop_epoch = self.epoch
         self.events.append(("lost", {"cause": cause, "reason": reason}))
 
@@ -159,7 +169,7 @@ class Lifecycle:
         return self.roles[key[0]].elastic
 
     def _leaving(self, key: Key) -> bool:
-        return key in self.members and self.members[key].leaving
+        return key in self._leavers
 
     def _count(self, role: str) -> int:
-        return sum(key[0] == role and self._live(key) for key in self.generation.members)
+        return self.generation.count(role) if self.state in ("running", "draining") else 0

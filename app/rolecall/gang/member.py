@@ -1,13 +1,13 @@
 """A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits. Pure logic.
 
-Its supervisor sends `heartbeat()` with `known`, and passes on what comes of that: `answered`, `failed` or `refused`. It
-carries out `next_action` and confirms it with `action_done`; after that, or when the worker's status changes, the next
-heartbeat goes out at once. It calls `tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
+Its supervisor sends `beat()`, and passes on what comes of that: `answered`, `failed` or `refused`. It carries out
+`next_action` and confirms it with `action_done`; after that, or when the worker's status changes, the next beat goes
+out at once. It calls `tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rolecall.gang.protocol import (
@@ -18,11 +18,15 @@ from rolecall.gang.protocol import (
     USAGE,
     ActionKind,
     Agreement,
+    Answer,
+    Beat,
     Directive,
     Heartbeat,
+    Key,
     Rules,
     WorkerStatus,
 )
+from rolecall.gang.wire import name_of_directive, name_of_list, unpack
 
 RETRY_SECONDS = 0.2  # from a failed request to the next, unless there is something new to report
 TICKS = 24  # a lease
@@ -53,6 +57,9 @@ class Member:
         self.exit_code: int | None = None
         self.retries = 0  # requests in a row that were not answered
         self.contact = now  # when the newest request was sent that was answered
+        self._lead = ""  # the incarnation of the coordinator that gave the newest directive
+        self._list: tuple[str, tuple[Key, ...]] = "", ()  # the newest list of members, by its name
+        self._reported: Heartbeat | None = None  # the last that was answered
         self._sequence = 0
         self._epoch = 0  # of the last directive that was carried out
         self._current: Directive | None = None  # being carried out, in one or two actions
@@ -68,34 +75,68 @@ class Member:
     def heartbeat(self, worker: WorkerStatus) -> Heartbeat:
         """The next heartbeat."""
         self._sequence += 1
-        stranger = self.directive is None or self.retries > 0  # to the coordinator, which may have been restarted
+        stranger = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
         return Heartbeat(
             self.role, self.ordinal, self.incarnation, self._sequence, self.node, self._epoch, worker,
             self.leaving, self.acknowledged, self.job, self.agreement.digest,
             self.agreement.values if stranger else None,
         )  # fmt: skip
 
+    def beat(self, worker: WorkerStatus) -> Beat:
+        """The next request: the heartbeat where it says something new, and what the coordinator need not repeat."""
+        heartbeat, reported, listed = self.heartbeat(worker), self._reported, self._list[0]
+        if reported is not None and not self.retries:
+            same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
+            if same:
+                return Beat(self.incarnation, heartbeat.sequence, reported.sequence, None, self.known, listed)
+        return Beat(self.incarnation, heartbeat.sequence, 0, heartbeat, self.known, listed)
+
     @property
-    def known(self) -> Directive | None:
-        """The directive that the coordinator need not repeat; None asks for an answer at once: after a failure, and for
-        the acknowledgement that the job is over."""
-        return None if self.retries or self.acknowledged else self.directive
+    def known(self) -> str:
+        """Names the directive that the coordinator need not repeat; empty asks for an answer at once: after a failure,
+        and for the acknowledgement that the job is over."""
+        if self.retries or self.acknowledged or self.directive is None:
+            return ""
+        return name_of_directive(self._lead, self.directive)
 
     def silence(self, now: float) -> float:
         """Seconds since the newest answered request was sent."""
         return now - self.contact
 
-    def answered(self, heartbeat: Heartbeat, sent_at: float, directive: Directive, now: float) -> bool:
-        """The answer to `heartbeat`. Returns False where it came too late: the gang may have given this member up
-        since, and the request counts as failed."""
+    def answered(self, beat: Beat, sent_at: float, answer: Answer, now: float) -> bool:
+        """The answer to `beat`. Returns False where it came too late, or says nothing that can be used: the gang may
+        have given this member up since, and the request counts as failed."""
         if now - sent_at > self.rules.lease * FENCE:
             return False
+        if answer.again:
+            self._reported = None
+            return beat.heartbeat is None  # renews no lease; the whole heartbeat follows
+        if answer.directive is not None:
+            if not self._take(answer, answer.directive):
+                return False
+        elif not beat.known:
+            return False
+        self._reported = beat.heartbeat or self._reported
+        self.contact, self.retries = sent_at, 0
+        if self.directive and self._reported and self._reported.acknowledged:
+            self.over = True
+            self.exit(self.directive.code)
+        return True
+
+    def _take(self, answer: Answer, directive: Directive) -> bool:
+        """Takes the directive of `answer`. Returns False for one that lacks its list of members."""
+        members: tuple[Key, ...] = ()
+        if directive.kind == "run":
+            name = name_of_list(answer.lead, directive.generation)
+            if answer.members is not None:
+                self._list = name, unpack(answer.members)
+            elif self._list[0] != name:
+                return False
+            members = self._list[1]
+        directive = replace(directive, members=members, lost=unpack(answer.lost))
+        self._lead = answer.lead
         if directive != self.directive:
             self.directive = directive
-        self.contact, self.retries = sent_at, 0
-        if heartbeat.acknowledged:
-            self.over = True
-            self.exit(directive.code)
         return True
 
     def failed(self, now: float) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Key = tuple[str, int]  # a role and an ordinal in it
+Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("observer", "0-2,5")
 WorkerState = Literal["none", "starting", "running", "ended"]
 Outcome = Literal["", "finished", "drained", "failed", "crashed", "stuck", "killed", "refused", "lost", "silent",
                   "stopped"]  # fmt: skip
@@ -144,8 +145,8 @@ class Directive:
     """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
     `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without; `drain`
-    asks rank 0's worker for a checkpoint; while it is in a phase, the drain is `busy`, and nobody gives it up. `final`
-    says that the job stays failed when it is started again.
+    asks rank 0's worker for a checkpoint; while it is in a phase, the drain is `busy` to a member that is leaving,
+    which does not give it up. `final` says that the job stays failed when it is started again.
     """
 
     kind: DirectiveKind
@@ -160,6 +161,39 @@ class Directive:
     role: str = ""
     final: bool = False
     busy: bool = False
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a member posts: its state where that has changed, and what it knows.
+
+    `since` is the `sequence` of the heartbeat that still holds, where `heartbeat` is left out. `known` names the newest
+    directive that the member has (`name_of_directive`), empty where it wants one at once; `listed` names the generation
+    whose list of members it has (`name_of_list`).
+    """
+
+    incarnation: str
+    sequence: int
+    since: int = 0
+    heartbeat: Heartbeat | None = None
+    known: str = ""
+    listed: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the coordinator of incarnation `lead` answers: a directive, or nothing where the one that was named holds.
+
+    The directive's own `members` and `lost` are left empty: here they travel as ranges (see gang/wire.py), the members
+    only where the beat did not name their list. `again` asks for the whole heartbeat: this coordinator does not have
+    the one that the beat named. Such a beat renews no lease.
+    """
+
+    lead: str = ""
+    directive: Directive | None = None
+    members: Ranges | None = None
+    lost: Ranges = ()
+    again: bool = False
 
 
 @dataclass(frozen=True)

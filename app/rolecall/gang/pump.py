@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Directive, Effect, Key
+from rolecall.gang.protocol import Answer, Beat, Effect, Key
+from rolecall.gang.wire import name_of_directive
 
 
 class Pump:
@@ -51,7 +52,18 @@ def answer_by(gang: Gang, received_at: float) -> float:
     return received_at + gang.rules.lease / 6
 
 
-def answer(gang: Gang, key: Key, known: Directive | None, received_at: float, now: float) -> Directive | None:
-    """The answer to a request of `key`, which knows the directive `known`; None while the request is to wait."""
-    directive = gang.directive(key)
-    return directive if directive != known or now >= answer_by(gang, received_at) else None
+def receive(gang: Gang, beat: Beat, now: float) -> Key | None:
+    """Takes `beat`. Returns its member's key; None where the member is to send its whole heartbeat.
+
+    Raises RejectedError.
+    """
+    if beat.heartbeat is None:
+        return gang.renew(beat.incarnation, beat.sequence, beat.since, now)
+    return gang.receive(beat.heartbeat, now)
+
+
+def answer(gang: Gang, key: Key, beat: Beat, received_at: float, now: float) -> Answer | None:
+    """The answer to `beat` of the member `key`; None while the request is to wait."""
+    if now < answer_by(gang, received_at) and beat.known == name_of_directive(gang.incarnation, gang.directive(key)):
+        return None
+    return gang.answer(key, beat)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rolecall.gang.protocol import ALIVE, Agreement, Cause, Heartbeat, Key, RejectedError, RoleSpec, name_of
+from rolecall.gang.protocol import ALIVE, Agreement, Cause, Directive, Heartbeat, Key, RejectedError, RoleSpec, name_of
+from rolecall.gang.wire import pack
 
 REMEMBERED = 10_000  # replaced incarnations
 MOST_NAMED = 3  # settings that differ
@@ -14,11 +16,18 @@ MOST_VALUE = 80  # characters of one
 
 @dataclass
 class MemberRecord:
-    """A member's newest heartbeat and when it arrived. `stop_epoch` is the epoch of its newest directive to stop."""
+    """A member's newest heartbeat that came whole, and when it was last heard from.
+
+    `stop_epoch` is the epoch of its newest directive to stop. `sequence` is the newest beat's. `directive` is what it
+    must do, as of the gang's `revision`.
+    """
 
     heartbeat: Heartbeat
     received_at: float
     stop_epoch: int
+    sequence: int
+    directive: Directive | None = None
+    revision: int = -1
 
     @property
     def idle(self) -> bool:
@@ -51,6 +60,24 @@ class Generation:
     busy_since: float | None = None  # rank 0's worker is in a phase, during a drain
     excused: float = 0.0  # seconds of the drain that it was in earlier ones
 
+    def __post_init__(self) -> None:
+        self.keys = tuple(self.members)
+        self.ranges = pack(self.keys)
+        self.lost_keys: tuple[Key, ...] = ()  # sorted
+        self.lost_ranges = pack(())
+        self._counts = Counter(role for role, _ in self.keys)
+
+    def lose(self, key: Key, cause: Cause, what: str) -> None:
+        """It goes on without `key`, of which `what` was seen."""
+        self.lost[key], self.last_loss = cause, what
+        self.lost_keys = tuple(sorted(self.lost))
+        self.lost_ranges = pack(self.lost_keys)
+        self._counts[key[0]] -= 1
+
+    def count(self, role: str) -> int:
+        """Its members with `role`, without those that it has lost."""
+        return self._counts[role]
+
     def has(self, key: Key, member: MemberRecord | None) -> bool:
         """Whether `member`, in its present incarnation, belongs to it."""
         return member is not None and key not in self.lost and self.members.get(key) == member.heartbeat.incarnation
@@ -71,6 +98,8 @@ class Roster:
         self._job, self._agreement = job, agreement
         self._newest: dict[object, str] = {}  # the incarnation of each rank, silent ones too
         self._retired: dict[str, None] = {}
+        self._places: dict[object, Key] = {}  # the last place of an incarnation, and of a role's rank on a node
+        self._free = dict.fromkeys(roles, 0)  # by role: all ordinals below are taken
 
     def place(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The key of the member that sent `heartbeat`. Raises RejectedError."""
@@ -95,6 +124,14 @@ class Roster:
         self._retire_older(key, heartbeat)
         return key
 
+    def place_of(self, incarnation: str) -> Key | None:
+        """The last place of `incarnation`; another may have it by now."""
+        return self._places.get(incarnation)
+
+    def vacate(self, key: Key) -> None:
+        """The place `key` is free."""
+        self._free[key[0]] = min(self._free[key[0]], key[1])
+
     def _difference(self, heartbeat: Heartbeat) -> str:
         """How the settings of the rank that sent `heartbeat` differ from rank 0's."""
         key = (heartbeat.role, heartbeat.ordinal)
@@ -117,20 +154,28 @@ class Roster:
     def _assign(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The place of a rank without an ordinal: the one that it has, or the first that is free. Roles are filled in
         the job's order, each up to its count, then the elastic ones up to their maximum."""
-        roles = [role for role in self._roles.values() if heartbeat.role in ("", role.name)]
-        for key, member in members.items():
-            holder = member.heartbeat
-            same = holder.incarnation == heartbeat.incarnation
+        for rank in (heartbeat.incarnation, (heartbeat.role, heartbeat.node)):
+            key = self._places.get(rank)
+            if key is None or key not in members:
+                continue
+            holder = members[key].heartbeat
             assigned = holder.ordinal is None and holder.role == heartbeat.role
-            if same or (assigned and same_node(holder, heartbeat)):
+            if holder.incarnation == heartbeat.incarnation or (assigned and same_node(holder, heartbeat)):
                 return key
+        roles = [role for role in self._roles.values() if heartbeat.role in ("", role.name)]
         for most in ([role.count for role in roles], [role.maximum for role in roles]):
             for role, limit in zip(roles, most, strict=True):
-                for key in ((role.name, ordinal) for ordinal in range(limit)):
-                    if key not in members and key != self._master:
-                        return key
+                if (ordinal := self._first_free(role.name, limit, members)) < limit:
+                    return role.name, ordinal
         places, name = sum(role.maximum for role in roles), heartbeat.role or "ranks"
         raise RejectedError("full", f"all {places} places for {name} are taken")
+
+    def _first_free(self, role: str, limit: int, members: Members) -> int:
+        ordinal = self._free[role]
+        while ordinal < limit and ((role, ordinal) in members or (role, ordinal) == self._master):
+            ordinal += 1
+        self._free[role] = max(self._free[role], ordinal)
+        return ordinal
 
     def _retire_older(self, key: Key, heartbeat: Heartbeat) -> None:
         """Late heartbeats of a replaced incarnation are refused. A rank is the same if its configured ordinal is, or
@@ -140,7 +185,11 @@ class Roster:
         before = self._newest.get(rank)
         if before and before != heartbeat.incarnation:
             self._retired[before] = None
+            self._places.pop(before, None)
         self._newest[rank] = heartbeat.incarnation
+        self._places[heartbeat.incarnation] = key
+        if heartbeat.ordinal is None:
+            self._places[heartbeat.role, heartbeat.node] = key
         if len(self._retired) > REMEMBERED:
             del self._retired[next(iter(self._retired))]
 

@@ -1,47 +1,50 @@
 """The gang's coordinator, in rank 0's supervisor: HTTP on CONTROL_PORT, and CHECKPOINT_DIR behind `gang`.
 
-One request registers a member, keeps its lease and brings its instructions: a member posts its heartbeat and the
-directive that it knows, and is answered as soon as its directive differs from that one, or after a while with the same.
+One request registers a member, keeps its lease and brings its instructions: a member posts its heartbeat, or the number
+of the one that still holds, and names the directive that it knows. It is answered as soon as its directive is another,
+or after a while that it is the same. A beat that changes nothing costs the same at any number of members.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import json
 import time
+from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
-from pydantic import TypeAdapter
 
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang import pump
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Directive, Effect, Event, Heartbeat, RejectedError, Rules
+from rolecall.gang.protocol import Answer, Beat, Effect, Event, Key, RejectedError, Rules
 from rolecall.job.describe import Description
-from rolecall.rank import endpoints
+from rolecall.rank import endpoints, messages
 from rolecall.rank.run_files import REPEAT, RunFiles
 
 PATH = "/v1/heartbeat"
 MAX_BODY = 64 * 1024  # bytes
 TICK = 0.1  # seconds
+REST = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
 MOST_REFUSED = 100  # refusals that are remembered, not to log them again at once
 
 
-@dataclass(frozen=True)
-class Request:
-    """A member's request: its heartbeat, and the newest directive that it has received."""
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits for another directive than the one it names."""
 
-    heartbeat: Heartbeat
-    known: Directive | None = None
+    beat: Beat
+    received_at: float
+    answered: asyncio.Future[Answer]
 
-
-REQUESTS, DIRECTIVES = TypeAdapter(Request), TypeAdapter(Directive)
+    def finish(self, answer: Answer) -> None:
+        """Answers it, unless its member has closed the connection."""
+        if not self.answered.done():
+            self.answered.set_result(answer)
 
 
 def rules(settings: Settings, steps: bool = True) -> Rules:
@@ -65,8 +68,11 @@ class Coordinator:
         self._effects = asyncio.Queue[Effect]()  # to be persisted
         self.metrics: Any = None
         self._incarnation = incarnation
-        self._changed = asyncio.Event()  # replaced when it is set
-        self._epoch = 0
+        self._waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
+        self._revision = 0
+        self._rests_until = float("-inf")
+        self._stirred: asyncio.TimerHandle | None = None
+        self._closing = False
         self._logged_at = float("-inf")
         self._refused: dict[str, float] = {}  # what was logged of late, and when
         self._runner: web.AppRunner | None = None
@@ -97,6 +103,11 @@ class Coordinator:
 
     async def stop(self, ended: bool) -> None:
         """Closes the port and releases the directory; `ended` says that the run ended in order."""
+        self._closing = True
+        if self._stirred:
+            self._stirred.cancel()
+        for key, waiting in list(self._waiting.items()):  # `cleanup` waits for them
+            self._finish(key, self.gang.answer(key, waiting.beat))
         if self._runner:
             await self._runner.cleanup()
         await self.files.close(self.gang.budget if ended and self._runner else None)
@@ -108,6 +119,7 @@ class Coordinator:
     async def _tick_loop(self) -> None:
         while True:
             self._pump()
+            self._answer_patient()
             await asyncio.sleep(TICK)
 
     async def _persist_loop(self) -> None:
@@ -117,27 +129,61 @@ class Coordinator:
             if on_disk:  # otherwise the next tick tries again
                 self._pump()
 
+    def _stir(self) -> None:
+        """A member reported something new: ticks at once, or once the last tick has had its rest."""
+        now = time.monotonic()
+        if now >= self._rests_until:
+            self._pump()
+        elif self._stirred is None:
+            self._stirred = asyncio.get_running_loop().call_later(self._rests_until - now, self._pump)
+
     def _pump(self) -> None:
         gang, now = self.gang, time.monotonic()
+        if self._stirred:
+            self._stirred.cancel()
+            self._stirred = None
         self._driver.step(now)
         for event in gang.events:
             self._report_event(event)
         gang.events.clear()
+        if gang.state == "gathering" and now - max(self._logged_at, gang.since) > REPEAT:
+            self._logged_at = now
+            missing = ", ".join(gang.missing(now)) or "the disk"
+            self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
+        if gang.revision != self._revision:
+            self._revision = gang.revision
+            for key, waiting in list(self._waiting.items()):
+                if answer := pump.answer(gang, key, waiting.beat, waiting.received_at, now):
+                    self._finish(key, answer)
+        done = time.monotonic()
+        self._rests_until = done + REST * (done - now)
+
+    def _answer_patient(self) -> None:
+        """Answers the requests that have waited for long enough. Those of all members that came at the same moment are
+        spread over a few ticks, and stay spread."""
+        gang, now = self.gang, time.monotonic()
+        wait = pump.answer_by(gang, now) - now
+        for _ in range(1 + int(2 * len(self._waiting) * TICK / wait)):
+            if not self._waiting:
+                return
+            key, waiting = next(iter(self._waiting.items()))
+            answer = pump.answer(gang, key, waiting.beat, waiting.received_at, now)
+            if answer is None:
+                return
+            self._finish(key, answer)
+
+    def _finish(self, key: Key, answer: Answer) -> None:
+        self._waiting.pop(key).finish(answer)
+
+    def refresh(self) -> None:
+        """Brings the gang's metrics up to date."""
+        gang, now = self.gang, time.monotonic()
         telemetry.one_hot(self.metrics.gang_state, telemetry.GANG_STATES, gang.state)
         for role in self.job.roles:
             members, registered, wanted = gang.counts(role.name, now)
             self.metrics.gang_members.labels(role.name).set(members)
             self.metrics.gang_registered.labels(role.name).set(registered)
             self.metrics.gang_wanted.labels(role.name).set(wanted)
-        if gang.state == "gathering" and now - max(self._logged_at, gang.since) > REPEAT:
-            self._logged_at = now
-            self.log.info(
-                "waiting", missing=", ".join(gang.missing(now)) or "the disk", deadline_s=self.settings.rejoin_timeout
-            )
-        if gang.epoch != self._epoch:
-            self._epoch = gang.epoch
-            self._changed.set()
-            self._changed = asyncio.Event()
 
     def _report_event(self, event: Event) -> None:
         kind, details = event
@@ -163,10 +209,11 @@ class Coordinator:
         if self.settings.token and not hmac.compare_digest(token.encode(), self.settings.token.encode()):
             return self._refuse(401, "token", f"{http_request.remote}: JOB_TOKEN does not match")
         try:
-            body = await asyncio.wait_for(http_request.text(), self.settings.lease_seconds)
-            request = REQUESTS.validate_python(json.loads(body))
+            async with asyncio.timeout(self.settings.lease_seconds):
+                body = await http_request.read()
+            beat = messages.read_beat(body)
             received_at = time.monotonic()
-            key = self.gang.receive(request.heartbeat, received_at)
+            key = pump.receive(self.gang, beat, received_at)
         except ConnectionError:
             raise web.HTTPBadRequest from None  # the member closed the connection, to send something newer
         except web.HTTPRequestEntityTooLarge:
@@ -174,15 +221,33 @@ class Coordinator:
         except (ValueError, TimeoutError):
             return self._refuse(400, "body", f"{http_request.remote}: no heartbeat of a rank")
         except RejectedError as error:
-            return self._refuse(409, error.reason, f"{request.heartbeat.node}: {error}", str(error))
-        self._pump()
-        latest = pump.answer_by(self.gang, received_at)
-        while (answer := pump.answer(self.gang, key, request.known, received_at, time.monotonic())) is None:
-            if http_request.transport is None:
-                raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), latest - time.monotonic())
-        return web.json_response(asdict(answer))
+            node = beat.heartbeat.node if beat.heartbeat else ""
+            return self._refuse(409, error.reason, f"{node}: {error}", str(error))
+        answer = Answer(again=True) if key is None else await self._answer(key, beat, received_at, http_request)
+        return web.Response(body=messages.write_answer(answer), content_type="application/json")
+
+    async def _answer(self, key: Key, beat: Beat, received_at: float, http_request: web.Request) -> Answer:
+        gang = self.gang
+        if before := self._waiting.pop(key, None):
+            # of the same member, which has closed the connection; or of a replaced one, which must stop before its
+            # successor works
+            before.finish(gang.answer(key, before.beat))
+        if self._closing:
+            return gang.answer(key, beat)
+        if beat.heartbeat:
+            self._stir()
+        answer = pump.answer(gang, key, beat, received_at, time.monotonic())
+        if answer is not None:
+            return answer
+        if http_request.transport is None:
+            raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
+        waiting = Waiting(beat, received_at, asyncio.get_running_loop().create_future())
+        self._waiting[key] = waiting
+        try:
+            return await waiting.answered
+        finally:
+            if self._waiting.get(key) is waiting:
+                del self._waiting[key]
 
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()

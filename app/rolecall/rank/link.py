@@ -1,15 +1,16 @@
-"""A member's connection to the coordinator: posts heartbeats, returns directives."""
+"""A member's connection to the coordinator: posts beats, returns answers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
 from typing import Self
 
 import aiohttp
 
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import Directive, Heartbeat
-from rolecall.rank.coordinator import DIRECTIVES, PATH, Request
+from rolecall.gang.protocol import Answer, Beat
+from rolecall.rank import messages
+from rolecall.rank.coordinator import PATH
 
 REFUSALS = (400, 401, 409, 413)  # HTTP statuses
 
@@ -34,16 +35,18 @@ class Link:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def post(self, heartbeat: Heartbeat, known: Directive | None) -> Directive:
-        """The directive for this member; comes at once where it is not `known`, else after a while.
+    async def post(self, beat: Beat) -> Answer:
+        """The answer to `beat`; comes at once where it does not name its directive, else after a while.
 
         Raises UsageError where the coordinator refuses this rank; any other error means that it was not reached.
         """
-        async with self._session.post(self._url, json=asdict(Request(heartbeat, known))) as response:
-            answer = await response.json()
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(self._url, data=messages.write_beat(beat), headers=headers) as response:
+            body = await response.read()
+            if response.status == 200:
+                return messages.read_answer(body)
+            refusal = json.loads(body)
             # no place is free yet: a dead rank's lease may have to run out first
-            if response.status in REFUSALS and answer.get("reason") != "full":
-                raise UsageError(f"rank 0 at {self.address} refused this rank: {answer.get('text')}")
-            if response.status != 200:
-                raise aiohttp.ClientError(str(answer.get("text", response.reason)))
-        return DIRECTIVES.validate_python(answer)
+            if response.status in REFUSALS and refusal.get("reason") != "full":
+                raise UsageError(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
+            raise aiohttp.ClientError(str(refusal.get("text", response.reason)))

@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Supervisor:
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
+        self._refresh_gang: Callable[[], None] = lambda: None
 
     async def run(self) -> int:
         """Takes part in the job until it is over for this rank. Raises UsageError for bad input."""
@@ -77,6 +78,7 @@ class Supervisor:
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
                 self.workers.record = lead.files.record
+                self._refresh_gang = lead.refresh
             await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
@@ -124,8 +126,8 @@ class Supervisor:
         async with Link(self.settings, self.first) as link:
             while not member.over:
                 self._changed.clear()
-                heartbeat, sent_at = member.heartbeat(self.workers.status()), time.monotonic()
-                post = asyncio.create_task(link.post(heartbeat, member.known))
+                beat, sent_at = member.beat(self.workers.status()), time.monotonic()
+                post = asyncio.create_task(link.post(beat))
                 change = asyncio.create_task(self._changed.wait())
                 try:
                     await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,11 +138,12 @@ class Supervisor:
                 if outdated:
                     continue
                 error, previous = post.exception(), member.directive
-                if error is None and not member.answered(heartbeat, sent_at, post.result(), time.monotonic()):
+                if error is None and not member.answered(beat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
                 if error is None:
-                    self._log_ordinal(previous, post.result())
-                    self._directed.set()
+                    if member.directive is not previous and member.directive is not None:
+                        self._log_ordinal(previous, member.directive)
+                        self._directed.set()
                 elif isinstance(error, UsageError):
                     self.log.error(str(error))
                     member.refused()
@@ -259,6 +262,7 @@ class Supervisor:
     def _refresh(self) -> None:
         self.workers.refresh()
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
+        self._refresh_gang()
 
     def _unhealthy(self) -> str:
         silent = self.member.is_silent(time.monotonic(), self.workers.last_heartbeat)

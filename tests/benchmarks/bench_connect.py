@@ -1,0 +1,215 @@
+"""What it costs to connect the workers of one generation: `python -m tests.benchmarks.bench_connect`.
+
+Workers that do nothing join one `init_rpc`, in each of three ways: as torch does it, with its gloo group connecting
+lazily (TORCH_GLOO_LAZY_INIT=1), and without that group. Then rank 0 calls each of them, as in a star. Seconds, TCP
+connections that were opened meanwhile, sockets that stay, and memory by worker. With BENCH_JSON=FILE each figure is
+written as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rpc import backend_registry
+
+SIZES = (4, 16, 64, 128)
+WAYS = ("torch", "lazy gloo", "no group")
+DEADLINE = 120.0  # seconds for a part
+HOST = "127.0.0.1"
+
+
+@dataclass(eq=False)
+class Connected:
+    """One generation: seconds of the slowest worker, connections that this machine opened meanwhile, TCP sockets that
+    stay and bytes (PSS) of the median worker."""
+
+    way: str
+    workers: int
+    connect_s: float = 0.0
+    opened: int = 0
+    sockets: float = 0.0
+    rank_0_sockets: int = 0
+    star_s: float = 0.0
+    star_sockets: float = 0.0
+    bytes: float = 0.0
+    threads: float = 0.0
+    part: str = ""
+
+
+def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
+    """Connects when it is told to, and serves until it is ended."""
+    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if way == "lazy gloo":
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    try:
+
+        def meet() -> TCPStore:
+            return TCPStore(HOST, port, size, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE),
+                            wait_for_workers=False)  # fmt: skip
+
+        hosted = meet() if rank == 0 else None  # before the others: once refused, they wait a second
+        pipe.send("ready")
+        pipe.recv()
+        started = time.perf_counter()
+        store = hosted or meet()
+        register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, size)]))
+        if way == "no group":
+            _leave_out_the_group(store, size)
+        options = rpc.TensorPipeRpcBackendOptions(init_method="bench://", rpc_timeout=DEADLINE, _transports=["uv"],
+                                                  _channels=["basic"])  # fmt: skip
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+        pipe.send(time.perf_counter() - started)
+        pipe.recv()
+        if rank == 0:
+            started = time.perf_counter()
+            torch.futures.wait_all([rpc.rpc_async(f"w{other}", os.getpid) for other in range(1, size)])
+            pipe.send(time.perf_counter() - started)
+    except Exception as error:  # the parent says which part failed
+        pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(repr(error)))
+    time.sleep(4 * DEADLINE)  # the parent ends it
+
+
+def _leave_out_the_group(store: Any, size: int) -> None:
+    """`init_rpc` without its gloo group: no GPU is mapped, and the barrier is a count in the store."""
+
+    class Barrier:
+        def barrier(self) -> Barrier:
+            if store.add("arrived", 1) == size:
+                store.set("all", b"1")
+            return self
+
+        def wait(self) -> None:
+            store.wait(["all"], timedelta(seconds=DEADLINE))
+
+    backend_registry._init_process_group = lambda *_: Barrier()
+    backend_registry._tensorpipe_exchange_and_check_all_device_maps = lambda *_: ({}, [])
+
+
+def measure(way: str, size: int, keep: Callable[[Connected], None]) -> None:
+    """One generation of `size` workers. Raises RuntimeError or TimeoutError, which names the part."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.rpc"])
+    connected = Connected(way, size)
+    keep(connected)
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    pipes, processes = [], []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=worker, args=(rank, size, port, way, theirs), daemon=True)
+            process.start()
+            pipes.append(ours)
+            processes.append(process)
+        seen = [psutil.Process(process.pid or 0) for process in processes]
+        _answers(connected, "start", pipes)
+        opened = _opened()
+        connected.connect_s = max(_answers(connected, "connect", pipes, told=pipes))
+        connected.opened = _opened() - opened
+        sockets = [_sockets(process) for process in seen]
+        connected.sockets, connected.rank_0_sockets = statistics.median(sockets[1:]), sockets[0]
+        keep(connected)
+        (connected.star_s,) = _answers(connected, "calls of rank 0", pipes[:1], told=pipes)
+        connected.star_sockets = statistics.median(map(_sockets, seen[1:]))
+        connected.bytes = statistics.median(process.memory_full_info().pss for process in seen[1:])
+        connected.threads = statistics.median(process.num_threads() for process in seen[1:])
+        connected.part = "done"
+        keep(connected)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(10)
+
+
+def _answers(
+    connected: Connected, part: str, pipes: list[Connection], told: list[Connection] | None = None
+) -> list[Any]:
+    connected.part = part
+    for pipe in told or ():
+        pipe.send("go")
+    left, answers, ends = set(pipes), [], time.monotonic() + DEADLINE
+    while left:
+        ready = wait(list(left), ends - time.monotonic())
+        if not ready:
+            raise TimeoutError(f"{connected.workers} workers, {connected.way}, {part}: not within {DEADLINE:g} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            answer = pipe.recv()
+            if isinstance(answer, Exception):
+                raise RuntimeError(f"{connected.workers} workers, {connected.way}, {part}: {answer}")
+            answers.append(answer)
+            left.discard(pipe)
+    return answers
+
+
+def _opened() -> int:
+    """TCP connections that the processes of this machine have opened so far."""
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
+    )
+    return int(values[names.index("ActiveOpens")])
+
+
+def _sockets(process: psutil.Process) -> int:
+    """Its connected TCP sockets."""
+    return sum(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_connect", description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="of a generation")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    arguments = parser.parse_args(argv)
+    console, results, failed = Console(width=120), [], False
+    target = os.environ.get("BENCH_JSON")
+
+    def keep(connected: Connected) -> None:
+        if connected not in results:
+            results.append(connected)
+        if target:
+            Path(target).write_text(json.dumps({"generations": [asdict(one) for one in results]}, indent=1) + "\n")
+
+    for size in arguments.workers:
+        for way in arguments.ways:
+            console.print(f"{size} workers, {way}", highlight=False)
+            try:
+                measure(way, size, keep)
+            except (RuntimeError, TimeoutError) as error:
+                console.print(f"bench-connect: {error}", markup=False, highlight=False)
+                failed = True
+    table = Table("workers", "init_rpc", "connect s", "opened", "sockets a worker", "at rank 0", "rank 0 calls all s",
+                  "sockets then", "MB a worker", "threads")  # fmt: skip
+    for one in results:
+        row = (f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.opened}", f"{one.sockets:.0f}",
+               f"{one.rank_0_sockets}", f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}",
+               f"{one.threads:.0f}")  # fmt: skip
+        table.add_row(*row)
+    console.print(table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang.member import Member
-from rolecall.gang.protocol import Agreement, Directive, Heartbeat, RejectedError, WorkerStatus
+from rolecall.gang.protocol import Agreement, Answer, Beat, Directive, Heartbeat, RejectedError, WorkerStatus
 from rolecall.job import describe, registry
-from rolecall.rank import coordinator
+from rolecall.rank import coordinator, messages
 from rolecall.rank.coordinator import Coordinator
 from rolecall.watch.local import free_ports
 from tests.unit.gangs import PS, RULES, Play
@@ -66,9 +66,10 @@ def test_a_rank_whose_settings_have_changed_does_not_replace_the_one_that_runs()
 
 def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:
     member = Member(RULES, "trainer", 1, "x", "here", 0.0, agreement=OURS)
-    first = member.heartbeat(WorkerStatus())
-    assert (first.digest, first.settings) == (OURS.digest, OURS.values)
-    member.answered(first, 0.0, Directive("stop", 1, 1, role="trainer"), 0.1)
+    first = member.beat(WorkerStatus())
+    assert first.heartbeat is not None
+    assert (first.heartbeat.digest, first.heartbeat.settings) == (OURS.digest, OURS.values)
+    member.answered(first, 0.0, Answer("lead", Directive("stop", 1, 1, role="trainer")), 0.1)
     later = member.heartbeat(WorkerStatus())
     assert (later.digest, later.settings) == (OURS.digest, None)
     member.failed(1.0)  # the coordinator may be another now, with other settings
@@ -133,8 +134,9 @@ def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pyte
             values = {**lead.job.agreement(settings).values, "LR": 0.5}
             heartbeat = Heartbeat("observer", 1, "x", 1, job=lead.job.identity, digest="other", settings=values)
             async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.control_port}") as session:
+                beat = messages.write_beat(Beat(heartbeat.incarnation, 1, 0, heartbeat))
                 for _ in range(3):
-                    async with session.post(coordinator.PATH, json={"heartbeat": asdict(heartbeat)}) as answer:
+                    async with session.post(coordinator.PATH, data=beat) as answer:
                         assert answer.status == 409
                         told = await answer.json()
         finally:

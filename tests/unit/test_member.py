@@ -201,7 +201,7 @@ def test_who_leaves_waits_while_rank_0_writes_the_drains_checkpoint() -> None:
     deadline = 1.0 + RULES.drain_timeout + LEASE / 2
     member.tick(2.0, None)
     busy = Directive("run", 0, 3, 1, busy=True)
-    member.answered(member.heartbeat(NONE), 2.0, busy, 2.0)
+    member.answered(member.beat(NONE), 2.0, Answer("lead", busy, members=()), 2.0)
     for now in range(3, 203):
         member.tick(float(now), None)
     member.answered(member.beat(NONE), 202.0, Answer("lead", Directive("run", 0, 4, 1), members=()), 202.0)

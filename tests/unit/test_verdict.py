@@ -151,11 +151,9 @@ def test_a_disk_that_refuses_the_verdict_says_so_and_the_members_are_told(
 
             with monkeypatch.context() as patched:
                 patched.setattr(rundir, "write_atomically", broken)
-                loops = [asyncio.create_task(loop) for loop in lead.loops()]
-                while lead.gang.state != "failed":
-                    await lead._changed.wait()
-                for loop in loops:
-                    loop.cancel()
+                lead._driver.step(time.monotonic())
+                on_disk = await lead.files.persist(lead._effects.get_nowait())
+                lead._driver.written(on_disk, time.monotonic())
             assert (lead.gang.state, lead.gang.reason) == ("failed", REASON)
 
     run(steps())

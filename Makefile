@@ -26,7 +26,7 @@ export TORCH TORCH_INDEX IMAGE
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-scale bench-start bench-checkpoint chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -160,6 +160,9 @@ bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity
 
 bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, and its accuracy (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_hybrid
+
+bench-connect: $(READY) ## measures what it costs to connect 4 to 128 workers (5 minutes; BENCH_JSON=FILE)
+	$(BIN)/python -m tests.benchmarks.bench_connect
 
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_scale

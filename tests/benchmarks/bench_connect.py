@@ -1,9 +1,8 @@
 """What it costs to connect the workers of one generation: `python -m tests.benchmarks.bench_connect`.
 
-Workers that do nothing join one `init_rpc`, in each of three ways: as torch does it, with its gloo group connecting
-lazily (TORCH_GLOO_LAZY_INIT=1), and without that group. Then rank 0 calls each of them, as in a star. Seconds, TCP
-connections that were opened meanwhile, sockets that stay, and memory by worker. With BENCH_JSON=FILE each figure is
-written as it comes.
+Workers that do nothing meet as torch's `init_rpc` has them meet, and as Rolecall does (job/agent.py). Then rank 0 calls
+each of them, as in a star. Seconds, CPU seconds of all workers, TCP connections that were opened meanwhile, sockets that
+stay, and memory by worker. With BENCH_JSON=FILE each figure is written as it comes.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,22 +29,26 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
-from torch.distributed.rpc import backend_registry
+
+from rolecall.config import Settings
+from rolecall.job import agent
+from rolecall.job.task import Peer
 
 SIZES = (4, 16, 64, 128)
-WAYS = ("torch", "lazy gloo", "no group")
+WAYS = ("torch", "rolecall")
 DEADLINE = 120.0  # seconds for a part
 HOST = "127.0.0.1"
 
 
 @dataclass(eq=False)
 class Connected:
-    """One generation: seconds of the slowest worker, connections that this machine opened meanwhile, TCP sockets that
+    """One generation: seconds of the slowest worker, CPU seconds of all, connections that this machine opened meanwhile, TCP sockets that
     stay and bytes (PSS) of the median worker."""
 
     way: str
     workers: int
     connect_s: float = 0.0
+    connect_cpu_s: float = 0.0
     opened: int = 0
     sockets: float = 0.0
     rank_0_sockets: int = 0
@@ -58,8 +62,6 @@ class Connected:
 def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
     """Connects when it is told to, and serves until it is ended."""
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if way == "lazy gloo":
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     try:
@@ -73,43 +75,31 @@ def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
         pipe.recv()
         started = time.perf_counter()
         store = hosted or meet()
-        register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, size)]))
-        if way == "no group":
-            _leave_out_the_group(store, size)
-        options = rpc.TensorPipeRpcBackendOptions(init_method="bench://", rpc_timeout=DEADLINE, _transports=["uv"],
-                                                  _channels=["basic"])  # fmt: skip
-        rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+        if way == "rolecall":
+            members = tuple(Peer("w", number, number) for number in range(size))
+            context: Any = SimpleNamespace(me=members[rank], members=members, mapped=set[str](),
+                                           device=torch.device("cpu"), settings=Settings(connect_timeout=DEADLINE))  # fmt: skip
+            agent.start(context, store)
+        else:
+            register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, size)]))
+            options = rpc.TensorPipeRpcBackendOptions(init_method="bench://", num_worker_threads=16,
+                                                      rpc_timeout=DEADLINE, _transports=["uv"], _channels=["basic"])  # fmt: skip
+            rpc.init_rpc(f"w_{rank}", rank=rank, world_size=size, rpc_backend_options=options)
         pipe.send(time.perf_counter() - started)
         pipe.recv()
         if rank == 0:
             started = time.perf_counter()
-            torch.futures.wait_all([rpc.rpc_async(f"w{other}", os.getpid) for other in range(1, size)])
+            torch.futures.wait_all([rpc.rpc_async(f"w_{other}", os.getpid) for other in range(1, size)])
             pipe.send(time.perf_counter() - started)
     except Exception as error:  # the parent says which part failed
         pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(repr(error)))
     time.sleep(4 * DEADLINE)  # the parent ends it
 
 
-def _leave_out_the_group(store: Any, size: int) -> None:
-    """`init_rpc` without its gloo group: no GPU is mapped, and the barrier is a count in the store."""
-
-    class Barrier:
-        def barrier(self) -> Barrier:
-            if store.add("arrived", 1) == size:
-                store.set("all", b"1")
-            return self
-
-        def wait(self) -> None:
-            store.wait(["all"], timedelta(seconds=DEADLINE))
-
-    backend_registry._init_process_group = lambda *_: Barrier()
-    backend_registry._tensorpipe_exchange_and_check_all_device_maps = lambda *_: ({}, [])
-
-
 def measure(way: str, size: int, keep: Callable[[Connected], None]) -> None:
     """One generation of `size` workers. Raises RuntimeError or TimeoutError, which names the part."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.rpc"])
+    context.set_forkserver_preload(["rolecall.job.agent"])
     connected = Connected(way, size)
     keep(connected)
     with socket.socket() as probe:
@@ -125,9 +115,9 @@ def measure(way: str, size: int, keep: Callable[[Connected], None]) -> None:
             processes.append(process)
         seen = [psutil.Process(process.pid or 0) for process in processes]
         _answers(connected, "start", pipes)
-        opened = _opened()
+        opened, cpu = _opened(), sum(map(_cpu, seen))
         connected.connect_s = max(_answers(connected, "connect", pipes, told=pipes))
-        connected.opened = _opened() - opened
+        connected.opened, connected.connect_cpu_s = _opened() - opened, sum(map(_cpu, seen)) - cpu
         sockets = [_sockets(process) for process in seen]
         connected.sockets, connected.rank_0_sockets = statistics.median(sockets[1:]), sockets[0]
         keep(connected)
@@ -173,6 +163,12 @@ def _opened() -> int:
     return int(values[names.index("ActiveOpens")])
 
 
+def _cpu(process: psutil.Process) -> float:
+    """CPU seconds that it has used."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def _sockets(process: psutil.Process) -> int:
     """Its connected TCP sockets."""
     return sum(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
@@ -200,10 +196,11 @@ def main(argv: list[str] | None = None) -> int:
             except (RuntimeError, TimeoutError) as error:
                 console.print(f"bench-connect: {error}", markup=False, highlight=False)
                 failed = True
-    table = Table("workers", "init_rpc", "connect s", "opened", "sockets a worker", "at rank 0", "rank 0 calls all s",
+    table = Table("workers", "way", "connect s", "CPU s", "opened", "sockets a worker", "at rank 0", "calls all s",
                   "sockets then", "MB a worker", "threads")  # fmt: skip
     for one in results:
-        row = (f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.opened}", f"{one.sockets:.0f}",
+        row = (f"{one.workers}", one.way, f"{one.connect_s:.2f}", f"{one.connect_cpu_s:.2f}",
+               f"{one.opened}", f"{one.sockets:.0f}",
                f"{one.rank_0_sockets}", f"{one.star_s:.2f}", f"{one.star_sockets:.0f}", f"{one.bytes / 1e6:.0f}",
                f"{one.threads:.0f}")  # fmt: skip
         table.add_row(*row)

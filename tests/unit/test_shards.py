@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -283,6 +284,19 @@ def test_a_member_that_is_lost_fails_the_checkpoint_only(monkeypatch: pytest.Mon
     with pytest.raises(checkpoint.CheckpointError, match="ps_1 was lost"):
         gang.model.collect(8)
     assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000007"]
+
+
+def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    monkeypatch.setattr(shards, "POLL", 0.01)
+    monkeypatch.setattr(Share, "_run", lambda *_: None)
+    gang.context.settings = gang.context.settings.model_copy(update={"phase_timeout": 0.1})
+    gang.model.begin(8)
+    collecting = ThreadPoolExecutor(1).submit(gang.model.collect, 8)
+    with pytest.raises(checkpoint.CheckpointError, match=r"nothing comes from ps_[01] for PHASE_TIMEOUT=0\.1 s"):
+        collecting.result(30)
 
 
 @pytest.mark.parametrize("mode", ["direct", "stream"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -109,16 +110,20 @@ class Sharded(ShardedValue):
                 raise CheckpointError(f"{peer.name} answers {type(other).__name__}")
 
     def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
-        """What `peer` sends, one call ahead."""
-        call = partial(self._ask, peer, shards.next_item, self.name, stem)
-        ahead = call()
+        """What `peer` sends, one call ahead. Raises CheckpointError, also where nothing comes for PHASE_TIMEOUT."""
+        call, limit = partial(self._ask, peer, shards.next_item, self.name, stem), self.context.settings.phase_timeout
+        ahead, came = call(), time.monotonic()
         while True:
-            item = ahead()  # while training goes on; a drain has a deadline of its own
+            item = ahead()  # while training goes on
             if isinstance(item, Problem):
                 raise CheckpointError(item.text)
+            if item is None and time.monotonic() - came > limit:
+                raise CheckpointError(f"{stem}: nothing comes from {peer.name} for PHASE_TIMEOUT={limit:g} s; is its "
+                                      "disk hanging?")  # fmt: skip
             if not isinstance(item, Written):
                 ahead = call()
             if item is not None:
+                came = time.monotonic()
                 yield item
 
     # ---- back

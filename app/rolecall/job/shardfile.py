@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rolecall.job.capture import BLOCK, Rows
+from rolecall.run import rundir
 
 ALIGNED = 4096  # bytes: of memory and of places in a file, for writing around the page cache
 DTYPES = {
@@ -202,19 +203,10 @@ def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Ite
         finally:
             writer.abort()
         for folder in (directory, directory.parent):
-            sync(folder)
+            rundir.sync_directory(folder)
     except OSError as error:
         raise ShardError(f"{name} cannot be written to {directory}: {error.strerror}") from error
     return ShardFile(name, writer.length, sha256, dict(columns))
-
-
-def sync(directory: Path) -> None:
-    """Has the names in `directory` on disk. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str, int, Tensor]]:

@@ -169,8 +169,8 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
         aside.mkdir(exist_ok=True)
         for path in files:
             path.replace(aside / path.name)
-        _sync_directory(aside)
-        _sync_directory(directory)
+        sync_directory(aside)
+        sync_directory(directory)
     except OSError as error:
         raise UsageError(f"RESUME=0: files of CHECKPOINT_DIR={directory} cannot be moved ({error.strerror})") from error
     finally:
@@ -198,14 +198,15 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError:
         with contextlib.suppress(OSError):  # the write's own error says more
             temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Has the names in `directory` on disk. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """What it costs to connect the workers of one generation: `python -m tests.benchmarks.bench_connect`.
 
 Workers that do nothing meet as torch's `init_rpc` has them meet, and as Rolecall does (job/agent.py). Then rank 0 calls
-each of them, as in a star. Seconds, CPU seconds of all workers, TCP connections that were opened meanwhile, sockets that
-stay, and memory by worker. With BENCH_JSON=FILE each figure is written as it comes.
+each of them, as in a star. It prints seconds, the CPU seconds of all workers, the TCP connections that were opened, the
+sockets that stay, and the memory of a worker. With BENCH_JSON=FILE each figure is written as it comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +26,12 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from rolecall.config import Settings
 from rolecall.job import agent
+from rolecall.job.store import open_store
 from rolecall.job.task import Peer
 
 SIZES = (4, 16, 64, 128)
@@ -42,8 +42,11 @@ HOST = "127.0.0.1"
 
 @dataclass(eq=False)
 class Connected:
-    """One generation: seconds of the slowest worker, CPU seconds of all, connections that this machine opened meanwhile, TCP sockets that
-    stay and bytes (PSS) of the median worker."""
+    """One generation.
+
+    Seconds of the slowest worker, CPU seconds of all, connections that this machine opened meanwhile, TCP sockets that
+    stay, and the bytes (PSS) of the median worker.
+    """
 
     way: str
     workers: int
@@ -61,29 +64,29 @@ class Connected:
 
 def worker(rank: int, size: int, port: int, way: str, pipe: Connection) -> None:
     """Connects when it is told to, and serves until it is ended."""
-    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    settings = Settings(connect_timeout=DEADLINE, master_addr=HOST, master_port=port, bind_addr=HOST)
     try:
-
-        def meet() -> TCPStore:
-            return TCPStore(HOST, port, size, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE),
-                            wait_for_workers=False)  # fmt: skip
-
-        hosted = meet() if rank == 0 else None  # before the others: once refused, they wait a second
         pipe.send("ready")
         pipe.recv()
         started = time.perf_counter()
-        store = hosted or meet()
+        store = open_store(settings, 1, rank, size)
         if way == "rolecall":
             members = tuple(Peer("w", number, number) for number in range(size))
-            context: Any = SimpleNamespace(me=members[rank], members=members, mapped=set[str](),
-                                           device=torch.device("cpu"), settings=Settings(connect_timeout=DEADLINE))  # fmt: skip
+            context: Any = SimpleNamespace(
+                me=members[rank], members=members, mapped=set[str](), device=torch.device("cpu"), settings=settings
+            )
             agent.start(context, store)
         else:
             register_rendezvous_handler("bench", lambda url, **_: iter([(store, rank, size)]))
-            options = rpc.TensorPipeRpcBackendOptions(init_method="bench://", num_worker_threads=16,
-                                                      rpc_timeout=DEADLINE, _transports=["uv"], _channels=["basic"])  # fmt: skip
+            options = rpc.TensorPipeRpcBackendOptions(
+                num_worker_threads=16,
+                rpc_timeout=DEADLINE,
+                init_method="bench://",
+                _transports=["uv"],
+                _channels=["basic"],
+            )
             rpc.init_rpc(f"w_{rank}", rank=rank, world_size=size, rpc_backend_options=options)
         pipe.send(time.perf_counter() - started)
         pipe.recv()

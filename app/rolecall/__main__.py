@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,28 +99,48 @@ def _parser() -> argparse.ArgumentParser:
     )
     create.add_argument("name", metavar="NAME", help="of the folder, which is made here, and of the job")
     create.set_defaults(handler=_new)
+    zygote = commands.add_parser("zygote")  # no user's command: without help it is not listed
+    zygote.add_argument("requests", type=int)
+    zygote.add_argument("targets", nargs="*")
+    zygote.set_defaults(handler=_zygote)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
 
 
 def _rank(arguments: argparse.Namespace) -> int:
-    from rolecall.rank import fork_server  # here and below: other commands start without it
+    from rolecall.rank import fork_server, zygote  # here and below: other commands start without it
 
     job, settings = describe.of_rank(config.job_name()), config.load(Settings)
     identity = registry.identity(job.roles, settings, config.host_name())
-    fork_server.prepare(job.preload(identity.role))  # it imports torch while this process imports the rest
+    # it imports torch while this process imports the rest
+    fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))
     from rolecall.rank import supervisor
 
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
-    return supervisor.run(job, settings, identity, arguments.tied)
+    return supervisor.run(job, settings, identity, arguments.tied, zygote.parent or arguments.tied)
+
+
+def _zygote(arguments: argparse.Namespace) -> int:
+    from rolecall.rank import zygote
+
+    with UsageError.wrap("zygote: only `rolecall run` starts it", OSError):
+        requests = socket.socket(fileno=arguments.requests)
+    code = main(zygote.serve(requests, arguments.targets))
+    sys.stdout.flush()
+    os._exit(code)  # an interpreter that ends takes torch's modules apart
 
 
 def _run(target: str, words: Sequence[str]) -> int:
-    from rolecall.watch import local
+    from rolecall.rank.zygote import Zygote
 
-    return local.run(describe.ask(*_script(target, words)))
+    target, flags = _script(target, words)
+    registry.require_target(target)
+    with Zygote(target) as zygote:  # it imports torch while this process imports the rest
+        from rolecall.watch import local
+
+        return local.run(describe.ask(target, flags, zygote.call), zygote)
 
 
 def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -265,6 +265,12 @@ def export(**names: str) -> None:
     os.environ.update(names)
 
 
+def replace_environment(names: Mapping[str, str]) -> None:
+    """Makes `names` this process's environment: another process has forked it."""
+    os.environ.clear()
+    os.environ.update(names)
+
+
 def exported(name: str) -> str:
     """A variable that is no setting, such as a program may have set for its libraries; empty where there is none."""
     return os.environ.get(name, "")

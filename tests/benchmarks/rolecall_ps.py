@@ -8,12 +8,13 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.model import build, parts
+from rolecall.watch import targets
 from tests.benchmarks import launch
 
 EPOCH = re.compile(r"Epoch (\d+)\tstep (\d+)\tloss")
@@ -91,7 +92,7 @@ def throughput(
                 progress(f"epoch {number}")
                 # before the measured epochs and after them: scraping costs time
                 if number in (WARM - 1, WARM + epochs):
-                    counts[number] = _scrape(running.process.pid, pieces)
+                    counts[number] = _scrape(running.directory, pieces)
         done = running.done()
     samples = int(done["samples"]) * epochs // int(done["epochs"])
     seconds = stamps[WARM + epochs] - stamps[WARM]
@@ -125,23 +126,22 @@ class Counts:
     wait_seconds: float
 
 
-def _scrape(local: int, pieces: int) -> list[Counts]:
-    """The counters of every trainer of the run whose process is `local`."""
+def _scrape(directory: Path, pieces: int) -> list[Counts]:
+    """The counters of every trainer of the run in `directory`."""
     scraped = []
-    for rank in psutil.Process(local).children():
-        environment = rank.environ()
-        if environment.get("ROLE") == "trainer":
+    for rank in targets.ranks_of(directory):
+        if rank.name.startswith("trainer"):
             ends = time.monotonic() + SCRAPE_SECONDS
-            counts = _counts(environment["METRICS_PORT"])
+            counts = _counts(rank.url)
             # a step makes `pieces` calls: between two steps bytes and calls fit each other
             while (counts.calls % pieces or counts.answers % pieces) and time.monotonic() < ends:
-                counts = _counts(environment["METRICS_PORT"])
+                counts = _counts(rank.url)
             scraped.append(counts)
     return scraped
 
 
-def _counts(port: str) -> Counts:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SCRAPE_SECONDS) as answer:
+def _counts(url: str) -> Counts:
+    with urllib.request.urlopen(url, timeout=SCRAPE_SECONDS) as answer:
         text = answer.read().decode()
     samples = {
         sample.name: sample.value

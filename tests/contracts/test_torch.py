@@ -78,17 +78,26 @@ class Own(torch.optim.SGD):
 
 makers = [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: Own(p, lr=0.1), torch.optim.Adam,
           lambda p: torch.optim.Adam(p, fused=True), torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop]
+def replicate():
+    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    torch.nn.init.ones_(replica.module.weight)
+    replica(torch.ones(3, 2)).sum().backward()
+    return replica.module.weight.grad.clone()
+
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 lighten()
-light = [train(make) for make in makers]
+light = [train(make) for make in makers] + [replicate()]
 print("torch._dynamo" in sys.modules)
 import torch._dynamo
-usual = [train(make) for make in makers]
+usual = [train(make) for make in makers] + [replicate()]
+print(torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer")
 print(all(map(torch.equal, light, usual)))
 compiled = torch.compile(lambda x: 2 * x, backend="eager")
 print(compiled(torch.ones(1)).item())
 """
 
 
-def test_optimizers_do_not_import_the_compiler_and_compute_the_same() -> None:
+def test_optimizers_and_ddp_do_not_import_the_compiler_and_compute_the_same() -> None:
     run = subprocess.run([sys.executable, "-c", OPTIMIZERS], timeout=60, capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["False", "True", "2.0"], run.stderr
+    assert run.stdout.split() == ["False", "True", "True", "2.0"], run.stderr

@@ -23,6 +23,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.job import registry
+from rolecall.rank.zygote import Zygote
 from rolecall.run import history, rundir
 from rolecall.run.history import History
 from rolecall.watch.local import PORTS, free_ports
@@ -106,7 +107,7 @@ class Rank:
     log: Path
     process: subprocess.Popen[bytes] | warm.Process | None = None
     prefix: list[str] = field(default_factory=list)  # of the command
-    server: warm.Server | None = None  # to be forked from; a cold start otherwise
+    server: Zygote | None = None  # to be forked from; a cold start otherwise
 
     @property
     def name(self) -> str:
@@ -225,7 +226,7 @@ class Cluster:
     """The ranks of JOB (rl) on ports of their own, forked from `server` but for those named in `cold`."""
 
     def __init__(
-        self, directory: Path, server: warm.Server | None = None, cold: Container[str] = (), **settings: str
+        self, directory: Path, server: Zygote | None = None, cold: Container[str] = (), **settings: str
     ) -> None:
         self.directory, self.server, self.cold = directory, server, cold
         self.job = registry.get(settings.get("JOB", "rl"))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from rolecall.job import registry
+from rolecall.rank.zygote import Zygote
 from tests.integration.cluster import Cluster, until
-from tests.integration.warm import Server
 from tests.roles import counter
 
 KEPT = pytest.StashKey[Cluster]()
@@ -40,14 +41,14 @@ def _close_kept(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+def server() -> Iterator[Zygote]:
     """What ranks are forked from."""
-    with Server() as made:
+    with Zygote(*registry.JOBS) as made:
         yield made
 
 
 @pytest.fixture
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Server) -> Cluster:
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Zygote) -> Cluster:
     """A training job with checkpoints every 0.2 s, left by the test before this one or new; rl, or the parameter.
 
     A test that uses it must leave it whole: starting ranks costs more than most of what is done to them.
@@ -64,7 +65,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, tmp_path: Path, server: Server) -> Iterator[Callable[..., Cluster]]:
+def cluster(request: pytest.FixtureRequest, tmp_path: Path, server: Zygote) -> Iterator[Callable[..., Cluster]]:
     """A factory of clusters; further ones share nothing with the first. Ranks named in `cold` start as users' do."""
     clusters: list[Cluster] = []
     request.node.clusters = clusters

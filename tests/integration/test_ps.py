@@ -17,6 +17,8 @@ import torch
 from torch.nn import functional
 
 from rolecall.job import checkpoint
+from rolecall.run import rundir
+from tests.disk import SlowDisk
 from tests.integration import learning
 from tests.integration.cluster import ROOT, Cluster, alive, reported, until
 
@@ -133,6 +135,39 @@ def test_a_trainer_that_never_sends_its_gradient_is_given_up(cluster: MakeCluste
     job = cluster(JOB="ps", STEP_TIMEOUT="2", MODEL=HERE + "Hanging").start(2)
     until(lambda: "trainer given up" in job.first.text(), "the hanging trainer to be given up")
     assert "STEP_TIMEOUT=2" in job.first.text()
+
+
+def test_a_server_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
+    cluster: MakeCluster, tmp_path: Path
+) -> None:
+    disk, servers = SlowDisk(tmp_path / "fsync"), ("ps-0", "ps-1")
+    job = cluster(JOB="ps", SERVERS="2", CHECKPOINT_INTERVAL="0.2", cold=servers, **disk.environment).start(1)
+    until(lambda: checkpoint.newest_first(job.checkpoints), "a checkpoint")
+    shards = job.checkpoints / rundir.SHARDS
+
+    def torn() -> list[Path]:
+        """The shards of a checkpoint that is being written."""
+        valid = {path.stem for path in checkpoint.newest_first(job.checkpoints)}
+        return [path for path in shards.glob("*/*.safetensors") if path.parent.name not in valid]
+
+    disk.slow(1000)  # no file is closed any more
+    until(torn, "a shard to be under way")
+    newest = checkpoint.newest_first(job.checkpoints)[0]
+    (left,) = {path.parent for path in torn()}
+    job.ranks["ps-1"].kill()
+    assert checkpoint.newest_first(job.checkpoints)[0] == newest
+    disk.slow(0)
+    job.ranks["ps-1"].start()
+    resumed = f"file={newest.name}"
+    until(lambda: any("resumed" in line and resumed in line for line in job.first.text().splitlines()), resumed)
+
+    def snapshot() -> checkpoint.Snapshot | None:
+        """The newest checkpoint, of a later generation."""
+        newest = checkpoint.Checkpoints(job.checkpoints, "ps").newest()
+        return newest if newest and newest.generation > 1 else None
+
+    until(snapshot, "a checkpoint of the next generation")
+    until(lambda: not left.exists(), "the torn one to be deleted")
 
 
 def test_drained_and_resumed_loses_no_update(cluster: MakeCluster) -> None:

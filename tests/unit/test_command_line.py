@@ -151,7 +151,7 @@ import sys
 from rolecall import __main__
 from rolecall.rank import fork_server
 
-def prepare(preload):
+def prepare(preload, imported):
     print(*preload, *(name for name in ("aiohttp", "rolecall.rank.supervisor", "torch") if name in sys.modules))
     sys.exit(0)
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import safetensors
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -191,6 +192,10 @@ def test_the_files_are_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert described["weight"]["shape"] == [20, 3]
     assert data[8 + length + begin : 8 + length + end] == gang.weights[1][0].numpy().tobytes()
     assert len(data) == 8 + length + end
+    with safetensors.safe_open(file, "pt") as read:
+        assert list(read.keys()) == ["weight"]
+        assert torch.equal(read.get_tensor("weight"), gang.weights[1][0])
+        assert json.loads(read.metadata()["rows"]) == {"weight": [TOTAL, 20, 1]}
 
 
 def tear(file: Path) -> None:

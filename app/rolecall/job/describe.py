@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,9 +153,18 @@ def _version(target: str, roles: Sequence[RoleSpec]) -> str:
     return digest.hexdigest()[:12]
 
 
-def ask(target: str, arguments: Sequence[str] = ()) -> Description:
+def _call(arguments: Sequence[str], seconds: float) -> int:
+    command = [sys.executable, "-P", "-m", "rolecall", *arguments]
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+
+
+def ask(target: str, arguments: Sequence[str] = (), call: Callable[[Sequence[str], float], int] = _call) -> Description:
     """The description of the job that `target` names, with the flags in `arguments`: from this process for a built-in
-    job, otherwise from a child process. Raises UsageError, and SystemExit where the child process has said what is
+    job, otherwise from a child process. `call` runs a command of Rolecall's in one, for some seconds at most, and
+    returns its exit code. Raises UsageError, and SystemExit where the child process has said what is
     wrong, or has given the help that `arguments` request.
     """
     registry.require_target(target)
@@ -163,17 +172,16 @@ def ask(target: str, arguments: Sequence[str] = ()) -> Description:
         return describe(target, arguments)
     with tempfile.TemporaryDirectory(prefix="rolecall-") as directory:
         output = Path(directory) / "description"
-        command = [sys.executable, "-P", "-m", "rolecall", "describe", "--output", str(output), target, *arguments]
         try:
-            child = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DEADLINE)
-        except subprocess.TimeoutExpired:
+            code = call(["describe", "--output", str(output), target, *arguments], DEADLINE)
+        except TimeoutError:
             raise UsageError(f"JOB={target}: its import took over {DEADLINE:g} s") from None
-        if child.returncode < 0:
-            raise UsageError(f"JOB={target}: its import ended by {signal.Signals(-child.returncode).name}")
-        if child.returncode or not output.exists():
-            if not child.returncode and not {"-h", "--help"} & set(arguments):
+        if code < 0:
+            raise UsageError(f"JOB={target}: its import ended by {signal.Signals(-code).name}")
+        if code or not output.exists():
+            if not code and not {"-h", "--help"} & set(arguments):
                 raise UsageError(f"JOB={target}: its import ended the process")
-            raise SystemExit(USAGE if child.returncode == 1 else child.returncode)
+            raise SystemExit(USAGE if code == 1 else code)
         return ADAPTER.validate_json(output.read_bytes())
 
 

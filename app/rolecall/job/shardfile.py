@@ -1,4 +1,4 @@
-"""A shard's file in a checkpoint: safetensors, written and read block by block, hashed on the way.
+"""A shard's file in a checkpoint: safetensors, written and read block by block, hashed (XXH3-128) on the way.
 
 The format (https://github.com/huggingface/safetensors) is eight bytes with the length of a JSON header, the header, and
 the tensors' bytes. It holds no code, and any tool that knows safetensors reads the file.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rolecall.job.capture import BLOCK, Rows
@@ -73,7 +73,7 @@ class ShardFile:
 
     name: str
     length: int
-    sha256: str
+    checksum: str
     columns: dict[str, Column]
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class ShardFile:
         columns = {str(k): Column(**{**v, "shape": tuple(map(int, v["shape"]))}) for k, v in data["columns"].items()}
         if any(column.dtype not in DTYPES for column in columns.values()) or "/" in data["name"]:
             raise ValueError
-        return cls(str(data["name"]), int(data["length"]), str(data["sha256"]), columns)
+        return cls(str(data["name"]), int(data["length"]), str(data["checksum"]), columns)
 
 
 def header(columns: Mapping[str, Column]) -> bytes:
@@ -109,7 +109,7 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self.path, self.length = path, 0
-        self.hashed, self._digest = True, hashlib.sha256()
+        self.hashed, self._digest = True, xxhash.xxh3_128()
         self._thread = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
         self._buffers = [_aligned(BLOCK), _aligned(BLOCK)]
@@ -159,7 +159,7 @@ class Writer:
                 buffer, place = buffer[count:], place + count
 
     def close(self) -> str:
-        """Has everything on disk, and returns its SHA-256."""
+        """Has everything on disk, and returns its checksum."""
         try:
             self._flush()
             self._join()
@@ -199,21 +199,21 @@ def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Ite
             writer.write(torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8))
             for block in blocks:
                 writer.write(block)
-            sha256 = writer.close()
+            checksum = writer.close()
         finally:
             writer.abort()
         for folder in (directory, directory.parent):
             rundir.sync_directory(folder)
     except OSError as error:
         raise ShardError(f"{name} cannot be written to {directory}: {error.strerror}") from error
-    return ShardFile(name, writer.length, sha256, dict(columns))
+    return ShardFile(name, writer.length, checksum, dict(columns))
 
 
 def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str, int, Tensor]]:
     """The rows in `file`, some at a time: the column's name, the first one's number in the file, and the values
     [rows, ...]. Raises ShardError, at the latest after the last ones, where it is not the file that was written.
     """
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
 
     def take(place: int, length: int) -> Tensor:
         data = read(place, length)
@@ -235,7 +235,7 @@ def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str
             values = take(place, count * row_bytes).view(DTYPES[column.dtype]).view(count, *column.shape[1:])
             place += count * row_bytes
             yield name, begin, values
-    if digest.hexdigest() != file.sha256:
+    if digest.hexdigest() != file.checksum:
         raise ShardError(f"{file.name} is corrupt: its checksum does not match")
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +22,7 @@ from rolecall.config import UsageError
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
 KILL = 5.0  # seconds for a killed process to end
+MAIN_TAKES = ["listener_fd", "alive_r", "preload"]
 SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
 _forked = 0  # the process that has forked: its imports are behind it
@@ -27,16 +32,48 @@ class ForkError(Exception):
     """No worker was forked; says why."""
 
 
-def prepare(preload: tuple[str, ...]) -> None:
-    """Starts it, unless it runs. Raises UsageError where TMPDIR cannot hold its socket."""
+def prepare_imports() -> None:
+    """Sets what torch reads where it is imported."""
     # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
     config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
-    context.set_forkserver_preload([MAIN, *preload])
+
+
+def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
+    """Starts it, unless it runs: as a fork of this process, where that has `imported` torch and has one thread. Raises
+    UsageError where TMPDIR cannot hold its socket.
+    """
+    prepare_imports()
+    modules = [MAIN, *preload]
+    context.set_forkserver_preload(modules)
     try:
-        multiprocessing.forkserver.ensure_running()
+        # later versions of Python have another `main`
+        if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters][:3] == MAIN_TAKES:
+            _fork_here(modules)
+        else:
+            multiprocessing.forkserver.ensure_running()
     except OSError as error:
         # its socket lies in the temporary directory, and a socket's path has at most 107 characters
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
+
+
+def _fork_here(modules: list[str]) -> None:
+    """What `ensure_running` does, with a fork instead of another interpreter."""
+    server: Any = multiprocessing.forkserver._forkserver
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        Path(address).chmod(0o600)
+        listener.listen()
+        alive, ours = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(ours)
+            try:
+                multiprocessing.forkserver.main(listener.detach(), alive, modules)
+            finally:
+                os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
 
 
 def has_forked() -> bool:

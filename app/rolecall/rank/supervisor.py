@@ -37,8 +37,9 @@ REPEAT = 30.0  # seconds between two equal log lines
 class Supervisor:
     """One rank's supervisor. `run` returns the process's exit code."""
 
-    def __init__(self, job: Description, settings: Settings, identity: Identity, tied: int = 0) -> None:
-        self.job, self.settings, self.identity, self.tied = job, settings, identity, tied
+    def __init__(self, job: Description, settings: Settings, identity: Identity, run: int = 0, parent: int = 0) -> None:
+        self.job, self.settings, self.identity = job, settings, identity
+        self.run_pid, self.parent = run, parent
         self.first = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
         node = f"{config.host_name()}:{settings.metrics_port}"
@@ -72,7 +73,7 @@ class Supervisor:
             self.workers.prepare()
             if self.first:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
-                node = f"{member.node}:{self.tied}" if self.tied else member.node
+                node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
                 lead = Coordinator(self.job, self.settings, member.incarnation, node)
                 await self._or_signal(lead.start(self.metrics))
                 if self.member.exit_code is not None:
@@ -207,7 +208,7 @@ class Supervisor:
                 self.workers.kill(outcome)
             if undecided and self.member.exit_code is not None:
                 self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
-            if self.tied and os.getppid() != self.tied:
+            if self.parent and os.getppid() != self.parent:
                 self.member.exit(FAILED)
             self._check_exit()
 
@@ -275,11 +276,13 @@ class Supervisor:
         return "the job failed" if self._settled else "not in a running generation"
 
 
-def run(job: Description, settings: Settings, identity: Identity, tied: int = 0) -> int:
-    """Runs one rank until the job is over for it. Returns the exit code. Raises UsageError for bad input."""
-    supervisor = Supervisor(job, settings, identity, tied)
-    if tied:
-        tie(tied)
+def run(job: Description, settings: Settings, identity: Identity, run: int = 0, parent: int = 0) -> int:
+    """Runs one rank until the job is over for it; of `rolecall run`, whose process is `run`, at the latest until the
+    process `parent` ends. Returns the exit code. Raises UsageError for bad input.
+    """
+    supervisor = Supervisor(job, settings, identity, run, parent)
+    if parent:
+        tie(parent)
     code, directive = asyncio.run(supervisor.run()), supervisor.member.directive
     if code == USAGE and directive is not None and directive.kind == "failed":
         raise UsageError(directive.reason)

@@ -18,6 +18,7 @@ from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job import describe
 from rolecall.job.describe import Description
+from rolecall.rank.zygote import Zygote
 from rolecall.run import report, rundir
 from rolecall.watch import gpu, targets
 from rolecall.watch.display import Display, Target, poll_forever
@@ -33,7 +34,7 @@ INTERRUPTED = 130
 def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
     """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError where there are too few."""
     free: list[int] = []
-    for port in random.SystemRandom().sample(among, len(among)):
+    for port in random.sample(among, len(among)):  # seeded by the system
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -48,8 +49,8 @@ def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
 class LocalRun:
     """The ranks of one job on this machine, and their display. Raises UsageError for an unusable CHECKPOINT_DIR."""
 
-    def __init__(self, job: Description, settings: Settings, live: bool) -> None:
-        self.job, self.settings, self.live = job, settings, live
+    def __init__(self, job: Description, settings: Settings, live: bool, zygote: Zygote | None = None) -> None:
+        self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
         stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -83,6 +84,7 @@ class LocalRun:
                 config.child_environment(**shared, ROLE=role, ORDINAL=str(ordinal), METRICS_PORT=str(port), **visible),
                 logs / f"{role}-{ordinal}.log",
                 self.show,
+                self._zygote,
             )
             for (role, ordinal), port, visible in zip(members, metrics, gpus, strict=True)
         ]
@@ -165,14 +167,14 @@ class LocalRun:
         await poll_forever(self.display, lambda: self.output.picture(self.display.render(self.output.width)))
 
 
-def run(job: Description) -> int:
-    """Runs `job`. Returns the exit code. Raises UsageError for wrong settings."""
+def run(job: Description, zygote: Zygote | None = None) -> int:
+    """Runs `job`, whose ranks are forked from `zygote`. Returns the exit code. Raises UsageError for wrong settings."""
     settings = config.load(Settings, **{name.lower(): value for name, value in job.flags.items()
                                         if name.lower() in Settings.model_fields})  # fmt: skip
     telemetry.setup_logging(settings.log_format, settings.log_level)
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
 
     async def main() -> int:
-        return await LocalRun(job, settings, live=sys.stdout.isatty() and not job.plain).run()
+        return await LocalRun(job, settings, live=sys.stdout.isatty() and not job.plain, zygote=zygote).run()
 
     return asyncio.run(main())

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.rank.zygote import Forked, Zygote, ZygoteError
 from rolecall.watch.output import Splitter
 
 SETTLED = 10.0  # seconds after which a rank's start counts as a success
@@ -20,18 +21,34 @@ CHUNK = 2**16  # bytes
 LAST_OUTPUT = 2.0  # seconds for the rest of an ended rank's output
 
 
+def arguments() -> list[str]:
+    """A rank's arguments."""
+    return ["rank", "--tied", str(os.getpid())]
+
+
 def command() -> list[str]:
     """A rank's command."""
     # -P: no module of the working directory may replace one of a library
-    return [sys.executable, "-P", "-m", "rolecall", "rank", "--tied", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "rolecall", *arguments()]
 
 
 class RankProcess:
-    """A rank's process, with its log file. `show` displays a line."""
+    """A rank's process, with its log file. `show` displays a line.
 
-    def __init__(self, name: str, environment: dict[str, str], log: Path, show: Callable[[str], None]) -> None:
+    Its first start is a fork of `zygote`. A restarted rank imports all anew: nothing of what crashed is left in it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        environment: dict[str, str],
+        log: Path,
+        show: Callable[[str], None],
+        zygote: Zygote | None = None,
+    ) -> None:
         self.name, self.environment, self.log, self.show = name, environment, log, show
-        self.process: asyncio.subprocess.Process | None = None
+        self._zygote = zygote
+        self.process: asyncio.subprocess.Process | Forked | None = None
         self.stopping = False
 
     async def supervise(self) -> int:
@@ -54,10 +71,9 @@ class RankProcess:
         # a pipe of its own: for one of the process object's, its `wait` would wait too
         read, write = os.pipe()
         try:
-            self.process = await asyncio.create_subprocess_exec(
-                *command(), env=self.environment, start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL, stdout=write, stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
+            self.process = await self._start(write)
+            if self.stopping:  # nobody has told it so
+                self.kill()
         finally:
             os.close(write)
         stream = asyncio.StreamReader()
@@ -73,6 +89,18 @@ class RankProcess:
         for task in done:
             task.result()
         return code
+
+    async def _start(self, output: int) -> asyncio.subprocess.Process | Forked:
+        zygote, self._zygote = self._zygote, None
+        if zygote:
+            try:
+                return await asyncio.to_thread(zygote.fork, arguments(), self.environment, output, output)
+            except ZygoteError as error:
+                self.show(f"{self.name}: starts by itself, without the zygote: {error}")
+        return await asyncio.create_subprocess_exec(
+            *command(), env=self.environment, start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         """Copies the rank's output to its log, whatever it is, and shows its lines."""

@@ -44,9 +44,7 @@ JOB = Job(
     roles=(
         Role("master", "rolecall.jobs.hybrid.master:run", preload=("rolecall.jobs.hybrid.master",)),
         Role("ps", "rolecall.jobs.hybrid.server:run", "SERVERS", preload=("rolecall.jobs.hybrid.calls",)),
-        # DistributedDataParallel imports torch._dynamo, which takes each new worker a second
-        Role("trainer", "rolecall.jobs.hybrid.trainer:run", "TRAINERS",
-             preload=("rolecall.jobs.hybrid.trainer", "torch._dynamo")),
+        Role("trainer", "rolecall.jobs.hybrid.trainer:run", "TRAINERS", preload=("rolecall.jobs.hybrid.trainer",)),
     ),
     check="rolecall.jobs.hybrid.data:check",
     evaluate="rolecall.jobs.hybrid.evaluate:evaluate",

@@ -1,0 +1,197 @@
+"""The zygote of `rolecall run`: a process that imports torch once, and forks each command that it is asked for.
+
+A rank that is forked shares what is imported, so the ranks of one machine start in the time of one. The zygote has one
+thread and no event loop, and forks nothing once `rolecall run` has ended. It knows no user's file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
+
+from rolecall import config
+from rolecall.job import registry
+from rolecall.rank import fork_server
+
+DEADLINE = 120.0  # seconds for its imports: torch alone takes several on a busy machine
+COMMAND = "zygote"
+parent = 0  # of a process that was forked from it: its process number
+
+
+class ZygoteError(Exception):
+    """It has ended, or does not answer; says why."""
+
+
+class Forked:
+    """A process that the zygote has forked, the leader of a session. Its status comes over the pipe `status`."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+
+    async def wait(self) -> int:
+        """Waits for its end. Returns its exit code, negative for a signal; where the zygote has ended, it is killed."""
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._status, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._status)
+        return self._take()
+
+    def wait_for(self, seconds: float) -> int:
+        """`wait` without an event loop, also once more. Raises TimeoutError."""
+        if self.returncode is not None:
+            return self.returncode
+        if not select.select([self._status], [], [], seconds)[0]:
+            raise TimeoutError
+        return self._take()
+
+    def _take(self) -> int:
+        text = os.read(self._status, 64)
+        os.close(self._status)
+        if not text:  # another process takes its place, with the same ports
+            self.kill()
+        self.returncode = int(text) if text else -signal.SIGKILL
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Sends it SIGTERM."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills its process group, and waits for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(self.pid)
+            os.killpg(self.pid, signal.SIGKILL)
+            select.select([pidfd], [], [], fork_server.KILL)
+            os.close(pidfd)
+
+
+class Zygote:
+    """The handle of `rolecall run` on its zygote for `targets`, which are jobs. As a context, it ends the zygote."""
+
+    def __init__(self, *targets: str) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # -P: no module of the working directory may replace one of a library
+            command = [sys.executable, "-P", "-m", "rolecall", COMMAND, str(theirs.fileno()), *targets]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                env=config.child_environment(PYTHONUNBUFFERED="1"),
+            )  # fmt: skip
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
+        """Forks `rolecall ARGUMENTS` with `environment`. Waits for the zygote's imports. Raises ZygoteError."""
+        status, theirs = os.pipe()
+        request = os.memfd_create("request")  # a datagram may be too small for it
+        try:
+            with open(request, "w", closefd=False) as file:
+                json.dump([list(arguments), dict(environment)], file)
+            socket.send_fds(self._requests, [b"fork"], [request, stdout, stderr, theirs])
+        except OSError as error:
+            os.close(status)
+            raise ZygoteError(f"it has ended ({error.strerror})") from error
+        finally:
+            os.close(request)
+            os.close(theirs)
+        if not select.select([status], [], [], DEADLINE)[0] or not (text := os.read(status, 64)):
+            os.close(status)
+            raise ZygoteError(f"it has ended, or did not answer for {DEADLINE:g} s")
+        return Forked(int(text), status)
+
+    def call(self, arguments: Sequence[str], seconds: float) -> int:
+        """Runs `rolecall ARGUMENTS`. Returns its exit code. Raises ZygoteError, and TimeoutError after `seconds`."""
+        forked = self.fork(arguments, config.child_environment(), sys.stdout.fileno(), sys.stderr.fileno())
+        try:
+            return forked.wait_for(seconds)
+        finally:
+            if forked.returncode is None:
+                forked.kill()
+
+
+def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
+    """Imports what the ranks of `targets` need, and forks what is asked for. Returns in each forked process, with its
+    arguments. Ends the process where `requests` is closed.
+    """
+    fork_server.prepare_imports()
+    resource_tracker.ensure_running()  # otherwise each rank starts one, which is another interpreter
+    importlib.import_module(fork_server.MAIN)
+    importlib.import_module("rolecall.rank.supervisor")
+    jobs = [registry.get(target) for target in targets if target in registry.JOBS]
+    for module in dict.fromkeys(name for job in jobs for role in job.roles for name in role.preload):
+        importlib.import_module(module)
+    gc.freeze()  # a collection in a fork would copy every page
+    children: dict[int, tuple[int, int]] = {}  # by pidfd: process number, pipe for its status
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready != requests.fileno():
+                poll.unregister(ready)
+                pid, status = children.pop(ready)
+                os.close(ready)
+                _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(status)
+                continue
+            message, fds, _, _ = socket.recv_fds(requests, 16, 4)
+            if not message:  # `rolecall run` is gone; its ranks see that of their parent
+                os._exit(0)
+            request, stdout, stderr, status = fds
+            with os.fdopen(request) as file:
+                file.seek(0)
+                arguments, environment = json.load(file)
+            begun, begins = os.pipe()
+            pid = os.fork()
+            if not pid:
+                # not only a group: one that lost its leader, and has a frozen member, would get SIGHUP
+                os.setsid()
+                os.dup2(stdout, 1)
+                os.dup2(stderr, 2)
+                others = [other for _, other in children.values()]
+                for fd in (stdout, stderr, status, begun, begins, requests.detach(), *children, *others):
+                    os.close(fd)
+                _become(environment)
+                return list(arguments)
+            for fd in (stdout, stderr, begins):
+                os.close(fd)
+            os.read(begun, 1)  # until it leads its session, or has ended
+            os.close(begun)
+            _tell(status, pid)
+            pidfd = os.pidfd_open(pid)
+            children[pidfd] = pid, status
+            poll.register(pidfd, select.POLLIN)
+
+
+def _tell(status: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        os.write(status, str(number).encode())
+
+
+def _become(environment: dict[str, str]) -> None:
+    global parent
+    parent = os.getppid()
+    config.replace_environment(environment)
+    tempfile.tempdir = None  # TMPDIR may be another

@@ -1,22 +1,25 @@
 """What checkpoints of large models cost the training: `make bench-checkpoint`.
 
 A `ps` with a billion parameters and momentum on two servers, and a `hybrid` table of 20 million rows of 64 on two
-servers, each saved several times in a run; and the disk's own speed. `--scale 0.05` makes both smaller. Every figure is
-in BENCH_JSON=FILE as soon as it is known, and what fails or takes too long is named.
+servers, each saved several times in a run; and the disk's own speed. What a disk that is busy costs the training anyway
+is measured too: another process writes constant bytes at a checkpoint's speed. `--scale 0.05` makes both smaller. Every
+figure is in BENCH_JSON=FILE as soon as it is known, and what fails or takes too long is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -40,6 +43,19 @@ CHECKPOINTS = 2  # of each run that count
 WARM = 3  # log lines before the first figure
 DEADLINE = 1500.0  # seconds of a run
 MEMORY_BAR, STALL_BAR, RATE_BAR, DISK_BAR = 1.25, 0.5, 0.8, 0.5
+ALONE = 20.0  # seconds that another process writes
+WRITE = """
+import mmap, os, sys, time
+try:
+    file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+except OSError:
+    file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+block, written, begun = mmap.mmap(-1, 2**22), 0, time.monotonic()
+while True:
+    os.pwrite(file, block, written % (256 * len(block)))
+    written += len(block)
+    time.sleep(max(0.0, written / float(sys.argv[2]) - (time.monotonic() - begun)))
+"""
 STEP = re.compile(r"Epoch \d+\tstep (\d+)")
 PATIENT = {"RPC_TIMEOUT": 120, "STEP_TIMEOUT": 300, "CONNECT_TIMEOUT": 300, "LEASE_SECONDS": 30, "JOIN_GRACE": 300,
            "DRAIN_TIMEOUT": 300, "REJOIN_TIMEOUT": 900}  # fmt: skip
@@ -48,7 +64,8 @@ PATIENT = {"RPC_TIMEOUT": 120, "STEP_TIMEOUT": 300, "CONNECT_TIMEOUT": 300, "LEA
 @dataclass
 class Cost:
     """Of the checkpoints of one run: bytes, seconds and seconds that training stood still, one each; steps a second
-    while one is written and otherwise; and the ranks' greatest memory while one is written, over that before the first.
+    while one is written, while another process writes as fast, and otherwise; and the ranks' greatest memory while one
+    is written, over that before the first.
     """
 
     bytes: list[int] = field(default_factory=list)
@@ -56,6 +73,7 @@ class Cost:
     stalled: list[float] = field(default_factory=list)
     rate: float = 0.0
     rate_while_written: float = 0.0
+    rate_beside_disk: float = 0.0
     memory: list[tuple[int, int]] = field(default_factory=list)  # bytes of each rank: before the first one, while
 
     @property
@@ -69,7 +87,8 @@ class Cost:
     def show(self) -> str:
         return (f"{self.bytes[0] / 1e9:.2f} GB in {statistics.median(self.seconds):.1f} s, stood still "
                 f"{max(self.stalled):.2f} s, {self.rate_while_written / self.rate:.2f} of the rate, memory "
-                f"{self.memory_ratio:.2f} x")  # fmt: skip
+                f"{self.memory_ratio:.2f} x; beside the disk alone {self.rate_beside_disk / self.rate:.2f} of "
+                "the rate")  # fmt: skip
 
 
 @dataclass
@@ -100,6 +119,7 @@ class Measured:
                 f"{name}_memory_ratio": round(cost.memory_ratio, 3),
                 f"{name}_stall_s": round(max(cost.stalled), 3),
                 f"{name}_rate_ratio": round(cost.rate_while_written / cost.rate, 3),
+                f"{name}_rate_ratio_disk_alone": round(cost.rate_beside_disk / cost.rate, 3),
                 f"{name}_gb_per_s": round(cost.bytes_per_s / 1e9, 3),
             }
         return {**found, "details": {**asdict(self), "bars": command.bars_json(self), "processors": os.cpu_count()}}
@@ -165,15 +185,23 @@ def cost(job: str, interval: float, variables: dict[str, object], on: Callable[[
     fixed = {**PATIENT, "CHECKPOINT_INTERVAL": interval, "CHECKPOINT_KEEP": 1, "EPOCHS": 1_000_000}
     steps: list[tuple[float, int]] = []
     windows: list[tuple[float, float]] = []
+    alone: tuple[float, float] | None = None
     result, begun = Cost(), time.monotonic()
-    with launch.run(job, DEADLINE, {**fixed, **variables}) as running, Memory(psutil.Process(running.process.pid)) as m:
+    with (
+        launch.run(job, DEADLINE, {**fixed, **variables}) as running,
+        Memory(psutil.Process(running.process.pid)) as m,
+        contextlib.ExitStack() as stack,
+    ):
         for event in running.events():
             at = datetime.fromisoformat(event["timestamp"]).timestamp() if "timestamp" in event else 0.0
             if match := STEP.match(event.get("event", "")):
                 steps.append((at, int(match[1])))
                 on(f"step {match[1]}, {len(windows)} checkpoints")
-                if len(windows) >= CHECKPOINTS and at > windows[-1][1] + interval / 3:
+                if alone and at > alone[1]:
                     break
+                if not alone and len(windows) >= CHECKPOINTS and at > windows[-1][1] + interval / 6:
+                    alone = at, at + min(ALONE, interval / 2)  # before the next checkpoint
+                    stack.enter_context(_writing(running.directory / "disk", result.bytes_per_s))
             elif event.get("event") == "checkpoint" and _warm(steps, at - event["seconds"]):
                 windows.append((at - event["seconds"], at))
                 result.seconds.append(event["seconds"])
@@ -196,12 +224,30 @@ def cost(job: str, interval: float, variables: dict[str, object], on: Callable[[
             during[pid] = max(value, during.get(pid, 0))
     # the workers: a supervisor holds next to nothing
     result.memory = [(before[pid], during[pid]) for pid in before if pid in during and before[pid] > 100 * 2**20]
-    written = sum(end - begin for begin, end in windows)
-    made = sum(_step_at(steps, end) - _step_at(steps, begin) for begin, end in windows)
-    last = steps[-1][0]
+    written, made = _over(steps, windows)
     result.rate_while_written = made / written
-    result.rate = (_step_at(steps, last) - _step_at(steps, warm) - made) / (last - warm - written)
+    beside, made_beside = _over(steps, [alone])
+    result.rate_beside_disk = made_beside / beside
+    whole, made_in_all = _over(steps, [(warm, steps[-1][0])])
+    result.rate = (made_in_all - made - made_beside) / (whole - written - beside)
     return result
+
+
+def _over(steps: list[tuple[float, int]], windows: list[tuple[float, float]]) -> tuple[float, float]:
+    """The seconds of `windows`, and the steps that were made in them."""
+    return (sum(end - begin for begin, end in windows),
+            sum(_step_at(steps, end) - _step_at(steps, begin) for begin, end in windows))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _writing(file: Path, bytes_per_s: float) -> Iterator[None]:
+    """Another process writes to `file`, over and over, at this speed."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", WRITE, str(file), str(bytes_per_s)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _warm(steps: list[tuple[float, int]], at: float) -> bool:
@@ -246,14 +292,13 @@ def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     title = f"Checkpoints, scale {measured.scale:g}, disk {statistics.median(measured.disk) / 1e9:.2f} GB/s"
     title = f"Checkpoints, scale {measured.scale:g}, disk {statistics.median(measured.disk) / 1e9:.2f} GB/s"
-    table = Table(
-        "", "GB", "seconds", "stood still, s", "steps/s", "while written", "GB a rank: before, while", title=title
-    )
+    table = Table("", "GB", "seconds", "stood still, s", "steps/s", "while written", "beside the disk alone",
+                  "GB a rank: before, while", title=title)  # fmt: skip
     for name, each in (("ps", measured.ps), ("hybrid", measured.hybrid)):
         memory = ", ".join(f"{before / 1e9:.2f} {during / 1e9:.2f}" for before, during in each.memory)
         table.add_row(name, f"{each.bytes[0] / 1e9:.2f}", " ".join(f"{one:.1f}" for one in each.seconds),
                       " ".join(f"{one:.2f}" for one in each.stalled), f"{each.rate:.2f}",
-                      f"{each.rate_while_written:.2f}", memory)  # fmt: skip
+                      f"{each.rate_while_written:.2f}", f"{each.rate_beside_disk:.2f}", memory)  # fmt: skip
     return [table]
 
 

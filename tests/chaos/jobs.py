@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -134,6 +135,23 @@ def _last_epoch_hybrid(checkpoints: Path) -> Mapping[str, str]:
     return {**HYBRID, "EPOCHS": str(found.state["epoch"] + 1)}
 
 
+def _judge_pi(checkpoints: Path, log: str) -> tuple[str, bool]:
+    """Within a hundredth, which even a fifth of the points of a run miss once in a thousand runs."""
+    newest = Checkpoints(checkpoints, registry.name_of(PI)).newest()
+    assert newest is not None
+    state = newest.state
+    found = 4 * state["hits"] / state["points"]
+    return f"pi {found:.4f} by {state['points']:,} points", abs(found - math.pi) < 0.01
+
+
+def _last_rounds_pi(checkpoints: Path) -> Mapping[str, str]:
+    """A hundred more."""
+    newest = Checkpoints(checkpoints, registry.name_of(PI)).newest()
+    assert newest is not None
+    return {"POINTS": "10000", "ROUNDS": str(newest.step + 100)}
+
+
+PI = "examples/pi.py"  # a user's own job
 HYBRID = {"NUM_EMBEDDINGS": "100000", "LR": "0.01"}
 # small, so that an epoch takes seconds
 RNN = {"CORPUS_BYTES": "300000", "VOCABULARY": "2000", "LR": "0.001"}
@@ -177,5 +195,13 @@ SOAKS = {
         hurting={**HYBRID, "EPOCHS": "1000000", "CHECKPOINT_INTERVAL": "1"},
         finishing=_last_epoch_hybrid,
         judge=_judge_hybrid,
+    ),
+    PI: Soak(
+        counts={"lead": 1, "sampler": 3},
+        hurting={"POINTS": "10000", "ROUNDS": "100000000", "CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"},
+        finishing=_last_rounds_pi,
+        judge=_judge_pi,
+        least=2,
+        most=4,
     ),
 }

@@ -55,6 +55,7 @@ def test_without_the_zygote_no_fork_and_no_rank_is_left(tmp_path: Path) -> None:
         assert not psutil.pid_exists(rank.pid) or psutil.Process(rank.pid).status() == psutil.STATUS_ZOMBIE
         with pytest.raises(ZygoteError, match="it has ended"):
             fork(running, tmp_path / "again", "jobs")
+        assert running.call(["jobs"], DEADLINE) == 0  # alone
 
 
 def test_one_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

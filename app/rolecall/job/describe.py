@@ -153,7 +153,8 @@ def _version(target: str, roles: Sequence[RoleSpec]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _call(arguments: Sequence[str], seconds: float) -> int:
+def call(arguments: Sequence[str], seconds: float) -> int:
+    """Runs `rolecall ARGUMENTS`. Returns its exit code. Raises TimeoutError after `seconds`."""
     command = [sys.executable, "-P", "-m", "rolecall", *arguments]
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=seconds).returncode
@@ -161,7 +162,7 @@ def _call(arguments: Sequence[str], seconds: float) -> int:
         raise TimeoutError from None
 
 
-def ask(target: str, arguments: Sequence[str] = (), call: Callable[[Sequence[str], float], int] = _call) -> Description:
+def ask(target: str, arguments: Sequence[str] = (), call: Callable[[Sequence[str], float], int] = call) -> Description:
     """The description of the job that `target` names, with the flags in `arguments`: from this process for a built-in
     job, otherwise from a child process. `call` runs a command of Rolecall's in one, for some seconds at most, and
     returns its exit code. Raises UsageError, and SystemExit where the child process has said what is

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 
 from rolecall import config
-from rolecall.job import registry
+from rolecall.job import describe, registry
 from rolecall.rank import fork_server
 
 DEADLINE = 120.0  # seconds for its imports: torch alone takes several on a busy machine
@@ -123,8 +123,13 @@ class Zygote:
         return Forked(int(text), status)
 
     def call(self, arguments: Sequence[str], seconds: float) -> int:
-        """Runs `rolecall ARGUMENTS`. Returns its exit code. Raises ZygoteError, and TimeoutError after `seconds`."""
-        forked = self.fork(arguments, config.child_environment(), sys.stdout.fileno(), sys.stderr.fileno())
+        """Runs `rolecall ARGUMENTS`, without the zygote where that has ended. Returns its exit code. Raises
+        TimeoutError after `seconds`.
+        """
+        try:
+            forked = self.fork(arguments, config.child_environment(), sys.stdout.fileno(), sys.stderr.fileno())
+        except ZygoteError:
+            return describe.call(arguments, seconds)
         try:
             return forked.wait_for(seconds)
         finally:

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,7 @@ def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path
         first, *rest = path.relative_to(root).parts
         if rest:
             packages.setdefault(first, []).append(path)
-    hashes: dict[str, int] = {}
-    parts: tuple[list[tuple[np.ndarray, int]], list[tuple[np.ndarray, int]]] = [], []
+    parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = [], []
     classes = [paths for paths in packages.values() if len(paths) >= MIN_FILES]
     for label, paths in enumerate(classes):
         texts: tuple[list[str], list[str]] = [], []
@@ -174,8 +174,9 @@ def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path
             texts[number % TEST_EVERY == TEST_EVERY // 2].extend(_texts(path))
         for part, candidates, limit in zip(parts, texts, (MAX_SAMPLES, MAX_SAMPLES // TEST_EVERY), strict=True):
             chosen = np.random.default_rng(label).permutation(len(candidates))[:limit]
-            part.extend((_rows(candidates[index], settings.num_embeddings, hashes), label) for index in sorted(chosen))
-    train, test = (_averaging(part) for part in parts)
+            part.extend((candidates[index], label) for index in sorted(chosen))
+    hashes = _Hashes()
+    train, test = (_averaging(part, settings.num_embeddings, hashes) for part in parts)
     return train, test
 
 
@@ -186,29 +187,44 @@ def _texts(path: Path) -> list[str]:
     return ["\n".join(lines[begin : begin + SAMPLE_LINES]) for begin in begins]
 
 
-def _rows(text: str, table_rows: int, hashes: dict[str, int]) -> np.ndarray:
-    """A sample's rows [n] int64: one for each run of up to NGRAMS words, by hashing (fastText, Joulin et al. 2016)."""
-    words = WORD.findall(text)
-    for word in words:
-        if word not in hashes:
-            hashes[word] = zlib.crc32(word.encode(errors="replace"))
-    single = np.array([hashes[word] for word in words], np.uint64)
-    run, runs = np.zeros(len(words), np.uint64), []
-    for length in range(min(NGRAMS, len(words))):
-        end = len(words) - length
+class _Hashes(dict[str, int]):
+    """The hash of each word, made where it is first asked for."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = value = zlib.crc32(word.encode(errors="replace"))
+        return value
+
+
+def _rows(texts: Sequence[str], table_rows: int, hashes: _Hashes) -> tuple[np.ndarray, np.ndarray]:
+    """The rows [total] int64 of all texts, one text after another, and how many each has: [texts] int64.
+
+    One for each run of up to NGRAMS words, the shorter runs first, by hashing (fastText, Joulin et al. 2016).
+    """
+    words = [WORD.findall(text) for text in texts]
+    counts = np.array([len(each) for each in words], np.int64)
+    single = np.fromiter(map(hashes.__getitem__, chain.from_iterable(words)), np.uint64, int(counts.sum()))
+    text = np.repeat(np.arange(len(texts)), counts)  # of each word
+    place = np.arange(len(single)) - (counts.cumsum() - counts)[text]  # of each word in its text
+    runs = [np.maximum(counts - length, 0) for length in range(NGRAMS)]  # of each text
+    totals = np.sum(runs, axis=0)
+    begin, rows, run = totals.cumsum() - totals, np.empty(int(totals.sum()), np.int64), np.zeros_like(single)
+    for length in range(NGRAMS):
+        end = max(0, len(single) - length)
         run = (run[:end] + single[length:]) * np.uint64(MIX)  # wraps around, as a hash may
-        runs.append(run)
-    mixed = np.concatenate(runs) >> np.uint64(20)
-    return (mixed % np.uint64(table_rows)).astype(np.int64)
+        whole = place[:end] < runs[length][text[:end]]  # all of it in one text
+        rows[(begin[text[:end]] + place[:end])[whole]] = ((run >> np.uint64(20)) % np.uint64(table_rows))[whole]
+        begin = begin + runs[length]
+    return rows, totals
 
 
-def _averaging(samples: list[tuple[np.ndarray, int]]) -> Samples:
-    """Samples of (rows, label), packed, with weights that make a bag's sum the mean of its rows."""
+def _averaging(samples: Sequence[tuple[str, int]], table_rows: int, hashes: _Hashes) -> Samples:
+    """Samples of (text, label), packed, with weights that make a bag's sum the mean of its rows."""
     if not samples:
         return pack([])
-    lengths = torch.tensor([len(rows) for rows, _ in samples])
+    rows, counts = _rows([text for text, _ in samples], table_rows, hashes)
+    lengths = torch.from_numpy(counts)
     bags = Bags(
-        torch.from_numpy(np.concatenate([rows for rows, _ in samples])),
+        torch.from_numpy(rows),
         torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         torch.repeat_interleave(1.0 / lengths, lengths),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rolecall.job import registry
 from rolecall.job.checkpoint import Checkpoints
+from tests.chaos.environments import FINISH
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
 from tests.roles import counter
@@ -56,12 +57,11 @@ def environment(name: str, settings: Mapping[str, str], seed: int) -> dict[str, 
     return {**inherited, **counts, "JOB": name, "SEED": str(seed % 2**31), **settings}
 
 
-def evaluate(name: str, checkpoints: Path) -> dict[str, float]:
+def evaluate(name: str, checkpoints: Path, **settings: str) -> dict[str, float]:
     """What `python -m rolecall eval` says of the newest checkpoint. Raises RuntimeError where it fails."""
     command = [sys.executable, "-m", "rolecall", "eval", name, "--checkpoint", str(checkpoints), "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(name, {}, 1), capture_output=True, text=True, timeout=EVALUATION_DEADLINE
-    )
+    own = environment(name, settings, 1)
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=EVALUATION_DEADLINE)
     if done.returncode:
         raise RuntimeError(f"eval ended with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
     found: dict[str, float] = json.loads(done.stdout)
@@ -70,7 +70,7 @@ def evaluate(name: str, checkpoints: Path) -> dict[str, float]:
 
 def _judge_rl(checkpoints: Path, log: str) -> tuple[str, bool]:
     solved = "Solved!" in log
-    mean = evaluate("rl", checkpoints)["mean_return"]
+    mean = evaluate("rl", checkpoints, **{FINISH: "1"})["mean_return"]
     return f"{'solved' if solved else 'NOT solved'}, mean return {mean:.1f}", solved and mean >= 475
 
 
@@ -151,6 +151,7 @@ def _last_rounds_pi(checkpoints: Path) -> Mapping[str, str]:
     return {"POINTS": "10000", "ROUNDS": str(newest.step + 100)}
 
 
+CART_POLE = "tests.chaos.environments:EndlessCartPole-v0"
 PI = "examples/pi.py"  # a user's own job
 HYBRID = {"NUM_EMBEDDINGS": "100000", "LR": "0.01"}
 # small, so that an epoch takes seconds
@@ -159,13 +160,18 @@ SOAKS = {
     "rl": Soak(
         counts={"agent": 1, "observer": 3},
         hurting={
-            "ENV_ID": "tests.chaos.environments:EndlessCartPole-v0",
+            "ENV_ID": CART_POLE,
             "MAX_ITERATIONS": "100000000",
             "CHECKPOINT_INTERVAL": "1",
             "REJOIN_INTERVAL": "1",
         },
         # observers that act themselves finish sooner: rollouts of 500 steps, under a policy that is good already
-        finishing=lambda _: {"ENV_ID": "CartPole-v1", "MAX_ITERATIONS": "100000000", "INFERENCE": "observer"},
+        finishing=lambda _: {
+            "ENV_ID": CART_POLE,
+            FINISH: "1",
+            "MAX_ITERATIONS": "100000000",
+            "INFERENCE": "observer",
+        },
         judge=_judge_rl,
         least=2,
         most=4,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.chaos import series
+from rolecall.job import registry
+from tests.chaos import jobs, series
 from tests.chaos.hurt import Strike
 from tests.chaos.measure import Recording, measure
 from tests.chaos.plan import DECK, KINDS, LASTS, Event, Shape, plan
@@ -196,3 +198,11 @@ def test_a_slow_disk_costs_no_lease() -> None:
     recording = replace(RANK_0_KILLED, notices=notices)
     assert measure(strike, recording, SHAPE).leases_lost == 2
     assert measure(replace(strike, event=replace(event, kind="kill worker")), recording, SHAPE).leases_lost == 0
+
+
+def test_the_finish_of_rl_keeps_what_its_checkpoints_depend_on() -> None:
+    soak, defaults = jobs.SOAKS["rl"], registry.get("rl").settings.model_fields
+    finishing = soak.finishing(Path())
+    for name in registry.get("rl").pinned:
+        given = [settings.get(name.upper(), defaults[name].default) for settings in (soak.hurting, finishing)]
+        assert given[0] == given[1], name

@@ -19,6 +19,7 @@ from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.shard import Shard
+from tests.unit.contexts import Supervisor
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -232,7 +233,9 @@ def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
 def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:
     """Each server learns of a loss by itself: a lead that learns of it later counts the gradient."""
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
-    context = Context(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock())
+    supervisor = Supervisor()
+    context = Context(settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock(),
+                      supervision=supervisor)  # fmt: skip
     complete: list[Key] = []
     server = Server(context, complete.append)
     server.shard.begin_with([torch.zeros(server.total)])
@@ -243,6 +246,8 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     context.lose("trainer_0")
     server.update(UpdateShard(1, dict.fromkeys(keys, 0.5), 1.0, tuple(keys)), {})
     assert torch.equal(answers[1].value()[0], torch.full((len(server.shard.flat),), -1.0))
+    server.update(UpdateShard(1, {}, 1.0, ()), {})  # answers only, as at the start of a generation
+    assert supervisor.steps == [1]
 
 
 def test_servers_begin_with_the_model_as_it_is_built() -> None:

@@ -55,7 +55,8 @@ class Server:
             parameters = None if self.server_model else self.shard.copy(part)
             self.shard.answer(part, order.answered, parameters, assignments)
         self.context.metrics.ps_update_seconds.observe(seconds)
-        self.context.report_step(order.version)
+        if order.weights:  # otherwise it only answers: the version is as it was
+            self.context.report_step(order.version)
 
     def publish(self, version: int) -> None:
         """Hands the parameters of `version` to the server's model, where it is here."""

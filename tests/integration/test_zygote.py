@@ -37,6 +37,19 @@ def test_a_fork_has_its_own_arguments_environment_and_output(server: Zygote, tmp
     assert "| ENV_ID |" in (tmp_path / "other").read_text()
 
 
+def test_one_that_has_ended_before_its_number_is_read(server: Zygote, tmp_path: Path) -> None:
+    for number in range(3):
+        forked = fork(server, tmp_path / f"{number}", "--no-such-option")
+        until(lambda pid=forked.pid: not psutil.pid_exists(pid), "it to be reaped")
+        assert forked.wait_for(DEADLINE) == 2
+    status, theirs = os.pipe()
+    zygote._tell(theirs, 2**22)
+    zygote._tell(theirs, -signal.SIGKILL)
+    os.close(theirs)
+    assert (zygote._read(status), zygote._read(status), zygote._read(status)) == (2**22, -signal.SIGKILL, None)
+    os.close(status)
+
+
 def test_a_signal_is_a_negative_code_and_takes_the_group_along(server: Zygote, tmp_path: Path) -> None:
     rank = fork(server, tmp_path / "out", "rank", JOB="rl", ROLE="observer", MASTER_ADDR="127.0.0.1",
                 METRICS_PORT=str(free_port()), TMPDIR=str(tmp_path))  # fmt: skip

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from rolecall.rank import fork_server
 
 DEADLINE = 120.0  # seconds for its imports: torch alone takes several on a busy machine
 COMMAND = "zygote"
+NUMBER = struct.Struct("=i")  # of a process, then its exit code
 parent = 0  # of a process that was forked from it: its process number
 
 
@@ -61,11 +63,11 @@ class Forked:
         return self._take()
 
     def _take(self) -> int:
-        text = os.read(self._status, 64)
+        code = _read(self._status)
         os.close(self._status)
-        if not text:  # another process takes its place, with the same ports
+        if code is None:  # another process takes its place, with the same ports
             self.kill()
-        self.returncode = int(text) if text else -signal.SIGKILL
+        self.returncode = -signal.SIGKILL if code is None else code
         return self.returncode
 
     def terminate(self) -> None:
@@ -117,10 +119,10 @@ class Zygote:
         finally:
             os.close(request)
             os.close(theirs)
-        if not select.select([status], [], [], DEADLINE)[0] or not (text := os.read(status, 64)):
+        if not select.select([status], [], [], DEADLINE)[0] or (pid := _read(status)) is None:
             os.close(status)
             raise ZygoteError(f"it has ended, or did not answer for {DEADLINE:g} s")
-        return Forked(int(text), status)
+        return Forked(pid, status)
 
     def call(self, arguments: Sequence[str], seconds: float) -> int:
         """Runs `rolecall ARGUMENTS`, without the zygote where that has ended. Returns its exit code. Raises
@@ -192,7 +194,13 @@ def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
 
 def _tell(status: int, number: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-        os.write(status, str(number).encode())
+        os.write(status, NUMBER.pack(number))
+
+
+def _read(status: int) -> int | None:
+    """One number: there may be two by now. None where the zygote has ended."""
+    data = os.read(status, NUMBER.size)
+    return int(NUMBER.unpack(data)[0]) if data else None
 
 
 def _become(environment: dict[str, str]) -> None:

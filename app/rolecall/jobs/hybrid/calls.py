@@ -66,7 +66,7 @@ def build_table() -> Table:
 def start_training(step: int, fill: bool) -> None:
     """Declares the table to be the one after `step` steps, with its initial values where `fill` is set."""
     if fill:
-        SERVER.get().table.fill()
+        SERVER.get().table.fill(SERVER.get().context.threads)
     SERVER.get().start(step)
 
 

@@ -25,18 +25,21 @@ Answers = list[torch.futures.Future[Any]]  # of all trainers
 def run(context: Context[HybridSettings]) -> dict[str, Any]:
     """Trains until all epochs are done."""
     s, trainers = context.settings, Trainers(context)
-    data, *others = context.wait_all(trainers.send(messages.DescribeData()))
+    described = trainers.send(messages.DescribeData())
+    table = ShardedTable(context)  # built and restored while the trainers load their samples
+    # position: samples of the epoch that were trained on
+    state = context.restore({"step": 0, "epoch": 0, "position": 0, "accuracy": 0.0, "classes": 0,
+                             "digest": "", "dense": None, "embeddings": table})  # fmt: skip
+    starting = table.start(state["step"])
+    data, *others = context.wait_all(described)
     if any(other != data for other in others):
         raise UsageError(f"DATASET={s.dataset}: the trainers have different samples")
-    table = ShardedTable(context)
-    # position: samples of the epoch that were trained on
-    state = context.restore({"step": 0, "epoch": 0, "position": 0, "accuracy": 0.0, "classes": data.classes,
-                             "digest": data.digest, "dense": None, "embeddings": table})  # fmt: skip
+    if not state["digest"]:  # there was no checkpoint
+        state |= {"classes": data.classes, "digest": data.digest}
     if state["digest"] != data.digest:
         raise UsageError(f"DATASET={s.dataset}: the data are not those that the newest checkpoint was trained on; "
                          "restore them, or set another CHECKPOINT_DIR")  # fmt: skip
-    table.start(state["step"])
-    context.wait_all(trainers.send(messages.Join(state["step"], state["dense"])))
+    context.wait_all([*starting, *trainers.send(messages.Join(state["step"], state["dense"]))])
     context.start(state["step"], done=state["epoch"] * data.samples + state["position"], total=s.epochs * data.samples,
                   dataset=s.dataset, samples=data.samples, classes=data.classes, epoch=state["epoch"] + 1,
                   rows=s.num_embeddings, width=s.embedding_dim, servers=s.servers,

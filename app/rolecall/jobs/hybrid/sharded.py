@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,17 +24,17 @@ class ShardedTable(Sharded):
         for table in self._tables:
             table.remote_parameters()  # waits until it is built
 
-    def start(self, step: int) -> None:
-        """Declares the table to be the one after `step` steps; unless it was restored, it has its initial values."""
-        self._at_servers(calls.start_training, step, not self.restored)
+    def start(self, step: int) -> list[torch.futures.Future[Any]]:
+        """Declares the table to be the one after `step` steps; unless it was restored, it has its initial values. The
+        servers' answers say that it is done.
+        """
+        return [
+            self.context.call(server, calls.start_training, step, not self.restored, timeout=self._timeout)
+            for server in self._servers
+        ]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the whole table, where the checkpoint is an earlier version's."""
         if state:
             squares = {"squares": state["squares"]} if len(state["squares"]) else {}
             self.load_whole({"weight": torch.cat(state["weight"]), **squares})
-
-    def _at_servers(self, function: Callable[..., Any], *args: Any) -> None:
-        self.context.wait_all(
-            [self.context.call(server, function, *args, timeout=self._timeout) for server in self._servers]
-        )

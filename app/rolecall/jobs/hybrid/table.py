@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,11 +118,12 @@ class Table(nn.Module):
             if name == "weight" or s.optimizer == "adagrad"
         }
 
-    @torch.no_grad()
-    def fill(self) -> None:
+    def fill(self, threads: int = 1) -> None:
         """Initializes the rows uniformly between -1/width and 1/width, independently of the number of servers."""
         total, dim = self.settings.num_embeddings, self.settings.embedding_dim
-        for begin in range(0, total, INITIAL_ROWS):
+
+        @torch.no_grad()
+        def fill(begin: int) -> None:
             end = min(begin + INITIAL_ROWS, total)
             generator = torch.Generator().manual_seed(self.settings.seed * 2**20 + begin // INITIAL_ROWS)
             values = torch.empty(end - begin, dim).uniform_(-1 / dim, 1 / dim, generator=generator)
@@ -129,6 +131,9 @@ class Table(nn.Module):
             local = values[first :: self.settings.servers]
             place = (begin + first) // self.settings.servers
             self.weight[place : place + len(local)] = local.to(self.weight.device)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, range(0, total, INITIAL_ROWS)))
 
     def forward(self, bags: Bags) -> Tensor:
         """The weighted sums of bags of rows: [bags, width], 0 for an empty bag. Raises IndexError for a row that is not

@@ -9,6 +9,7 @@ import os
 import shlex
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,9 +128,16 @@ def _zygote(arguments: argparse.Namespace) -> int:
 
     with UsageError.wrap("zygote: only `rolecall run` starts it", OSError):
         requests = socket.socket(fileno=arguments.requests)
-    code = main(zygote.serve(requests, arguments.targets))
-    sys.stdout.flush()
-    os._exit(code)  # an interpreter that ends takes torch's modules apart
+    words, code = zygote.serve(requests, arguments.targets), FAILED
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # an interpreter that ends takes torch's modules apart
 
 
 def _run(target: str, words: Sequence[str]) -> int:
@@ -156,6 +164,10 @@ def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _describe(arguments: argparse.Namespace) -> int:
+    from rolecall.rank import tied, zygote
+
+    if zygote.parent:
+        tied.tie(zygote.parent)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no part of the answer
         registry.get(arguments.job)
     job = describe.describe(arguments.job, arguments.arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -77,18 +78,50 @@ def test_one_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytes
         running._process.send_signal(signal.SIGSTOP)
         with pytest.raises(ZygoteError, match=r"did not answer for 0\.2 s"):
             fork(running, tmp_path / "out", "jobs")
+        monkeypatch.setattr(zygote, "DEADLINE", DEADLINE)
+        running._process.send_signal(signal.SIGCONT)
+        assert fork(running, tmp_path / "later", "jobs").wait_for(DEADLINE) == 0
+        assert not (tmp_path / "out").read_text()  # what was given up is not done later
+        assert "observer" in (tmp_path / "later").read_text()
 
 
 def test_a_command_that_outlasts_its_deadline_is_ended(
     server: Zygote, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "slow.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    before = set(psutil.Process(server._process.pid).children())
     with pytest.raises(TimeoutError):
         server.call(["describe", str(tmp_path / "slow.py")], 1.0)
-    printed = "".join(capfd.readouterr())
-    assert not psutil.pid_exists(int(printed))
+    until(lambda: set(psutil.Process(server._process.pid).children()) <= before, "it to be gone")
     assert server.call(["jobs"], DEADLINE) == 0
     assert "observer" in capfd.readouterr().out
+
+
+def test_ctrl_c_while_it_imports_is_prompt_and_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rolecall", "run", "rl", "--plain"], env={**os.environ, "CHECKPOINT_DIR": str(tmp_path)},
+        cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        (forking,) = until(lambda: psutil.Process(process.pid).children(), "the zygote")
+        forking.suspend()  # it imports for ever
+        until(lambda: (tmp_path / "logs").exists(), "the ranks to be planned")
+        until(lambda: psutil.Process(process.pid).num_threads() > 1, "the ranks to be asked for")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 130, out
+        assert not forking.is_running()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_help_of_a_users_job_is_all_that_is_printed(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "pi.py", tmp_path)
+    command = [sys.executable, "-m", "rolecall", "run", str(tmp_path / "pi.py"), "--help"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "--samplers" in run.stdout
 
 
 def test_a_run_outlives_its_zygote(tmp_path: Path) -> None:

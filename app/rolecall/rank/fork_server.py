@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rolecall.config import UsageError
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
 KILL = 5.0  # seconds for a killed process to end
-MAIN_TAKES = ["listener_fd", "alive_r", "preload"]
+MAIN_TAKES = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
 SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
 _forked = 0  # the process that has forked: its imports are behind it
@@ -47,7 +48,7 @@ def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
     context.set_forkserver_preload(modules)
     try:
         # later versions of Python have another `main`
-        if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters][:3] == MAIN_TAKES:
+        if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters] == MAIN_TAKES:
             _fork_here(modules)
         else:
             multiprocessing.forkserver.ensure_running()
@@ -70,6 +71,8 @@ def _fork_here(modules: list[str]) -> None:
             os.close(ours)
             try:
                 multiprocessing.forkserver.main(listener.detach(), alive, modules)
+            except Exception:  # of a module of the user's
+                traceback.print_exc()
             finally:
                 os._exit(0)
     os.close(alive)

@@ -1,5 +1,5 @@
 """The supervisor: one per container, alive across generations. It translates between its `Member`, which decides, and
-what surrounds it: HTTP to rank 0, the worker process, signals, /metrics, /healthz and /readyz. No torch, no RPC.
+what surrounds it: HTTP to rank 0, the worker process, signals, /metrics, /healthz and /readyz. It uses no torch.
 """
 
 from __future__ import annotations

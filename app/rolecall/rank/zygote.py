@@ -58,7 +58,7 @@ class Forked:
         """`wait` without an event loop, also once more. Raises TimeoutError."""
         if self.returncode is not None:
             return self.returncode
-        if not select.select([self._status], [], [], seconds)[0]:
+        if not _readable(self._status, seconds):
             raise TimeoutError
         return self._take()
 
@@ -80,7 +80,7 @@ class Forked:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(self.pid)
             os.killpg(self.pid, signal.SIGKILL)
-            select.select([pidfd], [], [], fork_server.KILL)
+            _readable(pidfd, fork_server.KILL)
             os.close(pidfd)
 
 
@@ -101,6 +101,10 @@ class Zygote:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Ends it; what it has forked sees that of its parent."""
         self._requests.close()
         self._process.kill()
         self._process.wait()
@@ -108,19 +112,18 @@ class Zygote:
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
         """Forks `rolecall ARGUMENTS` with `environment`. Waits for the zygote's imports. Raises ZygoteError."""
         status, theirs = os.pipe()
-        request = os.memfd_create("request")  # a datagram may be too small for it
         try:
-            with open(request, "w", closefd=False) as file:
-                json.dump([list(arguments), dict(environment)], file)
-            socket.send_fds(self._requests, [b"fork"], [request, stdout, stderr, theirs])
+            with tempfile.TemporaryFile("w+") as request:  # a datagram may be too small for it
+                json.dump([list(arguments), dict(environment)], request)
+                request.flush()
+                socket.send_fds(self._requests, [b"fork"], [request.fileno(), stdout, stderr, theirs])
         except OSError as error:
             os.close(status)
             raise ZygoteError(f"it has ended ({error.strerror})") from error
         finally:
-            os.close(request)
             os.close(theirs)
-        if not select.select([status], [], [], DEADLINE)[0] or (pid := _read(status)) is None:
-            os.close(status)
+        if not _readable(status, DEADLINE) or (pid := _read(status)) is None:
+            os.close(status)  # which takes the request back
             raise ZygoteError(f"it has ended, or did not answer for {DEADLINE:g} s")
         return Forked(pid, status)
 
@@ -149,9 +152,10 @@ def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
     importlib.import_module("rolecall.rank.supervisor")
     jobs = [registry.get(target) for target in targets if target in registry.JOBS]
     for module in dict.fromkeys(name for job in jobs for role in job.roles for name in role.preload):
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # the check of the settings says what is wrong
+            importlib.import_module(module)
     gc.freeze()  # a collection in a fork would copy every page
-    children: dict[int, tuple[int, int]] = {}  # by pidfd: process number, pipe for its status
+    me, children = os.getpid(), dict[int, tuple[int, int]]()  # by pidfd: process number, pipe for its status
     poll = select.poll()
     poll.register(requests, select.POLLIN)
     while True:
@@ -166,30 +170,54 @@ def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
             message, fds, _, _ = socket.recv_fds(requests, 16, 4)
             if not message:  # `rolecall run` is gone; its ranks see that of their parent
                 os._exit(0)
+            if len(fds) < 4 or _given_up(fds[-1]):
+                _close(*fds)
+                continue
             request, stdout, stderr, status = fds
             with os.fdopen(request) as file:
                 file.seek(0)
                 arguments, environment = json.load(file)
             begun, begins = os.pipe()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:  # too many processes; who asked sees that no number comes
+                _close(stdout, stderr, status, begun, begins)
+                continue
             if not pid:
                 # not only a group: one that lost its leader, and has a frozen member, would get SIGHUP
                 os.setsid()
                 os.dup2(stdout, 1)
                 os.dup2(stderr, 2)
                 others = [other for _, other in children.values()]
-                for fd in (stdout, stderr, status, begun, begins, requests.detach(), *children, *others):
-                    os.close(fd)
-                _become(environment)
+                _close(stdout, stderr, status, begun, begins, requests.detach(), *children, *others)
+                _become(environment, me)
                 return list(arguments)
-            for fd in (stdout, stderr, begins):
-                os.close(fd)
+            _close(stdout, stderr, begins)
             os.read(begun, 1)  # until it leads its session, or has ended
             os.close(begun)
             _tell(status, pid)
             pidfd = os.pidfd_open(pid)
             children[pidfd] = pid, status
             poll.register(pidfd, select.POLLIN)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _readable(fd: int, seconds: float) -> bool:
+    """Whether there is something to read, or an end, within some seconds; `select` knows the first 1,024 files only."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def _given_up(status: int) -> bool:
+    """Whether nobody reads the pipe any more."""
+    poll = select.poll()
+    poll.register(status, 0)
+    return bool(poll.poll(0))
 
 
 def _tell(status: int, number: int) -> None:
@@ -203,8 +231,8 @@ def _read(status: int) -> int | None:
     return int(NUMBER.unpack(data)[0]) if data else None
 
 
-def _become(environment: dict[str, str]) -> None:
+def _become(environment: dict[str, str], zygote: int) -> None:
     global parent
-    parent = os.getppid()
+    parent = zygote
     config.replace_environment(environment)
     tempfile.tempdir = None  # TMPDIR may be another

@@ -23,12 +23,11 @@ from rolecall.run import report, rundir
 from rolecall.watch import gpu, targets
 from rolecall.watch.display import Display, Target, poll_forever
 from rolecall.watch.output import Output, printable
-from rolecall.watch.rank_process import LAST_OUTPUT, RankProcess
+from rolecall.watch.rank_process import INTERRUPTED, LAST_OUTPUT, RankProcess
 from rolecall.watch.targets import Address
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 EXIT_GRACE = 10.0  # seconds for the other ranks to exit after the first
-INTERRUPTED = 130
 
 
 def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
@@ -115,6 +114,8 @@ class LocalRun:
         finally:
             for rank in self.ranks:
                 rank.kill()
+            if self._zygote:
+                self._zygote.end()
             await asyncio.gather(*tasks, return_exceptions=True)
             display.cancel()
             await asyncio.wait({display})
@@ -148,6 +149,8 @@ class LocalRun:
             signalled = again
         for rank in self.ranks:
             rank.stop(drain=self._interrupted.is_set())
+        if self._zygote and all(rank.process is None for rank in self.ranks):
+            self._zygote.end()  # it imports, and they wait for it
         if pending:
             others = asyncio.create_task(asyncio.wait(pending))
             await asyncio.wait({others, signalled}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,7 @@ from rolecall.watch.output import Splitter
 SETTLED = 10.0  # seconds after which a rank's start counts as a success
 MAX_CRASHES = 5
 CHUNK = 2**16  # bytes
+INTERRUPTED = 130  # exit code
 LAST_OUTPUT = 2.0  # seconds for the rest of an ended rank's output
 
 
@@ -72,6 +73,9 @@ class RankProcess:
         read, write = os.pipe()
         try:
             self.process = await self._start(write)
+            if self.process is None:
+                os.close(read)
+                return INTERRUPTED
             if self.stopping:  # nobody has told it so
                 self.kill()
         finally:
@@ -90,12 +94,15 @@ class RankProcess:
             task.result()
         return code
 
-    async def _start(self, output: int) -> asyncio.subprocess.Process | Forked:
+    async def _start(self, output: int) -> asyncio.subprocess.Process | Forked | None:
+        """Starts the rank's process, unless it was to stop before it was there."""
         zygote, self._zygote = self._zygote, None
         if zygote:
             try:
                 return await asyncio.to_thread(zygote.fork, arguments(), self.environment, output, output)
             except ZygoteError as error:
+                if self.stopping:
+                    return None
                 self.show(f"{self.name}: starts by itself, without the zygote: {error}")
         return await asyncio.create_subprocess_exec(
             *command(), env=self.environment, start_new_session=True,

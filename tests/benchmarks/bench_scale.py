@@ -55,7 +55,6 @@ class Size:
     elastic_fanout_s: float | None = None
     fixed_fanout_s: float | None = None
     regroup_s: float | None = None
-    leave_s: float | None = None
     silent_fanout_s: float | None = None
     finish_s: float | None = None
     failures: int = 0
@@ -153,16 +152,10 @@ class Bench:
         died_at, again = time.monotonic() - size.fixed_fanout_s, crowd.when_all(lambda each: _generation(each) == 2)
         size.regroup_s = await self._part("the next generation", again) - died_at
         self._keep()
-        leaver, left_at = crowd.speakers[-3], time.monotonic()
-        told = crowd.when_all(lambda each: each.directive is not None and (
-            leaver.key in each.directive.lost or _generation(each) > 2), [leaver])  # fmt: skip
-        leaver.leave()
-        size.leave_s = await self._part("a member that leaves", told) - left_at
-        self._keep()
         size.silent_fanout_s = await self._silence(crowd.speakers[-2])
         self._keep()
         first, ended_at = crowd.speakers[0], time.monotonic()
-        over = crowd.when_all(lambda each: _kind(each) == "finished", but=[leaver, crowd.speakers[-2]])
+        over = crowd.when_all(lambda each: _kind(each) == "finished", but=[crowd.speakers[-2]])
         first.worker_ends("finished")
         size.finish_s = await self._part("the end", over) - ended_at
         self._keep()
@@ -263,15 +256,13 @@ def _line(size: Size) -> str:
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     table = Table("members", "join s", "beats/s", "CPU us/beat", "core", "kB/member", "elastic dies, last order s",
-                  "fixed dies, last order s", "regrouped s", "one leaves, last order s", "silent, last order s",
-                  "finish s",
+                  "fixed dies, last order s", "regrouped s", "silent, last order s", "finish s",
                   title=f"LEASE_SECONDS={LEASE:g}")  # fmt: skip
     for members, size in measured.sizes.items():
         row = (
             (size.join_s, "{:.2f}"), (size.beats_per_s, "{:.0f}"), (size.cpu_us_per_beat, "{:.0f}"),
             (size.core_share, "{:.3f}"), (size.bytes_per_member and size.bytes_per_member / 1000, "{:.1f}"),
             (size.elastic_fanout_s, "{:.2f}"), (size.fixed_fanout_s, "{:.2f}"), (size.regroup_s, "{:.2f}"),
-            (size.leave_s, "{:.2f}"),
             (size.silent_fanout_s, "{:.2f}"), (size.finish_s, "{:.2f}"),
         )  # fmt: skip
         table.add_row(f"{members:,}", *("" if value is None else text.format(value) for value, text in row))

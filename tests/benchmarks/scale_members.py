@@ -131,11 +131,6 @@ class Speaker:
         self.worker = WorkerStatus(self.worker.generation, state, outcome)  # type: ignore[arg-type]
         self.news()
 
-    def leave(self) -> None:
-        """SIGTERM."""
-        self.member.leave(time.monotonic())
-        self.news()
-
     def news(self) -> None:
         """Its heartbeat goes out at once."""
         if self._changed and not self._changed.done():

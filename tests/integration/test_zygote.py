@@ -124,6 +124,15 @@ def test_the_help_of_a_users_job_is_all_that_is_printed(tmp_path: Path) -> None:
     assert "--samplers" in run.stdout
 
 
+def test_what_a_users_file_says_as_it_exits_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text('import sys\nsys.exit("the water is cold")\n')
+    command = [sys.executable, "-m", "rolecall", "run", str(tmp_path / "ends.py")]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert run.returncode == 2, run.stderr
+    assert "the water is cold" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_a_run_outlives_its_zygote(tmp_path: Path) -> None:
     """Its ranks end with it, and are restarted by themselves."""
     environment = {**os.environ, **QUICK, "OBSERVERS": "1", "CHECKPOINT_DIR": str(tmp_path), "LOG_INTERVAL": "1",

@@ -27,7 +27,6 @@ from rolecall.job import describe, registry
 from rolecall.rank import fork_server
 
 DEADLINE = 120.0  # seconds for its imports: torch alone takes several on a busy machine
-COMMAND = "zygote"
 NUMBER = struct.Struct("=i")  # of a process, then its exit code
 parent = 0  # of a process that was forked from it: its process number
 
@@ -91,7 +90,7 @@ class Zygote:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # -P: no module of the working directory may replace one of a library
-            command = [sys.executable, "-P", "-m", "rolecall", COMMAND, str(theirs.fileno()), *targets]
+            command = [sys.executable, "-P", "-m", "rolecall", "zygote", str(theirs.fileno()), *targets]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
                 env=config.child_environment(PYTHONUNBUFFERED="1"),

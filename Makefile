@@ -17,6 +17,7 @@ LOAD ?= 0
 # Kubernetes: the installed kubectl, or a downloaded one; a kustomization of your own to check
 KUBECTL := $(or $(shell command -v kubectl),build/kubectl)
 OVERLAY ?=
+FOLDER = $(if $(filter ps,$(JOB)),ps-trainers,$(JOB))
 COMPOSE := docker compose --profile '*'
 ifeq ($(TORCH),cuda)
 export COMPOSE_FILE ?= compose.yaml:docker/compose.cuda.yaml
@@ -26,7 +27,7 @@ export TORCH TORCH_INDEX IMAGE
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint bench-tls chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +85,9 @@ image: ## builds the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, whi
 	  --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
 	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" .
 
+token: ## makes the token that ranks in containers share, unless there is one: .secrets/job-token (JOB_TOKEN_SOURCE=FILE)
+	@docker/token.sh
+
 up-rl: $(BUILT) ## trains the reinforcement learning job in containers until it is solved (OBSERVERS=2)
 	@docker/up.sh rl agent
 
@@ -120,8 +124,12 @@ k8s-render: $(KUBECTL) ## writes the manifests of every overlay of k8s/ to build
 k8s-validate: $(READY) $(KUBECTL) ## checks the manifests offline: Kubernetes's schemas, the project's rules (OVERLAY=DIR: your own too)
 	$(BIN)/python -m pytest tests/contracts/test_k8s.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
 
+k8s-token: $(KUBECTL) ## makes the Secret with the token of a job's pods (JOB=rl: the folder in k8s/; NAMESPACE=...)
+	@set -o pipefail; docker/token.sh - | $(KUBECTL) create secret generic "$(patsubst %-cuda,%,$(FOLDER))" \
+	  --from-file=JOB_TOKEN=/dev/stdin $(if $(NAMESPACE),--namespace "$(NAMESPACE)")
+
 k8s-kind: image $(KUBECTL) ## trains on a kind cluster until the job has finished (JOB=rl|ps|rnn|hybrid|job|script; needs kind)
-	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(if $(filter ps,$(JOB)),ps-trainers,$(JOB))" "$(IMAGE):$(TORCH)" \
+	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(FOLDER)" "$(IMAGE):$(TORCH)" \
 	  "$(if $(filter job,$(JOB)),$(JOB_FILE))$(if $(filter script,$(JOB)),$(SCRIPT))"
 
 up-monitoring: ## starts Prometheus and Grafana on loopback, beside any job (PROMETHEUS_PORT=9090 GRAFANA_PORT=3000)
@@ -172,6 +180,9 @@ bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's 
 
 bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
 	$(BIN)/python -m tests.benchmarks.bench_checkpoint --scale $(or $(SCALE),1)
+
+bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (12 minutes; BENCH_JSON=FILE PAIRS=3 ONLY=rtt,ps)
+	$(BIN)/python -m tests.benchmarks.bench_tls --rounds $(or $(PAIRS),3) $(if $(ONLY),--only "$(ONLY)")
 
 chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)"

@@ -45,6 +45,7 @@ case $profile in job) locate JOB_FILE ;; script) locate SCRIPT ;; esac
 image=${IMAGE:-rolecall}:${TORCH:-cpu}
 docker image inspect "$image" >/dev/null 2>&1 ||
   fail "there is no image $image: make image builds rolecall:cpu, and IMAGE= names one of your own"
+"$(dirname "$0")/token.sh"
 case $profile in
   job)
     export JOB_TARGET=$target

@@ -23,6 +23,8 @@ kubectl delete pods --selector "app.kubernetes.io/instance=$overlay" --ignore-no
 if [ -n "$file" ]; then
   kubectl create configmap "$overlay" --from-file="$file" --dry-run=client --output yaml | kubectl apply --filename -
 fi
+kubectl get secret "$overlay" >/dev/null 2>&1 ||
+  docker/token.sh - | kubectl create secret generic "$overlay" --from-file=JOB_TOKEN=/dev/stdin
 kubectl apply -k "k8s/$overlay"
 first=statefulset/${rank0%-0}
 # `rollout status` knows no strategy but RollingUpdate

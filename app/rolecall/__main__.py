@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall import config, new, telemetry
+from rolecall import config, fields, new, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job import checkpoint, describe, loader, registry
@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     zygote.add_argument("requests", type=int)
     zygote.add_argument("targets", nargs="*")
     zygote.set_defaults(handler=_zygote)
+    commands.add_parser("token", help="make a token for JOB_TOKEN or JOB_TOKEN_FILE").set_defaults(handler=_token)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
 
@@ -115,12 +116,12 @@ def _rank(arguments: argparse.Namespace) -> int:
     identity = registry.identity(job.roles, settings, config.host_name())
     # it imports torch while this process imports the rest
     fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))
-    from rolecall.rank import supervisor
+    from rolecall.rank import start
 
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
-    return supervisor.run(job, settings, identity, arguments.tied, zygote.parent or arguments.tied)
+    return start.run(job, settings, identity, arguments.tied, zygote.parent or arguments.tied)
 
 
 def _zygote(arguments: argparse.Namespace) -> int:
@@ -197,7 +198,7 @@ def _seconds(text: str) -> float:
 
 def _config(arguments: argparse.Namespace) -> int:
     settings = registry.get(arguments.job).settings if arguments.job else Settings
-    _print(("variable", "type", "default", "bounds", "meaning"), config.variables(settings), arguments.markdown)
+    _print(("variable", "type", "default", "bounds", "meaning"), fields.variables(settings), arguments.markdown)
     return 0
 
 
@@ -218,6 +219,13 @@ def _jobs(arguments: argparse.Namespace) -> int:
         roles = ", ".join(role.name + (f" x {role.count}" if role.count != 1 else "") for role in job.roles)
         rows.append((name, roles, job.summary))
     _print(("job", "roles", "what"), rows, markdown=False)
+    return 0
+
+
+def _token(_: argparse.Namespace) -> int:
+    from rolecall.tunnel import keys
+
+    print(keys.new_token())
     return 0
 
 

@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rolecall.fields import Agreed, bounds_of, is_secret, type_of
+from rolecall.fields import Agreed, problems
+from rolecall.secret import read_token, require_length
 
 __version__ = "0.1.0"
 
@@ -72,14 +73,22 @@ class Settings(BaseSettings):
     master_addr: str = Field(
         "127.0.0.1", min_length=1, description="rank 0's address; names are resolved anew each time"
     )
-    master_port: Port = Field(29500, description="rank 0's port for the RPC rendezvous")
-    control_port: Port = Field(29400, description="rank 0's port for the gang: heartbeats and directives")
+    port: int = Field(
+        29400, ge=1, le=65534, description="this rank's one port for all that ranks send each other; with TLS=off rank "
+        "0's, which takes the next one too, and RPC takes any"
+    )  # fmt: skip
+    master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, where it is not this rank's")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, /healthz and /readyz")
-    bind_addr: str = Field(
-        "0.0.0.0", min_length=1, description="name or address that rank 0's MASTER_PORT and CONTROL_PORT listen on"
-    )
+    bind_addr: str = Field("", description="name or address that PORT is listened on; empty: every address")
     metrics_bind_addr: str = Field("", description="name or address that METRICS_PORT listens on; empty: BIND_ADDR")
-    job_token: SecretStr | None = Field(None, description="secret that every rank of the job shares; never logged")
+    tls: Literal["require", "off"] = Field(
+        "require", description="TLS between ranks: whoever has neither JOB_TOKEN nor a certificate of TLS_CA is "
+        "nobody; off: whoever reaches a port can run code"
+    )  # fmt: skip
+    tls_cert: Path | None = Field(None, description="PEM file: this rank's certificate, instead of one from JOB_TOKEN")
+    tls_key: Path | None = Field(None, description="PEM file: the key of TLS_CERT")
+    tls_ca: Path | None = Field(None, description="PEM file: the authority of all ranks' TLS_CERT, and of no others")
+    job_token: SecretStr | None = Field(None, description="secret of all ranks, from 16 bytes (`rolecall token`)")
     job_token_file: Path | None = Field(None, description="file that holds JOB_TOKEN")
     checkpoint_dir: Path = Field(Path("checkpoints"), description="rank 0's directory for checkpoints and DONE")
     resume: bool = Field(
@@ -138,18 +147,45 @@ class Settings(BaseSettings):
         3600.0, description="seconds in which generations may end without a new step before the job fails"
     )
 
+    @field_validator("job_token")
+    @classmethod
+    def _long_enough(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None:
+            require_length(token.get_secret_value())
+        return token
+
     @field_validator("job_token_file")
     @classmethod
     def _usable(cls, file: Path | None, info: ValidationInfo) -> Path | None:
-        if file is not None and info.data.get("job_token") is None:
-            _read_token(file)
+        needed = info.data.get("tls") != "off" and info.data.get("tls_cert") is None
+        if file is not None and info.data.get("job_token") is None and (needed or file.exists()):
+            require_length(read_token(file))
         return file
 
     @model_validator(mode="after")
     def _token(self) -> Self:
-        if self.job_token_file is not None and self.job_token is None:
-            object.__setattr__(self, "job_token", SecretStr(_read_token(self.job_token_file)))
+        if self.job_token_file is not None and self.job_token is None and self.job_token_file.exists():
+            object.__setattr__(self, "job_token", SecretStr(read_token(self.job_token_file)))
+        files = {"TLS_CERT": self.tls_cert, "TLS_KEY": self.tls_key, "TLS_CA": self.tls_ca}
+        missing = [name for name, file in files.items() if file is None]
+        if 0 < len(missing) < len(files):
+            raise ValueError(f"{' and '.join(missing)} missing: TLS_CERT, TLS_KEY and TLS_CA go together")
         return self
+
+    @property
+    def secure(self) -> bool:
+        """Whether ranks reach each other over TLS only."""
+        return self.tls != "off"
+
+    @property
+    def rank0_port(self) -> int:
+        """Rank 0's PORT."""
+        return self.master_port or self.port
+
+    @property
+    def store_port(self) -> int:
+        """Rank 0's port for the generations' stores, with TLS=off."""
+        return self.rank0_port + 1
 
     @property
     def token(self) -> str:
@@ -177,18 +213,6 @@ class Settings(BaseSettings):
             return function(*arguments)
 
 
-def _read_token(file: Path) -> str:
-    try:
-        token = file.read_text().strip()
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError("holds no text") from None
-    if not token:
-        raise ValueError("is empty")
-    return token
-
-
 S = TypeVar("S", bound=Settings)
 
 
@@ -200,31 +224,9 @@ def load(cls: type[S], **overrides: Any) -> S:
     try:
         return cls(**overrides)
     except ValidationError as error:
-        raise UsageError("wrong settings: " + "; ".join(_problems(cls, error))) from None
+        raise UsageError("wrong settings: " + "; ".join(problems(cls, error))) from None
     except SettingsError as error:  # a list or a table that is no JSON
         raise UsageError(f"wrong settings: {error}; give it as JSON") from None
-
-
-def _problems(cls: type[Settings], error: ValidationError) -> Iterator[str]:
-    for details in error.errors(include_url=False):
-        message = details["msg"].removeprefix("Value error, ")
-        if not details["loc"]:
-            yield message
-            continue
-        name = str(details["loc"][0])
-        field = cls.model_fields.get(name)
-        shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
-        expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
-        yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
-
-
-def variables(cls: type[Settings]) -> list[tuple[str, str, str, str, str]]:
-    """Every variable of `cls` as (name, type, default, bounds, meaning)."""
-    rows = []
-    for name, field in cls.model_fields.items():
-        default = "" if field.default is None else str(field.default)
-        rows.append((name.upper(), type_of(field), default, bounds_of(field), field.description or ""))
-    return rows
 
 
 def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
@@ -60,3 +62,26 @@ def bounds_of(field: FieldInfo) -> str:
                 return "not empty"
     low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
     return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
+
+
+def problems(cls: type[BaseModel], error: ValidationError) -> Iterator[str]:
+    """What is wrong with settings of `cls`, each with its variable, its value unless that is secret, and its bounds."""
+    for details in error.errors(include_url=False):
+        message = details["msg"].removeprefix("Value error, ")
+        if not details["loc"]:
+            yield message
+            continue
+        name = str(details["loc"][0])
+        field = cls.model_fields.get(name)
+        shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
+        expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
+        yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
+
+
+def variables(cls: type[BaseModel]) -> list[tuple[str, str, str, str, str]]:
+    """Every variable of `cls` as (name, type, default, bounds, meaning)."""
+    rows = []
+    for name, field in cls.model_fields.items():
+        default = "" if field.default is None else str(field.default)
+        rows.append((name.upper(), type_of(field), default, bounds_of(field), field.description or ""))
+    return rows

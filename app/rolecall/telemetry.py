@@ -88,7 +88,10 @@ SUPERVISOR = (
     Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process."),
     Metric("counter", "worker_starts_total", "Worker processes that this rank started."),
     Metric("counter", "worker_restarts_total", "Workers of this rank that ended early, by cause.", ("cause",)),
-    Metric("counter", "gang_unreachable_total", "Requests to rank 0's control port that got no answer."),
+    Metric("counter", "gang_unreachable_total", "Requests to rank 0's coordinator that got no answer."),
+    Metric("gauge", "tunnel_connections", "Connections with peers that pass through this rank's tunnel."),
+    Metric("counter", "tunnel_bytes_total", "Data that passed through this rank's tunnel, both ways, in bytes."),
+    Metric("counter", "tunnel_refused_total", "Connections that this rank's tunnel refused, by reason.", ("reason",)),
     Metric("counter", "metric_files_dropped_total", "Metric files that were torn and had to be dropped."),
 )
 COORDINATOR = (
@@ -98,7 +101,7 @@ COORDINATOR = (
     Metric("gauge", "gang_wanted", "Ranks that a start waits for, by role.", ("role",)),
     Metric("counter", "gang_generations_total", "Generations started."),
     Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
-    Metric("counter", "gang_refused_total", "Requests to the control port that were refused, by reason.", ("reason",)),
+    Metric("counter", "gang_refused_total", "Requests to the coordinator that were refused, by reason.", ("reason",)),
     Metric("histogram", "recovery_seconds", "Time from the end of a generation to the first step of the next.",
            buckets=DURATION),
     Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),

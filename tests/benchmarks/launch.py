@@ -17,13 +17,13 @@ from typing import Any
 
 import psutil
 
-from rolecall import config
 from rolecall.config import Settings
+from rolecall.fields import variables
 
 
 def clean_environment(settings: type[Settings]) -> None:
     """Drop a job's variables from this process's environment: what is measured does not depend on them."""
-    for name, *_ in config.variables(settings):
+    for name, *_ in variables(settings):
         os.environ.pop(name, None)
 
 

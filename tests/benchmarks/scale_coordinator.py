@@ -51,7 +51,7 @@ def allow_descriptors() -> None:
 async def serve(directory: Path, members: int, lease: float) -> None:
     (port,) = free_ports(1)
     settings = Settings(
-        checkpoint_dir=directory, control_port=port, bind_addr="127.0.0.1", lease_seconds=lease,
+        checkpoint_dir=directory, port=port, bind_addr="127.0.0.1", lease_seconds=lease,
         rejoin_interval=3600, join_grace=600,
     )  # fmt: skip
     allow_descriptors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -30,7 +31,7 @@ CALM = 1.0  # what an event does may show a moment later
 DRAIN_DEADLINE = 40.0
 FINISH_DEADLINE = 600.0
 GONE_DEADLINE = 10.0
-PORTS = {"MASTER_PORT": 29500, "CONTROL_PORT": 29400}
+PORT = 29400
 METRICS_PORT = 8000
 
 
@@ -62,10 +63,11 @@ class Soak:
         self.watchers: dict[str, Watcher] = {}
         self.strikes: list[Strike] = []
         self.result = Result()
-        ports = PORTS if network else dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        self._port = PORT if network else free_ports(1)[0]  # rank 0's
         self._environment = {
             **jobs.environment(job, jobs.SOAKS[job].hurting, seed),
-            **{name: str(port) for name, port in ports.items()},
+            "MASTER_PORT": str(self._port),
+            "JOB_TOKEN": secrets.token_urlsafe(),
             "CHECKPOINT_DIR": str(self.checkpoints),
             "TMPDIR": str(self.directory / "t"),
         }
@@ -102,14 +104,15 @@ class Soak:
         number = len(self.keeper.ranks)
         address, prefix = self._network.add(name) if self._network else ("127.0.0.1", [])
         self._master = self._master or address
-        port = METRICS_PORT + number if self._network else free_ports(1)[0]
+        port, metrics = (PORT, METRICS_PORT + number) if self._network else free_ports(2)
         own = {
             **self._disk(name).environment,
             "ROLE": role,
             "ORDINAL": ordinal,
-            "METRICS_PORT": str(port),
+            "PORT": str(port if number else self._port),
+            "METRICS_PORT": str(metrics),
             "MASTER_ADDR": self._master,
-            "BIND_ADDR": "0.0.0.0" if self._network else "127.0.0.1",
+            "BIND_ADDR": "" if self._network else "127.0.0.1",
         }
         log = self.directory / f"{name}.log"
         return ChaosRank(role, int(ordinal), {**self._environment, **own}, log, address=address, prefix=prefix)

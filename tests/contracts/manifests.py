@@ -115,16 +115,19 @@ class RankSet:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the container's variables are, but for those from Secrets, which may be absent."""
+        """What the container's variables are."""
         maps = {item["metadata"]["name"]: item["data"] for item in self.overlay.of_kind("ConfigMap")}
         named = [source["configMapRef"]["name"] for source in self.container.get("envFrom", [])]
-        literals = {entry["name"]: entry["value"] for entry in self.container["env"] if "value" in entry}
+        literals = {entry["name"]: entry["value"] for entry in self.container["env"]}
         return {**{key: value for name in named for key, value in maps[name].items()}, **literals}
 
     @property
     def secrets(self) -> dict[str, Object]:
-        """The variables from Secrets, with where they come from."""
-        return {e["name"]: e["valueFrom"]["secretKeyRef"] for e in self.container["env"] if "valueFrom" in e}
+        """The volumes of Secrets, by where they are mounted."""
+        volumes = {volume["name"]: volume["secret"] for volume in self.pod["volumes"] if "secret" in volume}
+        mounts = [mount for mount in self.container["volumeMounts"] if mount["name"] in volumes]
+        assert all(mount["readOnly"] for mount in mounts)
+        return {mount["mountPath"]: volumes[mount["name"]] for mount in mounts}
 
     @property
     def pods(self) -> list[str]:

@@ -19,8 +19,23 @@ import rolecall
 
 ROOT = Path(__file__).resolve().parents[2]
 # lowest first: a file imports its own room and those before it. "" is the root package, which jobs import.
-ROOMS = ("gang", "fields", "config", "telemetry", "run", "job", "", "jobs", "rank", "watch", "new", "__main__")
-ROOT_IMPORTS = {"fields", "config", "telemetry", "job"}
+ROOMS = (
+    "gang",
+    "fields",
+    "secret",
+    "config",
+    "telemetry",
+    "run",
+    "tunnel",
+    "job",
+    "",
+    "jobs",
+    "rank",
+    "watch",
+    "new",
+    "__main__",
+)
+ROOT_IMPORTS = {"fields", "secret", "config", "telemetry", "job"}
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
         "operator", "typing"}  # fmt: skip
 PUBLIC = set(rolecall.__all__)

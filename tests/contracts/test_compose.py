@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import stat
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from rolecall import config, telemetry
+from rolecall import config, new, telemetry
 from rolecall.config import Settings
 from rolecall.job import registry
 from tests.contracts.containers import (
@@ -23,6 +29,7 @@ from tests.contracts.containers import (
     ROOT,
     SCRIPTS,
     SERVICES,
+    WATCHERS,
     filled,
     image_environment,
     is_first,
@@ -36,17 +43,24 @@ from tests.contracts.containers import (
 from tests.roles import counter
 
 # a container is given its number by the gang; every container has ports of its own; the image says where its volume is;
-# and a file that holds the token would have to be mounted
+# `docker inspect` would show a token; and a user's own certificates would have to be mounted
 NOT_PASSED = {
     "ORDINAL",
     "RANK",
     "WORLD_SIZE",
+    "PORT",
     "MASTER_PORT",
-    "CONTROL_PORT",
     "METRICS_PORT",
     "CHECKPOINT_DIR",
-    "JOB_TOKEN_FILE",
+    "JOB_TOKEN",
+    "TLS_CERT",
+    "TLS_KEY",
+    "TLS_CA",
 }
+SECRET = "job-token"
+TOKEN = "a-token-of-more-than-128-bits"
+TOKEN_SCRIPT = ROOT / "docker" / "token.sh"
+TOOLS = "bash env head base64 tr sed tail dirname mkdir ls mktemp chmod ln rm"  # of every system
 # what would give a container more than it needs, keep it from being scaled, or replace what the image says
 UNWANTED = (
     "ports privileged network_mode pid ipc uts userns_mode cgroup_parent cap_add devices device_cgroup_rules group_add "
@@ -96,7 +110,7 @@ def test_nothing_but_addresses_and_counts_has_a_value_here(name: str) -> None:
     counts = {counter(role) for role in job_of(name).roles} - {""}
     valued = {variable for variable, value in SERVICES[name]["environment"].items() if value is not None}
     places = {"ORDINAL", "DATA_DIR"} & set(SERVICES[name]["environment"])
-    assert valued == {"JOB", "ROLE", "MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"} | counts | places
+    assert valued == {"JOB", "ROLE", "MASTER_ADDR", "JOB_TOKEN_FILE"} | counts | places
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -118,7 +132,8 @@ def test_as_many_containers_as_the_job_waits_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    (tmp_path / "token").write_text(TOKEN)
     for field in job_of(name).settings.model_fields:
         monkeypatch.delenv(field.upper(), raising=False)
     for variable, value in SERVICES[name]["environment"].items():
@@ -127,6 +142,7 @@ def test_the_values_are_understood(monkeypatch: pytest.MonkeyPatch, name: str) -
     for variable, value in image_environment().items():
         if variable.lower() in Settings.model_fields:
             monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("JOB_TOKEN_FILE", str(tmp_path / "token"))
     job, settings = registry.load()
     assert job is job_of(name)
     assert config.load(job.settings) == settings
@@ -149,10 +165,8 @@ def test_every_value_from_outside_has_a_default() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_the_masters_name_is_known_on_the_rpc_network_only(name: str) -> None:
-    """What rank 0 listens on is what its name stands for, so it must stand for nothing on another network."""
-    environment = SERVICES[name]["environment"]
-    address = environment["MASTER_ADDR"]
-    assert environment["BIND_ADDR"] == address
+    """Ranks meet on the network that rank 0's name leads to, so it must stand for nothing on another network."""
+    address = SERVICES[name]["environment"]["MASTER_ADDR"]
     assert address not in SERVICES  # a service's own name is known on all of its networks
     known = [
         (other, network) for other in SERVICES for network, aliases in networks(other).items() if address in aliases
@@ -169,9 +183,131 @@ def test_networks_lead_nowhere_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_metrics_listen_beside_the_rpc_network(name: str) -> None:
-    """BIND_ADDR, which would be taken otherwise, is not this rank's, or is known on the rpc network only."""
-    assert SERVICES[name]["environment"]["METRICS_BIND_ADDR"] == "0.0.0.0"
+def test_a_name_of_the_loopback_address_is_known_without_dns(name: str) -> None:
+    assert SERVICES[name]["extra_hosts"] == {"loopback": "::ffff:127.0.0.1"}
+
+
+# ---- compose.yaml: the token
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_rank_is_given_the_token_as_a_file(name: str) -> None:
+    service = SERVICES[name]
+    assert service["secrets"] == [SECRET]
+    assert service["environment"]["JOB_TOKEN_FILE"] == f"/run/secrets/{SECRET}"  # where compose mounts it
+    assert service["environment"]["TLS"] is None  # the default, `require`, unless the user says otherwise
+
+
+def test_nothing_but_a_file_holds_the_token() -> None:
+    (secret,) = COMPOSE["secrets"].items()
+    assert secret == (SECRET, {"file": "${JOB_TOKEN_SOURCE:-.secrets/job-token}"})
+    for name, service in COMPOSE["services"].items():
+        given = service.get("environment", {})
+        assert not {"JOB_TOKEN", "JOB_TOKEN_SOURCE"} & set(given), name
+        assert not [value for value in given.values() if "TOKEN" in str(value)], name
+    assert not [name for name in WATCHERS if "secrets" in WATCHERS[name]]
+
+
+def test_the_file_stays_out_of_git() -> None:
+    assert ".secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "**/.secrets" in (ROOT / ".dockerignore").read_text().splitlines()
+    file = filled(COMPOSE["secrets"][SECRET]["file"])
+    ignored = subprocess.run(["git", "check-ignore", "--quiet", file], cwd=ROOT, timeout=60, check=False)
+    assert ignored.returncode in (0, 128)  # 128: the tree is no clone
+
+
+def test_the_new_jobs_compose_file_gives_its_ranks_the_token_as_a_file(tmp_path: Path) -> None:
+    (path,) = [file for file in new.write("fresh_job", tmp_path) if file.name == "compose.yaml"]
+    text = path.read_text()
+    fresh: dict[str, Any] = yaml.safe_load(text)
+    assert fresh["secrets"] == {SECRET: {"file": ".secrets/job-token"}}
+    command = re.search(r"^#   (mkdir .*)$", text, re.MULTILINE)
+    assert command
+    assert re.fullmatch(
+        r"mkdir -m 700 -p (\S+) && rolecall token > (\1/job-token) && chmod 444 \2", command.group(1)
+    ), "the command that the user is told makes that file"
+    for service in fresh["services"].values():
+        assert service["secrets"] == [SECRET]
+        assert service["extra_hosts"] == SERVICES["agent"]["extra_hosts"]
+        environment = service["environment"]
+        assert environment["JOB_TOKEN_FILE"] == f"/run/secrets/{SECRET}"
+        assert environment["TLS"] is None
+        assert {key.lower() for key in environment} - {"workers"} <= set(Settings.model_fields)
+        assert not {"JOB_TOKEN", "BIND_ADDR", *NOT_PASSED} & set(environment)
+
+
+def make_token(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TOKEN_SCRIPT, *arguments], cwd=folder, env={"PATH": os.environ["PATH"], **variables}, timeout=60,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def is_protected(file: Path) -> bool:
+    """Whether a container's user can read the mounted file, and no other user of the host gets at it."""
+    return (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o444, 0o700)
+
+
+@pytest.mark.parametrize("variables", [{}, {"JOB_TOKEN_SOURCE": "a/b/token"}], ids=["default", "chosen"])
+def test_a_token_is_made_once(tmp_path: Path, variables: dict[str, str]) -> None:
+    file = tmp_path / (variables.get("JOB_TOKEN_SOURCE") or filled(COMPOSE["secrets"][SECRET]["file"]))
+    done = make_token(tmp_path, **variables)
+    token = file.read_text()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"rolecall: the ranks' token is in {file.relative_to(tmp_path)}\n"
+    assert is_protected(file)
+    config.load(Settings, job_token=token)  # which refuses a short one
+    assert len(token) >= 43
+    assert make_token(tmp_path, **variables).stdout == ""
+    assert file.read_text() == token
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_token_is_made_where_the_env_file_says(tmp_path: Path) -> None:
+    """Compose reads `.env`, so what makes the file does too."""
+    (tmp_path / ".env").write_text("OBSERVERS=3\nJOB_TOKEN_SOURCE=mine/token\n")
+    assert make_token(tmp_path).returncode == 0
+    assert is_protected(tmp_path / "mine" / "token")
+
+
+def test_of_several_that_make_a_token_one_does(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        everyone = list(pool.map(lambda _: make_token(tmp_path), range(4)))
+    assert [one.returncode for one in everyone] == [0] * 4
+    assert [path.name for path in (tmp_path / ".secrets").iterdir()] == ["job-token"]
+
+
+def test_a_token_is_never_where_others_can_read_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    done = make_token(tmp_path, JOB_TOKEN_SOURCE="token")
+    assert done.returncode == 2
+    assert done.stderr.startswith("rolecall: JOB_TOKEN_SOURCE=token: others on this machine can enter its folder; ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_token_for_a_pipe_is_another_each_time(tmp_path: Path) -> None:
+    one, two = make_token(tmp_path, "-"), make_token(tmp_path, "-")
+    assert re.fullmatch(r"\S{43,}", one.stdout)  # no end of line either
+    assert one.stdout != two.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_token_needs_no_openssl(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in TOOLS.split():
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    done = make_token(tmp_path, PATH=str(tools))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert is_protected(tmp_path / ".secrets" / "job-token")
+    assert len((tmp_path / ".secrets" / "job-token").read_text()) >= 43
+
+
+def test_make_makes_the_token() -> None:
+    assert re.search(r"^token: ## .*\n\t@docker/token\.sh$", MAKEFILE, re.MULTILINE)
+    # and what starts containers does, before it asks one
+    text = (ROOT / "docker" / "up.sh").read_text()
+    assert 0 < text.index('/token.sh"') < text.index("describe --variables")
 
 
 # ---- compose.yaml: what a container may do

@@ -18,10 +18,15 @@ from tests.contracts.test_compose import NOT_PASSED
 PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
 # what the shell or docker/up.sh says, and what each profile fixes
 FIXED = {
-    "job": {"JOB": "/job", **PLACES},
-    "script": {"JOB": "script", **PLACES, "SCRIPT": "/script", "RANKS": "2"},
+    "job": {"JOB": "/job", **PLACES, "JOB_TOKEN_FILE": "/run/secrets/job-token"},
+    "script": {
+        "JOB": "script",
+        **PLACES,
+        "SCRIPT": "/script",
+        "RANKS": "2",
+        "JOB_TOKEN_FILE": "/run/secrets/job-token",
+    },
 }
-ADDRESSES = {"MASTER_ADDR", "BIND_ADDR", "METRICS_BIND_ADDR"}
 # stands in for docker: its arguments and what compose would put in, a line each
 DOCKER = """#!/usr/bin/env bash
 end() { tr ';' '\\n' <<<"${ENDS:-0 exited 0}" | sed -n "$(wc -l <"$TMPDIR/waits")p" | cut -d ' ' -f "$1"; }
@@ -69,7 +74,7 @@ def test_every_setting_is_passed_and_few_have_a_value_here(name: str) -> None:
         {"RANK"} if is_first(name) else set()
     )
     valued = {variable: filled(value) for variable, value in environment.items() if value is not None}
-    assert {key: value for key, value in valued.items() if key not in {*ADDRESSES, "RANK"}} == FIXED[profile]
+    assert {key: value for key, value in valued.items() if key not in {"MASTER_ADDR", "RANK"}} == FIXED[profile]
     assert valued["MASTER_ADDR"] == f"{profile}.rpc"
 
 
@@ -159,7 +164,8 @@ def test_up_mounts_the_file_and_counts_the_ranks(
     mounted = "" if folder is None else f"{tmp_path}{folder}"
     assert f"up folder={mounted} {said}\n" in done.stderr
     assert ("variables: SAMPLERS STEPS" in done.stderr) == ("JOB_FILE" in variables)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "my jobs", "pi.py", "waits"]  # no file is left
+    # no file is left but the token
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".secrets", "bin", "my jobs", "pi.py", "waits"]
 
 
 @pytest.mark.parametrize(

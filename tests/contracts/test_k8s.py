@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 
-from rolecall import config
+from rolecall import config, new
 from rolecall.config import Settings
 from rolecall.job import registry
 from tests.contracts.containers import ROOT, image_environment, only
@@ -92,12 +94,13 @@ def test_a_set_is_a_role(rendered: Overlay) -> None:
         assert one.environment["JOB"] == rendered.first.environment["JOB"]
 
 
-def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token-of-more-than-128-bits")
     for one in rendered.sets:
         known = {name.upper() for name in one.settings.model_fields}
         if one.settings is not Settings:  # a job file's own are in the file
-            assert set(one.environment) | set(one.secrets) <= known, one.name
-            assert not config.misspelt(one.settings.model_fields, {**one.environment, **one.secrets})
+            assert set(one.environment) <= known, one.name
+            assert not config.misspelt(one.settings.model_fields, one.environment)
         for variable in known:
             monkeypatch.delenv(variable, raising=False)
         for variable, value in image_environment().items():
@@ -105,7 +108,9 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
                 monkeypatch.setenv(variable, value)
         for variable, value in one.environment.items():
             monkeypatch.setenv(variable, value)
+        monkeypatch.setenv("JOB_TOKEN_FILE", str(tmp_path / "token"))
         settings = config.load(one.settings)
+        assert settings.secure
         if one.has_role:
             for pod in one.pods:
                 identity = registry.identity(registry.roles(one.job, settings), settings, pod)
@@ -115,9 +120,11 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
         elif "RANKS" in one.environment:
             assert one.replicas == int(one.environment["RANKS"])
         assert settings.on_finish == "linger"  # an exit would only be started again
-        for probe, port in (("metrics", settings.metrics_port), ("control", settings.control_port),
-                            ("rendezvous", settings.master_port)):  # fmt: skip
-            assert port_number(one, probe) == port
+        assert {entry["name"]: entry["containerPort"] for entry in one.container["ports"]} == {
+            "metrics": settings.metrics_port,
+            "rank": settings.port,
+        }
+        assert settings.rank0_port == settings.port == Settings.model_fields["port"].default
         grace = one.pod["terminationGracePeriodSeconds"]
         assert grace > settings.drain_timeout + settings.lease_seconds / 2 + 5  # see app/rolecall/rank/supervisor.py
 
@@ -129,7 +136,9 @@ def test_the_masters_name_is_rank_0s(rendered: Overlay) -> None:
         assert one.spec["serviceName"] == service["metadata"]["name"]
         assert one.pod["enableServiceLinks"] is False  # they are variables such as MASTER_PORT
         assert service["spec"]["selector"].items() <= one.labels.items()
+        assert [entry["name"] for entry in service["spec"]["ports"]] == ["metrics", "rank"]
         for entry in service["spec"]["ports"]:
+            assert entry["targetPort"] == entry["name"]
             assert port_number(one, entry["targetPort"]) == entry["port"]
     assert service["spec"]["clusterIP"] == "None"
     # ranks find each other before they are ready, and are ready only when they have
@@ -240,8 +249,75 @@ def test_no_token_but_the_jobs(rendered: Overlay) -> None:
         assert one.pod["automountServiceAccountToken"] is False
         assert "serviceAccountName" not in one.pod
         name = rendered.only("Service")["metadata"]["name"]
-        assert one.secrets == {"JOB_TOKEN": {"name": name, "key": "JOB_TOKEN", "optional": True}}
-        assert not {"JOB_TOKEN", "JOB_TOKEN_FILE"} & set(one.environment)
+        # 0440: the group is the pod's fsGroup; the mount is read-only (manifests.py)
+        assert one.secrets == {
+            "/run/secrets/rolecall": {"secretName": name, "optional": True, "defaultMode": 0o440},
+        }
+        assert one.environment["JOB_TOKEN_FILE"] == "/run/secrets/rolecall/JOB_TOKEN"
+        # no variable holds it, or comes from a Secret, which whoever may look at a container would see
+        assert "JOB_TOKEN" not in one.environment
+        assert not [entry for entry in one.container["env"] if "valueFrom" in entry]
+        assert not [source for source in one.container.get("envFrom", []) if "secretRef" in source]
+
+
+@pytest.fixture
+def kubectl_says(tmp_path: Path) -> Path:
+    """A program that says what it was called with, and keeps what it was given on its input."""
+    program = tmp_path / "kubectl"
+    program.write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/arguments\ncat >{tmp_path}/input\n')
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "more"),
+    [
+        ((), "rl", ""),
+        (("JOB=hybrid",), "hybrid", ""),
+        (("JOB=ps",), "ps-trainers", ""),
+        (("JOB=ps-trainers-cuda", "NAMESPACE=team"), "ps-trainers", " --namespace team"),
+        (("JOB=script",), "script", ""),
+    ],
+)
+def test_make_creates_the_secret_and_no_argument_holds_the_token(
+    kubectl_says: Path, variables: tuple[str, ...], name: str, more: str
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("JOB", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        ["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables], cwd=ROOT, env=environment, timeout=60,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = (kubectl_says.parent / "arguments").read_text()
+    assert said == f"create secret generic {name} --from-file=JOB_TOKEN=/dev/stdin{more}\n"
+    token = (kubectl_says.parent / "input").read_text()
+    assert token not in done.stdout + done.stderr
+    config.load(Settings, job_token=token)  # which refuses a short one
+    assert name in {item.only("Service")["metadata"]["name"] for item in map(overlay, (*JOBS, *GENERIC))}
+
+
+def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> None:
+    kubectl_says.write_text("#!/bin/sh\necho 'error: already exists' >&2\nexit 1\n")
+    done = subprocess.run(
+        ["make", "k8s-token", f"KUBECTL={kubectl_says}"], cwd=ROOT, timeout=60, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "already exists" in done.stderr
+
+
+def test_the_token_can_be_rotated(rendered: Overlay) -> None:
+    """By its label, whatever the strategy: all pods of a job must be replaced at once."""
+    instance = rendered.only("Service")["metadata"]["name"]
+    for item in rendered.sets:
+        assert item.object["metadata"]["labels"]["app.kubernetes.io/instance"] == instance
+        assert item.labels["app.kubernetes.io/instance"] == instance
+
+
+def test_a_new_job_is_told_how_its_secret_is_made(tmp_path: Path) -> None:
+    folder = new.write("fresh_job", tmp_path)[0].parent
+    command = "rolecall token | kubectl create secret generic fresh-job --from-file=JOB_TOKEN=/dev/stdin"
+    assert f"#   {command}\n" in (folder / "kustomization.yaml").read_text()
 
 
 def test_the_network_is_the_wall(rendered: Overlay) -> None:
@@ -250,12 +326,15 @@ def test_the_network_is_the_wall(rendered: Overlay) -> None:
     assert all(matches(policy["podSelector"], one.labels) for one in rendered.sets)
     same_job = [{"podSelector": policy["podSelector"]}]
     monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    # one port for all that ranks send each other
+    members = [{"port": Settings.model_fields["port"].default, "protocol": "TCP"}]
     assert policy["ingress"] == [
-        {"from": same_job},
+        {"from": same_job, "ports": members},
         {"from": monitoring, "ports": [{"port": "metrics", "protocol": "TCP"}]},
     ]
     mates, names = policy["egress"]
-    assert mates == {"to": same_job}
+    assert mates == {"to": same_job, "ports": members}
+    assert {port_number(one, "rank") for one in rendered.sets} == {members[0]["port"]}
     assert {(entry["port"], entry["protocol"]) for entry in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     assert all(set(to) == {"namespaceSelector"} or to["ipBlock"]["cidr"].endswith("/32") for to in names["to"])
     for other in (*JOBS, *GENERIC):

@@ -64,8 +64,8 @@ def started() -> Iterator[Started]:
     """A factory of started pods, gone afterwards."""
     everyone: list[Pods] = []
 
-    def start(overlay: Overlay, secret: str = "", folder: Path | None = None) -> Pods:
-        everyone.append(Pods(overlay, secret, folder))
+    def start(overlay: Overlay, folder: Path | None = None, secret: bool = True) -> Pods:
+        everyone.append(Pods(overlay, folder, secret))
         _open.append(everyone[-1])
         everyone[-1].start()
         return everyone[-1]

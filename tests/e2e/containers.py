@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.integration.cluster import until
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = os.environ.get("IMAGE", "rolecall") + ":cpu"
 DEADLINE = 120.0  # of every command; a fail-safe, no measurement
+PORTS = (8000, 29400)  # that a rank listens on: metrics, and all that ranks send each other
 _numbers = itertools.count()
 
 # what runs in a container to see what can be reached from there: prints the open ports of each address as JSON
@@ -127,7 +129,11 @@ class Project:
 
     def __init__(self, profile: str, first: str, **settings: str) -> None:
         self.name = f"rolecall-test-{os.getpid()}-{next(_numbers)}"
-        self.profile, self.first, self.settings = profile, first, settings
+        self._secrets = tempfile.TemporaryDirectory(prefix=self.name)
+        self.token_file = Path(self._secrets.name) / "token"
+        self.profile, self.first = profile, first
+        self.settings = {"JOB_TOKEN_SOURCE": str(self.token_file), **settings}
+        assert self.make("token").returncode == 0
 
     def run(self, *command: str, timeout: float = DEADLINE, **settings: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "COMPOSE_PROJECT_NAME": self.name, **self.settings, **settings}
@@ -194,6 +200,7 @@ class Project:
     def close(self) -> None:
         self.run("docker", "compose", "--profile", "*", "down", "--volumes", "--remove-orphans",
                  "--timeout", "0")  # fmt: skip
+        self._secrets.cleanup()
         assert not self.left()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import secrets
+import tempfile
 from pathlib import Path
 
 import yaml
@@ -30,27 +32,39 @@ def overlay_with(directory: Path, job: str, **settings: str) -> Overlay:
 
 
 def config_map(directory: Path, *files: Path) -> Path:
-    """A folder as a kubelet makes one of a ConfigMap: links to links, whose target an update replaces."""
+    """A folder as a kubelet makes one of a ConfigMap."""
+    return volume(directory, {file.name: file.read_text() for file in files}, 0o644)
+
+
+def volume(directory: Path, contents: dict[str, str], mode: int, group: int = -1) -> Path:
+    """A folder as a kubelet makes one of a ConfigMap or a Secret: links to links, whose target an update replaces."""
     data = directory / "..2026_01_01"
     data.mkdir(parents=True)
     (directory / "..data").symlink_to(data.name)
-    for file in files:
-        (data / file.name).write_text(file.read_text())
-        (directory / file.name).symlink_to(f"..data/{file.name}")
+    for name, content in contents.items():
+        (data / name).write_text(content)
+        (directory / name).symlink_to(f"..data/{name}")
     for path in (directory, data, *data.iterdir()):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+        path.chmod(0o755 if path.is_dir() else mode)
+        os.chown(path, -1, group)
     return directory
 
 
 class Pods:
     """The pods of one overlay on a network of their own, where they have the names that the service gives them.
 
-    `folder` is what their volume of a ConfigMap holds.
+    `folder` is what their volume of a ConfigMap holds. Their Secret has a token unless there is none yet.
     """
 
-    def __init__(self, overlay: Overlay, secret: str = "", folder: Path | None = None) -> None:
-        self.overlay, self.secret, self.folder = overlay, secret, folder
+    def __init__(self, overlay: Overlay, folder: Path | None = None, secret: bool = True) -> None:
+        self.overlay, self.folder = overlay, folder
         self.name = f"rolecall-pods-{os.getpid()}-{next(_numbers)}"
+        self.token = secrets.token_urlsafe(32)
+        self._secrets = tempfile.TemporaryDirectory(prefix=self.name)
+        self.secret = Path(self._secrets.name) / "secret"
+        self.secret.mkdir()
+        if secret:
+            self.create_secret()
         docker("network", "create", "--internal", "--label", f"pods={self.name}", self.name)
 
     def start(self) -> None:
@@ -58,6 +72,12 @@ class Pods:
         for ranks in self.overlay.sets:
             for pod in ranks.pods:
                 self.create(ranks, pod)
+
+    def create_secret(self) -> None:
+        """The token, with the mode of the pods' volume and for their group, as a kubelet writes it."""
+        (secret,) = self.overlay.first.secrets.values()
+        group = self.overlay.first.pod["securityContext"]["fsGroup"]
+        volume(self.secret, {"JOB_TOKEN": self.token}, secret["defaultMode"], group)
 
     def create(self, ranks: RankSet, pod: str) -> Container:
         """A pod, and its claims where it has not had them before."""
@@ -71,27 +91,29 @@ class Pods:
             "--security-opt", "no-new-privileges", "--cpus", str(limits["cpu"]),
             "--memory", limits["memory"].removesuffix("i").lower(),
             "--stop-timeout", str(spec["terminationGracePeriodSeconds"]),
+            # a cluster's DNS says at once that the address has no name; here, there is none to ask
+            "--add-host", "loopback:::ffff:127.0.0.1",
         ]  # fmt: skip
         for capability in container["securityContext"]["capabilities"]["drop"]:
             arguments += ["--cap-drop", capability]
         if "workingDir" in container:
             arguments += ["--workdir", container["workingDir"]]
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        volumes = {given["name"]: given for given in spec["volumes"]}
         for mount in container["volumeMounts"]:
-            volume = volumes.get(mount["name"], {})
-            if "emptyDir" in volume:
-                size = volume["emptyDir"]["sizeLimit"].removesuffix("i").lower()
+            given = volumes.get(mount["name"], {})
+            if "emptyDir" in given:
+                size = given["emptyDir"]["sizeLimit"].removesuffix("i").lower()
                 arguments += ["--tmpfs", f"{mount['mountPath']}:{SCRATCH},size={size}"]
-            elif "configMap" in volume:
-                assert self.folder
+            elif "configMap" in given or "secret" in given:
+                folder = self.secret if "secret" in given else self.folder
+                assert folder
                 assert mount["readOnly"]
-                arguments += ["--volume", f"{self.folder}:{mount['mountPath']}:ro"]
+                arguments += ["--volume", f"{folder}:{mount['mountPath']}:ro"]
             else:
                 claim = f"{self.name}-{mount['name']}-{pod}"
                 docker("volume", "create", "--label", f"pods={self.name}", claim)
                 arguments += ["--volume", f"{claim}:{mount['mountPath']}"]
-        secrets = dict.fromkeys(ranks.secrets, self.secret) if self.secret else {}
-        for key, value in {**ranks.environment, **secrets}.items():
+        for key, value in ranks.environment.items():
             arguments += ["--env", f"{key}={value}"]
         docker("run", "--detach", *arguments, IMAGE)
         return self.pod(pod)
@@ -133,3 +155,4 @@ class Pods:
         for kind in ("volume", "network"):
             for name in docker(kind, "ls", "--quiet", "--filter", label).split():
                 docker(kind, "rm", name)
+        self._secrets.cleanup()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ENDLESS, Started
-from tests.e2e.containers import DEADLINE
+from tests.e2e.containers import DEADLINE, docker
 from tests.e2e.pods import overlay_with
 from tests.integration.cluster import until
 
@@ -24,7 +24,7 @@ LONG = 240.0  # of a job's whole run: a fail-safe
 @pytest.mark.parametrize("job", SHORT)
 def test_a_job_runs_until_it_has_finished_and_stays_so(started: Started, tmp_path: Path, job: str) -> None:
     overlay = overlay_with(tmp_path, job, **SHORT[job])
-    pods = started(overlay, secret="swordfish" if job == "rl" else "")
+    pods = started(overlay)
     until(lambda: pods.passes("startupProbe"), "every pod started", DEADLINE)
     until(pods.finished, "the end of the job", LONG)
     until(
@@ -44,7 +44,21 @@ def test_a_job_runs_until_it_has_finished_and_stays_so(started: Started, tmp_pat
     # ready as soon as they have heard, they linger a moment later
     until(lambda: all("lingering" in one.logs() for one in everyone), "everyone lingers")
     assert [one.restarts for one in everyone] == [0] * len(everyone)
-    assert not [one.name for one in everyone if "swordfish" in one.logs()]
+    for one in everyone:
+        assert pods.token not in one.logs() + docker("inspect", one.name)
+
+
+@pytest.mark.timeout(600)
+def test_pods_without_the_secret_say_how_it_is_made_and_start_once_it_is(started: Started, tmp_path: Path) -> None:
+    pods = started(overlay_with(tmp_path, "rnn", **SHORT["rnn"]), secret=False)
+    everyone = [pods.pod(pod) for ranks in pods.overlay.sets for pod in ranks.pods]
+    for one in everyone:
+        until(lambda one=one: one.restarts >= 1, f"{one.name} to be started again")
+        lines = set(one.logs().splitlines())
+        assert len(lines) == 1, lines
+        assert "`make k8s-token JOB=NAME`" in lines.pop()
+    pods.create_secret()  # which a kubelet writes into the volumes of pods that there are
+    until(pods.finished, "the end of the job", LONG)
 
 
 def test_pods_are_scaled_and_deleted_while_it_trains(started: Started, tmp_path: Path) -> None:

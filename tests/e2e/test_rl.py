@@ -10,9 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from rolecall.job import registry
+from tests.e2e.capture import capture, encrypted
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
+    DEADLINE,
     IMAGE,
+    PORTS,
     SCAN,
     Container,
     Project,
@@ -24,12 +27,17 @@ from tests.e2e.containers import (
 from tests.integration.cluster import until
 
 JOB = registry.get("rl")
+# the beginning of what pickle writes, and a name that what ranks send each other holds there
+PICKLE = re.compile(rb"\x80[\x02-\x05].{0,32}?(rolecall|cPickle|observer_)", re.DOTALL)
 
 
 def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> None:
     project = projects("rl", "agent")
+    project.token_file.unlink()
     done = project.make("up-rl")
     assert done.returncode == 0, done.stdout
+    assert f"rolecall: the ranks' token is in {project.token_file}" in done.stdout
+    token = project.token_file.read_text()
     assert "Solved! Running reward is now" in done.stdout
     assert len(project.containers("observer", everyone=True)) == 2
     assert not project.containers()  # all have ended
@@ -39,6 +47,8 @@ def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> 
     assert again.returncode == 0, again.stdout
     assert "this job has finished already" in again.stdout
     assert "Solved!" not in again.stdout
+    assert project.token_file.read_text() == token
+    assert token not in done.stdout + again.stdout
 
     anew = project.make("up-rl", RESUME="0", INFERENCE="observer")
     assert anew.returncode == 0, anew.stdout
@@ -111,12 +121,7 @@ print(json.dumps({
 def test_nobody_outside_reaches_a_port(training: Project) -> None:
     ranks = training.containers()
     addresses = [one.address(training.network(name)) for one in ranks for name in ("rpc", "metrics")]
-    # the ports that are open: what a rank sees of itself
-    inside = open_ports(training.network("rpc"), [training.rank0.address(training.network("rpc"))])
-    (ports,) = inside.values()
-    assert {8000, 29400, 29500} < set(ports)
-    assert len(ports) > 3, "RPC listens as well"
-    assert not any(open_ports("bridge", addresses, tuple(ports)).values())
+    assert not any(open_ports("bridge", addresses, PORTS).values())
 
 
 def test_no_rank_reaches_the_outside(training: Project, outside: str) -> None:
@@ -142,13 +147,50 @@ def outside() -> Iterator[str]:
         docker("rm", "--force", name)
 
 
-def test_on_metrics_there_are_metrics_and_nothing_else(training: Project) -> None:
-    network = training.network("metrics")
+@pytest.mark.parametrize(("name", "other"), [("rpc", "metrics"), ("metrics", "rpc")])
+def test_from_beside_a_rank_has_two_ports_and_no_more(training: Project, name: str, other: str) -> None:
+    network = training.network(name)
     ranks = training.containers()
-    found = open_ports(network, [one.address(network) for one in ranks])
-    assert found == {one.address(network): [8000] for one in ranks}
-    rpc = open_ports(network, [one.address(training.network("rpc")) for one in ranks], (8000, 29400, 29500))
-    assert not any(rpc.values())
+    for one in ranks:  # every port
+        address = one.address(network)
+        assert open_ports(network, [address]) == {address: list(PORTS)}
+    assert not any(open_ports(network, [one.address(training.network(other)) for one in ranks], PORTS).values())
+
+
+def test_the_token_is_nowhere_but_in_its_file(training: Project) -> None:
+    token = training.token_file.read_text()
+    for one in training.containers():
+        assert one.execute("cat", "/run/secrets/job-token") == token
+        assert token not in docker("inspect", one.name)
+        assert token not in one.logs()
+        variables = one.execute("sh", "-c", "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n'")
+        assert "JOB_TOKEN_FILE=/run/secrets/job-token" in variables.splitlines()
+        assert token not in variables
+
+
+@pytest.mark.parametrize("tls", ["require", "off"])
+def test_what_crosses_the_network_is_encrypted(projects: Projects, tls: str) -> None:
+    """With TLS=off the same run shows what is looked for: it would be found."""
+    project = projects("rl", "agent", MAX_ITERATIONS="5", TLS=tls)
+    project.compose("create", "--no-build")
+    with capture(project.network("rpc")) as taken:
+        project.up()
+        code = docker("wait", project.rank0.name, timeout=DEADLINE)
+        until(lambda: not project.containers(), "the end of the others")
+    assert code == "0", project.rank0.logs()
+    token, streams = project.token_file.read_bytes(), taken.streams()
+    everything = b"".join(taken.frames)
+    assert token not in everything
+    assert not [flow for flow, stream in streams.items() if token in stream]
+    if tls == "off":
+        assert [flow for flow, stream in streams.items() if b"torch" in stream]
+        assert [flow for flow, stream in streams.items() if PICKLE.search(stream)]
+        return
+    assert b"torch" not in everything
+    assert not [flow for flow, stream in streams.items() if b"torch" in stream or PICKLE.search(stream)]
+    # and there is nothing but TLS, on the one port
+    assert not [flow for flow in streams if PORTS[1] not in (flow.source_port, flow.target_port)]
+    assert sum(map(encrypted, streams.values())) > 100_000
 
 
 def test_metrics_of_each_role(training: Project) -> None:

@@ -31,6 +31,7 @@ from tests.integration import warm
 from tests.roles import counter
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-of-more-than-128-bits"
 DEADLINE = 60.0  # of every wait; a fail-safe, no measurement
 QUICK = {"LEASE_SECONDS": "3", "REJOIN_INTERVAL": "0.5", "JOIN_GRACE": "3", "THREADS": "1"}
 ENDLESS = {
@@ -236,15 +237,14 @@ class Cluster:
         self.checkpoints = Path(settings.get("CHECKPOINT_DIR", directory / "checkpoints"))
         # short, for the sockets that lie in it
         self.temporary = tempfile.mkdtemp(prefix="rolecall-test-")
-        master, control = ports(2)
         self.settings = {
             **QUICK,
             **ENDLESS.get(settings.get("JOB", "rl"), {}),  # a user's job has settings of its own
             "JOB": "rl",
             "MASTER_ADDR": "127.0.0.1",
             "BIND_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(master),
-            "CONTROL_PORT": str(control),
+            "MASTER_PORT": str(ports(1)[0]),
+            "JOB_TOKEN": TOKEN,
             "CHECKPOINT_DIR": str(self.checkpoints),
             "TMPDIR": self.temporary,
             **settings,
@@ -256,7 +256,10 @@ class Cluster:
     def add(self, role: str, ordinal: int, **settings: str) -> Rank:
         """A rank, not yet started."""
         known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB", "RANK")}
-        own = {"ROLE": role, "ORDINAL": str(ordinal), "METRICS_PORT": str(ports(1)[0])}
+        port, metrics = ports(2)
+        own = {"ROLE": role, "ORDINAL": str(ordinal), "PORT": str(port), "METRICS_PORT": str(metrics)}
+        if (role, ordinal) == (self.job.roles[0].name, 0) or settings.get("RANK") == "0":
+            own["PORT"] = self.settings["MASTER_PORT"]
         environment = {**known, **self.settings, **own, **settings}
         rank = Rank(role, ordinal, environment, self.directory / f"{role}-{ordinal}.log")
         rank.server = None if rank.name in self.cold else self.server

@@ -16,7 +16,7 @@ import pytest
 from rolecall import telemetry
 from rolecall.job import registry
 from rolecall.watch.local import free_ports
-from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
+from tests.integration.cluster import DEADLINE, QUICK, ROOT, TOKEN, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]
 QUICK_ID = "tests.integration.environments:Quick-v0"
@@ -53,7 +53,7 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def test_run_solves_a_quick_task(tmp_path: Path) -> None:
     process = run(tmp_path, "--num-envs", "16", "--env-id", QUICK_ID, ENV_ID="x", ROLLOUT_STEPS="16",
-                  JOB_TOKEN="a-secret-of-ours")  # fmt: skip
+                  JOB_TOKEN="a-secret-of-ours-alone")  # fmt: skip
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out + err
     assert "Solved! Running reward is now" in out
@@ -247,23 +247,29 @@ def test_unreachable_master_ends_at_the_deadline(cluster: MakeCluster) -> None:
     assert "Traceback" not in rank.text()
 
 
-def test_wrong_token_is_refused_and_the_gang_trains_on(cluster: MakeCluster) -> None:
-    job = cluster(JOB_TOKEN="a-secret-of-ours", OBSERVERS="1").start(1)
+@pytest.mark.parametrize("tls", ["require", "off"])
+def test_wrong_token_is_refused_and_the_gang_trains_on(cluster: MakeCluster, tls: str) -> None:
+    job = cluster(OBSERVERS="1", TLS=tls).start(1)
     job.trains()
-    stranger = job.add("observer", 5, JOB_TOKEN="a-guess").start()
+    guess = "a-guess-of-the-right-length"
+    stranger = job.add("observer", 5, JOB_TOKEN=guess).start()
     assert stranger.wait() == 2
     assert "JOB_TOKEN does not match" in stranger.text()
-    assert job.agent.metric("gang_refused_total", reason="token") == 1
+    if tls == "off":
+        assert job.agent.metric("gang_refused_total", reason="token") == 1
+        assert all(rank.text().count("TLS=off: whoever reaches") == 1 for rank in job.ranks.values())
+    else:
+        until(lambda: job.agent.metric("tunnel_refused_total", reason="protocol") == 1, "the refusal")
     job.trains()
-    assert "a-secret-of-ours" not in job.logs()
-    assert "a-guess" not in job.logs()
+    assert TOKEN not in job.logs()
+    assert guess not in job.logs()
 
 
 def test_second_rank_0_is_refused(cluster: MakeCluster) -> None:
     job = cluster().start(1)
     job.trains()
     first = job.agent
-    second = job.add("agent", 0, CONTROL_PORT=str(free_ports(1)[0]), LEASE_SECONDS="1")
+    second = job.add("agent", 0, MASTER_PORT=str(free_ports(1)[0]), LEASE_SECONDS="1")
     second.log = job.directory / "second-agent.log"
     assert second.start().wait() == 2
     assert "in use by another running job" in second.text()

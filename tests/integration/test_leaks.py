@@ -21,11 +21,17 @@ GROWTH = 8 * 2**20  # bytes; an interpreter's heap breathes
 
 
 def measured(rank: Rank, temporary: Path) -> dict[str, int]:
-    """What a rank's supervisor and fork server hold, and the metric files of all ranks."""
+    """What a rank's supervisor, fork server and tunnel hold, and the metric files of all ranks."""
     supervisor = psutil.Process(rank.pid)
     (server,) = [child for child in supervisor.children() if child.children()]
+    port = int(rank.environment["PORT"])
+    (tunnel,) = [
+        child
+        for child in supervisor.children()
+        if any(one.laddr.port == port and one.status == psutil.CONN_LISTEN for one in child.net_connections())
+    ]
     counts = {"metric files": len(list(temporary.glob("rolecall-*/*.db")))}
-    for name, process in (("supervisor", supervisor), ("fork server", server)):
+    for name, process in (("supervisor", supervisor), ("fork server", server), ("tunnel", tunnel)):
         counts[f"{name} file descriptors"] = process.num_fds()
         counts[f"{name} threads"] = process.num_threads()
         counts[f"{name} memory"] = process.memory_info().rss

@@ -17,7 +17,7 @@ import pytest
 
 from rolecall.rank import zygote
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
-from tests.integration.cluster import DEADLINE, QUICK, ROOT, until
+from tests.integration.cluster import DEADLINE, QUICK, ROOT, TOKEN, until
 
 
 def fork(zygote: Zygote, output: Path, *arguments: str, **environment: str) -> Forked:
@@ -53,7 +53,8 @@ def test_one_that_has_ended_before_its_number_is_read(server: Zygote, tmp_path: 
 
 def test_a_signal_is_a_negative_code_and_takes_the_group_along(server: Zygote, tmp_path: Path) -> None:
     rank = fork(server, tmp_path / "out", "rank", JOB="rl", ROLE="observer", MASTER_ADDR="127.0.0.1",
-                METRICS_PORT=str(free_port()), TMPDIR=str(tmp_path))  # fmt: skip
+                PORT=str(free_port()), METRICS_PORT=str(free_port()), JOB_TOKEN=TOKEN,
+                TMPDIR=str(tmp_path))  # fmt: skip
     family = until(lambda: psutil.Process(rank.pid).children(recursive=True), "its fork server")
     rank.kill()
     assert rank.wait_for(DEADLINE) == -signal.SIGKILL
@@ -63,7 +64,8 @@ def test_a_signal_is_a_negative_code_and_takes_the_group_along(server: Zygote, t
 def test_without_the_zygote_no_fork_and_no_rank_is_left(tmp_path: Path) -> None:
     with Zygote("rl") as running:
         rank = fork(running, tmp_path / "out", "rank", JOB="rl", ROLE="observer", MASTER_ADDR="127.0.0.1",
-                    METRICS_PORT=str(free_port()), TMPDIR=str(tmp_path))  # fmt: skip
+                    PORT=str(free_port()), METRICS_PORT=str(free_port()), JOB_TOKEN=TOKEN,
+                TMPDIR=str(tmp_path))  # fmt: skip
         running._process.kill()
         assert rank.wait_for(DEADLINE) == -signal.SIGKILL
         assert not psutil.pid_exists(rank.pid) or psutil.Process(rank.pid).status() == psutil.STATUS_ZOMBIE

@@ -33,7 +33,7 @@ def store() -> Store:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(job="script", checkpoint_dir=tmp_path, master_addr="127.0.0.1", master_port=4000)
+    return Settings(job="script", checkpoint_dir=tmp_path, master_addr="127.0.0.1", port=4000)
 
 
 def meet(url: str, rank: int = -1, world_size: int = -1) -> tuple[Store, int, int]:

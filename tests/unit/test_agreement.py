@@ -108,9 +108,9 @@ def lead(context: Context[Mine]) -> None: ...
 
 JOB = Job([Role("lead", lead)], settings=Mine)
 """)
-    monkeypatch.setenv("KEY", "very secret")
+    monkeypatch.setenv("KEY", "very, very secret")
     passed = describe.ADAPTER.validate_json(describe.describe(f"{tmp_path}/mine.py").to_json())
-    agreement = passed.agreement(Settings(job_token="very secret"))
+    agreement = passed.agreement(Settings(job_token="very, very secret"))
     assert set(agreement.values) == {"WIDTH", "SEED", "LEASE_SECONDS"}
     assert "secret" not in json.dumps(asdict(agreement))
     assert agreement.digest != passed.agreement(Settings(seed=7)).digest
@@ -126,14 +126,15 @@ def test_a_long_setting_makes_no_long_heartbeat() -> None:
 
 def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def steps() -> None:
-        settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", control_port=free_ports(1)[0])
+        settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", port=free_ports(1)[0],
+                            tls="off")  # fmt: skip
         lead = Coordinator(describe.describe("rl"), settings, "first", "node")
         metrics = telemetry.build(telemetry.COORDINATOR, CollectorRegistry())
         await lead.start(metrics)
         try:
             values = {**lead.job.agreement(settings).values, "LR": 0.5}
             heartbeat = Heartbeat("observer", 1, "x", 1, job=lead.job.identity, digest="other", settings=values)
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.control_port}") as session:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
                 beat = messages.write_beat(Beat(heartbeat.incarnation, 1, 0, heartbeat))
                 for _ in range(3):
                     async with session.post(coordinator.PATH, data=beat) as answer:

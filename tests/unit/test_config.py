@@ -13,6 +13,7 @@ import pytest
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
+from rolecall.fields import variables
 from rolecall.job import registry
 from rolecall.job.registry import Identity
 from rolecall.jobs.rl import RlSettings
@@ -45,7 +46,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
 BAD = {
     "MASTER_PORT": "0",
     "METRICS_PORT": "65536",
-    "CONTROL_PORT": "eighty",
+    "PORT": "eighty",
     "CHECKPOINT_INTERVAL": "-1",
     "LEASE_SECONDS": "soon",
     "SEED": "1.5",
@@ -72,7 +73,7 @@ def test_a_bad_value_is_named_with_what_would_be_right(monkeypatch: pytest.Monke
     assert message.startswith(f"wrong settings: {name}={BAD[name]!r}: ")
     assert "\n" not in message
     assert re.findall(r"[A-Z_]+=", message) == [f"{name}="]
-    row = next(row for row in config.variables(RlSettings) if row[0] == name)
+    row = next(row for row in variables(RlSettings) if row[0] == name)
     assert row[1] in message  # its type
     assert row[3] in message  # its bounds
 
@@ -130,7 +131,7 @@ def test_settings_travel_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- bounds, and the table that names them
 
-NUMBERS = [row for row in config.variables(RlSettings) if row[1] in ("int", "float") and row[3]]
+NUMBERS = [row for row in variables(RlSettings) if row[1] in ("int", "float") and row[3]]
 
 
 def tries(kind: str, bounds: str) -> tuple[list[str], list[str]]:
@@ -162,13 +163,14 @@ def test_bounds_are_as_the_table_says(monkeypatch: pytest.MonkeyPatch, name: str
 
 def test_the_table_has_every_variable() -> None:
     common = (
-        "JOB ROLE ORDINAL RANK WORLD_SIZE MASTER_ADDR MASTER_PORT CONTROL_PORT METRICS_PORT JOB_TOKEN JOB_TOKEN_FILE "
+        "JOB ROLE ORDINAL RANK WORLD_SIZE MASTER_ADDR PORT MASTER_PORT METRICS_PORT TLS TLS_CERT TLS_KEY TLS_CA "
+        "JOB_TOKEN JOB_TOKEN_FILE "
         "CHECKPOINT_DIR ON_FINISH DEVICE SEED LOG_FORMAT LOG_INTERVAL JOIN_GRACE LEASE_SECONDS REJOIN_INTERVAL "
         "REJOIN_TIMEOUT MAX_FAILURES MAX_RESTARTS PROGRESS_TIMEOUT "
     )
     rl = "OBSERVERS MIN_OBSERVERS MAX_OBSERVERS ENV_ID NUM_ENVS INFERENCE MAX_ITERATIONS GAMMA LR POLICY MINIBATCHES"
     for settings, named in ((Settings, common), (RlSettings, common + rl)):
-        rows = config.variables(settings)
+        rows = variables(settings)
         names = [row[0] for row in rows]
         assert len(names) == len(set(names))
         assert set(named.split()) <= set(names)
@@ -179,15 +181,15 @@ def test_the_table_has_every_variable() -> None:
 
 
 def test_the_tables_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {name: default for name, _, default, _, _ in config.variables(RlSettings) if default}
-    assert {"MASTER_PORT", "LR", "ENV_ID", "ON_FINISH", "CHECKPOINT_DIR"} <= set(shown)
+    shown = {name: default for name, _, default, _, _ in variables(RlSettings) if default}
+    assert {"PORT", "LR", "ENV_ID", "ON_FINISH", "CHECKPOINT_DIR"} <= set(shown)
     assert load(monkeypatch, **shown) == RlSettings()
-    unset = {row[0].lower() for row in config.variables(RlSettings)} - {name.lower() for name in shown}
+    unset = {row[0].lower() for row in variables(RlSettings)} - {name.lower() for name in shown}
     assert all(getattr(RlSettings(), name) in (None, "") for name in unset)
 
 
 def test_choices_are_shown() -> None:
-    kinds = {row[0]: row[1] for row in config.variables(RlSettings)}
+    kinds = {row[0]: row[1] for row in variables(RlSettings)}
     assert kinds["ON_FINISH"] == "exit|linger"
     assert kinds["DEVICE"] == "auto|cpu|cuda"
     assert kinds["INFERENCE"] == "agent|observer"
@@ -200,13 +202,34 @@ def test_the_token_from_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     file = tmp_path / "token"
     file.write_text(f"\n  {SECRET}\n")
     assert load(monkeypatch, JOB_TOKEN_FILE=str(file)).token == SECRET
-    assert load(monkeypatch, JOB_TOKEN="another").token == "another"  # given outright, it wins
+    assert load(monkeypatch, JOB_TOKEN=SECRET[::-1]).token == SECRET[::-1]  # given outright, it wins
     monkeypatch.delenv("JOB_TOKEN_FILE")
-    assert load(monkeypatch).token == "another"
+    assert load(monkeypatch).token == SECRET[::-1]
 
 
 def test_no_token() -> None:
     assert RlSettings().token == ""
+
+
+def test_a_token_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("fifteen letters\n")
+    for variable, value in (("JOB_TOKEN_FILE", str(file)), ("JOB_TOKEN", "fifteen letters")):
+        message = refusal(monkeypatch, **{variable: value})
+        assert f"{variable}=" in message
+        assert "has fewer than 128 bits; `rolecall token` makes one" in message
+        assert "fifteen letters" not in message
+        monkeypatch.delenv(variable)
+
+
+def test_with_tls_off_a_token_file_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = load(monkeypatch, TLS="off", JOB_TOKEN_FILE=str(tmp_path / "none"))
+    assert (settings.secure, settings.token) == (False, "")
+
+
+def test_a_certificate_goes_with_its_key_and_its_authority(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TLS_KEY and TLS_CA missing" in refusal(monkeypatch, TLS_CERT="a.pem")
+    assert load(monkeypatch, TLS_KEY="b.pem", TLS_CA="c.pem").tls_cert == Path("a.pem")
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\t\n", b"\xff\xfe\x00"], ids=["none", "empty", "blank", "binary"])

@@ -28,13 +28,13 @@ FIRST = "first"
 @contextlib.asynccontextmanager
 async def serving(directory: Path, lease: float = 6.0) -> AsyncIterator[tuple[Coordinator, Post]]:
     """A coordinator that ticks, and what posts a beat to it."""
-    settings = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", control_port=free_ports(1)[0],
+    settings = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
                         lease_seconds=lease)  # fmt: skip
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
     loops = [asyncio.create_task(loop) for loop in lead.loops()]
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.control_port}") as session:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
 
             async def post(beat: Beat) -> Answer:
                 async with session.post(coordinator.PATH, data=messages.write_beat(beat)) as response:

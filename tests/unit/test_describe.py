@@ -270,7 +270,7 @@ def test_the_commands_list_a_users_settings_and_metrics(capsys: pytest.CaptureFi
     table = capsys.readouterr().out
     assert "| SAMPLERS | int | 2 |  | members that sample |\n" in table
     assert "| KEY | secret |" in table
-    assert "| MASTER_PORT | int | 29500 |" in table
+    assert "| PORT | int | 29400 |" in table
     assert __main__.main(["metrics", "pi.py"]) == 0
     assert "rolecall_value" in capsys.readouterr().out
 

@@ -190,8 +190,9 @@ def test_the_address_that_is_listened_on(
         settings = config.load(Settings)
         runner = await endpoints.serve(settings, registry, lambda: None, lambda: problems["health"], lambda: "not yet")
         try:
-            everywhere = (settings.metrics_bind_addr or settings.bind_addr) == "0.0.0.0"
-            assert runner.addresses == [("0.0.0.0" if everywhere else host, port)]
+            where = settings.metrics_bind_addr or settings.bind_addr
+            listened = {"": {"::", "0.0.0.0"}, "0.0.0.0": {"0.0.0.0"}}.get(where, {host})
+            assert {address[:2] for address in runner.addresses} == {(one, port) for one in listened}
             assert await asyncio.to_thread(ask, capsys) == (0, "ok\n", "")
             code, out, _ = await asyncio.to_thread(ask, capsys, "/metrics")
             assert (code, "rolecall_x 7.0" in out) == (0, True)

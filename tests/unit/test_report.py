@@ -84,8 +84,8 @@ def test_the_best_perplexity_is_the_lowest() -> None:
 
 @pytest.mark.parametrize("by_file", [False, True])
 def test_no_secret_is_in_it(tmp_path: Path, by_file: bool) -> None:
-    (tmp_path / "token").write_text("sesame-of-ours\n")
-    values = {"job_token_file": str(tmp_path / "token")} if by_file else {"job_token": "sesame-of-ours"}
+    (tmp_path / "token").write_text("open-sesame-of-ours\n")
+    values = {"job_token_file": str(tmp_path / "token")} if by_file else {"job_token": "open-sesame-of-ours"}
     _, summary = trained(**values)
     report.write(tmp_path, summary)
     text = (tmp_path / rundir.SUMMARY).read_text()

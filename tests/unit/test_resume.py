@@ -191,7 +191,7 @@ async def rank_0(
         checkpoint_dir=directory,
         resume=resume,
         bind_addr="127.0.0.1",
-        control_port=free_ports(1)[0],
+        port=free_ports(1)[0],
         lease_seconds=1,
         **settings,
     )
@@ -209,7 +209,7 @@ async def rank_0(
 async def train(lead: Coordinator) -> int:
     """Both ranks join, and the generation that starts leaves a checkpoint; returns its number."""
     directives: dict[str, Directive] = {}
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{lead.settings.control_port}") as session:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{lead.settings.port}") as session:
         # who it is; that it has no worker, as it was directed; and again until the number is on disk
         for sequence in itertools.count(1):
             if "agent" in directives and directives["agent"].kind == "run":

@@ -32,7 +32,7 @@ VERDICT = Verdict(REASON, FAILED)
 @contextlib.asynccontextmanager
 async def rank_0(directory: Path, *flags: str, node: str = NODE, **settings: Any) -> AsyncIterator[Coordinator]:
     """The coordinator of `rl` with these flags of the job and settings of every job; it ends as one that was killed."""
-    shared = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", control_port=free_ports(1)[0],
+    shared = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
                       **settings)  # fmt: skip
     lead = Coordinator(describe.describe("rl", flags), shared, "first", node)
     try:

@@ -204,7 +204,7 @@ RECOVERY = dashboard(
                   (f"histogram_quantile(0.95, {RECOVERIES})", JOB + " p95")),
             graph("Mean recovery", "s", "Since rank 0 started.",
                   (f"{total('rolecall_recovery_seconds_sum')} / {total('rolecall_recovery_seconds_count')}", JOB)),
-            graph("Rank 0 unreachable", "ops", "Requests to rank 0's control port without an answer, per second.",
+            graph("Rank 0 unreachable", "ops", "Requests to rank 0's coordinator without an answer, per second.",
                   (ranked(rate("gang_unreachable_total")), RANK)),
         ]),
         Row("Checkpoints", [
@@ -215,8 +215,16 @@ RECOVERY = dashboard(
             graph("Failures", "none", "Checkpoints that could not be written since rank 0 started.",
                   (total("rolecall_checkpoint_failures_total"), JOB)),
         ]),
+        Row("Tunnels", [
+            graph("Connections", "none", "Connections with peers that pass through a rank's tunnel.",
+                  (ranked("rolecall_tunnel_connections"), RANK)),
+            graph("Data", "Bps", "Through a rank's tunnel, both ways, per second.",
+                  (ranked(rate("tunnel_bytes_total")), RANK)),
+            graph("Sent away", "ops", "Strangers, and members that asked for what is not announced, per second.",
+                  (per_second("tunnel_refused_total", "reason"), JOB + " {{reason}}")),
+        ]),
         Row("Refusals and damage", [
-            graph("Refused", "ops", "Refused requests to the control port per second, by reason.",
+            graph("Refused", "ops", "Refused requests to the coordinator per second, by reason.",
                   (per_second("gang_refused_total", "reason"), JOB + " {{reason}}"), width=12),
             graph("Metric files dropped", "none", "Files that a kill tore during a write. Their counts restart.",
                   (ranked("rolecall_metric_files_dropped_total"), RANK), width=12),

@@ -56,7 +56,7 @@ def variables(settings: Settings, rank: int, world_size: int, generation: int) -
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": settings.master_addr,
-        "MASTER_PORT": settings.master_port,
+        "MASTER_PORT": settings.rank0_port,
         "TORCHELASTIC_RESTART_COUNT": max(generation - 1, 0),
         "TORCHELASTIC_MAX_RESTARTS": settings.max_failures,
         "TORCHELASTIC_RUN_ID": settings.job,

@@ -14,7 +14,7 @@ from rolecall.fields import is_secret
 from rolecall.job.spec import Job
 
 # secrets, and what `rolecall run` decides for each rank
-NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "master_port", "control_port", "metrics_port",
+NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "port", "master_port", "metrics_port",
            "bind_addr", "job_token", "on_finish")  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,7 +26,8 @@ from rolecall.job import agent
 from rolecall.job.context import Context
 from rolecall.job.pace import Pace
 from rolecall.job.peers import require_importable
-from rolecall.job.store import open_store
+from rolecall.job.reach import Reach, TunnelStore
+from rolecall.job.store import local_address, open_store
 from rolecall.job.task import PeerLostError
 from rolecall.telemetry import Timer
 
@@ -74,8 +76,9 @@ class RankObject(Generic[T]):
 _context: RankObject[Context[Any]] = RankObject()
 
 
-def connect(context: Context[Any]) -> None:
-    """Joins the store of `context`'s generation and, unless the job has none, its RPC, the context's transport.
+def connect(context: Context[Any], tunnel: Path | None = None) -> None:
+    """Joins the store of `context`'s generation and, unless the job has none, its RPC, the context's transport: by way
+    of the rank's `tunnel`, the folder with its sockets, if there is one.
 
     Raises UsageError for a port that stays taken, and PeerLostError where not all members connect in time.
     """
@@ -84,7 +87,14 @@ def connect(context: Context[Any]) -> None:
     _context.set(context)
     with Timer() as timer:
         try:
-            store = open_store(settings, context.generation, context.me.rank, len(context.members))
+            rank0, reach = context.members[0].name, None
+            if tunnel:
+                host = local_address(settings.master_addr)
+                reach = Reach(tunnel, context.me.name, host, settings.port)
+            me = context.me.rank
+            store = open_store(settings, context.generation, me, len(context.members), reach, rank0)
+            if reach:
+                store = TunnelStore(store, reach)
             context.store = store
             if context.job is not None and not context.job.rpc:
                 return

@@ -12,24 +12,38 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
+from rolecall.job.reach import LOOPBACK, Reach
 from rolecall.job.task import PeerLostError
+from rolecall.tunnel import places
 
 
-def open_store(settings: Settings, generation: int, rank: int, world_size: int) -> Store:
-    """The store of `generation`, and from now on RPC and gloo use the network interface that leads to it.
+def open_store(
+    settings: Settings, generation: int, rank: int, world_size: int, reach: Reach | None = None, rank0: str = ""
+) -> Store:
+    """The store of `generation`, and from now on RPC and gloo use the network interface that leads to it: with `reach`,
+    the loopback interface, and the tunnel of the member `rank0` leads to the store.
 
     Its keys carry the generation's number, so a worker of an earlier generation that arrives late meets nobody. Raises
     UsageError for a port that stays taken, PeerLostError where rank 0 cannot be reached within CONNECT_TIMEOUT, and
     torch's DistError.
     """
-    config.export(**dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), interface(settings.master_addr)))
-    first = rank == 0
-    listener = _listen(settings).detach() if first else None
-    if listener is None:
-        _await_listener(settings)
-    store = TCPStore(settings.master_addr, settings.master_port, world_size, is_master=first,
+    first, listener = rank == 0, None
+    network, host = "lo", LOOPBACK
+    if reach is None:
+        network, host, port = interface(settings.master_addr), settings.master_addr, settings.store_port
+        listener = _listen(settings) if first else None
+        if listener is None:
+            _await_listener(settings)
+    elif first:
+        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        reach.announce(port, places.store(generation))
+    else:
+        port = reach.port_to(rank0, settings.master_addr, settings.rank0_port, places.store(generation))
+    config.export(TP_SOCKET_IFNAME=network, GLOO_SOCKET_IFNAME=network)
+    store = TCPStore(host, port, world_size, is_master=first,
                      timeout=timedelta(seconds=settings.connect_timeout), wait_for_workers=False,
-                     master_listen_fd=listener)  # fmt: skip
+                     master_listen_fd=listener.detach() if listener else None)  # fmt: skip
     return PrefixStore(f"generation-{generation}", store)
 
 
@@ -40,15 +54,15 @@ def _listen(settings: Settings) -> socket.socket:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((settings.bind_addr, settings.master_port))
+            listener.bind((settings.bind_addr, settings.store_port))
             listener.listen(1024)
             return listener
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
-                where = f"{settings.bind_addr} ({error.strerror})"
+                where = f"{settings.bind_addr or 'any address'} ({error.strerror})"
                 raise UsageError(
-                    f"MASTER_PORT={settings.master_port}: cannot listen on it at {where}; choose another"
+                    f"PORT={settings.port}: cannot listen on the next port at {where}; choose another"
                 ) from error
             time.sleep(0.1)  # a port has no event for becoming free
 
@@ -59,24 +73,30 @@ def _await_listener(settings: Settings) -> None:
     while True:
         try:
             socket.create_connection(
-                (settings.master_addr, settings.master_port), max(0.1, end - time.monotonic())
+                (settings.master_addr, settings.store_port), max(0.1, end - time.monotonic())
             ).close()
             return
         except OSError as error:
             if time.monotonic() > end:
-                where = f"{settings.master_addr}:{settings.master_port}"
+                where = f"{settings.master_addr}:{settings.store_port}"
                 raise PeerLostError(f"rank 0's worker cannot be reached at {where}: {error}") from error
             time.sleep(0.02)  # another machine's port has no event for becoming open
 
 
+def local_address(address: str) -> str:
+    """This machine's address on the way to `address`. Raises PeerLostError where there is none."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PeerLostError(f"MASTER_ADDR={address} cannot be resolved or routed to: {error.strerror}") from error
+
+
 def interface(address: str) -> str:
     """The name of the network interface that routes to `address`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as error:
-            raise PeerLostError(f"MASTER_ADDR={address} cannot be resolved or routed to: {error.strerror}") from error
-        local = probe.getsockname()[0]
+    local = local_address(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == local for entry in addresses):
             return str(name)

@@ -49,7 +49,7 @@ class Peer:
 class Task:
     """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
     JOB, `settings` are those that every job has, `values` those of this job, by name; its metrics go to `directory`,
-    and its stacks to the file `stacks`.
+    and its stacks to the file `stacks`. `tunnel` is the folder of the rank's tunnel, None with TLS=off.
     """
 
     job: str
@@ -61,3 +61,4 @@ class Task:
     values: dict[str, Any] = field(default_factory=dict)
     directory: Path | None = None
     stacks: str = ""
+    tunnel: Path | None = None

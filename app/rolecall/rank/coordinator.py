@@ -1,4 +1,4 @@
-"""The gang's coordinator, in rank 0's supervisor: HTTP on CONTROL_PORT, and CHECKPOINT_DIR behind `gang`.
+"""The gang's coordinator, in rank 0's supervisor: HTTP behind rank 0's tunnel, and CHECKPOINT_DIR behind `gang`.
 
 One request registers a member, keeps its lease and brings its instructions: a member posts its heartbeat, or the number
 of the one that still holds, and names the directive that it knows. It is answered as soon as its directive is another,
@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from rolecall.gang.protocol import Answer, Beat, Effect, Event, Key, RejectedErr
 from rolecall.job.describe import Description
 from rolecall.rank import endpoints, messages
 from rolecall.rank.run_files import REPEAT, RunFiles
+from rolecall.tunnel import keys
 
 PATH = "/v1/heartbeat"
 MAX_BODY = 64 * 1024  # bytes
@@ -57,10 +59,14 @@ def rules(settings: Settings, steps: bool = True) -> Rules:
 
 
 class Coordinator:
-    """Serves the gang of one job. `start` takes the run's directory and the port, `loops` keep it going."""
+    """Serves the gang of one job, at the Unix `socket` that the tunnel leads to; without one, with TLS=off, on PORT.
+    `start` takes the run's directory and the port, `loops` keep it going."""
 
-    def __init__(self, job: Description, settings: Settings, incarnation: str, node: str) -> None:
-        self.job, self.settings = job, settings
+    def __init__(
+        self, job: Description, settings: Settings, incarnation: str, node: str, socket: Path | None = None
+    ) -> None:
+        self.job, self.settings, self._socket = job, settings, socket
+        self._badge = keys.badge(settings.token, job.name) if settings.token and not socket else ""
         self.log = telemetry.log()
         self.files = RunFiles(job, settings, node)
         self.gang: Gang
@@ -99,7 +105,10 @@ class Coordinator:
             app, access_log=None, keepalive_timeout=self.settings.lease_seconds, handler_cancellation=True
         )
         await self._runner.setup()
-        await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.control_port, "CONTROL_PORT")
+        if self._socket:
+            await web.UnixSite(self._runner, str(self._socket), backlog=1024).start()
+        else:
+            await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
 
     async def stop(self, ended: bool) -> None:
         """Closes the port and releases the directory; `ended` says that the run ended in order."""
@@ -205,8 +214,8 @@ class Coordinator:
             self.log.info(f"gang {kind}", **details)
 
     async def _receive(self, http_request: web.Request) -> web.Response:
-        token = http_request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.settings.token and not hmac.compare_digest(token.encode(), self.settings.token.encode()):
+        badge = http_request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._badge and not hmac.compare_digest(badge.encode(), self._badge.encode()):
             return self._refuse(401, "token", f"{http_request.remote}: JOB_TOKEN does not match")
         try:
             async with asyncio.timeout(self.settings.lease_seconds):

@@ -87,12 +87,11 @@ async def serve(
     )
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # seconds; scrapes are more frequent
     await runner.setup()
-    _allow_descriptors()
     await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
     return runner
 
 
-def _allow_descriptors() -> None:
+def allow_descriptors() -> None:
     """Raises the limit of open files: a thousand idle connections must not keep ranks from connecting."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
@@ -101,10 +100,12 @@ def _allow_descriptors() -> None:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:
-    """Serves `runner` on `host`. Raises UsageError where the port, which `variable` names, cannot be used."""
+    """Serves `runner` on `host`, on every address where that is empty. Raises UsageError where the port, which
+    `variable` names, cannot be used."""
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        await web.TCPSite(runner, host or None, port, backlog=1024).start()
     except OSError as error:
         # asyncio's own text is long; a name's resolution has an errno of another kind
         problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise UsageError(f"{variable}={port}: cannot listen on it at {host} ({problem}); choose another") from error
+        where = f"at {host or 'any address'} ({problem})"
+        raise UsageError(f"{variable}={port}: cannot listen on it {where}; choose another") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Self
 
 import aiohttp
@@ -16,17 +17,20 @@ REFUSALS = (400, 401, 409, 413)  # HTTP statuses
 
 
 class Link:
-    """An open session with the coordinator. Rank 0 calls its own over the loopback interface."""
+    """An open session with the coordinator: at a Unix `socket`, rank 0's own or the one from which this rank's tunnel
+    leads there; without one, with TLS=off, at rank 0's PORT, where `badge` says that this rank knows the token.
+    """
 
-    def __init__(self, settings: Settings, first: bool) -> None:
-        host = "127.0.0.1" if first and settings.bind_addr == "0.0.0.0" else settings.master_addr
-        self.address = f"{settings.master_addr}:{settings.control_port}"
-        self._url = f"http://{host}:{settings.control_port}{PATH}"
+    def __init__(self, settings: Settings, socket: Path | None, badge: str = "", first: bool = False) -> None:
+        host = "127.0.0.1" if first and not settings.bind_addr else settings.master_addr
+        self.address = f"{settings.master_addr}:{settings.rank0_port}"
+        place = f"[{host}]" if ":" in host else host
+        self._url = f"http://{place}:{settings.rank0_port}{PATH}"
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=settings.lease_seconds / 2),
-            headers={"Authorization": f"Bearer {settings.token}"} if settings.token else {},
+            headers={"Authorization": f"Bearer {badge}"} if badge else {},
             # no cache of names: MASTER_ADDR may get another address
-            connector=aiohttp.TCPConnector(use_dns_cache=False),
+            connector=aiohttp.UnixConnector(str(socket)) if socket else aiohttp.TCPConnector(use_dns_cache=False),
         )
 
     async def __aenter__(self) -> Self:

@@ -25,10 +25,9 @@ def main(arguments: list[str]) -> int:
         print(f"rolecall: {error}", file=sys.stderr)
         return USAGE
     host = settings.metrics_bind_addr or settings.bind_addr
-    # that address means every interface, so the loopback interface too
-    connection = http.client.HTTPConnection(
-        "127.0.0.1" if host == "0.0.0.0" else host, settings.metrics_port, timeout=TIMEOUT
-    )
+    # these mean every address, so the loopback interface's too
+    local = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+    connection = http.client.HTTPConnection(local.get(host, host), settings.metrics_port, timeout=TIMEOUT)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

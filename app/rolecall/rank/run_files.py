@@ -28,7 +28,7 @@ T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
 # what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
-PLACE = {"MASTER_ADDR", "MASTER_PORT", "CONTROL_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
+PLACE = {"MASTER_ADDR", "PORT", "MASTER_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
          "CHECKPOINT_DIR", "ON_FINISH", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL"}  # fmt: skip
 
 

@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -25,20 +23,27 @@ from rolecall.gang.member import RETRY_SECONDS, TICKS, Member
 from rolecall.gang.protocol import FAILED, USAGE, Directive, name_of
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
+from rolecall.job.task import Peer
 from rolecall.rank import coordinator, endpoints
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
-from rolecall.rank.tied import tie
 from rolecall.rank.worker_manager import WorkerManager
+from rolecall.tunnel import keys, places
+from rolecall.tunnel.handle import Handle
 
+CRASHED = 1  # exit code of a rank that whoever started it starts again
 REPEAT = 30.0  # seconds between two equal log lines
 
 
 class Supervisor:
     """One rank's supervisor. `run` returns the process's exit code."""
 
-    def __init__(self, job: Description, settings: Settings, identity: Identity, run: int = 0, parent: int = 0) -> None:
+    def __init__(
+        self, job: Description, settings: Settings, identity: Identity, directory: Path, tunnel: Handle | None,
+        run: int = 0, parent: int = 0,
+    ) -> None:  # fmt: skip
         self.job, self.settings, self.identity = job, settings, identity
+        self.directory, self.tunnel = directory, tunnel
         self.run_pid, self.parent = run, parent
         self.first = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
@@ -59,11 +64,10 @@ class Supervisor:
 
     async def run(self) -> int:
         """Takes part in the job until it is over for this rank. Raises UsageError for bad input."""
-        directory = Path(tempfile.mkdtemp(prefix="rolecall-"))
         runner: web.AppRunner | None = None
         lead: Coordinator | None = None
         member = self.member
-        self._make_metrics(directory)
+        self._make_metrics()
         try:
             runner = await endpoints.serve(
                 self.settings, self._registry, self._refresh, self._unhealthy, self._unready, self._scrapes
@@ -74,7 +78,7 @@ class Supervisor:
             if self.first:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
                 node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
-                lead = Coordinator(self.job, self.settings, member.incarnation, node)
+                lead = Coordinator(self.job, self.settings, member.incarnation, node, self._at(places.COORDINATOR))
                 await self._or_signal(lead.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
@@ -85,6 +89,7 @@ class Supervisor:
                 return member.exit_code  # a signal came
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
             loops += lead.loops() if lead else []
+            loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
             report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
@@ -107,15 +112,18 @@ class Supervisor:
                 await lead.stop(ended=member.exit_code == 0 and member.directive is not None)
             if runner:
                 await runner.cleanup()
-            shutil.rmtree(directory, ignore_errors=True)
 
     # ---- before joining
 
-    def _make_metrics(self, directory: Path) -> None:
-        self._registry, self.metrics, files = telemetry.build_supervisor(directory, self.first)
+    def _make_metrics(self) -> None:
+        self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.first)
         self._name_rank(self.identity.role, self.identity.ordinal)
-        changed = self._changed.set
-        self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files, changed)
+        self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files,
+                                     self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
+
+    def _at(self, place: str) -> Path | None:
+        """The socket by which something is reached here; None with TLS=off."""
+        return self.directory / place if self.tunnel else None
 
     def _name_rank(self, role: str, ordinal: int | None) -> None:
         telemetry.name_rank(self.metrics.rank_info, self.job.name, role, ordinal)
@@ -124,7 +132,9 @@ class Supervisor:
 
     async def _heartbeat_loop(self) -> None:
         member = self.member
-        async with Link(self.settings, self.first) as link:
+        socket = self._at(places.COORDINATOR if self.first else places.CONTROL)
+        badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
+        async with Link(self.settings, socket, badge, self.first) as link:
             while not member.over:
                 self._changed.clear()
                 beat, sent_at = member.beat(self.workers.status()), time.monotonic()
@@ -161,6 +171,8 @@ class Supervisor:
         if place != before:
             self.log.info("place assigned", assigned=name_of(place))
             self._name_rank(*place)
+            if self.tunnel:
+                self.tunnel.place(Peer(*place, rank=0).name)
 
     def _fail(self, error: BaseException) -> None:
         """A request got no answer."""
@@ -170,14 +182,14 @@ class Supervisor:
         self.member.failed(now)
         if self.member.retries == 1:
             self._logged_at = now
-            self.log.info("rank 0 cannot be reached, retrying", address=f"{s.master_addr}:{s.control_port}",
+            self.log.info("rank 0 cannot be reached, retrying", address=f"{s.master_addr}:{s.rank0_port}",
                           problem=problem, deadline_s=s.rejoin_timeout)  # fmt: skip
         elif now - self._logged_at > REPEAT:
             self._logged_at = now
             self.log.info("still trying to reach rank 0", seconds=round(self.member.silence(now)), problem=problem)
         if undecided and self.member.exit_code == USAGE:
             self.log.error(
-                f"MASTER_ADDR={s.master_addr} CONTROL_PORT={s.control_port}: rank 0 could not be reached for "
+                f"MASTER_ADDR={s.master_addr}: rank 0 could not be reached at port {s.rank0_port} for "
                 f"{s.rejoin_timeout:g} s ({problem})"
             )
 
@@ -210,6 +222,15 @@ class Supervisor:
                 self.log.error("the drain took too long; leaving without it", deadline_s=self.settings.drain_timeout)
             if self.parent and os.getppid() != self.parent:
                 self.member.exit(FAILED)
+            self._check_exit()
+
+    async def _tunnel_loop(self, tunnel: Handle) -> None:
+        """Follows the tunnel; this rank ends with it, and whatever restarts ranks starts both anew."""
+        try:
+            await tunnel.follow(self.metrics)
+        except OSError as error:
+            self.log.error(f"{error}; this rank ends with it")
+            self.member.exit(CRASHED)
             self._check_exit()
 
     # ---- the end
@@ -274,16 +295,3 @@ class Supervisor:
         if running or self._finished:
             return ""
         return "the job failed" if self._settled else "not in a running generation"
-
-
-def run(job: Description, settings: Settings, identity: Identity, run: int = 0, parent: int = 0) -> int:
-    """Runs one rank until the job is over for it; of `rolecall run`, whose process is `run`, at the latest until the
-    process `parent` ends. Returns the exit code. Raises UsageError for bad input.
-    """
-    supervisor = Supervisor(job, settings, identity, run, parent)
-    if parent:
-        tie(parent)
-    code, directive = asyncio.run(supervisor.run()), supervisor.member.directive
-    if code == USAGE and directive is not None and directive.kind == "failed":
-        raise UsageError(directive.reason)
-    return code

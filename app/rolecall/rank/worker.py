@@ -202,7 +202,7 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     pipe.pace = context.pace
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
-    rpc.connect(context)
+    rpc.connect(context, task.tunnel)
     pipe.send("running")
     if not job.rpc or not role.run:
         context.pace.ready()  # it says nothing of itself

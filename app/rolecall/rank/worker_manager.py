@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rolecall import telemetry
@@ -25,11 +26,11 @@ EXPECTED = ("finished", "drained", "stopped")
 
 class WorkerManager:
     """The workers of a rank with `role`, which is empty where the gang assigns one. `changed` is called whenever the
-    worker's status changes."""
+    worker's status changes; `tunnel` is the folder of the rank's tunnel."""
 
     def __init__(
         self, job: Description, settings: Settings, role: str, metrics: Any, files: WorkerFiles,
-        changed: Callable[[], None],
+        changed: Callable[[], None], tunnel: Path | None = None,
     ) -> None:  # fmt: skip
         self.job, self.settings, self.role = job, settings, role
         self.metrics, self.files = metrics, files
@@ -37,7 +38,7 @@ class WorkerManager:
         self.worker: WorkerProcess | None = None
         self.log = telemetry.log()
         self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
-        self._changed = changed
+        self._changed, self._tunnel = changed, tunnel
         self._stacks = str(files.directory / "stacks")  # the file for those of a worker
         self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
 
@@ -100,7 +101,7 @@ class WorkerManager:
         self.files.clean()
         self.metrics.worker_starts.inc()
         task = Task(self.job.target, self.settings, me, members, directive.generation, _names_of(directive),
-                    self.job.settings, self.files.directory, self._stacks)  # fmt: skip
+                    self.job.settings, self.files.directory, self._stacks, self._tunnel)  # fmt: skip
         self.worker = WorkerProcess(task, self._worker_changed, self.record)
         s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
         await self.worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)

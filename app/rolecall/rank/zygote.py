@@ -148,7 +148,7 @@ def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
     fork_server.prepare_imports()
     resource_tracker.ensure_running()  # otherwise each rank starts one, which is another interpreter
     importlib.import_module(fork_server.MAIN)
-    importlib.import_module("rolecall.rank.supervisor")
+    importlib.import_module("rolecall.rank.start")
     jobs = [registry.get(target) for target in targets if target in registry.JOBS]
     for module in dict.fromkeys(name for job in jobs for role in job.roles for name in role.preload):
         with contextlib.suppress(ImportError):  # the check of the settings says what is wrong

@@ -20,6 +20,7 @@ from rolecall.job import describe
 from rolecall.job.describe import Description
 from rolecall.rank.zygote import Zygote
 from rolecall.run import report, rundir
+from rolecall.tunnel import keys
 from rolecall.watch import gpu, targets
 from rolecall.watch.display import Display, Target, poll_forever
 from rolecall.watch.output import Output, printable
@@ -70,23 +71,36 @@ class LocalRun:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
         members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
         gpus = gpu.share([self.job.gpus[role] for role, _ in members])
-        master, control, *metrics = free_ports(2 + len(members))
+        # with TLS=off rank 0 takes the next port too
+        ports = free_ports(2 * len(members), PORTS if self.settings.secure else PORTS[::2])
+        ports, metrics = ports[: len(members)], ports[len(members) :]
         shared = {
             **self.job.flags, "JOB": self.job.target, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(master), "CONTROL_PORT": str(control), "CHECKPOINT_DIR": str(self.directory),
+            "MASTER_PORT": str(ports[0]), "CHECKPOINT_DIR": str(self.directory), **self._token(),
             "TMPDIR": str(self._temporary), "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
             **describe.passed_on(self.job),
         }  # fmt: skip
         return [
             RankProcess(
                 f"{role} {ordinal}",
-                config.child_environment(**shared, ROLE=role, ORDINAL=str(ordinal), METRICS_PORT=str(port), **visible),
+                config.child_environment(
+                    **shared, ROLE=role, ORDINAL=str(ordinal), PORT=str(port), METRICS_PORT=str(scraped), **visible
+                ),
                 logs / f"{role}-{ordinal}.log",
                 self.show,
                 self._zygote,
             )
-            for (role, ordinal), port, visible in zip(members, metrics, gpus, strict=True)
+            for (role, ordinal), port, scraped, visible in zip(members, ports, metrics, gpus, strict=True)
         ]
+
+    def _token(self) -> dict[str, str]:
+        """A token for this run, unless there is one, or a certificate of the user's."""
+        if not self.settings.secure or self.settings.token or self.settings.tls_cert:
+            return {}
+        file = self._temporary / "token"
+        file.touch(0o600)
+        file.write_text(keys.new_token() + "\n")
+        return {"JOB_TOKEN_FILE": str(file)}
 
     def show(self, line: str) -> None:
         """Displays a line of a rank; an error that several ranks report is shown once."""

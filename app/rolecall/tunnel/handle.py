@@ -1,0 +1,121 @@
+"""A supervisor's handle on its tunnel: starts it, tells it the rank's place, takes its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rolecall import telemetry
+from rolecall.config import Settings, UsageError
+from rolecall.tunnel import places
+from rolecall.tunnel.door import REASONS
+from rolecall.tunnel.inside import unix_listener
+from rolecall.tunnel.keys import Credentials
+from rolecall.tunnel.process import RENEWAL, WISH, Sockets, Tunnel
+
+BACKLOG = 1024
+
+
+class Handle:
+    """The tunnel of this process's rank, whose sockets are in `directory`.
+
+    Raises UsageError where PORT is taken, or where there is nothing to prove membership with.
+    """
+
+    def __init__(self, settings: Settings, job: str, name: str, rank0: str, directory: Path) -> None:
+        self.directory = directory
+        credentials = Credentials(settings, job, name)
+        # all are there before it is: whoever connects early waits for it
+        sockets = Sockets(_listen(settings), unix_listener(directory / places.INSIDE, socket.SOCK_SEQPACKET),
+                          unix_listener(directory / places.CONTROL))  # fmt: skip
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.pid = os.fork()  # the caller has one thread
+            if not self.pid:
+                coordinator = directory / places.COORDINATOR if name == rank0 else None
+                _become(settings, credentials, rank0, coordinator, sockets, theirs)
+        for sock in sockets:
+            sock.close()
+
+    def place(self, name: str) -> None:
+        """The rank is `name` from now on."""
+        with contextlib.suppress(OSError):  # it has ended, which `follow` says
+            self._socket.send(json.dumps({"place": name}).encode())
+
+    async def follow(self, metrics: Any) -> None:
+        """Keeps its metrics up to date. Raises ConnectionError where it has ended."""
+        loop, total, refused = asyncio.get_running_loop(), 0, Counter[str]()
+        telemetry.begin(metrics.tunnel_refused, (*REASONS, WISH, RENEWAL))
+        self._socket.setblocking(False)
+        while message := await loop.sock_recv(self._socket, 4096):
+            figures = json.loads(message)
+            metrics.tunnel_connections.set(figures["connections"])
+            metrics.tunnel_bytes.inc(figures["bytes"] - total)
+            total = figures["bytes"]
+            for reason, count in figures["refused"].items():
+                metrics.tunnel_refused.labels(reason).inc(count - refused[reason])
+                refused[reason] = count
+        raise ConnectionError("the tunnel has ended")
+
+    def close(self) -> None:
+        """Ends it."""
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _become(
+    settings: Settings, credentials: Credentials, rank0: str, coordinator: Path | None, sockets: Sockets,
+    boss: socket.socket,
+) -> None:  # fmt: skip
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # they are the supervisor's to handle
+        kept = sorted(sock.fileno() for sock in (boss, *sockets))
+        for low, high in zip([2, *kept], [*kept, 2**20], strict=True):
+            os.closerange(low + 1, high)
+        Tunnel(settings, credentials, rank0, coordinator, sockets, boss).serve()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """A listener on PORT at BIND_ADDR, or at every address of both kinds."""
+    where = settings.bind_addr
+    try:
+        if not where and socket.has_dualstack_ipv6():
+            return _listener(socket.AF_INET6, ("::", settings.port), dual=True)
+        family, _, _, _, address = socket.getaddrinfo(where or "0.0.0.0", settings.port, type=socket.SOCK_STREAM)[0]
+        return _listener(family, address)
+    except OSError as error:
+        raise UsageError(
+            f"PORT={settings.port}: cannot listen on it at {where or 'any address'} ({error.strerror}); choose another"
+        ) from error
+
+
+def _listener(family: int, address: Any, dual: bool = False) -> socket.socket:
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,208 @@
+"""Certificates for TLS between ranks: made from JOB_TOKEN, or a user's own.
+
+Whoever knows the token derives the key of the job's certificate authority (RFC 5869, HKDF) and signs itself a
+certificate. The key of the authority and that of the certificate never touch a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import secrets
+import ssl
+import time
+from collections.abc import Iterator
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from rolecall.config import Settings, UsageError
+
+CONTEXT = "rolecall certificate authority 1"  # with the job's name: what the derived key is for
+BADGE = "rolecall badge 1"
+TOKEN_BYTES = 32
+LIFE = datetime.timedelta(hours=48)  # of a certificate
+SKEW = datetime.timedelta(hours=1)  # that two machines' clocks may differ
+RENEW = 12 * 3600.0  # seconds after which it is made anew
+RELOAD = 10.0  # seconds between two looks at a user's files
+ALWAYS = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 1, 1)
+MISSING = (
+    "JOB_TOKEN is not set: whoever reaches this rank could run code on it. Give every rank the same JOB_TOKEN_FILE "
+    "(`rolecall token` makes a token; `make k8s-token JOB=NAME` makes the Secret), or type TLS=off for a network "
+    "that only ranks are in"
+)
+
+
+def new_token() -> str:
+    """A new JOB_TOKEN, of 256 bits."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def badge(token: str, job: str) -> str:
+    """What a rank shows with TLS=off to say that it knows the token, which itself is never sent."""
+    return _derive(token, BADGE, job).hex()
+
+
+def host_of(job: str, name: str) -> str:
+    """The host name in the certificate of the member `name` of `job`, such as observer_1. A digest: a role's name may
+    hold what no host name may."""
+    return f"{hashlib.sha256(f'{job}/{name}'.encode()).hexdigest()[:40]}.rolecall"
+
+
+class Credentials:
+    """What this rank proves with who it is, and checks others by: `server` and `client` are its current contexts.
+
+    Raises UsageError where there is neither a token nor a usable certificate.
+    """
+
+    def __init__(self, settings: Settings, job: str, name: str = "") -> None:
+        self._settings, self._job, self._name = settings, job, name
+        self.given = settings.tls_cert is not None  # a certificate of the user's authority
+        if not self.given and not settings.token:
+            raise UsageError(MISSING)
+        self._seen: tuple[object, ...] = ()
+        self._made_at = self._looked_at = 0.0
+        self.server: ssl.SSLContext
+        self.client: ssl.SSLContext
+        self.anybody: ssl.SSLContext  # of a client that checks no name
+        self._make()
+
+    def place(self, name: str) -> None:
+        """This rank is `name` from now on: peers that dial it check so."""
+        if name != self._name and not self.given:
+            self._name = name
+            self._make()
+
+    def host(self, name: str, first: bool) -> str | None:
+        """The host name that the certificate of the member `name` must carry; None where any of the authority is as
+        good. With a user's own certificates, rank 0's, which is `first`, must be for MASTER_ADDR."""
+        if self.given:
+            return self._settings.master_addr if first else None
+        return host_of(self._job, name)
+
+    def refresh(self) -> str:
+        """Renews a certificate of this rank's own making; reads the user's files where they have changed. Returns what
+        is wrong with those, or nothing: then the ones from before stay in use."""
+        now = time.monotonic()
+        if not self.given:
+            if abs(time.time() - self._made_at) > RENEW:  # it is valid by the clock, which may be set
+                self._make()
+            return ""
+        if now - self._looked_at < RELOAD:
+            return ""
+        self._looked_at = now
+        try:
+            if self._files() != self._seen:
+                self._make()
+        except (OSError, UsageError) as error:
+            return str(error)
+        return ""
+
+    def _files(self) -> tuple[object, ...]:
+        s = self._settings
+        stats = [file.stat() for file in (s.tls_cert, s.tls_key, s.tls_ca) if file]
+        return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in stats)
+
+    def _make(self) -> None:
+        self._made_at = time.time()
+        if self.given:
+            self._make_of_files()
+            return
+        with _certificates(self._settings.token, self._job, self._name) as (authority, chain):
+            self.server, self.client, self.anybody = _contexts(chain, None, cadata=authority)
+
+    def _make_of_files(self) -> None:
+        s = self._settings
+        for variable in ("tls_cert", "tls_key", "tls_ca"):
+            with UsageError.wrap(f"{variable.upper()}={getattr(s, variable)}: cannot be read", OSError):
+                getattr(s, variable).read_bytes()
+        seen = self._files()  # before they are read: a change meanwhile is another one
+        with UsageError.wrap(f"TLS_CERT={s.tls_cert} TLS_KEY={s.tls_key} TLS_CA={s.tls_ca}: are not a certificate, its "
+                             "key and an authority", ssl.SSLError, OSError, ValueError,
+                             advice="give them as PEM files"):  # fmt: skip
+            contexts = _contexts(str(s.tls_cert), str(s.tls_key), cafile=str(s.tls_ca))
+        self.server, self.client, self.anybody = contexts
+        self._seen = seen
+
+
+def _contexts(chain: str, key: str | None, **authority: str) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+    """The contexts of a server, a client, and a client that checks no name: TLS 1.3, both ends show a certificate of
+    the authority."""
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.hostname_checks_common_name = False
+        context.load_verify_locations(**authority)
+        context.load_cert_chain(chain, key)
+        contexts.append(context)
+    contexts[0].num_tickets = 0  # no connection is resumed, so none can be replayed
+    contexts[2].check_hostname = False
+    return contexts[0], contexts[1], contexts[2]
+
+
+def derive_authority(token: str, job: str) -> tuple[Ed25519PrivateKey, x509.Certificate]:
+    """The key and the certificate of the job's authority: the same in every process that knows the token."""
+    key = Ed25519PrivateKey.from_private_bytes(_derive(token, CONTEXT, job))
+    certificate = (
+        _builder(f"rolecall {job}"[:64], key, *ALWAYS)
+        .issuer_name(_subject(f"rolecall {job}"[:64]))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, None)
+    )
+    return key, certificate
+
+
+def issue(
+    authority: Ed25519PrivateKey, certificate: x509.Certificate, host: str, now: datetime.datetime | None = None
+) -> tuple[Ed25519PrivateKey, x509.Certificate]:
+    """A new key and its certificate for `host`, or for nobody, valid around `now` (UTC)."""
+    key, now = Ed25519PrivateKey.generate(), now or datetime.datetime.now(datetime.UTC)
+    builder = _builder("rank", key, now - SKEW, now + LIFE).issuer_name(certificate.subject)
+    if host:
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+    return key, builder.sign(authority, None)
+
+
+def pem(key: Ed25519PrivateKey, certificate: x509.Certificate) -> bytes:
+    """Key and certificate as a PEM file."""
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
+
+
+@contextlib.contextmanager
+def _certificates(token: str, job: str, name: str) -> Iterator[tuple[str, str]]:
+    """The authority as PEM, and a file in memory with a new certificate and its key, which ssl reads from files."""
+    key, certificate = derive_authority(token, job)
+    file = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(file, pem(*issue(key, certificate, host_of(job, name) if name else "")))
+        yield certificate.public_bytes(Encoding.PEM).decode(), f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)
+
+
+def _derive(token: str, purpose: str, job: str) -> bytes:
+    return HKDF(hashes.SHA256(), 32, salt=None, info=f"{purpose}\0{job}".encode()).derive(token.encode())
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
+def _builder(
+    name: str, key: Ed25519PrivateKey, begin: datetime.datetime, end: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_subject(name))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(end)
+    )

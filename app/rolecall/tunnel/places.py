@@ -1,0 +1,13 @@
+"""What tunnels and those that use them call the places where they meet."""
+
+from __future__ import annotations
+
+CONTROL = "control"  # the coordinator; and the socket in a rank's own folder that leads there
+COORDINATOR = "coordinator"  # rank 0's socket for it
+INSIDE = "inside"  # the socket for a rank's own worker
+STORE = "store-"  # with its number, the store of a generation
+
+
+def store(generation: int) -> str:
+    """The name of the store of `generation`."""
+    return f"{STORE}{generation}"

@@ -1,0 +1,259 @@
+"""The tunnel's process: one per rank, beside its supervisor and its worker, and ended with the supervisor.
+
+From the peers' tunnels it takes connections to what its own worker and supervisor announced, over TLS on PORT; for its
+own rank it dials those of the peers. It survives workers, and runs no code of a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import ssl
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.tunnel import places
+from rolecall.tunnel.channel import Channel
+from rolecall.tunnel.dial import CONNECTED, REFUSED, StrangerError, dial
+from rolecall.tunnel.door import Door
+from rolecall.tunnel.inside import LOOPBACK, Inside, Listening
+from rolecall.tunnel.keys import Credentials
+from rolecall.tunnel.loop import Loop
+from rolecall.tunnel.splice import RESET, Rewrite, Splice
+
+PULSE = 1.0  # seconds between two looks at deadlines, and two reports of figures
+DIALS = 64  # at a time
+MOST_PARKED = 4096  # members that wait for what is not announced yet
+RENEWAL = "renewal"  # of a user's certificates, which are of no use
+WISH = "wish"  # the reason to refuse a member what is not announced
+REPEAT = 30.0  # seconds between two log lines of one kind
+BUSY = 0.005  # seconds in which the files that are ready get their turn while strangers wait
+
+
+class Sockets(NamedTuple):
+    """What a tunnel listens on: PORT, its worker's requests, and what is to lead to the coordinator."""
+
+    outside: socket.socket
+    inside: socket.socket
+    control: socket.socket
+
+
+class Tunnel:
+    """Serves until the supervisor at the other end of `boss` has ended. `coordinator` is the socket of this rank's
+    coordinator, where it has one; `rank0` is the member that has."""
+
+    def __init__(
+        self, settings: Settings, credentials: Credentials, rank0: str, coordinator: Path | None, sockets: Sockets,
+        boss: socket.socket,
+    ) -> None:  # fmt: skip
+        self._settings, self._credentials, self._rank0 = settings, credentials, rank0
+        self._loop = loop = Loop()
+        self._boss = boss
+        self._services: dict[str, int | Path] = {}  # loopback ports; the coordinator's socket
+        if coordinator:
+            self._services[places.CONTROL] = coordinator
+        self._parked: dict[str, list[tuple[float, Channel]]] = {}
+        self._splices: set[Splice] = set()
+        self._bytes = 0  # of those that are over
+        self._refused: Counter[str] = Counter()
+        self._reported: dict[str, Any] = {}
+        self._logged: dict[str, float] = {}
+        self._dials = ThreadPoolExecutor(DIALS, "dial")
+        self._done: deque[Callable[[], None]] = deque()
+        self._wake, awake = socket.socketpair()
+        self._wake.setblocking(False)
+        awake.setblocking(False)
+        self._awake = awake
+        loop.watch(awake, select.EPOLLIN, lambda _: self._finish_dials())
+        self._door = Door(sockets.outside, credentials, settings.lease_seconds, self._enter, self._refuse)
+        Inside(loop, sockets.inside, self._announce, self._reach)
+        Listening(loop, sockets.control, self._reach_rank0)
+        loop.watch(boss, select.EPOLLIN, self._obey)
+        self._ended = False
+
+    def serve(self) -> None:
+        """Serves. Returns when the supervisor has ended."""
+        door, loop, pulse = self._door, self._loop, 0.0
+        watching = False
+        while not self._ended:
+            now = time.monotonic()
+            if now >= pulse:
+                self._pulse(now)
+                pulse = now + PULSE
+            rests = now < door.rests_until
+            if watching == rests:
+                loop.watch(door, 0 if rests else select.EPOLLIN, lambda _: door.turn())
+                watching = not rests
+            loop.turn(min(BUSY if rests else PULSE, max(0.0, pulse - now)))
+
+    # ---- who comes from outside
+
+    def _enter(self, channel: Channel, wish: str) -> None:
+        if wish in self._services:
+            self._let_in(channel, wish)
+        elif wish.startswith(places.STORE) and sum(map(len, self._parked.values())) < MOST_PARKED:
+            # rank 0's worker is about to announce it
+            self._parked.setdefault(wish, []).append((time.monotonic() + self._settings.connect_timeout, channel))
+        else:
+            self._turn_down(channel, f"{wish[:64]} is not announced here")
+
+    def _let_in(self, channel: Channel, wish: str) -> None:
+        target = self._services[wish]
+        with contextlib.ExitStack() as undo:
+            undo.callback(channel.close)
+            try:
+                plain = undo.enter_context(socket.socket(socket.AF_INET if isinstance(target, int) else socket.AF_UNIX))
+                plain.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    plain.connect((LOOPBACK, target) if isinstance(target, int) else str(target))
+            except OSError as error:
+                self._turn_down(channel, f"nothing serves {wish[:64]} yet ({error.strerror})")
+                return
+            with contextlib.suppress(OSError):  # it has gone
+                channel.say(CONNECTED)
+                undo.pop_all()
+                self._splice(channel, plain)
+
+    def _turn_down(self, channel: Channel, problem: str) -> None:
+        self._refused[WISH] += 1
+        with contextlib.suppress(OSError):
+            channel.say(REFUSED + problem)
+        channel.close()
+
+    def _refuse(self, reason: str, address: str, problem: str) -> None:
+        self._refused[reason] += 1
+        now = time.monotonic()
+        if reason == "closed" or now - self._logged.get(reason, float("-inf")) < REPEAT:
+            return
+        self._logged[reason] = now
+        telemetry.log().warning("a stranger was sent away", reason=reason, address=address, problem=problem,
+                                sent_away=self._refused[reason])  # fmt: skip
+
+    # ---- what the own rank asks for
+
+    def _announce(self, service: str, port: int | None) -> None:
+        if port is None:
+            self._services.pop(service, None)
+            return
+        self._services[service] = port
+        for _, channel in self._parked.pop(service, ()):
+            self._let_in(channel, service)
+
+    def _reach(self, peer: dict[str, Any], port: int, plain: socket.socket) -> None:
+        rewrite = None
+        if real := peer.get("real"):
+            rewrite = Rewrite(f"{LOOPBACK}:{real}".encode(), f"{LOOPBACK}:{port}".encode())
+
+        def connected(channel: Channel) -> None:
+            self._splice(channel, plain, rewrite)
+
+        def failed(error: BaseException) -> None:
+            self._complain(f"{peer['name']} at {peer['host']}:{peer['port']}", error)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            plain.close()
+
+        self._dial(str(peer["name"]), str(peer["host"]), int(peer["port"]), str(peer["service"]), connected, failed)
+
+    def _reach_rank0(self, plain: socket.socket) -> None:
+        def failed(error: BaseException) -> None:
+            status = "401 Unauthorized" if isinstance(error, StrangerError) else "503 Service Unavailable"
+            body = json.dumps({"reason": "tls", "text": str(error) or type(error).__name__}).encode()
+            head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            with contextlib.suppress(OSError), plain:
+                plain.setblocking(False)
+                plain.recv(2**16)  # what is unread when a socket is closed resets it
+                plain.send(head.encode() + body)
+
+        s = self._settings
+        self._dial(self._rank0, s.master_addr, s.rank0_port, places.CONTROL,
+                   lambda channel: self._splice(channel, plain), failed)  # fmt: skip
+
+    def _dial(
+        self, name: str, host: str, port: int, wish: str, connected: Callable[[Channel], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        s = self._settings
+        seconds = s.lease_seconds / 2 if wish == places.CONTROL else s.connect_timeout
+        first = name == self._rank0
+
+        def done(future: Future[Channel]) -> None:
+            def finish() -> None:
+                error = future.exception()
+                if error is None:
+                    connected(future.result())
+                else:
+                    failed(error)
+
+            self._done.append(finish)
+            with contextlib.suppress(BlockingIOError):  # it is awake
+                self._wake.send(b"\0")
+
+        self._dials.submit(
+            dial, self._credentials, s.lease_seconds, name, host, port, wish, first, seconds
+        ).add_done_callback(done)
+
+    def _finish_dials(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._awake.recv(4096)
+        while self._done:
+            self._done.popleft()()
+
+    def _complain(self, peer: str, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._logged.get(peer, float("-inf")) > REPEAT:
+            self._logged[peer] = now
+            log = telemetry.log().warning if isinstance(error, StrangerError | ssl.SSLError) else telemetry.log().info
+            log("a peer's tunnel was not reached", peer=peer, problem=str(error) or type(error).__name__)
+
+    # ---- the connections, the supervisor
+
+    def _splice(self, channel: Channel, plain: socket.socket, rewrite: Rewrite | None = None) -> None:
+        splice = Splice(self._loop, channel, plain, self._closed, rewrite)
+        if not splice.over:
+            self._splices.add(splice)
+
+    def _closed(self, splice: Splice) -> None:
+        self._bytes += splice.bytes
+        self._splices.discard(splice)
+
+    def _obey(self, _: int) -> None:
+        try:
+            message = self._boss.recv(4096)
+        except OSError:
+            message = b""
+        if message:
+            self._credentials.place(json.loads(message)["place"])
+        else:
+            self._ended = True
+
+    def _pulse(self, now: float) -> None:
+        self._door.expire()
+        for service, parked in list(self._parked.items()):
+            late = [channel for end, channel in parked if end < now]
+            self._parked[service] = [(end, channel) for end, channel in parked if end >= now]
+            for channel in late:
+                self._turn_down(channel, f"{service[:64]} was not announced in time")
+            if not self._parked[service]:
+                del self._parked[service]
+        if problem := self._credentials.refresh():
+            self._refused[RENEWAL] += 1
+            if now - self._logged.get(RENEWAL, float("-inf")) > REPEAT:
+                self._logged[RENEWAL] = now
+                telemetry.log().warning("the certificates from before stay in use", problem=problem)
+        figures = {
+            "connections": len(self._splices),
+            "bytes": self._bytes + sum(splice.bytes for splice in self._splices),
+            "refused": dict(self._refused),
+        }
+        if figures != self._reported:
+            self._reported = figures
+            with contextlib.suppress(OSError):  # the supervisor ends, or is stopped
+                self._boss.send(json.dumps(figures).encode(), socket.MSG_DONTWAIT)

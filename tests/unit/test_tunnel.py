@@ -150,6 +150,29 @@ def test_a_peer_that_stops_reading_stops_the_other_and_costs_no_memory(pair: Pai
         assert received(connection) == digest.digest()
 
 
+def test_thousands_of_small_messages_that_piled_up_arrive(pair: Pair) -> None:
+    go, count = threading.Event(), 6000
+
+    def wait(connection: socket.socket) -> None:
+        go.wait(30)
+        connection.sendall(hashlib.sha256(received(connection)).digest())
+
+    with dialled(led(pair, Server(wait))) as connection:
+        bytes_before = pair[1].figures["bytes"]
+        connection.sendall(b"first")
+        until(lambda: pair[1].figures["bytes"] > bytes_before, "the first")
+        pair[0].process.suspend()  # what arrives there piles up, a frame for each
+        try:
+            for number in range(count):
+                connection.sendall(number.to_bytes(4, "big") * 10)
+        finally:
+            pair[0].process.resume()
+        go.set()
+        connection.shutdown(socket.SHUT_WR)
+        data = b"first" + b"".join(number.to_bytes(4, "big") * 10 for number in range(count))
+        assert received(connection) == hashlib.sha256(data).digest()
+
+
 def test_it_listens_before_its_peer_announces(pair: Pair) -> None:
     lead, worker = pair
     server, reach, other = Server(echo), lead.reach(), worker.reach()

@@ -25,6 +25,7 @@ file=${JOB_TOKEN_SOURCE:-}
 # compose reads `.env` too
 [ -n "$file" ] || [ ! -f .env ] || file=$(sed -n 's/^JOB_TOKEN_SOURCE=//p' .env | tail -n 1)
 file=${file:-.secrets/job-token}
+[ ! -d "$file" ] || fail "JOB_TOKEN_SOURCE=$file: is a directory; rmdir it"
 [ ! -e "$file" ] || exit 0
 folder=$(dirname "$file")
 umask 077

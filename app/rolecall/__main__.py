@@ -113,6 +113,7 @@ def _rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import fork_server, zygote  # here and below: other commands start without it
 
     job, settings = describe.of_rank(config.job_name()), config.load(Settings)
+    config.forget("JOB_TOKEN")  # what this process starts has no need of it
     identity = registry.identity(job.roles, settings, config.host_name())
     # it imports torch while this process imports the rest
     fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))

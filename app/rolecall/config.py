@@ -183,11 +183,6 @@ class Settings(BaseSettings):
         return self.master_port or self.port
 
     @property
-    def store_port(self) -> int:
-        """Rank 0's port for the generations' stores, with TLS=off."""
-        return self.rank0_port + 1
-
-    @property
     def token(self) -> str:
         """The shared secret, or the empty string where none is set."""
         return self.job_token.get_secret_value() if self.job_token else ""
@@ -271,6 +266,11 @@ def replace_environment(names: Mapping[str, str]) -> None:
     """Makes `names` this process's environment: another process has forked it."""
     os.environ.clear()
     os.environ.update(names)
+
+
+def forget(name: str) -> None:
+    """Removes a variable from this process's environment, and so from that of those which it starts."""
+    os.environ.pop(name, None)
 
 
 def exported(name: str) -> str:

@@ -84,6 +84,33 @@ def test_a_member_cannot_ask_for_what_was_not_announced(lead: Tunnel, wish: str)
     until(lambda: lead.refused("wish") > refused, "the refusal")
 
 
+@pytest.mark.parametrize("words", [b"", HEAD.pack(7) + b"cont"], ids=["at once", "in a word"])
+def test_a_member_that_closes_tls_in_order_is_gone(lead: Tunnel, words: bytes) -> None:
+    closed = lead.refused("protocol")
+    with dialled(lead.port) as connection, member().wrap_socket(connection, server_hostname=HOST) as channel:
+        channel.sendall(words)
+        with contextlib.suppress(ssl.SSLError):  # it is hung up on, not taken leave of
+            channel.unwrap()
+    until(lambda: lead.refused("protocol") > closed, "its end")
+    assert b"nothing serves control yet" in asks(member(), lead.port, places.CONTROL)
+
+
+def test_a_member_that_closes_tls_while_data_flows_is_a_lost_peer(lead: Tunnel) -> None:
+    seen = list[bytes]()
+    server = Server(lambda connection: seen.append(received(connection)))
+    service = (reach := lead.reach()).announce(server.port)
+    with dialled(lead.port) as connection, member().wrap_socket(connection, server_hostname=HOST) as channel:
+        channel.sendall(HEAD.pack(len(service)) + service.encode())
+        assert channel.recv(1024)[HEAD.size :] == b"+"
+        channel.sendall(HEAD.pack(4) + b"half")
+        with contextlib.suppress(OSError):
+            channel.unwrap()
+    until(lambda: lead.figures["connections"] == 0, "its end")
+    assert seen == []  # a reset, which no program takes for an end
+    assert b"nothing serves control yet" in asks(member(), lead.port, places.CONTROL)
+    assert reach.announce(server.port)
+
+
 OURS = keys.derive_authority(TOKEN, JOB)
 STRANGERS: dict[str, tuple[Authority | None, datetime.datetime]] = {
     "without a certificate": (None, NOW),

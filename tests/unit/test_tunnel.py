@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rolecall.job.task import PeerLostError
-from rolecall.tunnel import places
+from rolecall.tunnel import inside, places
 from rolecall.tunnel.inside import loopback_listener
 from rolecall.tunnel.splice import Rewrite
 from rolecall.watch.local import free_ports
@@ -226,6 +226,21 @@ def test_another_user_of_this_machine_is_not_let_through(pair: Pair) -> None:
     with dialled(port) as connection:
         connection.sendall(b"x")
         assert connection.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "mapped"])
+def test_the_user_at_the_other_end(family: socket.AddressFamily) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(family) as client:
+        prefix = "::ffff:" if family == socket.AF_INET6 else ""
+        client.connect((f"{prefix}127.0.0.1", listener.getsockname()[1]))
+        connection, _ = listener.accept()
+        with connection:
+            ends = connection.getpeername(), connection.getsockname()
+            assert inside._asked(*ends) == inside._listed(*ends) == os.getuid()
+            assert inside.same_user(connection)
+    nobody = ("127.0.0.1", 1), ("127.0.0.1", 2)
+    assert inside._asked(*nobody) is None
+    assert inside._listed(*nobody) is None
 
 
 def test_a_rank_reaches_rank_0_before_it_has_a_place_and_peers_once_it_has(pair: Pair) -> None:

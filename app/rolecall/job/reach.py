@@ -62,6 +62,7 @@ class Reach:
                 self._socket.send(json.dumps(request).encode())
                 answer = self._socket.recv(4096)
         except OSError as error:
+            self._socket.close()  # the answer, should it come, is not the next request's
             raise PeerLostError(f"this rank's tunnel does not answer ({error})") from error
         if not answer:
             raise PeerLostError("this rank's tunnel has ended")

@@ -89,7 +89,8 @@ def connect(context: Context[Any], tunnel: Path | None = None) -> None:
         try:
             rank0, reach = context.members[0].name, None
             if tunnel:
-                host = local_address(settings.master_addr)
+                everywhere = settings.bind_addr in ("", "0.0.0.0", "::")
+                host = local_address(settings.master_addr) if everywhere else settings.bind_addr
                 reach = Reach(tunnel, context.me.name, host, settings.port)
             me = context.me.rank
             store = open_store(settings, context.generation, me, len(context.members), reach, rank0)

@@ -30,7 +30,7 @@ def open_store(
     first, listener = rank == 0, None
     network, host = "lo", LOOPBACK
     if reach is None:
-        network, host, port = interface(settings.master_addr), settings.master_addr, settings.store_port
+        network, host, port = interface(settings.master_addr), settings.master_addr, store_port(settings)
         listener = _listen(settings) if first else None
         if listener is None:
             _await_listener(settings)
@@ -47,6 +47,11 @@ def open_store(
     return PrefixStore(f"generation-{generation}", store)
 
 
+def store_port(settings: Settings) -> int:
+    """Rank 0's port for the generations' stores, with TLS=off."""
+    return settings.rank0_port + 1
+
+
 def _listen(settings: Settings) -> socket.socket:
     # shorter than the others' wait for rank 0: its own error names the setting
     end = time.monotonic() + settings.connect_timeout / 2
@@ -54,7 +59,7 @@ def _listen(settings: Settings) -> socket.socket:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((settings.bind_addr, settings.store_port))
+            listener.bind((settings.bind_addr, store_port(settings)))
             listener.listen(1024)
             return listener
         except OSError as error:
@@ -73,12 +78,12 @@ def _await_listener(settings: Settings) -> None:
     while True:
         try:
             socket.create_connection(
-                (settings.master_addr, settings.store_port), max(0.1, end - time.monotonic())
+                (settings.master_addr, store_port(settings)), max(0.1, end - time.monotonic())
             ).close()
             return
         except OSError as error:
             if time.monotonic() > end:
-                where = f"{settings.master_addr}:{settings.store_port}"
+                where = f"{settings.master_addr}:{store_port(settings)}"
                 raise PeerLostError(f"rank 0's worker cannot be reached at {where}: {error}") from error
             time.sleep(0.02)  # another machine's port has no event for becoming open
 

@@ -26,6 +26,7 @@ KILL = 5.0  # seconds for a killed process to end
 MAIN_TAKES = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
 SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
+spared = set[int]()  # children of this process that do not belong to it
 _forked = 0  # the process that has forked: its imports are behind it
 
 
@@ -122,7 +123,8 @@ def end() -> None:
     """Kills it: it takes half a second to end, and readers of this process's output wait for it."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+            if child.pid not in spared:
+                child.kill()
 
 
 async def within(waiting: asyncio.Future[Any], seconds: float) -> bool:

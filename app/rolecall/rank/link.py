@@ -14,6 +14,11 @@ from rolecall.rank import messages
 from rolecall.rank.coordinator import PATH
 
 REFUSALS = (400, 401, 409, 413)  # HTTP statuses
+TLS_REFUSAL = 401
+
+
+class StrangersError(UsageError):
+    """Whoever answers for rank 0 is not of this job, or does not take this rank for one of it."""
 
 
 class Link:
@@ -51,6 +56,8 @@ class Link:
                 return messages.read_answer(body)
             refusal = json.loads(body)
             # no place is free yet: a dead rank's lease may have to run out first
+            if refusal.get("reason") == "tls" and response.status == TLS_REFUSAL:
+                raise StrangersError(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
             if response.status in REFUSALS and refusal.get("reason") != "full":
                 raise UsageError(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
             raise aiohttp.ClientError(str(refusal.get("text", response.reason)))

@@ -13,7 +13,7 @@ from rolecall.gang.protocol import USAGE
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
-from rolecall.rank import endpoints
+from rolecall.rank import endpoints, fork_server
 from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.tied import tie
 from rolecall.tunnel.handle import Handle
@@ -32,6 +32,7 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
     try:
         if settings.secure:
             tunnel = Handle(settings, job.name, name, rank0, directory)
+            fork_server.spared.add(tunnel.pid)
         else:
             telemetry.log().warning("TLS=off: whoever reaches a port of this rank can run code on it")
         supervisor = Supervisor(job, settings, identity, directory, tunnel, run, parent)

@@ -26,7 +26,7 @@ from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
 from rolecall.rank import coordinator, endpoints
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.link import Link
+from rolecall.rank.link import Link, StrangersError
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
@@ -43,7 +43,7 @@ class Supervisor:
         run: int = 0, parent: int = 0,
     ) -> None:  # fmt: skip
         self.job, self.settings, self.identity = job, settings, identity
-        self.directory, self.tunnel = directory, tunnel
+        self.directory, self.tunnel, self._tunnel_ended = directory, tunnel, False
         self.run_pid, self.parent = run, parent
         self.first = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
@@ -55,8 +55,7 @@ class Supervisor:
         self.log = telemetry.log()
         self._logged_at = 0.0
         self._changed = asyncio.Event()  # there is something new to report
-        self._directed = asyncio.Event()
-        self._done = asyncio.Event()
+        self._directed, self._done = asyncio.Event(), asyncio.Event()
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
@@ -102,7 +101,7 @@ class Supervisor:
                 await self._or_signal(self._scrapes.once_more())
             if report:
                 await report
-            return code
+            return CRASHED if self._tunnel_ended else code
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -122,7 +121,7 @@ class Supervisor:
                                      self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
 
     def _at(self, place: str) -> Path | None:
-        """The socket by which something is reached here; None with TLS=off."""
+        """The socket of `place`; None with TLS=off."""
         return self.directory / place if self.tunnel else None
 
     def _name_rank(self, role: str, ordinal: int | None) -> None:
@@ -155,6 +154,8 @@ class Supervisor:
                     if member.directive is not previous and member.directive is not None:
                         self._log_ordinal(previous, member.directive)
                         self._directed.set()
+                elif isinstance(error, StrangersError) and member.directive is not None:
+                    self._fail(error)  # it was rank 0 before: another may have its address for a while
                 elif isinstance(error, UsageError):
                     self.log.error(str(error))
                     member.refused()
@@ -225,13 +226,15 @@ class Supervisor:
             self._check_exit()
 
     async def _tunnel_loop(self, tunnel: Handle) -> None:
-        """Follows the tunnel; this rank ends with it, and whatever restarts ranks starts both anew."""
+        """Follows the tunnel, with which this rank ends: whatever restarts ranks starts both anew."""
         try:
             await tunnel.follow(self.metrics)
         except OSError as error:
             self.log.error(f"{error}; this rank ends with it")
+            self._tunnel_ended = True
             self.member.exit(CRASHED)
-            self._check_exit()
+            self._signalled.set()  # it may linger
+            self._done.set()
 
     # ---- the end
 

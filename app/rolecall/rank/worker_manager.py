@@ -32,7 +32,9 @@ class WorkerManager:
         self, job: Description, settings: Settings, role: str, metrics: Any, files: WorkerFiles,
         changed: Callable[[], None], tunnel: Path | None = None,
     ) -> None:  # fmt: skip
-        self.job, self.settings, self.role = job, settings, role
+        self.job, self.role = job, role
+        # a worker needs no token: its tunnel has it
+        self.settings = settings.model_copy(update={"job_token": None, "job_token_file": None})
         self.metrics, self.files = metrics, files
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None

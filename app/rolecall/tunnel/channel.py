@@ -20,6 +20,11 @@ MOST_ARRIVING = MOST + 2**16  # bytes that are taken from the socket at once: en
 _buffer = memoryview(bytearray(MOST_ARRIVING))
 
 
+def reason_of(error: ssl.SSLError) -> str:
+    """What OpenSSL calls the error; its text, where the error is not OpenSSL's."""
+    return str(getattr(error, "reason", None) or error)
+
+
 class Channel:
     """TLS over `sock`; `host` is the name that the other end's certificate must carry, None at the end that accepts."""
 
@@ -39,7 +44,7 @@ class Channel:
     @property
     def clear(self) -> bool:
         """Whether all that was written is sent."""
-        return not self._unsent
+        return not self._unsent and not self._leaving.pending
 
     def close(self) -> None:
         """Closes it: without an empty frame before, the other end knows that something is missing."""
@@ -59,12 +64,11 @@ class Channel:
 
     def flush(self) -> None:
         """Sends what is to be sent, as far as the socket takes it. Raises OSError."""
-        if not self._unsent:
-            if not self._leaving.pending:
-                return
-            self._unsent = memoryview(self._leaving.read())
         try:
-            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+            while not self.clear:
+                if not self._unsent:
+                    self._unsent = memoryview(self._leaving.read())
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
         except BlockingIOError:
             return
 
@@ -90,7 +94,10 @@ class Channel:
         try:
             while count < len(buffer):
                 # typed as bytes, it is their number where there is a buffer
-                count += cast(int, self.tls.read(len(buffer) - count, buffer[count:]))
+                more = cast(int, self.tls.read(len(buffer) - count, buffer[count:]))
+                if not more:
+                    raise ssl.SSLZeroReturnError(0, "TLS was closed in the middle")
+                count += more
         except ssl.SSLWantReadError:
             pass
         return count
@@ -113,9 +120,12 @@ class Channel:
                 self._words.clear()
                 return words.decode()
             try:
-                self._words += self.tls.read(missing)  # not one byte of what follows
+                more = self.tls.read(missing)  # not one byte of what follows
             except ssl.SSLWantReadError:
                 return None
+            if not more:
+                raise ssl.SSLZeroReturnError(0, "TLS was closed before a word")
+            self._words += more
 
     def wait(self, end: float) -> None:
         """Blocks until something has arrived, and takes it. Raises TimeoutError at `end` (monotonic seconds), and

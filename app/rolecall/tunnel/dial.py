@@ -7,7 +7,7 @@ import socket
 import ssl
 import time
 
-from rolecall.tunnel.channel import Channel
+from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.keys import Credentials
 
 FIRST_PAUSE = 0.05  # seconds
@@ -20,7 +20,7 @@ class StrangerError(Exception):
 
 def lasting(sock: socket.socket, lease: float) -> None:
     """Has the kernel give `sock` up where the other machine does not answer for twice the lease (seconds)."""
-    seconds = max(1, round(lease / 2))
+    seconds = min(max(1, round(lease / 2)), 2**15 - 1)  # Linux takes no more
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
@@ -29,7 +29,7 @@ def lasting(sock: socket.socket, lease: float) -> None:
 
 
 class CrowdedError(ConnectionError):
-    """The other end has hung up before the handshake was done: strangers crowd its door."""
+    """The other end has hung up before it answered: strangers crowd its door."""
 
 
 def dial(
@@ -54,24 +54,25 @@ def _dial(
     credentials: Credentials, lease: float, name: str, address: tuple[str, int], wish: str, first: bool, end: float
 ) -> Channel:
     with contextlib.ExitStack() as undo:
-        sock = socket.create_connection(address, max(0.1, end - time.monotonic()))
+        sock = _connect(address, end)
         undo.callback(sock.close)
         lasting(sock, lease)
         host = credentials.host(name, first)
         channel = Channel(sock, credentials.client if host else credentials.anybody, server=False, host=host)
         try:
-            try:
-                while not channel.handshake():
-                    channel.wait(end)
-            except ConnectionError as error:
-                raise CrowdedError(f"hung up in the handshake ({error})") from error
+            while not channel.handshake():
+                channel.wait(end)
             channel.say(wish)
             while (answer := channel.hear()) is None:
                 channel.wait(end)
+        except ConnectionError as error:
+            raise CrowdedError(f"hung up before an answer ({error})") from error
+        except ssl.SSLZeroReturnError as error:
+            raise CrowdedError("hung up before an answer") from error
         except ssl.SSLCertVerificationError as error:
             raise StrangerError(_explain(error, name, credentials.given)) from error
         except ssl.SSLError as error:
-            text = str(error.reason or error)
+            text = reason_of(error)
             if "ALERT" in text:  # of the other end, which does not say why
                 raise StrangerError(f"it does not take this rank for a member ({text.lower()})") from error
             raise ConnectionError(f"what answers speaks no TLS 1.3 ({text.lower()})") from error
@@ -81,6 +82,23 @@ def _dial(
             raise ConnectionError(answer.removeprefix(REFUSED))
         undo.pop_all()
         return channel
+
+
+def _connect(address: tuple[str, int], end: float) -> socket.socket:
+    """Connects to the first of the host's addresses that answers; each has its share of the time that is left."""
+    host, port = address
+    places, problem = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), OSError(f"{host} has no address")
+    for number, (family, _, _, _, place) in enumerate(places):
+        sock = socket.socket(family)
+        try:
+            sock.settimeout(max(0.1, (end - time.monotonic()) / (len(places) - number)))
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            problem = error
+        else:
+            return sock
+    raise problem
 
 
 def _explain(error: ssl.SSLCertVerificationError, name: str, given: bool) -> str:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from rolecall.tunnel.channel import Channel
+from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.dial import lasting
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.loop import Loop
@@ -93,8 +93,9 @@ class Door:
         except ssl.SSLCertVerificationError as error:
             self._send_away(guest, "certificate", error.verify_message)
         except ssl.SSLError as error:
-            without = error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE"
-            self._send_away(guest, "certificate" if without else "protocol", str(error.reason or error))
+            problem = reason_of(error)
+            without = problem == "PEER_DID_NOT_RETURN_A_CERTIFICATE"
+            self._send_away(guest, "certificate" if without else "protocol", problem)
         except OSError as error:
             self._send_away(guest, "closed", str(error))
         except ValueError as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import traceback
@@ -22,6 +24,7 @@ from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.process import RENEWAL, WISH, Sockets, Tunnel
 
 BACKLOG = 1024
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Handle:
@@ -85,6 +88,8 @@ def _become(
         kept = sorted(sock.fileno() for sock in (boss, *sockets))
         for low, high in zip([2, *kept], [*kept, 2**20], strict=True):
             os.closerange(low + 1, high)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the keys are in its memory
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should its loop hang
         Tunnel(settings, credentials, rank0, coordinator, sockets, boss).serve()
         code = 0
     except BaseException:

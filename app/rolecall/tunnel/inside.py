@@ -6,6 +6,7 @@ and was given lasts as long as its connection, so as long as the worker.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,15 +15,27 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolecall.tunnel.loop import Loop
 
 MOST = 4096  # bytes of a request
 LOOPBACK = "127.0.0.1"
 MAPPED = f"{0:016X}{0xFFFF0000:08X}"  # what the kernel's table writes before an IPv4 address of an IPv6 socket
+SOCK_DIAG, DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
+DIAG_UID = 16 + 4 + 48 + 12  # bytes before the user in an answer: heads, the place, three numbers
 EPHEMERAL = range(32768, 60928)  # of Linux' own choice, in whole 256s
 TRIES = 2048  # ports that are tried for one below another
+
+
+class Wanted(NamedTuple):
+    """A peer's service that is to be reached; `real` is the port there that TensorPipe names, 0 for others."""
+
+    name: str
+    host: str
+    port: int
+    service: str
+    real: int = 0
 
 
 class Listening:
@@ -55,7 +68,7 @@ class Inside:
 
     def __init__(
         self, loop: Loop, listener: socket.socket, announced: Callable[[str, int | None], None],
-        reach: Callable[[dict[str, Any], int, socket.socket], None],
+        reach: Callable[[Wanted, int, socket.socket], None],
     ) -> None:  # fmt: skip
         self._loop, self._announced, self._reach = loop, announced, reach
         Listening(loop, listener, self._welcome)
@@ -75,7 +88,7 @@ class Inside:
                 if request:
                     client.send(json.dumps(self._serve(json.loads(request), services, listeners)).encode())
                     return
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 pass  # it has ended, or is no worker of this version
             self._loop.forget(client)
             client.close()
@@ -91,7 +104,9 @@ class Inside:
             services.append(request["service"] or secrets.token_hex(8))
             self._announced(services[-1], int(request["announce"]))
             return {"service": services[-1]}
-        peer = request["reach"]
+        wanted = request["reach"]
+        peer = Wanted(str(wanted["name"]), str(wanted["host"]), int(wanted["port"]), str(wanted["service"]),
+                      int(wanted["real"]))  # fmt: skip
         listener = loopback_listener(request.get("below", 0), request.get("digits", 0))
         port = int(listener.getsockname()[1])
         listeners.append(Listening(self._loop, listener, lambda connection: self._reach(peer, port, connection)))
@@ -128,8 +143,10 @@ def loopback_listener(below: int = 0, digits: int = 0) -> socket.socket:
             if not digits or len(str(listener.getsockname()[1])) == digits:
                 listener.listen(1024)
                 return listener
-        except OSError:
-            pass  # it is taken
+        except OSError:  # it is taken
+            if not port:
+                listener.close()
+                raise
         listener.close()
     raise OSError("no free loopback port")
 
@@ -141,19 +158,38 @@ def same_user(connection: socket.socket) -> bool:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         return bool(struct.unpack("3i", credentials)[1] == os.getuid())
     try:
-        theirs, ours = (_as_listed(*name()) for name in (connection.getpeername, connection.getsockname))
+        theirs, ours = connection.getpeername(), connection.getsockname()
     except OSError:
         return False  # it has gone
+    try:
+        return _asked(theirs, ours) == os.getuid()
+    except OSError:  # the kernel does not answer here
+        return _listed(theirs, ours) == os.getuid()
+
+
+def _asked(source: tuple[str, int], target: tuple[str, int]) -> int | None:
+    """The user of the socket that is connected so, from the kernel's sock_diag(7). Raises OSError."""
+    addresses = b"".join(socket.inet_aton(host) + bytes(12) for host, _ in (source, target))
+    place = struct.pack("!HH", source[1], target[1]) + addresses + bytes(4) + b"\xff" * 8  # no interface, any cookie
+    body = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + place
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as kernel:
+        kernel.settimeout(1.0)
+        kernel.send(struct.pack("=IHHII", 16 + len(body), DIAG_BY_FAMILY, 1, 1, 0) + body)
+        answer = kernel.recv(4096)
+    (kind,) = struct.unpack_from("=H", answer, 4)
+    return int(struct.unpack_from("=I", answer, DIAG_UID)[0]) if kind == DIAG_BY_FAMILY else None
+
+
+def _listed(source: tuple[str, int], target: tuple[str, int]) -> int | None:
+    """The same from the kernel's table of all connections."""
+    theirs, ours = _as_listed(*source), _as_listed(*target)
     for table, mapped in (("tcp", ""), ("tcp6", MAPPED)):  # a program may dial IPv4 from an IPv6 socket
-        try:
-            lines = Path("/proc/net", table).read_text().splitlines()
-        except OSError:  # no IPv6, or no file is left: who is not known is not let through
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[1:3] == [mapped + theirs, mapped + ours]:
-                return int(fields[7]) == os.getuid()
-    return False
+        with contextlib.suppress(OSError), Path("/proc/net", table).open() as lines:
+            for line in lines:
+                fields = line.split(maxsplit=8)
+                if fields[1:3] == [mapped + theirs, mapped + ours]:
+                    return int(fields[7])
+    return None
 
 
 def _as_listed(host: str, port: int) -> str:

@@ -73,10 +73,9 @@ class Credentials:
         self._make()
 
     def place(self, name: str) -> None:
-        """This rank is `name` from now on: peers that dial it check so."""
+        """This rank is `name` from now on, as peers that dial it check: its next certificate, which is due, says so."""
         if name != self._name and not self.given:
-            self._name = name
-            self._make()
+            self._name, self._made_at = name, 0.0
 
     def host(self, name: str, first: bool) -> str | None:
         """The host name that the certificate of the member `name` must carry; None where any of the authority is as
@@ -89,17 +88,15 @@ class Credentials:
         """Renews a certificate of this rank's own making; reads the user's files where they have changed. Returns what
         is wrong with those, or nothing: then the ones from before stay in use."""
         now = time.monotonic()
-        if not self.given:
-            if abs(time.time() - self._made_at) > RENEW:  # it is valid by the clock, which may be set
-                self._make()
-            return ""
-        if now - self._looked_at < RELOAD:
-            return ""
-        self._looked_at = now
         try:
-            if self._files() != self._seen:
-                self._make()
-        except (OSError, UsageError) as error:
+            if not self.given:
+                if abs(time.time() - self._made_at) > RENEW:  # it is valid by the clock, which may be set
+                    self._make()
+            elif now - self._looked_at > RELOAD:
+                self._looked_at = now
+                if self._files() != self._seen:
+                    self._make()
+        except (OSError, ValueError, UsageError) as error:
             return str(error)
         return ""
 
@@ -109,12 +106,12 @@ class Credentials:
         return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in stats)
 
     def _make(self) -> None:
-        self._made_at = time.time()
         if self.given:
             self._make_of_files()
             return
         with _certificates(self._settings.token, self._job, self._name) as (authority, chain):
             self.server, self.client, self.anybody = _contexts(chain, None, cadata=authority)
+        self._made_at = time.time()
 
     def _make_of_files(self) -> None:
         s = self._settings
@@ -140,11 +137,15 @@ def _contexts(chain: str, key: str | None, **authority: str) -> tuple[ssl.SSLCon
         context.verify_mode = ssl.CERT_REQUIRED
         context.hostname_checks_common_name = False
         context.load_verify_locations(**authority)
-        context.load_cert_chain(chain, key)
+        context.load_cert_chain(chain, key, password=_refuse_to_ask)
         contexts.append(context)
     contexts[0].num_tickets = 0  # no connection is resumed, so none can be replayed
     contexts[2].check_hostname = False
     return contexts[0], contexts[1], contexts[2]
+
+
+def _refuse_to_ask() -> str:
+    raise ValueError("the key is encrypted; nobody can be asked for its password")
 
 
 def derive_authority(token: str, job: str) -> tuple[Ed25519PrivateKey, x509.Certificate]:

@@ -11,6 +11,7 @@ import json
 import select
 import socket
 import ssl
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -24,18 +25,18 @@ from rolecall.tunnel import places
 from rolecall.tunnel.channel import Channel
 from rolecall.tunnel.dial import CONNECTED, REFUSED, StrangerError, dial
 from rolecall.tunnel.door import Door
-from rolecall.tunnel.inside import LOOPBACK, Inside, Listening
+from rolecall.tunnel.inside import LOOPBACK, Inside, Listening, Wanted
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.loop import Loop
 from rolecall.tunnel.splice import RESET, Rewrite, Splice
 
 PULSE = 1.0  # seconds between two looks at deadlines, and two reports of figures
-DIALS = 64  # at a time
+DIALS = 32  # at a time
+CONTROL_DIALS = 2  # to the coordinator: never behind peers that do not answer
 MOST_PARKED = 4096  # members that wait for what is not announced yet
 RENEWAL = "renewal"  # of a user's certificates, which are of no use
 WISH = "wish"  # the reason to refuse a member what is not announced
 REPEAT = 30.0  # seconds between two log lines of one kind
-BUSY = 0.005  # seconds in which the files that are ready get their turn while strangers wait
 
 
 class Sockets(NamedTuple):
@@ -66,7 +67,7 @@ class Tunnel:
         self._refused: Counter[str] = Counter()
         self._reported: dict[str, Any] = {}
         self._logged: dict[str, float] = {}
-        self._dials = ThreadPoolExecutor(DIALS, "dial")
+        self._dials, self._control_dials = _threads(DIALS), _threads(CONTROL_DIALS)
         self._done: deque[Callable[[], None]] = deque()
         self._wake, awake = socket.socketpair()
         self._wake.setblocking(False)
@@ -92,7 +93,7 @@ class Tunnel:
             if watching == rests:
                 loop.watch(door, 0 if rests else select.EPOLLIN, lambda _: door.turn())
                 watching = not rests
-            loop.turn(min(BUSY if rests else PULSE, max(0.0, pulse - now)))
+            loop.turn(max(0.0, min(door.rests_until if rests else pulse, pulse) - now))
 
     # ---- who comes from outside
 
@@ -112,8 +113,11 @@ class Tunnel:
             try:
                 plain = undo.enter_context(socket.socket(socket.AF_INET if isinstance(target, int) else socket.AF_UNIX))
                 plain.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    plain.connect((LOOPBACK, target) if isinstance(target, int) else str(target))
+                if isinstance(target, int):
+                    with contextlib.suppress(BlockingIOError):  # it is on its way
+                        plain.connect((LOOPBACK, target))
+                else:
+                    plain.connect(str(target))
             except OSError as error:
                 self._turn_down(channel, f"nothing serves {wish[:64]} yet ({error.strerror})")
                 return
@@ -134,8 +138,8 @@ class Tunnel:
         if reason == "closed" or now - self._logged.get(reason, float("-inf")) < REPEAT:
             return
         self._logged[reason] = now
-        telemetry.log().warning("a stranger was sent away", reason=reason, address=address, problem=problem,
-                                sent_away=self._refused[reason])  # fmt: skip
+        _say("warning", "a stranger was sent away", reason=reason, address=address, problem=problem,
+             sent_away=self._refused[reason])  # fmt: skip
 
     # ---- what the own rank asks for
 
@@ -147,20 +151,20 @@ class Tunnel:
         for _, channel in self._parked.pop(service, ()):
             self._let_in(channel, service)
 
-    def _reach(self, peer: dict[str, Any], port: int, plain: socket.socket) -> None:
+    def _reach(self, peer: Wanted, port: int, plain: socket.socket) -> None:
         rewrite = None
-        if real := peer.get("real"):
-            rewrite = Rewrite(f"{LOOPBACK}:{real}".encode(), f"{LOOPBACK}:{port}".encode())
+        if peer.real:
+            rewrite = Rewrite(f"{LOOPBACK}:{peer.real}".encode(), f"{LOOPBACK}:{port}".encode())
 
         def connected(channel: Channel) -> None:
             self._splice(channel, plain, rewrite)
 
         def failed(error: BaseException) -> None:
-            self._complain(f"{peer['name']} at {peer['host']}:{peer['port']}", error)
+            self._complain(f"{peer.name} at {peer.host}:{peer.port}", error)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             plain.close()
 
-        self._dial(str(peer["name"]), str(peer["host"]), int(peer["port"]), str(peer["service"]), connected, failed)
+        self._dial(self._dials, peer, connected, failed)
 
     def _reach_rank0(self, plain: socket.socket) -> None:
         def failed(error: BaseException) -> None:
@@ -169,20 +173,20 @@ class Tunnel:
             head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             with contextlib.suppress(OSError), plain:
                 plain.setblocking(False)
-                plain.recv(2**16)  # what is unread when a socket is closed resets it
+                with contextlib.suppress(BlockingIOError):
+                    plain.recv(2**16)  # what is unread when a socket is closed resets it
                 plain.send(head.encode() + body)
 
         s = self._settings
-        self._dial(self._rank0, s.master_addr, s.rank0_port, places.CONTROL,
-                   lambda channel: self._splice(channel, plain), failed)  # fmt: skip
+        rank0 = Wanted(self._rank0, s.master_addr, s.rank0_port, places.CONTROL)
+        self._dial(self._control_dials, rank0, lambda channel: self._splice(channel, plain), failed)
 
     def _dial(
-        self, name: str, host: str, port: int, wish: str, connected: Callable[[Channel], None],
+        self, threads: ThreadPoolExecutor, peer: Wanted, connected: Callable[[Channel], None],
         failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         s = self._settings
-        seconds = s.lease_seconds / 2 if wish == places.CONTROL else s.connect_timeout
-        first = name == self._rank0
+        seconds = s.lease_seconds / 2 if peer.service == places.CONTROL else s.connect_timeout
 
         def done(future: Future[Channel]) -> None:
             def finish() -> None:
@@ -196,8 +200,9 @@ class Tunnel:
             with contextlib.suppress(BlockingIOError):  # it is awake
                 self._wake.send(b"\0")
 
-        self._dials.submit(
-            dial, self._credentials, s.lease_seconds, name, host, port, wish, first, seconds
+        first = peer.name == self._rank0
+        threads.submit(
+            dial, self._credentials, s.lease_seconds, peer.name, peer.host, peer.port, peer.service, first, seconds
         ).add_done_callback(done)
 
     def _finish_dials(self) -> None:
@@ -210,8 +215,8 @@ class Tunnel:
         now = time.monotonic()
         if now - self._logged.get(peer, float("-inf")) > REPEAT:
             self._logged[peer] = now
-            log = telemetry.log().warning if isinstance(error, StrangerError | ssl.SSLError) else telemetry.log().info
-            log("a peer's tunnel was not reached", peer=peer, problem=str(error) or type(error).__name__)
+            level = "warning" if isinstance(error, StrangerError | ssl.SSLError) else "info"
+            _say(level, "a peer's tunnel was not reached", peer=peer, problem=str(error) or type(error).__name__)
 
     # ---- the connections, the supervisor
 
@@ -231,6 +236,7 @@ class Tunnel:
             message = b""
         if message:
             self._credentials.place(json.loads(message)["place"])
+            self._renew(time.monotonic())
         else:
             self._ended = True
 
@@ -243,11 +249,7 @@ class Tunnel:
                 self._turn_down(channel, f"{service[:64]} was not announced in time")
             if not self._parked[service]:
                 del self._parked[service]
-        if problem := self._credentials.refresh():
-            self._refused[RENEWAL] += 1
-            if now - self._logged.get(RENEWAL, float("-inf")) > REPEAT:
-                self._logged[RENEWAL] = now
-                telemetry.log().warning("the certificates from before stay in use", problem=problem)
+        self._renew(now)
         figures = {
             "connections": len(self._splices),
             "bytes": self._bytes + sum(splice.bytes for splice in self._splices),
@@ -257,3 +259,24 @@ class Tunnel:
             self._reported = figures
             with contextlib.suppress(OSError):  # the supervisor ends, or is stopped
                 self._boss.send(json.dumps(figures).encode(), socket.MSG_DONTWAIT)
+
+    def _renew(self, now: float) -> None:
+        if problem := self._credentials.refresh():
+            self._refused[RENEWAL] += 1
+            if now - self._logged.get(RENEWAL, float("-inf")) > REPEAT:
+                self._logged[RENEWAL] = now
+                _say("warning", "the certificates from before stay in use", problem=problem)
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    """A pool whose threads run already: where no more can be had, that ends the start, not a dial."""
+    pool, all_there = ThreadPoolExecutor(count, "dial"), threading.Barrier(count)
+    for _ in range(count):
+        pool.submit(all_there.wait)
+    return pool
+
+
+def _say(level: str, event: str, **details: Any) -> None:
+    """Logs. A full disk or a closed pipe must not end the tunnel."""
+    with contextlib.suppress(OSError, ValueError):
+        getattr(telemetry.log(), level)(event, **details)

@@ -23,7 +23,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.channel import HEAD
 from rolecall.watch.local import free_ports
-from tests.unit.tunnels import DEADLINE, JOB, RANK_0, TOKEN, Server, Tunnel, dialled, echo, received, until
+from tests.unit.tunnel_process import JOB, RANK_0
+from tests.unit.tunnels import DEADLINE, TOKEN, Server, Tunnel, dialled, echo, received, until
 
 Authority = tuple[Ed25519PrivateKey, x509.Certificate]
 NOW = datetime.datetime.now(datetime.UTC)

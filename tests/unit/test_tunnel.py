@@ -20,7 +20,8 @@ from rolecall.tunnel import inside, places
 from rolecall.tunnel.inside import loopback_listener
 from rolecall.tunnel.splice import Rewrite
 from rolecall.watch.local import free_ports
-from tests.unit.tunnels import RANK_0, Server, Tunnel, dialled, echo, received, until
+from tests.unit.tunnel_process import RANK_0
+from tests.unit.tunnels import Server, Tunnel, dialled, echo, received, until
 
 MEGABYTE = 2**20
 Pair = tuple[Tunnel, Tunnel]

@@ -17,14 +17,10 @@ from typing import Any
 
 import psutil
 
-from rolecall import telemetry
-from rolecall.config import Settings
 from rolecall.job.reach import Reach
-from rolecall.tunnel import keys
-from rolecall.tunnel.handle import Handle
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN, JOB, RANK_0 = "a-token-of-more-than-128-bits", "tested", "lead_0"
+TOKEN = "a-token-of-more-than-128-bits"
 DEADLINE = 30.0
 
 
@@ -39,7 +35,7 @@ class Tunnel:
         environment = {name.upper(): value for name, value in values.items() if value}
         self._log = (self.directory / "log").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.tunnels", name, str(self.directory)], cwd=ROOT,
+            [sys.executable, "-m", "tests.unit.tunnel_process", name, str(self.directory)], cwd=ROOT,
             env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             text=True,
         )  # fmt: skip
@@ -131,26 +127,3 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.02)
-
-
-def main() -> None:
-    """A supervisor, as far as the tunnel sees it: prints its figures, and obeys what it reads."""
-    name, directory = sys.argv[1:]
-    settings = Settings(job=JOB)
-    keys.RELOAD = 0.2  # no test waits for longer
-    telemetry.setup_logging("text", "debug", stream=sys.stderr)
-    handle = Handle(settings, JOB, name.replace("-", ""), RANK_0, Path(directory))
-    print(handle.pid, flush=True)
-
-    def obey() -> None:
-        for line in sys.stdin:
-            handle.place(line.strip())
-
-    threading.Thread(target=obey, daemon=True).start()
-    with contextlib.suppress(OSError):
-        while message := handle._socket.recv(4096):
-            print(message.decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main()

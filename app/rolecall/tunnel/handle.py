@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
 import socket
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -24,6 +26,7 @@ from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.process import RENEWAL, WISH, Sockets, Tunnel
 
 BACKLOG = 1024
+PATIENCE = 5.0  # seconds for the tunnel of a rank that was killed to end, where its successor starts at once
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -100,16 +103,18 @@ def _become(
 
 def _listen(settings: Settings) -> socket.socket:
     """A listener on PORT at BIND_ADDR, or at every address of both kinds."""
-    where = settings.bind_addr
-    try:
-        if not where and socket.has_dualstack_ipv6():
-            return _listener(socket.AF_INET6, ("::", settings.port), dual=True)
-        family, _, _, _, address = socket.getaddrinfo(where or "0.0.0.0", settings.port, type=socket.SOCK_STREAM)[0]
-        return _listener(family, address)
-    except OSError as error:
-        raise UsageError(
-            f"PORT={settings.port}: cannot listen on it at {where or 'any address'} ({error.strerror}); choose another"
-        ) from error
+    where, end = settings.bind_addr, time.monotonic() + PATIENCE
+    while True:
+        try:
+            if not where and socket.has_dualstack_ipv6():
+                return _listener(socket.AF_INET6, ("::", settings.port), dual=True)
+            family, _, _, _, address = socket.getaddrinfo(where or "0.0.0.0", settings.port, type=socket.SOCK_STREAM)[0]
+            return _listener(family, address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                place = f"{where or 'any address'} ({error.strerror})"
+                raise UsageError(f"PORT={settings.port}: cannot listen on it at {place}; choose another") from error
+        time.sleep(0.05)  # a port has no event for becoming free
 
 
 def _listener(family: int, address: Any, dual: bool = False) -> socket.socket:

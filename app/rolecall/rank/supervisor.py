@@ -24,7 +24,7 @@ from rolecall.gang.protocol import FAILED, USAGE, Directive, name_of
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
-from rolecall.rank import coordinator, endpoints
+from rolecall.rank import coordinator, endpoints, tasks
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link, StrangersError
 from rolecall.rank.worker_manager import WorkerManager
@@ -103,9 +103,7 @@ class Supervisor:
                 await report
             return CRASHED if self._tunnel_ended else code
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await tasks.cancel(self._tasks)
             await self.workers.close()
             if lead:
                 await lead.stop(ended=member.exit_code == 0 and member.directive is not None)

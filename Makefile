@@ -9,6 +9,9 @@ READY := $(VENV)/.ready
 TORCH ?= cpu
 TORCH_INDEX ?=
 IMAGE ?= rolecall
+# push: the tag, if not the build's name; the platforms (of `wheels` too), if not this machine's or all
+TAG ?=
+PLATFORMS ?=
 # chaos: the job, how many events, the seed of their sequence, and processes that keep the machine busy beside it
 JOB ?= rl
 KILLS ?= 50
@@ -22,12 +25,12 @@ COMPOSE := docker compose --profile '*'
 ifeq ($(TORCH),cuda)
 export COMPOSE_FILE ?= compose.yaml:docker/compose.cuda.yaml
 endif
-export TORCH TORCH_INDEX IMAGE
+export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 # an image of your own is used as it is
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint bench-tls chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push sbom token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint bench-tls chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,9 +77,9 @@ format: $(READY) ## lets ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-wheels: ## downloads the image's Python packages to docker/wheels/ (TORCH=cpu|cuda, TORCH_INDEX=...)
+wheels: ## downloads the image's Python packages to docker/wheels/ (TORCH=cpu|cuda, TORCH_INDEX=..., PLATFORMS=linux/arm64)
 	@test -x build/pip/bin/python || $(PYTHON) -m venv build/pip
-	build/pip/bin/python docker/dependencies.py download --wheels docker/wheels --torch "$(TORCH)" --index "$(TORCH_INDEX)"
+	build/pip/bin/python docker/dependencies.py download --wheels docker/wheels --torch "$(TORCH)" --index "$(TORCH_INDEX)" --platforms "$(PLATFORMS)"
 
 image: ## builds the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, which it fills if empty
 	@ls docker/wheels/*.whl >/dev/null 2>&1 || $(MAKE) wheels
@@ -84,6 +87,21 @@ image: ## builds the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, whi
 	  --build-arg TORCH --build-arg TORCH_INDEX \
 	  --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
 	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" .
+
+# without torch, so that a machine that only builds images needs no more
+SBOM := build/sbom/.ready
+$(SBOM): constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "rolecall: Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -m venv build/sbom || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; exit 2; }
+	build/sbom/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt cyclonedx-python-lib
+	@touch $@
+
+push: $(SBOM) ## builds for amd64 and arm64 and pushes one index (IMAGE=registry.example/team/rolecall, PLATFORMS=linux/amd64, TAG=...)
+	@build/sbom/bin/python docker/push.py
+
+sbom: $(SBOM) ## writes what the image holds to build/sbom-cpu.json, as CycloneDX (TORCH=cuda, IMAGE=...)
+	@build/sbom/bin/python docker/sbom.py "$(IMAGE):$(or $(TAG),$(TORCH))" "build/sbom-$(TORCH).json"
 
 token: ## makes the token that ranks in containers share, unless there is one: .secrets/job-token (JOB_TOKEN_SOURCE=FILE)
 	@docker/token.sh
@@ -118,14 +136,14 @@ kubectl: $(KUBECTL) ## downloads kubectl to build/ if none is installed (Linux o
 
 k8s-render: $(KUBECTL) ## writes the manifests of every overlay of k8s/ to build/k8s/
 	@mkdir -p build/k8s
-	@for overlay in $$(cd k8s && ls -d *rl* *ps* *rnn* *hybrid* job script); do \
+	@for overlay in $$(cd k8s && ls */kustomization.yaml | cut -d / -f 1 | grep -vx base); do \
 	  $(KUBECTL) kustomize "k8s/$$overlay" > "build/k8s/$$overlay.yaml" || exit 1; echo "build/k8s/$$overlay.yaml"; done
 
 k8s-validate: $(READY) $(KUBECTL) ## checks the manifests offline: Kubernetes's schemas, the project's rules (OVERLAY=DIR: your own too)
 	$(BIN)/python -m pytest tests/contracts/test_k8s.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
 
 k8s-token: $(KUBECTL) ## makes the Secret with the token of a job's pods (JOB=rl: the folder in k8s/; NAMESPACE=...)
-	@set -o pipefail; docker/token.sh - | $(KUBECTL) create secret generic "$(patsubst %-cuda,%,$(FOLDER))" \
+	@set -o pipefail; docker/token.sh - | $(KUBECTL) create secret generic "$(patsubst %-cuda,%,$(patsubst %-indexed,%,$(patsubst %-job,%,$(FOLDER))))" \
 	  --from-file=JOB_TOKEN=/dev/stdin $(if $(NAMESPACE),--namespace "$(NAMESPACE)")
 
 k8s-kind: image $(KUBECTL) ## trains on a kind cluster until the job has finished (JOB=rl|ps|rnn|hybrid|job|script; needs kind)
@@ -187,10 +205,11 @@ bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turn
 chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)"
 
-docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards and the PrometheusRule from the code
+docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards, the PrometheusRule and the Jobs of k8s/ from the code
 	$(BIN)/python -m tools.tables
 	$(BIN)/python -m tools.snippets
 	$(BIN)/python -m tools.dashboards
+	$(BIN)/python -m tools.jobs
 
 clean: ## deletes caches, runs and .venv
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs build dist *.egg-info

@@ -16,6 +16,7 @@ from pathlib import Path
 
 PYTHON = "3.11"  # Debian bookworm's, which the image has
 GLIBC = (36, 35, 34, 31, 28, 27, 24, 17, 12, 5)  # minor versions that its 2.36 can run wheels for
+MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 OLD = ("manylinux2014", "manylinux2010", "manylinux1", "linux")
 
 
@@ -27,15 +28,26 @@ def main() -> int:
     )
     parser.add_argument("--torch", required=True, help="cpu or cuda")
     parser.add_argument("--index", default="", help="a package index with that build of torch, beside the default one")
+    parser.add_argument("--platforms", default="", help="what to download for, as linux/amd64,linux/arm64; or here")
     parser.add_argument("--into", default="", help="python to install for")
     arguments = parser.parse_args()
     if arguments.torch not in ("cpu", "cuda"):
         return refuse(f"TORCH={arguments.torch!r}: no such build (cpu, cuda)")
+    platforms = [name for name in arguments.platforms.split(",") if name]
+    if unknown := [name for name in platforms if name not in MACHINES]:
+        return refuse(f"PLATFORMS={','.join(unknown)}: no such platform ({', '.join(MACHINES)})")
+    machines = [MACHINES[name] for name in platforms] or [platform.machine()]
     with tempfile.TemporaryDirectory() as directory:
         wanted = requirements(arguments.torch, Path(directory))
         extra = ["--extra-index-url", arguments.index] if arguments.index else []
         if arguments.action == "download":
-            return pip("download", *wanted, *extra, *target(platform.machine()), "--dest", str(arguments.wheels))
+            for machine in machines:
+                if pip("download", *wanted, *extra, *target(machine), "--dest", str(arguments.wheels)):
+                    index = (
+                        "TORCH_INDEX=ADDRESS names an index with this build of torch, if pip's default index lacks it"
+                    )
+                    return refuse(f"packages for {machine} could not be downloaded; {index}")
+            return 0
         if any(arguments.wheels.glob("*.whl")):
             extra = ["--no-index", "--find-links", str(arguments.wheels)]
         if pip("--python", arguments.into, "install", *wanted, *extra):

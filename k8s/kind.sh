@@ -13,7 +13,6 @@ done
 case $overlay in
   job | script) [ -f "$file" ] || { echo "k8s-kind: JOB_FILE or SCRIPT='$file': there is no such file" >&2; exit 2; } ;;
 esac
-rank0=$(sed -n 's/^MASTER_ADDR=\([^.]*\)\..*/\1/p' "k8s/$overlay/settings.env")
 kubectl() { command "$kubectl" --context "kind-$cluster" "$@"; }
 
 kind get clusters 2>/dev/null | grep -qx "$cluster" || kind create cluster --name "$cluster" --wait 180s
@@ -26,31 +25,41 @@ fi
 kubectl get secret "$overlay" >/dev/null 2>&1 ||
   docker/token.sh - | kubectl create secret generic "$overlay" --from-file=JOB_TOKEN=/dev/stdin
 kubectl apply -k "k8s/$overlay"
-first=statefulset/${rank0%-0}
-# `rollout status` knows no strategy but RollingUpdate
-replicas=$(kubectl get "$first" --output jsonpath='{.spec.replicas}')
-if ! kubectl wait "$first" --for=jsonpath='{.status.readyReplicas}'="$replicas" --timeout=300s; then
-  kubectl get pods --selector "app.kubernetes.io/instance=$overlay"
-  kubectl describe pod "$rank0" | tail -n 20
-  exit 1
-fi
-kubectl logs --follow "$rank0" &
-logs=$!
-trap 'kill $logs 2>/dev/null || true' EXIT
+# rank 0's pod is the one that its Service selects
+component=$(kubectl get service "$overlay-rank0" \
+  --output jsonpath='{.spec.selector.app\.kubernetes\.io/component}')
+first=$(kubectl get statefulsets --output jsonpath='{.items[0].metadata.name}' \
+  --selector "app.kubernetes.io/instance=$overlay,app.kubernetes.io/component=$component")
+rank0=$first-0
+logs=
+trap '[ -z "$logs" ] || kill "$logs" 2>/dev/null || true' EXIT
 for ((left = timeout; left > 0; left -= 2)); do
   # a rank that is just restarting does not answer
   state=$(kubectl exec "$rank0" -- python -m rolecall.rank.probe /metrics 2>/dev/null |
     sed -n 's/^rolecall_gang_state{state="\([a-z]*\)"} 1.*/\1/p') || state=unknown
+  # readiness would not do to see the start: a finished rank is not ready, and a short job may be finished by now
   case $state in
     finished)
+      [ -n "$logs" ] || kubectl logs "$rank0"
       sleep 1 # its last lines
       echo "k8s-kind: $overlay has finished; kind delete cluster --name $cluster"
       exit 0
       ;;
     failed) break ;;
+    running | draining | stopping)
+      if [ -z "$logs" ]; then
+        kubectl logs --follow "$rank0" &
+        logs=$!
+      fi
+      ;;
   esac
+  if [ -z "$logs" ] && ((timeout - left >= 300)); then
+    kubectl describe pod "$rank0" | tail -n 20 >&2
+    break
+  fi
   sleep 2
 done
-echo "k8s-kind: $overlay has not finished ($state)" >&2
+[ -n "$logs" ] || kubectl logs --tail=20 "$rank0" >&2 || true
+echo "k8s-kind: $overlay has not finished (${state:-unknown})" >&2
 kubectl get pods --selector "app.kubernetes.io/instance=$overlay" >&2
 exit 1

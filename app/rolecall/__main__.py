@@ -51,10 +51,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rolecall", description=__doc__)
-    parser.set_defaults(handler=_rank, tied=0)
+    parser.set_defaults(handler=_rank, tied=0, restarts=0)
     commands = parser.add_subparsers(metavar="COMMAND")
     rank = commands.add_parser("rank", help="run the rank that the environment names (the default)")
     rank.add_argument("--tied", type=int, default=0, metavar="PID", help="end with this parent process")
+    rank.add_argument("--restarts", type=int, default=0, metavar="N", help="restart it N times in a row at most")
     rank.set_defaults(handler=_rank)
     jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
     run = commands.add_parser(
@@ -110,19 +111,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rank(arguments: argparse.Namespace) -> int:
-    from rolecall.rank import fork_server, zygote  # here and below: other commands start without it
+    from rolecall.rank import fork_server, guard, zygote  # here and below: other commands start without it
 
     job, settings = describe.of_rank(config.job_name()), config.load(Settings)
     config.forget("JOB_TOKEN")  # what this process starts has no need of it
     identity = registry.identity(job.roles, settings, config.host_name())
-    # it imports torch while this process imports the rest
-    fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))
-    from rolecall.rank import start
-
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
-    return start.run(job, settings, identity, arguments.tied, zygote.parent or arguments.tied)
+    parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
+    if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
+        return code
+    fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
+    from rolecall.rank import start
+
+    return start.run(job, settings, identity, arguments.tied, parent)
 
 
 def _zygote(arguments: argparse.Namespace) -> int:

@@ -60,11 +60,9 @@ class Settings(BaseSettings):
         "",
         description="this rank's role; otherwise taken from RANK or a host name rank-<n>, otherwise assigned",
     )
+    instance: Agreed[str] = Field("", description="name of this copy of the job; another copy's ranks are refused")
     ordinal: int | None = Field(
-        None,
-        ge=0,
-        le=9999,
-        description="number within the role; otherwise taken from a host name <role>-<n>, otherwise assigned",
+        None, ge=0, le=9999, description="number within the role; otherwise from a host name <role>-<n>, or assigned"
     )
     rank: int | None = Field(
         None, ge=0, le=9999, description="torch's own variable, used where ROLE is not given: 0 is the first role"
@@ -104,6 +102,9 @@ class Settings(BaseSettings):
     checkpoint_keep: int = Field(3, ge=1, le=1000, description="newest checkpoints kept")
     on_finish: Literal["exit", "linger"] = Field(
         "exit", description="after the job: exit, or continue to serve metrics (for pods, which are always restarted)"
+    )
+    leave_code: int = Field(
+        0, ge=0, le=255, description="exit code of a rank that SIGTERM stops before the job's end; of a Job's pod not 0"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where this rank computes")
     threads: int = Field(

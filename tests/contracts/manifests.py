@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +27,9 @@ GENERIC = ("job", "script")
 NEW = "new"  # what `rolecall new` writes
 OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
 CONTAINER = "rank"
+INSTANCE = "app.kubernetes.io/instance"
+COMPONENT = "app.kubernetes.io/component"
+POD_INDEX = "apps.kubernetes.io/pod-index"  # a StatefulSet's controller sets it, from Kubernetes 1.28 on
 Object = dict[str, Any]
 
 
@@ -53,6 +58,14 @@ def overlay(name: str) -> Overlay:
         return Overlay(name, render(new.write("fresh_job", Path(parent))[0].parent))
 
 
+def extended(directory: Path, base: Path, **fields: Any) -> list[Object]:
+    """The objects of `base` as a kustomization in `directory` that extends it with `fields` has them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    resources = [os.path.relpath(base.resolve(), directory.resolve())]
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump({"resources": resources, **fields}))
+    return render(directory)
+
+
 @dataclass(frozen=True)
 class Overlay:
     """One rendered overlay."""
@@ -76,8 +89,22 @@ class Overlay:
     def first(self) -> RankSet:
         """Rank 0's set."""
         (item,) = [
-            one for one in self.sets if (one.role == one.job.roles[0] if one.has_role else one.name.endswith("rank"))
+            one
+            for one in self.sets
+            if (one.role == one.job.roles[0] if one.has_role else one.labels[COMPONENT] == "rank")
         ]
+        return item
+
+    @property
+    def service(self) -> Object:
+        """The headless Service, which has the job's name."""
+        (item,) = [one for one in self.of_kind("Service") if one["spec"].get("clusterIP") == "None"]
+        return item
+
+    @property
+    def rank0_service(self) -> Object:
+        """The Service whose address stays when rank 0's pod has another one."""
+        (item,) = [one for one in self.of_kind("Service") if "clusterIP" not in one["spec"]]
         return item
 
 
@@ -115,11 +142,31 @@ class RankSet:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the container's variables are."""
+        """What the container's variables are: in the set's first pod, where they differ."""
+        return self.environment_of(f"{self.name}-0")
+
+    def environment_of(self, pod: str) -> dict[str, str]:
+        """What the container's variables are in `pod`: empty where they name a field that it lacks, as in kubelet."""
         maps = {item["metadata"]["name"]: item["data"] for item in self.overlay.of_kind("ConfigMap")}
         named = [source["configMapRef"]["name"] for source in self.container.get("envFrom", [])]
-        literals = {entry["name"]: entry["value"] for entry in self.container["env"]}
-        return {**{key: value for name in named for key, value in maps[name].items()}, **literals}
+        given = {entry["name"]: self._value(entry, pod) for entry in self.container["env"]}
+        return {**{key: value for name in named for key, value in maps[name].items()}, **given}
+
+    def labels_of(self, pod: str) -> dict[str, str]:
+        """A pod's labels, with those that the StatefulSet's controller adds."""
+        index = pod.rpartition("-")[2]
+        return {**self.labels, POD_INDEX: index, "statefulset.kubernetes.io/pod-name": pod}
+
+    def _value(self, entry: Object, pod: str) -> str:
+        if "value" in entry:
+            return str(entry["value"])
+        path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+        field = re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path)
+        if path == "metadata.name":
+            return pod
+        assert field, path
+        annotations = self.spec["template"]["metadata"].get("annotations", {})
+        return str({"labels": self.labels_of(pod), "annotations": annotations}[field[1]].get(field[2], ""))
 
     @property
     def secrets(self) -> dict[str, Object]:

@@ -6,17 +6,32 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from rolecall import config, new
 from rolecall.config import Settings
 from rolecall.job import registry
 from tests.contracts.containers import ROOT, image_environment, only
-from tests.contracts.manifests import GENERIC, JOBS, K8S, Overlay, RankSet, overlay, render
+from tests.contracts.manifests import (
+    COMPONENT,
+    GENERIC,
+    INSTANCE,
+    JOBS,
+    K8S,
+    NEW,
+    OVERLAYS,
+    Overlay,
+    RankSet,
+    extended,
+    overlay,
+    render,
+)
 
 KUBERNETES = "1.36"
 ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
@@ -42,7 +57,15 @@ def port_number(ranks: RankSet, port: int | str) -> int:
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    return bool(selector["matchLabels"]) and selector["matchLabels"].items() <= labels.items()
+    """Whether an object's selector, or a Service's, takes a pod with these labels."""
+    wanted = selector.get("matchLabels", selector)
+    assert not {"matchLabels", "matchExpressions"} & set(wanted)
+    return bool(wanted) and wanted.items() <= labels.items()
+
+
+def pods_of(rendered: Overlay) -> dict[str, dict[str, str]]:
+    """The labels of every pod."""
+    return {pod: one.labels_of(pod) for one in rendered.sets for pod in one.pods}
 
 
 # ---- what Kubernetes says
@@ -83,14 +106,14 @@ def test_every_job_has_its_overlays() -> None:
 def test_a_set_is_a_role(rendered: Overlay) -> None:
     if not rendered.first.has_role:
         (one,) = rendered.sets
-        assert one.labels["app.kubernetes.io/component"] == "rank"
+        assert one.labels[COMPONENT] == "rank"
         assert not {"RANK", "ORDINAL"} & set(one.environment)  # a pod's name ends in them
         assert all(re.search(rf"(^|-)rank-{number}$", pod) for number, pod in enumerate(one.pods))
         return
     assert {one.role.name for one in rendered.sets} == {role.name for role in rendered.first.job.roles}
     assert len(rendered.sets) == len(rendered.first.job.roles)
     for one in rendered.sets:
-        assert one.labels["app.kubernetes.io/component"] == one.role.name
+        assert one.labels[COMPONENT] == one.role.name
         assert one.environment["JOB"] == rendered.first.environment["JOB"]
 
 
@@ -130,19 +153,45 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
 
 
 def test_the_masters_name_is_rank_0s(rendered: Overlay) -> None:
-    service = rendered.only("Service")
+    """And its address stays: of a headless Service it would be the pod's, and cached answers of DNS out of date."""
+    service, names = rendered.rank0_service, rendered.service
+    assert service["metadata"]["name"] == f"{names['metadata']['name']}-rank0"
+    selected = [pod for pod, labels in pods_of(rendered).items() if matches(service["spec"]["selector"], labels)]
+    assert selected == [f"{rendered.first.name}-0"]
+    assert service["spec"].get("type", "ClusterIP") == "ClusterIP"
+    port = Settings.model_fields["port"].default
+    # the second with TLS=off: see app/rolecall/job/store.py
+    assert [entry["port"] for entry in service["spec"]["ports"]] == [port, port + 1]
     for one in rendered.sets:
-        assert one.environment["MASTER_ADDR"] == f"{rendered.first.name}-0.{service['metadata']['name']}"
+        for pod in one.pods:
+            assert one.environment_of(pod)["MASTER_ADDR"] == service["metadata"]["name"]
+        assert not [source for source in maps_of(one) if "MASTER_ADDR" in source], "the set's own comes before it"
+
+
+def maps_of(one: RankSet) -> list[dict[str, str]]:
+    """The data of the ConfigMaps that become variables."""
+    maps = {item["metadata"]["name"]: item["data"] for item in one.overlay.of_kind("ConfigMap")}
+    return [maps[source["configMapRef"]["name"]] for source in one.container["envFrom"]]
+
+
+def test_services_name_the_pods(rendered: Overlay) -> None:
+    service = rendered.service
+    for one in rendered.sets:
         assert one.spec["serviceName"] == service["metadata"]["name"]
         assert one.pod["enableServiceLinks"] is False  # they are variables such as MASTER_PORT
-        assert service["spec"]["selector"].items() <= one.labels.items()
-        assert [entry["name"] for entry in service["spec"]["ports"]] == ["metrics", "rank"]
-        for entry in service["spec"]["ports"]:
+        assert matches(service["spec"]["selector"], one.labels)
+    assert [entry["name"] for entry in service["spec"]["ports"]] == ["metrics", "rank"]
+    for given in rendered.of_kind("Service"):
+        # ranks find each other before they are ready, and are ready only when they have
+        assert given["spec"]["publishNotReadyAddresses"] is True
+        assert given["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+        for entry in given["spec"]["ports"]:
+            if entry["name"] == "store":  # no rank says that it has the port, since most do not
+                assert "targetPort" not in entry
+                continue
             assert entry["targetPort"] == entry["name"]
-            assert port_number(one, entry["targetPort"]) == entry["port"]
-    assert service["spec"]["clusterIP"] == "None"
-    # ranks find each other before they are ready, and are ready only when they have
-    assert service["spec"]["publishNotReadyAddresses"] is True
+            assert all(port_number(one, entry["targetPort"]) == entry["port"] for one in rendered.sets)
+            assert entry["appProtocol"] == {"metrics": "http", "rank": "tls"}[entry["name"]]
 
 
 def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:
@@ -168,6 +217,7 @@ def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
             assert item["port"] == "metrics"
             assert f'web.get("{item["path"]}"' in served
         startup = one.container["startupProbe"]
+        assert 0 < startup["initialDelaySeconds"] <= 5  # Python's start, which is no failure
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 60
         notes = one.spec["template"]["metadata"]["annotations"]
         assert notes["prometheus.io/scrape"] == "true"
@@ -193,10 +243,24 @@ def test_disruptions_are_few_and_never_forbidden(rendered: Overlay) -> None:
     assert budget["maxUnavailable"] >= 1
     assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"  # else a gang that waits blocks a node's drain
     assert all(matches(budget["selector"], one.labels) for one in rendered.sets)
+
+
+def test_ranks_are_spread_over_nodes_and_those_that_exchange_tensors_share_a_zone(rendered: Overlay) -> None:
+    """Both are wishes: no rank waits for a better node."""
+    job = rendered.name.removesuffix("-cuda")
     for one in rendered.sets:
-        for spread in one.pod["topologySpreadConstraints"]:
-            assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
-            assert matches(spread["labelSelector"], one.labels)
+        (spread,) = one.pod["topologySpreadConstraints"]
+        assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+        assert all(matches(spread["labelSelector"], labels) for labels in pods_of(rendered).values())
+        if job in ("ps-trainers", "rnn", "hybrid"):
+            assert set(one.pod["affinity"]) == {"podAffinity"}
+            assert set(one.pod["affinity"]["podAffinity"]) == {"preferredDuringSchedulingIgnoredDuringExecution"}
+            (near,) = one.pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+            assert near["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
+            selector = near["podAffinityTerm"]["labelSelector"]
+            assert all(matches(selector, labels) for labels in pods_of(rendered).values())
+        elif job in (*JOBS, *GENERIC, NEW):
+            assert "affinity" not in one.pod
 
 
 def test_selectors_match_their_own_pods_only(rendered: Overlay) -> None:
@@ -210,8 +274,9 @@ def test_selectors_match_their_own_pods_only(rendered: Overlay) -> None:
 def test_a_container_has_requests_and_limits(rendered: Overlay) -> None:
     for one in rendered.sets:
         resources = one.container["resources"]
-        assert {"cpu", "memory"} <= set(resources["requests"])
-        assert {"cpu", "memory"} <= set(resources["limits"])
+        # the last one is the log: all else is on a volume, or in memory
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(resources["requests"])
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(resources["limits"])
 
 
 # ---- what a pod may do
@@ -248,7 +313,7 @@ def test_no_token_but_the_jobs(rendered: Overlay) -> None:
     for one in rendered.sets:
         assert one.pod["automountServiceAccountToken"] is False
         assert "serviceAccountName" not in one.pod
-        name = rendered.only("Service")["metadata"]["name"]
+        name = rendered.service["metadata"]["name"]
         # 0440: the group is the pod's fsGroup; the mount is read-only (manifests.py)
         assert one.secrets == {
             "/run/secrets/rolecall": {"secretName": name, "optional": True, "defaultMode": 0o440},
@@ -256,7 +321,7 @@ def test_no_token_but_the_jobs(rendered: Overlay) -> None:
         assert one.environment["JOB_TOKEN_FILE"] == "/run/secrets/rolecall/JOB_TOKEN"
         # no variable holds it, or comes from a Secret, which whoever may look at a container would see
         assert "JOB_TOKEN" not in one.environment
-        assert not [entry for entry in one.container["env"] if "valueFrom" in entry]
+        assert not [entry for entry in one.container["env"] if not {"fieldRef"} >= set(entry.get("valueFrom", {}))]
         assert not [source for source in one.container.get("envFrom", []) if "secretRef" in source]
 
 
@@ -293,7 +358,7 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
     token = (kubectl_says.parent / "input").read_text()
     assert token not in done.stdout + done.stderr
     config.load(Settings, job_token=token)  # which refuses a short one
-    assert name in {item.only("Service")["metadata"]["name"] for item in map(overlay, (*JOBS, *GENERIC))}
+    assert name in {item.service["metadata"]["name"] for item in map(overlay, (*JOBS, *GENERIC))}
 
 
 def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> None:
@@ -308,10 +373,14 @@ def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> N
 
 def test_the_token_can_be_rotated(rendered: Overlay) -> None:
     """By its label, whatever the strategy: all pods of a job must be replaced at once."""
-    instance = rendered.only("Service")["metadata"]["name"]
+    # a ConfigMap of one's own may have no labels
+    (instance,) = {item["metadata"]["labels"][INSTANCE] for item in rendered.objects if "labels" in item["metadata"]}
     for item in rendered.sets:
-        assert item.object["metadata"]["labels"]["app.kubernetes.io/instance"] == instance
-        assert item.labels["app.kubernetes.io/instance"] == instance
+        assert item.labels[INSTANCE] == instance
+        # ranks of other copies are refused
+        assert {item.environment_of(pod)["INSTANCE"] for pod in item.pods} == {instance}
+    if rendered.name in OVERLAYS:
+        assert instance == rendered.service["metadata"]["name"]
 
 
 def test_a_new_job_is_told_how_its_secret_is_made(tmp_path: Path) -> None:
@@ -339,8 +408,159 @@ def test_the_network_is_the_wall(rendered: Overlay) -> None:
     assert all(set(to) == {"namespaceSelector"} or to["ipBlock"]["cidr"].endswith("/32") for to in names["to"])
     for other in (*JOBS, *GENERIC):
         for one in overlay(other).sets:
-            same = one.labels["app.kubernetes.io/instance"] == rendered.first.labels["app.kubernetes.io/instance"]
+            same = one.labels[INSTANCE] == rendered.first.labels[INSTANCE]
             assert matches(policy["podSelector"], one.labels) == same
+
+
+# ---- copies of a job in one namespace
+
+
+VARIANTS = {"prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"},
+            "both": {"namePrefix": "b-", "nameSuffix": "-two"}}  # fmt: skip
+
+
+def folder_of(name: str, directory: Path) -> Path:
+    """An overlay's folder; of a new job's, in `directory`."""
+    return new.write("fresh_job", directory)[0].parent if name == NEW else K8S / name
+
+
+@pytest.fixture(params=VARIANTS)
+def copy(request: pytest.FixtureRequest, overlay_name: str, tmp_path: Path) -> Overlay:
+    """An overlay once more, as an outer kustomization names it."""
+    folder = folder_of(overlay_name, tmp_path)
+    return Overlay(overlay_name, extended(tmp_path / "copy", folder, **VARIANTS[request.param]))
+
+
+def selectors(rendered: Overlay) -> list[dict[str, Any]]:
+    """All that select pods: Services, budgets, policies and their rules, StatefulSets, what a scheduler looks for."""
+    result = [item["spec"]["selector"] for item in rendered.objects if "selector" in item.get("spec", {})]
+    for policy in (item["spec"] for item in rendered.of_kind("NetworkPolicy")):
+        rules = [*policy["ingress"], *policy["egress"]]
+        peers = [peer for rule in rules for peer in [*rule.get("from", []), *rule.get("to", [])]]
+        result += [policy["podSelector"], *(peer["podSelector"] for peer in peers if "podSelector" in peer)]
+    for one in rendered.sets:
+        result += [spread["labelSelector"] for spread in one.pod["topologySpreadConstraints"]]
+        near = one.pod.get("affinity", {}).get("podAffinity", {})
+        result += [term["podAffinityTerm"]["labelSelector"]
+                   for term in near.get("preferredDuringSchedulingIgnoredDuringExecution", [])]  # fmt: skip
+    return result
+
+
+def names_in(rendered: Overlay) -> dict[str, set[str]]:
+    """What makes a job this one: by kind, each of the names that two jobs in a namespace must not share."""
+    return {
+        "objects": {f"{item['kind']} {item['metadata']['name']}" for item in rendered.objects},
+        "pods": set(pods_of(rendered)),
+        "labels": {item["metadata"]["labels"][INSTANCE] for item in rendered.objects if "labels" in item["metadata"]}
+        | {one.labels[INSTANCE] for one in rendered.sets}
+        | {claim["metadata"]["labels"][INSTANCE]
+           for one in rendered.sets for claim in one.spec.get("volumeClaimTemplates", [])},
+        "Services": {one.spec["serviceName"] for one in rendered.sets},
+        "Secrets": {volume["secretName"] for one in rendered.sets for volume in one.secrets.values()},
+        "ConfigMaps": {volume["configMap"]["name"]
+                       for one in rendered.sets for volume in one.pod["volumes"] if "configMap" in volume},
+        **{variable: {one.environment_of(pod)[variable] for one in rendered.sets for pod in one.pods}
+           for variable in ("MASTER_ADDR", "INSTANCE")},
+    }  # fmt: skip
+
+
+def test_a_copy_shares_nothing_with_the_job(rendered: Overlay, copy: Overlay) -> None:
+    plain, other = names_in(rendered), names_in(copy)
+    assert not {kind: names & other[kind] for kind, names in plain.items() if names & other[kind]}
+    for kind in ("labels", "Services", "Secrets", "MASTER_ADDR", "INSTANCE"):
+        assert len(plain[kind]) == len(other[kind]) == 1, kind
+    assert len(selectors(rendered)) == len(selectors(copy)) >= 5
+    for one, another in ((rendered, copy), (copy, rendered)):
+        for selector in selectors(one):
+            assert [pod for pod, labels in pods_of(one).items() if matches(selector, labels)]
+            assert not [pod for pod, labels in pods_of(another).items() if matches(selector, labels)]
+
+
+def test_a_copy_is_a_whole_job(copy: Overlay) -> None:
+    """Every name that it mentions is one of its own objects, or of what is made beside it by the same name."""
+    for item in copy.objects:
+        if item["kind"] not in CUSTOM:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    name = copy.service["metadata"]["name"]
+    for kind in ("NetworkPolicy", "PodDisruptionBudget"):
+        assert copy.only(kind)["metadata"]["name"] == name
+    test_services_name_the_pods(copy)
+    selected = [pod for pod, labels in pods_of(copy).items() if matches(copy.rank0_service["spec"]["selector"], labels)]
+    assert selected == [copy.first.pods[0]]
+    maps = {item["metadata"]["name"] for item in copy.of_kind("ConfigMap")}
+    for one in copy.sets:
+        assert one.environment["MASTER_ADDR"] == copy.rank0_service["metadata"]["name"]
+        assert one.environment["INSTANCE"] == name
+        assert [volume["secretName"] for volume in one.secrets.values()] == [name]
+        for volume in one.pod["volumes"]:
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in ({name} if copy.name in GENERIC else maps)
+
+
+def test_the_pods_of_a_copy_know_their_ranks(copy: Overlay) -> None:
+    for one in copy.sets:
+        job = one.job if one.has_role else registry.get("script")
+        role = one.role.name if one.has_role else "rank"
+        given = {"role": role} if one.has_role else {"ranks": one.replicas}
+        settings = config.load(job.settings, tls="off", **given)
+        for number, pod in enumerate(one.pods):
+            identity = registry.identity(registry.roles(job, settings), settings, pod)
+            assert (identity.role, identity.ordinal) == (role, number), pod
+
+
+def test_copies_live_in_one_kustomization(tmp_path: Path) -> None:
+    """Each with its prefix, and all with another: kustomize takes the name of one without any for its copy's."""
+    for letter in "ab":
+        extended(tmp_path / letter, K8S / "ps-trainers", namePrefix=f"{letter}-")
+    fields = {"namePrefix": "team-", "resources": ["../a", "../b"]}
+    together = Overlay("both", extended(tmp_path / "both", tmp_path / "a", **fields))
+    parts = []
+    for letter in "ab":
+        name = f"team-{letter}-ps-trainers"
+        parts.append(Overlay(letter, [one for one in together.objects if one["metadata"]["labels"][INSTANCE] == name]))
+        assert len(parts[-1].objects) == len(overlay("ps-trainers").objects)
+        test_services_name_the_pods(parts[-1])
+        test_a_copy_shares_nothing_with_the_job(overlay("ps-trainers"), parts[-1])
+    test_a_copy_shares_nothing_with_the_job(*parts)
+
+
+def test_an_instance_label_of_ones_own_is_followed(rendered: Overlay, tmp_path: Path) -> None:
+    labels = [{"pairs": {INSTANCE: "mine"}, "includeSelectors": True}]
+    if rendered.name not in OVERLAYS:
+        return
+    renamed = Overlay("mine", extended(tmp_path / "mine", folder_of(rendered.name, tmp_path), labels=labels))
+    names = names_in(renamed)
+    assert names["labels"] == names["INSTANCE"] == {"mine"}
+    # which are still the Service's and the Secret's
+    assert names["MASTER_ADDR"] == {renamed.rank0_service["metadata"]["name"]}
+    assert names["Secrets"] == names["Services"] == {renamed.service["metadata"]["name"]}
+    for selector in selectors(renamed):
+        assert [pod for pod, given in pods_of(renamed).items() if matches(selector, given)]
+        assert not [pod for pod, given in pods_of(rendered).items() if matches(selector, given)]
+
+
+def paths_of(key: str, node: Any, path: str = "") -> set[str]:
+    """Where `key` is in `node`, in the words of a kustomize fieldSpec, which does not count the entries of a list."""
+    if isinstance(node, list):
+        return {where for entry in node for where in paths_of(key, entry, path)}
+    if not isinstance(node, dict):
+        return set()
+    here = {path + key.replace("/", "\\/")} if key in node else set()
+    return here.union(*(paths_of(key, entry, f"{path}{name}/") for name, entry in node.items()))
+
+
+def test_every_place_of_a_jobs_name_follows_it(rendered: Overlay) -> None:
+    """By its own entry: kustomize happens to share one value among labels that it has set together."""
+    (references,) = yaml.safe_load((K8S / "base" / "names.yaml").read_text())["nameReference"]
+    for item in rendered.objects:
+        followed = {spec["path"] for spec in references["fieldSpecs"] if spec.get("kind", item["kind"]) == item["kind"]}
+        for key in (INSTANCE, "rolecall/master", "secretName"):
+            assert paths_of(key, item) <= followed, item["kind"]
+
+
+def test_a_new_jobs_names_follow_as_those_of_the_folders() -> None:
+    written = (ROOT / "app" / "rolecall" / "template" / "names.yaml.txt").read_text()
+    assert written == (K8S / "base" / "names.yaml").read_text()
 
 
 # ---- images and GPUs
@@ -395,6 +615,109 @@ def test_the_documented_overlays_render(example: dict[str, str], tmp_path: Path)
     assert len(after) == len(before) + len(added)
     for item in after:
         kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    changed = Overlay("example", after)
+    name = changed.service["metadata"]["name"]
+    # ConfigMaps too: what is deleted by the job's label is all of it
+    assert {item["metadata"]["labels"][INSTANCE] for item in after} == {name}
+    (rank0,) = [pod for pod, labels in pods_of(changed).items()
+                if matches(changed.rank0_service["spec"]["selector"], labels)]  # fmt: skip
+    assert rank0.endswith("lead-0" if "\n  name: lead\n" in text else f"{overlay(base).first.name}-0")
+    for one in changed.sets:
+        assert one.environment["MASTER_ADDR"] == changed.rank0_service["metadata"]["name"]
+        assert one.environment["INSTANCE"] == name
+        assert [volume["secretName"] for volume in one.secrets.values()] == [name]
+
+
+def documented(setting: str) -> Overlay:
+    """The example of the page in which `setting` stands, extended from the folder that it names."""
+    (example,) = [example for example in EXAMPLES if setting in "".join(example.values())]
+    (text,) = example.values()
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copytree(K8S, Path(directory) / "k8s")
+        (Path(directory) / "mine").mkdir()
+        (Path(directory) / "mine" / "kustomization.yaml").write_text(text)
+        return Overlay(setting, render(Path(directory) / "mine"))
+
+
+def test_claims_outlive_the_job_unless_one_says_otherwise() -> None:
+    for job in OVERLAYS:
+        assert not [one for one in overlay(job).sets if "persistentVolumeClaimRetentionPolicy" in one.spec]
+    agent = documented("persistentVolumeClaimRetentionPolicy").first
+    assert agent.spec["volumeClaimTemplates"]
+    assert agent.spec["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Delete", "whenScaled": "Retain"}
+
+
+def test_the_priority_class_is_the_one_that_the_page_creates() -> None:
+    (name,) = re.findall(r"^kubectl create priorityclass (\S+) ", PAGE, re.MULTILINE)
+    assert {one.pod["priorityClassName"] for one in documented("components/priority").sets} == {name}
+    assert not [one for job in OVERLAYS for one in overlay(job).sets if "priorityClassName" in one.pod]
+
+
+def test_every_generated_config_map_is_deleted_by_the_jobs_label(rendered: Overlay) -> None:
+    (line,) = re.findall(r"^kubectl delete configmaps -l (\S+)=\S+$", PAGE, re.MULTILINE)
+    (instance,) = {one.labels[line] for one in rendered.sets}
+    maps = rendered.of_kind("ConfigMap")
+    assert maps
+    if rendered.name in OVERLAYS:
+        assert {item["metadata"]["labels"].get(line) for item in maps} == {instance}
+
+
+@pytest.mark.parametrize("job", [*JOBS, *GENERIC])
+def test_the_page_names_each_folders_rank_0(job: str) -> None:
+    one = overlay(job)
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `k8s/{job}` |")]
+    _, _, sets, pod, address, _, _ = row.split("|")
+    assert sets.strip() == ", ".join(
+        f"`{item.name}` ({item.replicas})" for item in sorted(one.sets, key=lambda item: item.name != one.first.name)
+    )
+    assert (pod.strip(), address.strip()) == (f"`{one.first.name}-0`", f"`{one.rank0_service['metadata']['name']}`")
+
+
+# ---- k8s/kind.sh
+
+
+KIND = """#!/bin/sh
+# stands for docker, kind and kubectl: a job's states come one by one, the last again and again
+echo "$(basename "$0") $*" >>{log}
+case "$(basename "$0") $*" in
+  "kind get clusters") echo rolecall ;;
+  *" get service "*) echo ps ;;
+  *" get statefulsets "*) echo ps ;;
+  *" exec "*)
+    state=$(head -n 1 {states})
+    [ "$(wc -l <{states})" -le 1 ] || sed -i 1d {states}
+    [ "$state" = unknown ] && exit 1
+    echo "rolecall_gang_state{{state=\\"$state\\"}} 1.0" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (("unknown", "gathering", "running", "finished"), 0),
+        (("unknown", "finished"), 0),  # which it is before anybody has seen it ready
+        (("running", "failed"), 1),
+        (("gathering",), 1),
+    ],
+)
+def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    (tmp_path / "states").write_text("".join(f"{state}\n" for state in states))
+    for name in ("docker", "kind", "kubectl", "sleep"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(KIND.format(log=tmp_path / "log", states=tmp_path / "states"))
+        program.chmod(0o755)
+    done = subprocess.run(
+        [K8S / "kind.sh", "ps-trainers", "rolecall:cpu"], cwd=ROOT, timeout=60, capture_output=True, text=True,
+        check=False, env={"PATH": f"{program.parent}:{os.environ['PATH']}", "TIMEOUT": "320"},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    log = (tmp_path / "log").read_text()
+    assert "kubectl --context kind-rolecall apply -k k8s/ps-trainers\n" in log
+    assert "exec ps-0 -- " in log
+    assert "logs --follow ps-0" in log or "logs ps-0" in log or "logs --tail=20 ps-0" in log
+    assert ("describe pod ps-0" in log) == (states == ("gathering",))
 
 
 def test_no_documented_overlay_is_left_out() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import yaml
 from rolecall.config import Settings
 from tests.contracts.asked import ALERTING, BOARDS, PROMETHEUS, SAMPLES, TARGET, TESTS
 from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERVICES, WATCHERS, filled, networks
+from tests.contracts.manifests import INSTANCE, K8S, Overlay, extended, render
 from tests.contracts.test_compose import UNWANTED
 from tools.dashboards.files import ALERTS, DASHBOARDS, RULE
 
@@ -174,12 +177,58 @@ def test_every_dashboard_is_a_config_map() -> None:
     assert all(len(json.dumps(path.read_text())) < 250_000 for path in DASHBOARDS.glob("*.json"))
 
 
-def test_the_pod_monitor_finds_every_rank() -> None:
-    component = yaml.safe_load((RULE.parent / "kustomization.yaml").read_text())
-    assert component["kind"] == "Component"
-    assert all((RULE.parent / resource).exists() for resource in component["resources"])
-    monitor = yaml.safe_load((RULE.parent / "podmonitor.yaml").read_text())
-    assert monitor["spec"]["selector"] == {"matchLabels": {"app.kubernetes.io/name": "rolecall"}}
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
-    assert not {"honorLabels", "relabelings", "metricRelabelings"} & set(endpoint)
+MONITORED = ("PodMonitor", "PrometheusRule", "ConfigMap")
+
+
+def monitored(directory: Path, job: str, component: str = "monitoring", **fields: Any) -> Overlay:
+    """A job's overlay with the component, made as a user makes one."""
+    components = [os.path.relpath(K8S / "components" / component, directory.resolve())]
+    return Overlay(job, extended(directory, K8S / job, components=components, **fields))
+
+
+def test_the_pod_monitor_finds_every_rank_of_its_job_alone(tmp_path: Path) -> None:
+    """Also of a copy, and where the instance label is the user's own."""
+    own = [{"pairs": {INSTANCE: "mine"}, "includeSelectors": True}]
+    jobs = [
+        monitored(tmp_path / "rl", "rl"),
+        monitored(tmp_path / "ps", "ps-trainers"),
+        monitored(tmp_path / "copy", "rl", namePrefix="b-", nameSuffix="-two"),
+        monitored(tmp_path / "own", "rl", namePrefix="c-", labels=own),
+    ]
+    for overlay in jobs:
+        monitor = overlay.only("PodMonitor")
+        selector = monitor["spec"]["selector"]["matchLabels"]
+        for other in jobs:
+            selected = {one.name for one in other.sets if selector.items() <= one.labels.items()}
+            assert selected == ({one.name for one in other.sets} if other is overlay else set())
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
+        assert not {"honorLabels", "relabelings", "metricRelabelings"} & set(endpoint)
+
+
+def test_jobs_that_are_monitored_share_no_object(tmp_path: Path) -> None:
+    """So that deleting one leaves the others' where they are."""
+    names: list[tuple[str, str]] = []
+    for number, job in enumerate(("rl", "ps-trainers", "script", "rl")):
+        overlay = monitored(tmp_path / str(number), job, **({"namePrefix": "b-"} if number == 3 else {}))
+        name = overlay.service["metadata"]["name"]
+        assert [overlay.only(kind)["metadata"]["name"] for kind in MONITORED[:2]] == [name, name]
+        boards = [item["metadata"]["name"] for item in overlay.of_kind("ConfigMap")
+                  if item["metadata"]["labels"].get("grafana_dashboard") == "1"]  # fmt: skip
+        assert sorted(boards) == [f"{name}-dashboard-{Path(board).stem}" for board in sorted(BOARDS)]
+        # what is deleted by the label is this job's
+        assert {item["metadata"]["labels"][INSTANCE] for item in overlay.objects} == {name}
+        names += [(item["kind"], item["metadata"]["name"]) for item in overlay.objects]
+    assert len(names) == len(set(names))
+
+
+def test_further_jobs_bring_neither_alerts_nor_dashboards(tmp_path: Path) -> None:
+    overlay = monitored(tmp_path / "one", "rl", "podmonitor")
+    assert overlay.only("PodMonitor") == monitored(tmp_path / "all", "rl").only("PodMonitor")
+    assert len(overlay.objects) == len(render(K8S / "rl")) + 1
+
+
+def test_the_documented_components_exist() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    named = re.findall(r"components/([a-z]+)", page)
+    assert set(named) == {"monitoring", "podmonitor"}

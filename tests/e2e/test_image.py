@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from rolecall.job import registry
-from tests.e2e.containers import DEADLINE, IMAGE, docker
+from tests.e2e.containers import DEADLINE, IMAGE, ROOT, docker
+from tests.integration.cluster import until
 
 TOKEN = {"JOB_TOKEN": "a-token-of-more-than-128-bits"}
 LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
@@ -30,6 +36,7 @@ def test_it_is_small_and_says_what_it_is() -> None:
     assert labels["org.opencontainers.image.version"]
     assert image["Config"]["User"] == "10001:10001"
     assert image["Config"]["Entrypoint"] == ["/usr/bin/tini", "--", "python", "-m", "rolecall"]
+    assert image["Config"]["Cmd"] == ["rank", "--restarts", "5"]
 
 
 def test_it_holds_no_compiler_no_pip_and_no_cache() -> None:
@@ -76,3 +83,93 @@ def test_wrong_settings_are_one_line_and_code_2(settings: dict[str, str], line: 
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(line)
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+# ---- pushed
+
+
+@pytest.fixture(scope="module")
+def registry_address() -> Iterator[str]:
+    """An empty registry on loopback, where the engine asks for no TLS."""
+    recipe = (ROOT / "tests" / "e2e" / "registry.Dockerfile").read_bytes()
+    build = ["docker", "build", "--quiet", "--tag", "rolecall-test-registry", "-"]
+    done = subprocess.run(build, input=recipe, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    container = docker("run", "--detach", "--rm", "--publish", "127.0.0.1::5000", "rolecall-test-registry")
+    try:
+        address = docker("port", container, "5000")
+        until(lambda: "not found" in inspected(f"{address}/nothing:here").stderr, "the registry's answer")
+        yield address
+    finally:
+        docker("rm", "--force", "--volumes", container)
+
+
+def inspected(reference: str) -> subprocess.CompletedProcess[str]:
+    """What a registry has under a name."""
+    return subprocess.run(
+        ["docker", "buildx", "imagetools", "inspect", reference, "--format", "{{json .Manifest}}"],
+        capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+
+
+def push(name: str, platforms: str) -> subprocess.CompletedProcess[str]:
+    """`make push`, by the python that runs the tests."""
+    return subprocess.run(
+        [sys.executable, "docker/push.py"], cwd=ROOT, env={**os.environ, "IMAGE": name, "PLATFORMS": platforms},
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+
+
+def platforms() -> set[str]:
+    """What can be built here."""
+    listed = re.search(r"^Platforms: *(.*)", docker("buildx", "inspect", "--bootstrap"), re.MULTILINE)
+    assert listed
+    return {platform.strip(" *") for platform in listed.group(1).split(",")}
+
+
+@pytest.mark.timeout(1200)
+def test_it_is_pushed_as_one_index_and_runs_from_there(registry_address: str) -> None:
+    name = f"{registry_address}/team/rolecall"
+    platform = docker("version", "--format", "{{.Server.Os}}/{{.Server.Arch}}")
+    done = push(name, platform)
+    assert done.returncode == 0, done.stderr
+    (line,) = yaml.safe_load(done.stdout.partition("# kustomization.yaml\n")[2])["images"]
+    pinned = f"{name}@{line['digest']}"
+    assert line == {"name": "rolecall", "newName": name, "digest": pinned.partition("@")[2]}
+    index = json.loads(inspected(f"{name}:cpu").stdout)
+    assert index["digest"] == line["digest"]
+    built = ["/".join((one["platform"]["os"], one["platform"]["architecture"])) for one in index["manifests"]]
+    assert set(built) - {"unknown/unknown"} == {platform}  # attestations are of no platform
+    # nothing of it is left in the engine but what the registry gives
+    docker("image", "rm", f"{name}:cpu-{platform.partition('/')[2]}", check=False)
+    docker("pull", "--quiet", pinned)
+    try:
+        usage = docker("run", "--rm", "--entrypoint", "python", pinned, "-m", "rolecall", "--help")
+        assert usage.startswith("usage: rolecall")
+        labels = json.loads(docker("image", "inspect", pinned))[0]["Config"]["Labels"]
+        assert re.fullmatch(r"[\d-]{10}T[\d:]{8}Z", labels["org.opencontainers.image.created"])
+        assert labels["org.opencontainers.image.title"] == "rolecall"
+    finally:
+        docker("image", "rm", "--force", pinned)
+
+
+def test_a_platform_that_cannot_be_built_here_is_said_so(registry_address: str) -> None:
+    missing = {"linux/amd64", "linux/arm64"} - platforms()
+    if not missing:
+        pytest.skip("this machine builds both")
+    name = f"{registry_address}/other/rolecall"
+    done = push(name, "linux/amd64,linux/arm64")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"rolecall: {missing.pop()} cannot be built here: ")
+    assert done.stderr.count("\n") == 1
+    assert "not found" in inspected(f"{name}:cpu").stderr
+
+
+def test_its_packages_are_listed() -> None:
+    file = ROOT / "build" / "sbom-test.json"
+    command = [sys.executable, "docker/sbom.py", IMAGE, str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr
+    listed = {component["name"] for component in json.loads(file.read_text())["components"]}
+    assert {"torch", "numpy", "cryptography", "python3.11", "tini", "libc6"} <= listed
+    file.unlink()

@@ -23,6 +23,7 @@ from rolecall.run import rundir
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
+SHORT = {"CORPUS_BYTES": "5000"}
 rnn = pytest.mark.parametrize("kept", ["rnn"], indirect=True)
 
 
@@ -64,7 +65,7 @@ def in_one_process(chosen: RnnSettings) -> LanguageModel:
 
 
 def test_it_is_one_process(cluster: MakeCluster) -> None:
-    changes = {"EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
+    changes = {**SHORT, "EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
     last = finished(cluster(JOB="rnn", cold={"ps-0", "trainer-0"}, **changes).start(1))
     expected = in_one_process(settings(**changes))
     assert last.step > 5
@@ -75,7 +76,7 @@ def test_it_is_one_process(cluster: MakeCluster) -> None:
 
 
 def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster: MakeCluster) -> None:
-    job = cluster(JOB="rnn", EPOCHS="3", OPTIMIZER="adam", LR="0.02", SAMPLE_TOKENS="20").start(1)
+    job = cluster(JOB="rnn", EPOCHS="3", OPTIMIZER="adam", LR="0.02", SAMPLE_TOKENS="20", **SHORT).start(1)
     last = finished(job)
     done = json.loads((job.checkpoints / "DONE").read_text())
     history = last.state["history"]
@@ -110,7 +111,7 @@ def evaluated(job: Cluster, snapshot: checkpoint.Snapshot, *arguments: str) -> d
 
 
 def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:
-    changes = {"EPOCHS": "3", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
+    changes = {**SHORT, "EPOCHS": "3", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
     job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="0.2", **changes).start(1)
     for hurt in ("ps-0", "trainer-0", "drain"):
         seen = set(job.checkpoints.glob("checkpoint-*"))

@@ -140,7 +140,7 @@ def test_what_a_users_file_says_as_it_exits_is_shown(tmp_path: Path) -> None:
 def test_a_run_outlives_its_zygote(tmp_path: Path) -> None:
     """Its ranks end with it, and are restarted by themselves."""
     environment = {**os.environ, **QUICK, "OBSERVERS": "1", "CHECKPOINT_DIR": str(tmp_path), "LOG_INTERVAL": "1",
-                   "MAX_ITERATIONS": "60", "SOLVED_RETURN": "1000", "CHECKPOINT_INTERVAL": "0.2"}  # fmt: skip
+                   "MAX_ITERATIONS": "12", "SOLVED_RETURN": "1000", "CHECKPOINT_INTERVAL": "0.2"}  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "rolecall", "run", "rl", "--plain"], env=environment, cwd=ROOT, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -19,6 +19,7 @@ from rolecall.gang.wire import name_of_directive
 from rolecall.job import describe
 from rolecall.rank import coordinator, messages
 from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.link import Link
 from rolecall.watch.local import free_ports
 
 Post = Callable[[Beat], Coroutine[Any, Any, Answer]]
@@ -133,5 +134,30 @@ def test_requests_that_wait_do_not_hold_up_the_end(tmp_path: Path) -> None:
             await waits(lead, waiting, FIRST)
             await lead.stop(ended=False)
             assert await waiting == Answer()
+
+    run(steps())
+
+
+def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) -> None:
+    """Another connection would be another TLS handshake."""
+
+    async def steps() -> None:
+        async with serving(tmp_path, lease=60.0) as (lead, post):
+            order = await post(first_beat(lead))
+            assert order.directive is not None
+            known = name_of_directive(FIRST, order.directive)
+            assert lead._runner is not None
+            assert lead._runner.server is not None
+            before = set(lead._runner.server.connections)
+            seen = set(before)
+            async with Link(lead.settings, None) as link:
+                for number in range(2, 12):
+                    request = asyncio.create_task(link.post(Beat(FIRST, number, since=1, known=known)))
+                    while not any(waiting.beat.sequence == number for waiting in lead._waiting.values()):
+                        assert not request.done()
+                        await asyncio.sleep(0.01)
+                    seen |= set(lead._runner.server.connections)
+                    assert link.outdate(request)
+            assert len(seen - before) == 2
 
     run(steps())

@@ -249,14 +249,24 @@ def test_samples_are_taken_and_split() -> None:
     assert two.labels.tolist() == [1, 0]
 
 
-def test_no_file_of_the_standard_library_is_in_both_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for package in ("one", "two", "few"):
-        (tmp_path / package).mkdir()
-        for number in range(3 if package == "few" else 10):
-            lines = "\n".join(f"{package}{number}x{line} = 1" for line in range(20))
-            (tmp_path / package / f"{number}.py").write_text(lines)
-    (tmp_path / "alone.py").write_text("x = 1\n" * 50)
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A standard library of two packages that are classes."""
     monkeypatch.setattr(data, "standard_library", lambda: (tmp_path, sorted(tmp_path.rglob("*.py"))))
+    for package in ("email", "xml"):
+        modules(tmp_path / package, 10)
+    return tmp_path
+
+
+def modules(package: Path, count: int) -> None:
+    """Makes the package, of modules that share no word but `=` and `1`."""
+    package.mkdir()
+    for number in range(count):
+        lines = "\n".join(f"{package.name}{number}x{line} = 1" for line in range(20))
+        (package / f"{number}.py").write_text(lines)
+
+
+def test_no_file_of_the_standard_library_is_in_both_parts(monkeypatch: pytest.MonkeyPatch, library: Path) -> None:
     monkeypatch.setattr(data, "NGRAMS", 1)
     loaded = data.load(settings(num_embeddings=2**31 - 1))
     assert loaded.classes == 2
@@ -268,9 +278,20 @@ def test_no_file_of_the_standard_library_is_in_both_parts(monkeypatch: pytest.Mo
     assert float(loaded.train.bags.weights.sum()) == pytest.approx(len(loaded.train))
 
 
+def test_what_some_distributions_leave_out_is_no_data(library: Path) -> None:
+    modules(library / "ctypes", 5)
+    before = data.load(settings()).digest
+    (library / "alone.py").write_text("x = 1\n" * 50)
+    for package in ("tkinter", "distutils", "ensurepip", "turtledemo", "ctypes/macholib"):
+        modules(library / package, 10)
+    assert data.load(settings()).digest == before
+    modules(library / "urllib", 4)
+    assert data.load(settings()).digest != before
+
+
 def test_the_default_task_is_there() -> None:
     loaded = data.load(HybridSettings())
-    assert loaded.classes > 10
+    assert loaded.classes == len(data.PACKAGES)
     assert len(loaded.train) > 5000
     assert len(loaded.test) > 1000
     assert int(loaded.train.bags.rows.max()) < 1_000_000

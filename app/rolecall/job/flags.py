@@ -15,7 +15,7 @@ from rolecall.job.spec import Job
 
 # secrets, and what `rolecall run` decides for each rank
 NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "port", "master_port", "metrics_port",
-           "bind_addr", "job_token", "on_finish")  # fmt: skip
+           "bind_addr", "job_token", "on_finish", "leave_code")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from rolecall.tunnel import keys
 
 PATH = "/v1/heartbeat"
 MAX_BODY = 64 * 1024  # bytes
+IDLE = 15.0  # seconds that a member keeps a connection that it does not use
 TICK = 0.1  # seconds
 REST = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
 MOST_REFUSED = 100  # refusals that are remembered, not to log them again at once
@@ -101,9 +102,7 @@ class Coordinator:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(PATH, self._receive)
         # `cleanup` waits for handlers: one whose member has closed the connection must end
-        self._runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=self.settings.lease_seconds, handler_cancellation=True
-        )
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=2 * IDLE, handler_cancellation=True)
         await self._runner.setup()
         if self._socket:
             await web.UnixSite(self._runner, str(self._socket), backlog=1024).start()
@@ -238,7 +237,7 @@ class Coordinator:
     async def _answer(self, key: Key, beat: Beat, received_at: float, http_request: web.Request) -> Answer:
         gang = self.gang
         if before := self._waiting.pop(key, None):
-            # of the same member, which has closed the connection; or of a replaced one, which must stop before its
+            # of the same member, which has sent a newer one; or of a replaced one, which must stop before its
             # successor works
             before.finish(gang.answer(key, before.beat))
         if self._closing:

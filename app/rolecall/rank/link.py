@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Self
@@ -10,8 +11,8 @@ import aiohttp
 
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import Answer, Beat
-from rolecall.rank import messages
-from rolecall.rank.coordinator import PATH
+from rolecall.rank import messages, tasks
+from rolecall.rank.coordinator import IDLE, PATH
 
 REFUSALS = (400, 401, 409, 413)  # HTTP statuses
 TLS_REFUSAL = 401
@@ -31,18 +32,37 @@ class Link:
         self.address = f"{settings.master_addr}:{settings.rank0_port}"
         place = f"[{host}]" if ":" in host else host
         self._url = f"http://{place}:{settings.rank0_port}{PATH}"
+        self._outdated = set[asyncio.Task[Answer]]()  # one at most
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=settings.lease_seconds / 2),
             headers={"Authorization": f"Bearer {badge}"} if badge else {},
             # no cache of names: MASTER_ADDR may get another address
-            connector=aiohttp.UnixConnector(str(socket)) if socket else aiohttp.TCPConnector(use_dns_cache=False),
+            connector=aiohttp.UnixConnector(str(socket), keepalive_timeout=IDLE)
+            if socket
+            else aiohttp.TCPConnector(use_dns_cache=False, keepalive_timeout=IDLE),
         )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await tasks.cancel(self._outdated)
         await self._session.close()
+
+    def outdate(self, post: asyncio.Task[Answer]) -> bool:
+        """Gives up `post`, where it still waits for its answer; a newer beat is about to go out. Returns whether it
+        waited.
+
+        The coordinator answers it as soon as it has the newer one, and its connection is used again: another one would
+        cost a TLS handshake. One whose answer does not come by the next time is closed.
+        """
+        if post.done():
+            return False
+        for earlier in self._outdated:
+            earlier.cancel()
+        self._outdated = {post}
+        post.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody needs its answer
+        return True
 
     async def post(self, beat: Beat) -> Answer:
         """The answer to `beat`; comes at once where it does not name its directive, else after a while.

@@ -28,8 +28,8 @@ T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
 # what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
-PLACE = {"MASTER_ADDR", "PORT", "MASTER_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
-         "CHECKPOINT_DIR", "ON_FINISH", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL"}  # fmt: skip
+PLACE = {"INSTANCE", "MASTER_ADDR", "PORT", "MASTER_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
+         "CHECKPOINT_DIR", "ON_FINISH", "LEAVE_CODE", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL"}  # fmt: skip
 
 
 class RunFiles:
@@ -92,7 +92,7 @@ class RunFiles:
         done = rundir.read_done(directory)
         if done is not None:
             self.log.info(
-                "this job has finished already; RESUME=0 or another CHECKPOINT_DIR starts anew",
+                f"this job has finished already; {self._anew}",
                 directory=str(directory),
             )
         self.journal = Journal(directory, self.disk)
@@ -100,6 +100,13 @@ class RunFiles:
         must = persisted.number == 0 or not settings.resume
         self._write_generation(persisted.number, persisted.members, persisted.budget, must)
         return done
+
+    @property
+    def _anew(self) -> str:
+        """How a run from the beginning is had."""
+        if self.settings.on_finish == "linger":  # in a pod, which begins anew at each restart with RESUME=0
+            return "another or an empty CHECKPOINT_DIR starts anew (of a pod: delete its claim)"
+        return "RESUME=0 or another CHECKPOINT_DIR starts anew"
 
     @property
     def _settings(self) -> str:
@@ -123,7 +130,7 @@ class RunFiles:
             self.failed = Verdict(failed.reason, failed.code)
             self.log.error(
                 f"this job has failed for good: change a setting, or delete {directory / rundir.FAILED}, to train on "
-                "from the newest checkpoint; RESUME=0 or another CHECKPOINT_DIR starts anew",
+                f"from the newest checkpoint; {self._anew}",
                 **telemetry.cause(failed.reason),
             )
         return replace(persisted, budget=Budget(newest, newest))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import USAGE
+from rolecall.gang.protocol import OVER, USAGE
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
@@ -43,6 +43,8 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
         if tunnel:
             tunnel.close()
         shutil.rmtree(directory, ignore_errors=True)
+    if settings.leave_code and supervisor.member.hurried and (directive is None or directive.kind not in OVER):
+        return settings.leave_code  # where 0 would count as the end of its work, and 3 as the job's
     if code == USAGE and directive is not None and directive.kind == "failed":
         raise UsageError(directive.reason)
     return code

@@ -141,8 +141,7 @@ class Supervisor:
                     await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     change.cancel()
-                    outdated = post.cancel()  # while it waits for another directive: a newer heartbeat goes out at once
-                    await asyncio.wait({post})
+                    outdated = link.outdate(post)  # it waits for another directive: a newer heartbeat goes out at once
                 if outdated:
                     continue
                 error, previous = post.exception(), member.directive
@@ -292,7 +291,8 @@ class Supervisor:
         return "the worker is silent" if silent else ""
 
     def _unready(self) -> str:
-        running = self.workers.status().state == "running"
-        if running or self._finished:
+        if self.workers.status().state == "running":
             return ""
-        return "the job failed" if self._settled else "not in a running generation"
+        if self._settled:  # not ready: a disruption budget would keep a finished job's pods on their nodes
+            return "the job has finished" if self._finished else "the job failed"
+        return "not in a running generation"

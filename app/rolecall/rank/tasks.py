@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 
-async def cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels `tasks`, and waits until all have ended, however they do: `asyncio.wait_for` of Python 3.11 may lose a
     cancellation, so they are cancelled until they end.
     """

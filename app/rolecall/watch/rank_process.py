@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.rank.crashes import Crashes
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
 from rolecall.watch.output import Splitter
 
-SETTLED = 10.0  # seconds after which a rank's start counts as a success
 MAX_CRASHES = 5
 CHUNK = 2**16  # bytes
 INTERRUPTED = 130  # exit code
@@ -54,19 +54,19 @@ class RankProcess:
 
     async def supervise(self) -> int:
         """Runs the rank, restarting it when it crashes, until the job is over or `stopping`. Returns the exit code."""
-        crashes = 0
+        crashes = Crashes()
         while True:
             started = time.monotonic()
             code = await self._run()
             if code in (0, USAGE, FAILED) or self.stopping:
                 return code
-            crashes = 1 if time.monotonic() - started > SETTLED else crashes + 1
-            if code > 0 and crashes >= MAX_CRASHES:
-                self.show(f"{self.name} crashed {crashes} times in a row (exit code {code}), see {self.log}")
+            pause = crashes.add(time.monotonic() - started)
+            if code > 0 and crashes.in_a_row >= MAX_CRASHES:
+                self.show(f"{self.name} crashed {crashes.in_a_row} times in a row (exit code {code}), see {self.log}")
                 return code
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             self.show(f"{self.name} crashed ({cause}), restarting it")
-            await asyncio.sleep(min(0.1 * 2 ** (crashes - 1), 2.0))
+            await asyncio.sleep(pause)
 
     async def _run(self) -> int:
         # a pipe of its own: for one of the process object's, its `wait` would wait too

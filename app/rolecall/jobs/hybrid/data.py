@@ -23,7 +23,10 @@ from rolecall.jobs.hybrid.table import Bags
 WORD = re.compile(r"\w+|[^\w\s]")
 SAMPLE_LINES = 5  # lines of source in a sample
 NGRAMS = 2  # words in the longest run that has a row
-MIN_FILES = 4  # of a package that is a class
+# the classes: packages that every Python has, whatever its distribution puts into packages of its own (tkinter ...)
+PACKAGES = ("asyncio", "concurrent", "ctypes", "curses", "dbm", "email", "encodings", "http", "importlib", "json",
+            "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo")  # fmt: skip
+LEFT_OUT = "macholib"  # a folder of ctypes that Debian leaves out
 TEST_EVERY = 5  # every fifth file is for testing
 MAX_SAMPLES = 2000  # of one package
 MIX = 0x9E3779B97F4A7C15  # an odd number whose multiples are spread evenly (Knuth, 2^64 / golden ratio)
@@ -164,11 +167,10 @@ def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path
     packages: dict[str, list[Path]] = {}
     for path in files:
         first, *rest = path.relative_to(root).parts
-        if rest:
+        if rest and LEFT_OUT not in rest:
             packages.setdefault(first, []).append(path)
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = [], []
-    classes = [paths for paths in packages.values() if len(paths) >= MIN_FILES]
-    for label, paths in enumerate(classes):
+    for label, paths in enumerate(packages[name] for name in PACKAGES if name in packages):
         texts: tuple[list[str], list[str]] = [], []
         for number, path in enumerate(paths):
             texts[number % TEST_EVERY == TEST_EVERY // 2].extend(_texts(path))

@@ -45,6 +45,8 @@ from tests.roles import counter
 # a container is given its number by the gang; every container has ports of its own; the image says where its volume is;
 # `docker inspect` would show a token; and a user's own certificates would have to be mounted
 NOT_PASSED = {
+    "INSTANCE",
+    "LEAVE_CODE",
     "ORDINAL",
     "RANK",
     "WORLD_SIZE",

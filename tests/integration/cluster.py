@@ -108,6 +108,7 @@ class Rank:
     log: Path
     process: subprocess.Popen[bytes] | warm.Process | None = None
     prefix: list[str] = field(default_factory=list)  # of the command
+    arguments: list[str] = field(default_factory=list)
     server: Zygote | None = None  # to be forked from; a cold start otherwise
 
     @property
@@ -125,7 +126,7 @@ class Rank:
             return self
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "rolecall"],
+                [*self.prefix, sys.executable, "-m", "rolecall", *self.arguments],
                 env=self.environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

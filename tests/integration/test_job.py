@@ -147,7 +147,9 @@ def test_finished_job_lingers_and_stays_finished(cluster: MakeCluster) -> None:
     job = cluster(ENV_ID=QUICK_ID, ON_FINISH="linger", MAX_ITERATIONS="5").start(1)
     until(lambda: (job.checkpoints / "DONE").exists(), "DONE")
     for rank in job.ranks.values():
-        until(lambda rank=rank: "lingering" in rank.text() and rank.get("/readyz")[0] == 200, f"{rank.name} to linger")
+        until(lambda rank=rank: "lingering" in rank.text(), f"{rank.name} to linger")
+        # a disruption budget must not keep it on its node
+        assert rank.get("/readyz") == (503, "the job has finished\n")
     until(lambda: "summary=summary.json" in job.agent.text(), "the report")
     before = reported(job.checkpoints)[0]
     times = {
@@ -159,6 +161,7 @@ def test_finished_job_lingers_and_stays_finished(cluster: MakeCluster) -> None:
         rank.start()
         until(lambda rank=rank: rank.text().count("lingering") == 2, f"{name} to linger again")
     assert job.agent.metric("gang_generations_total") == 0
+    assert "already; another or an empty CHECKPOINT_DIR starts anew (of a pod: delete its claim)" in job.agent.text()
     for rank in job.ranks.values():
         rank.terminate()
         assert rank.wait() == 0
@@ -248,9 +251,15 @@ def test_unreachable_master_ends_at_the_deadline(cluster: MakeCluster) -> None:
 
 
 @pytest.mark.parametrize("tls", ["require", "off"])
-def test_wrong_token_is_refused_and_the_gang_trains_on(cluster: MakeCluster, tls: str) -> None:
-    job = cluster(OBSERVERS="1", TLS=tls).start(1)
+def test_a_wrong_token_and_another_copy_are_refused_and_the_gang_trains_on(cluster: MakeCluster, tls: str) -> None:
+    job = cluster(OBSERVERS="1", TLS=tls, INSTANCE="one").start(1)
     job.trains()
+    generations = job.agent.metric("gang_generations_total")
+    copy = job.add("observer", 0, INSTANCE="two")
+    copy.log = job.directory / "copy.log"
+    assert copy.start().wait() == 2
+    job.ranks.pop(copy.name)
+    assert "observer 0 has INSTANCE=two, rank 0 has one" in copy.text()
     guess = "a-guess-of-the-right-length"
     stranger = job.add("observer", 5, JOB_TOKEN=guess).start()
     assert stranger.wait() == 2
@@ -261,8 +270,27 @@ def test_wrong_token_is_refused_and_the_gang_trains_on(cluster: MakeCluster, tls
     else:
         until(lambda: job.agent.metric("tunnel_refused_total", reason="protocol") == 1, "the refusal")
     job.trains()
+    assert job.agent.metric("gang_generations_total") == generations
     assert TOKEN not in job.logs()
     assert guess not in job.logs()
+
+
+def test_a_containers_first_process_restarts_the_rank(cluster: MakeCluster) -> None:
+    job = cluster(OBSERVERS="1", CHECKPOINT_INTERVAL="0.2")
+    agent = job.add("agent", 0)
+    agent.server, agent.arguments = None, ["rank", "--restarts", "5"]
+    agent.start()
+    job.add("observer", 0).start()
+    job.trains()
+    until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
+    (rank,) = psutil.Process(agent.pid).children()
+    rank.kill()
+    until(agent.appears("resumed"), "the restarted rank")
+    assert agent.text().count("the rank crashed, restarting it") == 1
+    job.trains()
+    for each in job.ranks.values():
+        each.terminate()
+        assert each.wait() == 0
 
 
 def test_second_rank_0_is_refused(cluster: MakeCluster) -> None:

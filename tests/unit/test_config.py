@@ -399,7 +399,8 @@ def test_the_ordinal_that_is_given_wins() -> None:
 
 def test_the_gang_places_whoever_is_beyond_the_counts() -> None:
     assert identity("rank-2") == ("observer", 1)
-    assert identity("rank-3") == identity("3b40cf1c355c") == ("", None)  # an elastic role may grow
+    # an elastic role may grow
+    assert identity("rank-3") == identity("3b40cf1c355c") == identity(rank=3) == ("", None)
 
 
 def test_a_role_of_one_member_needs_no_ordinal() -> None:
@@ -418,8 +419,8 @@ def test_a_role_of_one_member_needs_no_ordinal() -> None:
         ("agent-1", {"role": "agent"}, "the host name agent-1: agent has ordinals 0 to 0"),
         ("x", {"role": "trainer"}, r"ROLE='trainer': no such role \(agent, observer\)"),
         ("x", {"role": "Observer"}, r"ROLE='Observer': no such role"),
-        ("x", {"rank": 3}, "RANK=3: the job has ranks 0 to 2"),
-        ("x", {"rank": 5, "observers": 4}, "RANK=5: the job has ranks 0 to 4"),
+        ("x", {"rank": 3, "world_size": 3}, "RANK=3: the job has ranks 0 to 2"),
+        ("x", {"rank": 5, "observers": 4, "max_observers": 4}, "RANK=5: the job has ranks 0 to 4"),
         ("x", {"world_size": 2}, "WORLD_SIZE=2: the counts make 3"),
         ("x", {"ordinal": 1}, r"ORDINAL=1: of which ROLE\? \(agent, observer\)"),
         ("x", {"rank": 0, "world_size": 2}, r"WORLD_SIZE=2: the counts make 3 \(1 agent \+ 2 observer\)"),

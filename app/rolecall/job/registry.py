@@ -119,7 +119,8 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
         spelled = " + ".join(f"{role.count} {role.name}" for role in roles)
         raise UsageError(f"WORLD_SIZE={settings.world_size}: the counts make {total} ({spelled})")
     if not settings.role:
-        if settings.rank is not None and settings.rank >= total:
+        fixed = settings.world_size is not None or not any(role.maximum > role.count for role in roles)
+        if settings.rank is not None and settings.rank >= total and fixed:
             raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
         rank = _number_in(host, "rank") if settings.rank is None else settings.rank
         if rank is None and settings.ordinal is not None:

@@ -30,7 +30,9 @@ def open_store(
     first, listener = rank == 0, None
     network, host = "lo", LOOPBACK
     if reach is None:
-        network, host, port = interface(settings.master_addr), settings.master_addr, store_port(settings)
+        network, port = interface(settings.master_addr), store_port(settings)
+        # a cluster may not lead a pod back to itself by its Service
+        host = LOOPBACK if first and not settings.bind_addr else settings.master_addr
         listener = _listen(settings) if first else None
         if listener is None:
             _await_listener(settings)

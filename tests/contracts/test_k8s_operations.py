@@ -1,0 +1,267 @@
+"""Autoscalers, the adapter's rules, and the objects that Argo CD and Flux are given: docs/kubernetes-operations.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from rolecall.job import registry
+from tests.contracts.asked import SAMPLES, SELECTOR
+from tests.contracts.containers import ROOT
+from tests.contracts.manifests import COMPONENT, K8S, Object, Overlay, RankSet, extended, render
+from tests.contracts.test_k8s import CUSTOM, KUBERNETES
+
+PAGE = (ROOT / "docs" / "kubernetes-operations.md").read_text()
+# the page's files: where each lies, and what is in it
+BLOCKS = re.findall(r"^```yaml\n# (\S+)\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+KUSTOMIZATIONS = [(path, text) for path, text in BLOCKS if Path(path).name == "kustomization.yaml"]
+TOOLS = {path: [*yaml.safe_load_all(text)] for path, text in BLOCKS if Path(path).name != "kustomization.yaml"}
+REMOTE = re.compile(r"https://git\.example/team/rolecall//(k8s/\S+)\?ref=v[\d.]+")
+KNOWN = CUSTOM | {"JobSet"}  # to the cluster, not to Kubernetes's own schemas
+
+RULES: list[Object] = yaml.safe_load((K8S / "components" / "autoscale-adapter.yaml").read_text())["rules"]["custom"]
+# by the component's folder: the job's name, which role is scaled, and the settings that bound it
+SCALED = {
+    "autoscale-observers": ("rl", "observer", "OBSERVERS", "MAX_OBSERVERS"),
+    "autoscale-trainers": ("ps-trainers", "trainer", "TRAINERS", "MAX_TRAINERS"),
+}
+
+
+def checked(objects: list[Object]) -> list[Object]:
+    """`objects`, which fit Kubernetes's schemas where these know them."""
+    for item in objects:
+        if item["kind"] not in KNOWN:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    return objects
+
+
+# ---- the autoscalers
+
+
+@pytest.fixture(params=SCALED)
+def component(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def scaled(directory: Path, component: str, variant: str = "", **fields: Any) -> Overlay:
+    """A job with its autoscaler, in a kustomization in `directory`."""
+    job, _, count, most = SCALED[component]
+    settings = {"name": job, "behavior": "merge", "literals": [f"{count}=3", f"{most}=7"]}
+    folder = os.path.relpath(K8S / "components" / component, directory)
+    given = {"components": [folder], "configMapGenerator": [settings], **fields}
+    return Overlay(job, checked(extended(directory, K8S / f"{job}{variant}", **given)))
+
+
+def the_set(overlay: Overlay, role: str) -> RankSet:
+    (one,) = [item for item in overlay.sets if item.labels[COMPONENT] == role]
+    return one
+
+
+@pytest.mark.parametrize("variant", ["", "-cuda"])
+def test_an_elastic_role_follows_its_autoscaler(component: str, variant: str, tmp_path: Path) -> None:
+    _, name, count, most = SCALED[component]
+    rendered = scaled(tmp_path, component, variant)
+    autoscaler = rendered.only("HorizontalPodAutoscaler")
+    target = the_set(rendered, name)
+    assert target.role.elastic
+    assert (target.role.count, target.role.maximum) == (count, most)
+    assert autoscaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": target.object["apiVersion"], "kind": target.object["kind"], "name": target.name
+    }  # fmt: skip
+    # the bounds are those of the job, and numbers
+    assert (autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]) == (3, 7)
+    assert (target.environment[count], target.environment[most]) == ("3", "7")
+    # nothing that `kubectl apply` sets back, but for roles of a fixed size
+    assert {one.name: "replicas" in one.spec for one in rendered.sets} == {
+        one.name: one.name != target.name for one in rendered.sets
+    }
+
+
+@pytest.mark.parametrize("names", [{"namePrefix": "b-"}, {"nameSuffix": "-two"}])
+def test_an_autoscaler_follows_the_names(component: str, names: dict[str, str], tmp_path: Path) -> None:
+    rendered = scaled(tmp_path, component, **names)
+    target, autoscaler = the_set(rendered, SCALED[component][1]), rendered.only("HorizontalPodAutoscaler")
+    assert target.name != SCALED[component][1]
+    assert autoscaler["spec"]["scaleTargetRef"]["name"] == autoscaler["metadata"]["name"] == target.name
+    assert autoscaler["metadata"]["labels"].items() <= target.object["metadata"]["labels"].items()
+    assert "replicas" not in target.spec
+
+
+def test_a_job_without_its_bound_is_refused(component: str, tmp_path: Path) -> None:
+    job, _, _, most = SCALED[component]
+    settings = {"name": job, "behavior": "merge", "literals": ["SEED=1"]}
+    with pytest.raises(AssertionError, match=f"data.{most}. is missing"):
+        scaled(tmp_path, component, configMapGenerator=[settings])
+
+
+def test_an_autoscaler_is_slow_and_slowest_downwards(component: str, tmp_path: Path) -> None:
+    """A regroup costs a generation, and the metric is a mean over the window of the rule."""
+    behavior = scaled(tmp_path, component).only("HorizontalPodAutoscaler")["spec"]["behavior"]
+    up, down = behavior["scaleUp"], behavior["scaleDown"]
+    (window,) = {60 * int(minutes) for rule in RULES for minutes in re.findall(r"\[(\d+)m\]", rule["metricsQuery"])}
+    assert window <= up["stabilizationWindowSeconds"] < down["stabilizationWindowSeconds"] <= 3600
+    for policy in (*up["policies"], *down["policies"]):
+        # the next change is decided by values of after the last one
+        assert window + up["stabilizationWindowSeconds"] <= policy["periodSeconds"] <= 1800
+
+
+# ---- the adapter's rules
+
+
+def rule_of(metric: str) -> Object:
+    (rule,) = [rule for rule in RULES if rule["name"]["as"] == metric]
+    return rule
+
+
+def query_of(rule: Object) -> str:
+    """What Prometheus is asked, as the adapter fills it in."""
+    template: str = rule["metricsQuery"]
+    series, _, _ = rule["seriesQuery"].partition("{")
+    filled = {"Series": series, "LabelMatchers": 'namespace="n",pod=~"a|b"', "GroupBy": "pod"}
+    assert set(re.findall(r"<<\.(\w+)>>", template)) == set(filled)
+    return re.sub(r"<<\.(\w+)>>", lambda match: filled[match[1]], template)
+
+
+def test_every_metric_of_an_autoscaler_has_its_rule(component: str, tmp_path: Path) -> None:
+    (metric,) = scaled(tmp_path, component).only("HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert metric["type"] == "Pods"
+    rule = rule_of(metric["pods"]["metric"]["name"])
+    # a share of the time
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "500m"}
+    # offered for the pods that are scaled, since the role alone has the series that it is found by
+    series, _, labels = rule["seriesQuery"].partition("{")
+    assert SAMPLES[series].roles == (SCALED[component][1],)
+    assert labels == 'namespace!="",pod!=""}'
+    assert rule["resources"]["overrides"] == {"namespace": {"resource": "namespace"}, "pod": {"resource": "pod"}}
+    assert f"`{rule['name']['as']}`" in PAGE
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["name"]["as"])
+def test_rules_ask_for_what_exists(rule: Object) -> None:
+    query = query_of(rule)
+    asked = SELECTOR.findall(query)
+    assert len(asked) >= 3
+    for metric, selector in asked:
+        assert metric in SAMPLES, metric
+        assert set(re.findall(r"(\w+)(?==|!=|=~|!~)", selector)) <= {"namespace", "pod"}
+    assert query.count("(") == query.count(")")
+    # no work: no series, where a share of nothing would be 0 to the adapter
+    assert re.search(r"/ \(\s[^/]*> 0\s+\)", query)
+
+
+def test_an_observers_agent_is_that_of_its_copy() -> None:
+    """Both pods' names come to the same without the role and the number."""
+    pairs = re.findall(r'"copy", "(.+?)", "pod", "(.+?)"', query_of(rule_of("rl_agent_waiting")))
+    patterns = {role.name: [pair for pair in pairs if role.name in pair[1]] for role in registry.get("rl").roles}
+
+    def copy_of(role: str, pod: str) -> str:
+        ((to, pattern),) = patterns[role]
+        match = re.fullmatch(pattern, pod)
+        assert match, pod
+        return match.expand(to.replace("$", "\\"))
+
+    copies = [("", ""), ("b-", ""), ("", "-b"), ("agent-of-", "-x"), ("observer-", "-two")]
+    agents = [copy_of("agent", f"{prefix}agent{suffix}-0") for prefix, suffix in copies]
+    assert agents == [copy_of("observer", f"{prefix}observer{suffix}-12") for prefix, suffix in copies]
+    assert len(set(agents)) == len(copies)
+
+
+# ---- the page's files
+
+
+@pytest.mark.parametrize(("path", "text"), KUSTOMIZATIONS, ids=range(len(KUSTOMIZATIONS)))
+def test_the_documented_overlays_render(path: str, text: str, tmp_path: Path) -> None:
+    """From a vendored copy, and from a remote one, which is a copy beside it here."""
+    for parent in (tmp_path, tmp_path / "vendor" / "rolecall"):
+        shutil.copytree(K8S, parent / "k8s")
+        shutil.copytree(ROOT / "docker" / "grafana", parent / "docker" / "grafana")
+    directory = (tmp_path / path).parent
+    directory.mkdir(parents=True)
+    above = os.path.relpath(tmp_path, directory)
+    (directory / "kustomization.yaml").write_text(REMOTE.sub(rf"{above}/\1", text))
+    rendered = checked(render(directory))
+    before = render(tmp_path / re.findall(r"(k8s/[a-z-]+)(?:\?|$)", text, re.MULTILINE)[0])
+    kinds = [item["kind"] for item in rendered]
+    assert set(kinds) >= {item["kind"] for item in before}
+    assert rendered != before
+    assert ("autoscale" in text) == ("HorizontalPodAutoscaler" in kinds)
+    for name, key, value in re.findall(r"\{op: replace, path: (/spec/\S*?)/(\w+), value: (\S+)\}", text):
+        (item,) = [one for one in rendered if one["kind"] == "HorizontalPodAutoscaler"]
+        for step in name.strip("/").split("/"):
+            item = item[int(step) if step.isdigit() else step]
+        assert str(item[key]) == value
+
+
+def test_what_a_job_of_a_repository_leaves_is_kept(tmp_path: Path) -> None:
+    """Its claim is an object of the folder, so the tools would delete it, and a changed JobSet cannot be applied."""
+    (text,) = [text for path, text in KUSTOMIZATIONS if path == "deploy/rl-job/kustomization.yaml"]
+    shutil.copytree(K8S, tmp_path / "vendor" / "rolecall" / "k8s")
+    directory = tmp_path / "deploy" / "rl-job"
+    directory.mkdir(parents=True)
+    (directory / "kustomization.yaml").write_text(text)
+    notes = {item["kind"]: item["metadata"].get("annotations", {}) for item in render(directory)}
+    assert notes["PersistentVolumeClaim"] == {
+        "argocd.argoproj.io/sync-options": "Prune=false,Delete=false",
+        "kustomize.toolkit.fluxcd.io/prune": "disabled",
+    }
+    assert notes["JobSet"].items() >= {
+        "argocd.argoproj.io/sync-options": "Force=true,Replace=true",
+        "kustomize.toolkit.fluxcd.io/force": "enabled",
+    }.items()  # fmt: skip
+
+
+def test_argo_cd_is_given_an_overlay_of_the_page() -> None:
+    (application,) = TOOLS["deploy/argocd/rl.yaml"]
+    assert (application["apiVersion"], application["kind"]) == ("argoproj.io/v1alpha1", "Application")
+    spec = application["spec"]
+    assert set(spec) == {"project", "source", "destination", "syncPolicy"}
+    assert set(spec["source"]) == {"repoURL", "targetRevision", "path"}
+    assert set(spec["destination"]) == {"server", "namespace"}
+    assert f"{spec['source']['path']}/kustomization.yaml" in dict(KUSTOMIZATIONS)
+    assert spec["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
+    # without it, any change in the folder would start a JobSet anew that is to be replaced
+    assert "ApplyOutOfSyncOnly=true" in spec["syncPolicy"]["syncOptions"]
+    assert all(re.fullmatch(r"[A-Z]\w+=(true|false)", option) for option in spec["syncPolicy"]["syncOptions"])
+
+
+def test_flux_is_given_an_overlay_of_the_page() -> None:
+    source, kustomization = TOOLS["deploy/flux/rl.yaml"]
+    assert (source["apiVersion"], source["kind"]) == ("source.toolkit.fluxcd.io/v1", "GitRepository")
+    assert set(source["spec"]) == {"interval", "url", "ref"}
+    assert (kustomization["apiVersion"], kustomization["kind"]) == (
+        "kustomize.toolkit.fluxcd.io/v1", "Kustomization"
+    )  # fmt: skip
+    spec = kustomization["spec"]
+    assert {"interval", "prune", "sourceRef"} < set(spec) <= {
+        "interval", "sourceRef", "path", "targetNamespace", "prune", "wait"
+    }  # fmt: skip
+    assert spec["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
+    assert source["metadata"]["namespace"] == kustomization["metadata"]["namespace"]
+    assert f"{spec['path'].removeprefix('./')}/kustomization.yaml" in dict(KUSTOMIZATIONS)
+    # ranks are ready only while they train, so a finished job would count as failed
+    assert spec["wait"] is False
+    durations = (source["spec"]["interval"], spec["interval"])
+    assert all(re.fullmatch(r"(\d+(\.\d+)?(ms|s|m|h))+", value) for value in durations)
+
+
+def test_both_tools_apply_the_same_to_the_same_namespace() -> None:
+    (application,), (source, kustomization) = TOOLS["deploy/argocd/rl.yaml"], TOOLS["deploy/flux/rl.yaml"]
+    assert application["spec"]["source"]["repoURL"] == source["spec"]["url"]
+    assert application["spec"]["source"]["targetRevision"] == source["spec"]["ref"]["branch"]
+    namespace = application["spec"]["destination"]["namespace"]
+    assert namespace == kustomization["spec"]["targetNamespace"]
+    assert f"kubectl create secret generic rl --namespace {namespace} " in PAGE
+
+
+def test_no_documented_file_is_left_out() -> None:
+    assert len(BLOCKS) == PAGE.count("```yaml\n") == len(KUSTOMIZATIONS) + len(TOOLS)
+    assert len(KUSTOMIZATIONS) == 5
+    assert sum(len(REMOTE.findall(text)) for _, text in KUSTOMIZATIONS) == 2
+    assert [path for path in re.findall(r"k8s/components/[a-z.-]+", PAGE) if not (ROOT / path).exists()] == []

@@ -1,0 +1,77 @@
+"""A container's first process and what it does where its rank ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import until
+
+# writes its number to the file, and does as it is told at each start
+PROGRAM = """
+import os, signal, sys, time
+from rolecall.rank.guard import guard
+code = guard(2)
+if code is not None:
+    sys.exit(code)
+with open({starts!r}, "a") as starts:
+    print(os.getpid(), file=starts)
+number = len(open({starts!r}).readlines()) - 1
+exec({actions!r}[number])
+"""
+
+
+def run(directory: Path, *actions: str) -> tuple[subprocess.Popen[str], Path]:
+    starts = directory / "starts"
+    program = PROGRAM.format(starts=str(starts), actions=actions)
+    return subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE), starts
+
+
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("actions", "code"),
+    [
+        (["sys.exit(0)"], 0),
+        (["sys.exit(2)"], 2),
+        (["sys.exit(3)"], 3),
+        (["sys.exit(1)", KILLED, "sys.exit(0)"], 0),
+        (["sys.exit(1)", "sys.exit(1)", "sys.exit(7)"], 7),
+        ([KILLED, KILLED, KILLED], 128 + signal.SIGKILL),
+    ],
+)
+def test_a_crash_is_restarted_until_there_were_too_many(tmp_path: Path, actions: list[str], code: int) -> None:
+    process, starts = run(tmp_path, *actions)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert len(set(starts.read_text().split())) == len(actions)
+    assert output.count("restarting it") == len(actions) - 1
+    assert ("crashed too often" in output) == (code > 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_is_no_crash(tmp_path: Path, number: signal.Signals) -> None:
+    handles = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); print('there', flush=True); signal.pause()"
+    process, starts = run(tmp_path, handles)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(number)
+    assert process.wait(30) == 5
+    assert len(starts.read_text().split()) == 1
+
+
+def test_a_signal_ends_the_pause_before_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, starts = run(tmp_path, "sys.exit(1)", "sys.exit(1)", "time.sleep(60)")
+    assert process.stdout is not None
+    until(lambda: "restart=2" in process.stdout.readline(), "the second pause")  # type: ignore[union-attr]
+    process.terminate()
+    assert process.wait(30) in (1, 128 + signal.SIGTERM)  # in the pause, or of the third
+    for pid in starts.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)

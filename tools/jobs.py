@@ -215,7 +215,8 @@ def job_spec(folder: str, kind: str, part: Part, first: bool, names: dict[str, s
     pod = template["spec"]
     (container,) = pod["containers"]
     container["image"] = container["image"].partition(":")[0]
-    container["env"] += part.env
+    # a StatefulSet's pods have their numbers from its own label
+    container["env"] = [one for one in container["env"] if one["name"] not in ("ORDINAL", "RANK")] + [*part.env]
     for source in container["envFrom"]:
         source["configMapRef"]["name"] = names[source["configMapRef"]["name"]]
     # a podFailurePolicy asks for the one, the component podgroup replaces the other

@@ -125,7 +125,12 @@ class RankSet:
 
     @property
     def replicas(self) -> int:
-        return int(self.spec["replicas"])
+        """As many as are wanted at the start: of a set that an autoscaler scales, its minimum."""
+        scaled = {
+            item["spec"]["scaleTargetRef"]["name"]: item["spec"]["minReplicas"]
+            for item in self.overlay.of_kind("HorizontalPodAutoscaler")
+        }
+        return int(scaled.get(self.name) or self.spec["replicas"])
 
     @property
     def pod(self) -> Object:

@@ -107,14 +107,23 @@ def test_a_set_is_a_role(rendered: Overlay) -> None:
     if not rendered.first.has_role:
         (one,) = rendered.sets
         assert one.labels[COMPONENT] == "rank"
-        assert not {"RANK", "ORDINAL"} & set(one.environment)  # a pod's name ends in them
-        assert all(re.search(rf"(^|-)rank-{number}$", pod) for number, pod in enumerate(one.pods))
+        assert [one.environment_of(pod)["RANK"] for pod in one.pods] == [str(number) for number in range(one.replicas)]
         return
     assert {one.role.name for one in rendered.sets} == {role.name for role in rendered.first.job.roles}
     assert len(rendered.sets) == len(rendered.first.job.roles)
     for one in rendered.sets:
         assert one.labels[COMPONENT] == one.role.name
+        assert [one.environment_of(pod)["ORDINAL"] for pod in one.pods] == [str(n) for n in range(one.replicas)]
         assert one.environment["JOB"] == rendered.first.environment["JOB"]
+
+
+def identity_of(ranks: RankSet, pod: str, settings: Settings) -> tuple[str, int | None]:
+    """The rank that `pod` takes itself for; a job with a file of its own is taken for a script."""
+    given = ranks.environment_of(pod)
+    numbers = {name.lower(): int(given[name]) for name in ("ORDINAL", "RANK") if name in given}
+    job = ranks.job if ranks.has_role else registry.get("script")
+    identity = registry.identity(registry.roles(job, settings), settings.model_copy(update=numbers), pod)
+    return identity.role, identity.ordinal
 
 
 def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,9 +144,9 @@ def test_every_variable_is_known_and_parses(rendered: Overlay, monkeypatch: pyte
         settings = config.load(one.settings)
         assert settings.secure
         if one.has_role:
-            for pod in one.pods:
-                identity = registry.identity(registry.roles(one.job, settings), settings, pod)
-                assert (identity.role, identity.ordinal) == (one.role.name, int(pod.rpartition("-")[2]))
+            assert [identity_of(one, pod, settings) for pod in one.pods] == [
+                (one.role.name, number) for number in range(one.replicas)
+            ]
             counts = {role.name: role for role in registry.roles(one.job, settings)}
             assert one.replicas == counts[one.role.name].count, f"{one.name}: {one.role.count}"
         elif "RANKS" in one.environment:
@@ -503,9 +512,7 @@ def test_the_pods_of_a_copy_know_their_ranks(copy: Overlay) -> None:
         role = one.role.name if one.has_role else "rank"
         given = {"role": role} if one.has_role else {"ranks": one.replicas}
         settings = config.load(job.settings, tls="off", **given)
-        for number, pod in enumerate(one.pods):
-            identity = registry.identity(registry.roles(job, settings), settings, pod)
-            assert (identity.role, identity.ordinal) == (role, number), pod
+        assert [identity_of(one, pod, settings) for pod in one.pods] == [(role, n) for n in range(one.replicas)]
 
 
 def test_copies_live_in_one_kustomization(tmp_path: Path) -> None:

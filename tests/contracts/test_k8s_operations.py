@@ -193,10 +193,11 @@ def test_the_documented_overlays_render(path: str, text: str, tmp_path: Path) ->
     assert rendered != before
     assert ("autoscale" in text) == ("HorizontalPodAutoscaler" in kinds)
     for name, key, value in re.findall(r"\{op: replace, path: (/spec/\S*?)/(\w+), value: (\S+)\}", text):
-        (item,) = [one for one in rendered if one["kind"] == "HorizontalPodAutoscaler"]
+        place: Any
+        (place,) = [one for one in rendered if one["kind"] == "HorizontalPodAutoscaler"]
         for step in name.strip("/").split("/"):
-            item = item[int(step) if step.isdigit() else step]
-        assert str(item[key]) == value
+            place = place[int(step) if step.isdigit() else step]
+        assert str(place[key]) == value
 
 
 def test_what_a_job_of_a_repository_leaves_is_kept(tmp_path: Path) -> None:

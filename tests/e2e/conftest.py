@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.jobs import Ending
 from tests.contracts.manifests import Overlay
 from tests.e2e.containers import IMAGE, ROOT, Project
-from tests.e2e.pods import Pods
+from tests.e2e.pods import JobPods, Pods
 
 Projects = Callable[..., Project]
 Started = Callable[..., Pods]
+StartedJob = Callable[..., JobPods]
 ENDLESS = {  # learns too slowly to be solved
     "LR": "1e-9",
     "NUM_ENVS": "8",
@@ -24,7 +26,7 @@ ENDLESS = {  # learns too slowly to be solved
     "CHECKPOINT_INTERVAL": "1",
     "LOG_INTERVAL": "1000",
 }
-_open: list[Project | Pods] = []
+_open: list[Project | Pods | JobPods] = []
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -64,8 +66,25 @@ def started() -> Iterator[Started]:
     """A factory of started pods, gone afterwards."""
     everyone: list[Pods] = []
 
-    def start(overlay: Overlay, folder: Path | None = None, secret: bool = True) -> Pods:
-        everyone.append(Pods(overlay, folder, secret))
+    def start(overlay: Overlay, folder: Path | None = None, secret: bool = True, beside: Pods | None = None) -> Pods:
+        everyone.append(Pods(overlay, folder, secret, beside))
+        _open.append(everyone[-1])
+        everyone[-1].start()
+        return everyone[-1]
+
+    yield start
+    for pods in reversed(everyone):  # those beside others first: the network is the others'
+        _open.remove(pods)
+        pods.close()
+
+
+@pytest.fixture
+def job_pods() -> Iterator[StartedJob]:
+    """A factory of started pods of Jobs, gone afterwards."""
+    everyone: list[JobPods] = []
+
+    def start(ending: Ending, secret: bool = True) -> JobPods:
+        everyone.append(JobPods(ending, secret))
         _open.append(everyone[-1])
         everyone[-1].start()
         return everyone[-1]

@@ -22,6 +22,7 @@ from rolecall import Job, telemetry
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
+DISK = ROOT / "tests" / "disk"  # makes Python's disk slow
 IMAGE = os.environ.get("IMAGE", "rolecall") + ":cpu"
 DEADLINE = 120.0  # of every command; a fail-safe, no measurement
 PORTS = (8000, 29400)  # that a rank listens on: metrics, and all that ranks send each other

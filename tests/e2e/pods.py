@@ -1,4 +1,4 @@
-"""Rendered pods with the engine at hand: what a kubelet would make of a StatefulSet's template, for tests."""
+"""Rendered pods with the engine at hand: what a kubelet would make of a StatefulSet's or a Job's template."""
 
 from __future__ import annotations
 
@@ -11,24 +11,62 @@ from pathlib import Path
 
 import yaml
 
-from tests.contracts.manifests import K8S, Overlay, RankSet, render
-from tests.e2e.containers import IMAGE, Container, docker
+from tests.contracts.jobs import Ending, Part
+from tests.contracts.manifests import K8S, Object, Overlay, RankSet, render
+from tests.e2e.containers import DISK, IMAGE, Container, docker
 
 _numbers = itertools.count()
 SCRATCH = "rw,noexec,nosuid,nodev,mode=1777"  # as the engine gives a pod's memory volume
+RANK_PORT = 29400
+# what leads from the address of rank 0's Service to its pod, wherever that is by now: as kube-proxy does
+SERVICE = """
+import contextlib, socket, sys, threading
+port = int(sys.argv[2])
+def copy(source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+        return
+    for each in source, target:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+def serve(guest):
+    with guest, contextlib.suppress(OSError), socket.create_connection((sys.argv[1], port), 5) as pod:
+        pod.settimeout(None)
+        back = threading.Thread(target=copy, args=(pod, guest))
+        back.start()
+        copy(guest, pod)
+        back.join()
+with socket.create_server(("", port), backlog=1024) as server:
+    while True:
+        threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+"""
 
 
-def overlay_with(directory: Path, job: str, **settings: str) -> Overlay:
-    """A job's overlay with further settings, made as a user makes one."""
+def rendered_with(directory: Path, job: str, prefix: str = "", **settings: str) -> list[Object]:
+    """The objects of a job's folder with further settings, made as a user makes them."""
     directory.mkdir(exist_ok=True)
     name = render(K8S / job)[0]["metadata"]["name"].rpartition("-")[0]
     literals = [f"{key}={value}" for key, value in settings.items()]
-    kustomization = {
+    kustomization: Object = {
         "resources": [os.path.relpath(K8S / job, directory)],
         "configMapGenerator": [{"name": name, "behavior": "merge", "literals": literals}] if literals else [],
     }
+    if prefix:
+        kustomization["namePrefix"] = prefix
     (directory / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return Overlay(job, render(directory))
+    return render(directory)
+
+
+def overlay_with(directory: Path, job: str, prefix: str = "", **settings: str) -> Overlay:
+    """A job's StatefulSets with further settings."""
+    return Overlay(job, rendered_with(directory, job, prefix, **settings))
+
+
+def ending_with(directory: Path, job: str, **settings: str) -> Ending:
+    """A job's Indexed Jobs with further settings."""
+    return Ending(job, rendered_with(directory, job, **settings))
 
 
 def config_map(directory: Path, *files: Path) -> Path:
@@ -50,50 +88,55 @@ def volume(directory: Path, contents: dict[str, str], mode: int, group: int = -1
     return directory
 
 
-class Pods:
-    """The pods of one overlay on a network of their own, where they have the names that the service gives them.
+class Engine:
+    """What the pods of one job have in common: a network, a Secret, and the address of rank 0's Service.
 
-    `folder` is what their volume of a ConfigMap holds. Their Secret has a token unless there is none yet.
+    Each pod has that address as the only answer that DNS ever gives it for the Service's name, and no other name leads
+    to a pod. With `beside`, the network and the token are those of another job's pods.
     """
 
-    def __init__(self, overlay: Overlay, folder: Path | None = None, secret: bool = True) -> None:
-        self.overlay, self.folder = overlay, folder
+    def __init__(self, folder: Path | None, beside: Engine | None) -> None:
+        self.folder = folder
         self.name = f"rolecall-pods-{os.getpid()}-{next(_numbers)}"
-        self.token = secrets.token_urlsafe(32)
+        self.network = beside.network if beside else self.name
+        self.token = beside.token if beside else secrets.token_urlsafe(32)
         self._secrets = tempfile.TemporaryDirectory(prefix=self.name)
         self.secret = Path(self._secrets.name) / "secret"
         self.secret.mkdir()
-        if secret:
-            self.create_secret()
-        docker("network", "create", "--internal", "--label", f"pods={self.name}", self.name)
+        self.backend = f"rank0.{self.name}"
+        if not beside:
+            docker("network", "create", "--internal", "--label", f"pods={self.name}", self.name)
+        self._service = Container(f"{self.name}-service")
+        docker(
+            "run", "--detach", "--name", self._service.name, "--label", f"pods={self.name}", "--network", self.network,
+            "--entrypoint", "python", IMAGE, "-c", SERVICE, self.backend, str(RANK_PORT),
+        )  # fmt: skip
 
-    def start(self) -> None:
-        """All at once: podManagementPolicy is Parallel."""
-        for ranks in self.overlay.sets:
-            for pod in ranks.pods:
-                self.create(ranks, pod)
-
-    def create_secret(self) -> None:
+    def write_secret(self, ranks: RankSet | Part) -> None:
         """The token, with the mode of the pods' volume and for their group, as a kubelet writes it."""
-        (secret,) = self.overlay.first.secrets.values()
-        group = self.overlay.first.pod["securityContext"]["fsGroup"]
-        volume(self.secret, {"JOB_TOKEN": self.token}, secret["defaultMode"], group)
+        (mode,) = {volume["secret"]["defaultMode"] for volume in ranks.pod["volumes"] if "secret" in volume}
+        volume(self.secret, {"JOB_TOKEN": self.token}, mode, ranks.pod["securityContext"]["fsGroup"])
 
-    def create(self, ranks: RankSet, pod: str) -> Container:
-        """A pod, and its claims where it has not had them before."""
+    def run(
+        self, ranks: RankSet | Part, container_name: str, host: str, environment: dict[str, str], restart: str,
+        first: bool, slow_disk: Path | None = None,
+    ) -> Container:  # fmt: skip
+        """A pod, with its claims as they are. The file `seconds` in `slow_disk` says how long its disk takes."""
         spec, container = ranks.pod, ranks.container
         assert container["image"] == "rolecall:cpu"
         user, limits = spec["securityContext"], container["resources"]["limits"]
         arguments = [
-            "--name", f"{self.name}-{pod}", "--hostname", pod, "--label", f"pods={self.name}",
-            "--network", self.name, "--network-alias", f"{pod}.{ranks.spec['serviceName']}",
-            "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only", "--restart", "always",
+            "--name", container_name, "--hostname", host, "--label", f"pods={self.name}", "--network", self.network,
+            "--add-host", f"{environment['MASTER_ADDR']}:{self._service.address(self.network)}",
+            "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only", "--restart", restart,
             "--security-opt", "no-new-privileges", "--cpus", str(limits["cpu"]),
             "--memory", limits["memory"].removesuffix("i").lower(),
             "--stop-timeout", str(spec["terminationGracePeriodSeconds"]),
             # a cluster's DNS says at once that the address has no name; here, there is none to ask
             "--add-host", "loopback:::ffff:127.0.0.1",
         ]  # fmt: skip
+        if first:
+            arguments += ["--network-alias", self.backend]
         for capability in container["securityContext"]["capabilities"]["drop"]:
             arguments += ["--cap-drop", capability]
         if "workingDir" in container:
@@ -109,14 +152,73 @@ class Pods:
                 assert folder
                 assert mount["readOnly"]
                 arguments += ["--volume", f"{folder}:{mount['mountPath']}:ro"]
-            else:
-                claim = f"{self.name}-{mount['name']}-{pod}"
-                docker("volume", "create", "--label", f"pods={self.name}", claim)
-                arguments += ["--volume", f"{claim}:{mount['mountPath']}"]
-        for key, value in ranks.environment.items():
+            else:  # of a StatefulSet's template, each pod's own
+                claim = given.get("persistentVolumeClaim", {}).get("claimName", f"{mount['name']}-{host}")
+                docker("volume", "create", "--label", f"pods={self.name}", f"{self.name}-{claim}")
+                arguments += ["--volume", f"{self.name}-{claim}:{mount['mountPath']}"]
+        if slow_disk:
+            arguments += ["--volume", f"{DISK}:/disk:ro", "--volume", f"{slow_disk}:/slow:ro",
+                          "--env", "PYTHONPATH=/disk", "--env", "SLOW_FSYNC=/slow/seconds"]  # fmt: skip
+        for key, value in environment.items():
             arguments += ["--env", f"{key}={value}"]
         docker("run", "--detach", *arguments, IMAGE)
-        return self.pod(pod)
+        return Container(container_name)
+
+    def run_idle(self) -> str:
+        """A container that takes an address and does nothing. Returns its name."""
+        name = f"{self.name}-idle"
+        docker("run", "--detach", "--name", name, "--label", f"pods={self.name}", "--network", self.network,
+               "--entrypoint", "sleep", IMAGE, "infinity")  # fmt: skip
+        return name
+
+    def running(self) -> list[str]:
+        """The containers of pods that run."""
+        names = docker("ps", "--filter", f"label=pods={self.name}", "--format", "{{.Names}}").split()
+        return [name for name in names if name != self._service.name]
+
+    def logs(self) -> str:
+        names = docker("ps", "--all", "--filter", f"label=pods={self.name}", "--format", "{{.Names}}").split()
+        return "\n".join(
+            "\n".join([f"===== {name}", *Container(name).logs().splitlines()[-150:]]) for name in sorted(names)
+        )
+
+    def close(self) -> None:
+        label = f"label=pods={self.name}"
+        for name in docker("ps", "--all", "--quiet", "--filter", label).split():
+            docker("rm", "--force", name)
+        for kind in ("volume", "network"):
+            for name in docker(kind, "ls", "--quiet", "--filter", label).split():
+                docker(kind, "rm", name)
+        self._secrets.cleanup()
+
+
+class Pods(Engine):
+    """The pods of one overlay's StatefulSets. `folder` is what their volume of a ConfigMap holds. Their Secret has a
+    token unless there is none yet."""
+
+    def __init__(
+        self, overlay: Overlay, folder: Path | None = None, secret: bool = True, beside: Engine | None = None
+    ) -> None:
+        super().__init__(folder, beside)
+        self.overlay = overlay
+        if secret:
+            self.create_secret()
+
+    def start(self) -> None:
+        """All at once: podManagementPolicy is Parallel."""
+        for ranks in self.overlay.sets:
+            for pod in ranks.pods:
+                self.create(ranks, pod)
+
+    def create_secret(self) -> None:
+        self.write_secret(self.overlay.first)
+
+    def create(self, ranks: RankSet, pod: str, slow_disk: Path | None = None, **changed: str) -> Container:
+        """A pod, and its claims where it has not had them before. `changed` are variables of a pod that is not as
+        rendered."""
+        environment = {**ranks.environment_of(pod), **changed}
+        first = pod == self.overlay.first.pods[0]
+        return self.run(ranks, f"{self.name}-{pod}", pod, environment, "always", first, slow_disk)
 
     def delete(self, pod: str) -> None:
         """SIGTERM, the grace period, and gone; the claims stay."""
@@ -142,17 +244,78 @@ class Pods:
     def finished(self) -> bool:
         return self.rank0.metric("gang_state", state="finished") == 1
 
-    def logs(self) -> str:
-        names = docker("ps", "--all", "--filter", f"label=pods={self.name}", "--format", "{{.Names}}").split()
-        return "\n".join(
-            "\n".join([f"===== {name}", *Container(name).logs().splitlines()[-150:]]) for name in sorted(names)
-        )
 
-    def close(self) -> None:
-        label = f"label=pods={self.name}"
-        for name in docker("ps", "--all", "--quiet", "--filter", label).split():
-            docker("rm", "--force", name)
-        for kind in ("volume", "network"):
-            for name in docker(kind, "ls", "--quiet", "--filter", label).split():
-                docker(kind, "rm", name)
-        self._secrets.cleanup()
+class JobPods(Engine):
+    """The pods of Indexed Jobs, with the rules of their manifests: `reconcile` does what the Jobs' controller would."""
+
+    def __init__(self, ending: Ending, secret: bool = True) -> None:
+        super().__init__(None, None)
+        self.ending = ending
+        if secret:
+            self.write_secret(ending.first)
+        self._pods: dict[tuple[str, int], Container] = {}  # the newest of each index
+        self._crashes: dict[tuple[str, int], int] = {}
+        self._evicted: set[str] = set()  # containers
+        self.succeeded: dict[tuple[str, int], Container] = {}
+        self.failed: dict[str, str] = {}  # Jobs, and why
+
+    def start(self) -> None:
+        for part in self.ending.parts:
+            for index in range(part.count):
+                self._create(part, index)
+
+    def _create(self, part: Part, index: int) -> None:
+        name = f"{self.name}-{part.host(index)}-{next(_numbers)}"  # a random suffix, in a cluster
+        first = (part.name, index) == (self.ending.first.name, 0)
+        self._pods[part.name, index] = self.run(part, name, part.host(index), part.variables(index), "no", first)
+
+    def pod(self, part: Part, index: int) -> Container:
+        return self._pods[part.name, index]
+
+    def evict(self, part: Part, index: int) -> None:
+        """SIGTERM, and the pod's condition DisruptionTarget."""
+        self._evicted.add(self.pod(part, index).name)
+        docker("stop", self.pod(part, index).name)
+
+    def reconcile(self) -> None:
+        """Replaces failed pods, and counts: by the Jobs' policies."""
+        for part in self.ending.parts:
+            for index in range(part.count):
+                key = part.name, index
+                state = self._pods[key].state
+                if part.name in self.failed or key in self.succeeded or state["Running"]:
+                    continue
+                code = state["ExitCode"]
+                assert part.pod["restartPolicy"] == "Never"
+                if code == 0:
+                    self.succeeded[key] = self._pods[key]
+                    continue
+                action = self._action(part, self._pods[key].name in self._evicted, code)
+                if action == "FailJob":
+                    self.failed[part.name] = f"index {index} ended with {code}"
+                    continue
+                if action != "Ignore":
+                    self._crashes[key] = self._crashes.get(key, 0) + 1
+                    if self._crashes[key] > part.spec["backoffLimitPerIndex"]:
+                        self.failed[part.name] = f"index {index} crashed too often"
+                        continue
+                self._create(part, index)
+
+    @staticmethod
+    def _action(part: Part, evicted: bool, code: int) -> str:
+        """Of the first rule of the Job's podFailurePolicy that matches."""
+        for rule in part.spec["podFailurePolicy"]["rules"]:
+            conditions = rule.get("onPodConditions", [])
+            if evicted and any(one["type"] == "DisruptionTarget" for one in conditions):
+                return str(rule["action"])
+            if (codes := rule.get("onExitCodes")) and code in codes["values"]:
+                assert codes["operator"] == "In"
+                assert codes["containerName"] == part.container["name"]
+                return str(rule["action"])
+        return "Count"
+
+    def complete(self) -> bool:
+        """Whether every Job has the condition Complete."""
+        self.reconcile()
+        assert not self.failed, self.failed
+        return len(self.succeeded) == sum(part.count for part in self.ending.parts)

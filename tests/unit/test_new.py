@@ -16,7 +16,8 @@ from rolecall.job import describe
 @pytest.mark.parametrize("name", ["blocks", "two_words"])
 def test_it_writes_a_job_its_test_and_its_deployment(tmp_path: Path, name: str) -> None:
     files = {file.name for file in new.write(name, tmp_path)}
-    assert files == {f"{name}.py", f"test_{name}.py", "compose.yaml", "kustomization.yaml", "ranks.yaml"}
+    assert files == {f"{name}.py", f"test_{name}.py", "compose.yaml", "kustomization.yaml", "names.yaml",
+                     "ranks.yaml"}  # fmt: skip
     job = describe.ask(str(tmp_path / name / f"{name}.py"), ["--workers", "3"])
     assert (job.name, job.ranks, [role.elastic for role in job.roles]) == (name, 4, [False, True])
     services = yaml.safe_load((tmp_path / name / "compose.yaml").read_text())["services"]

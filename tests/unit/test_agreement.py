@@ -89,7 +89,7 @@ DIFFER = {
 def test_all_of_a_jobs_settings_agree_but_paths_devices_and_the_counts_of_elastic_roles(job: str) -> None:
     described = describe.describe(job)
     agreed = set(described.agreement(Settings()).values)
-    assert agreed == {*described.variables, "SEED", "LEASE_SECONDS"} - DIFFER[job]
+    assert agreed == {*described.variables, "SEED", "LEASE_SECONDS", "INSTANCE"} - DIFFER[job]
 
 
 def test_a_users_job_says_what_may_differ_and_secrets_never_travel(
@@ -111,7 +111,7 @@ JOB = Job([Role("lead", lead)], settings=Mine)
     monkeypatch.setenv("KEY", "very, very secret")
     passed = describe.ADAPTER.validate_json(describe.describe(f"{tmp_path}/mine.py").to_json())
     agreement = passed.agreement(Settings(job_token="very, very secret"))
-    assert set(agreement.values) == {"WIDTH", "SEED", "LEASE_SECONDS"}
+    assert set(agreement.values) == {"WIDTH", "SEED", "LEASE_SECONDS", "INSTANCE"}
     assert "secret" not in json.dumps(asdict(agreement))
     assert agreement.digest != passed.agreement(Settings(seed=7)).digest
     assert agreement.digest == passed.agreement(Settings(rpc_timeout=77, threads=9)).digest

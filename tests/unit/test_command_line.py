@@ -95,6 +95,7 @@ def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytes
         "rank",
         "world_size",
         "job_token",
+        "leave_code",
     }
     secrets = {row[0].lower() for row in variables(Settings) if row[1] == "secret"}
     assert secrets <= set(flags.NO_FLAG)

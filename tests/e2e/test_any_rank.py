@@ -15,6 +15,7 @@ from tests.e2e.conftest import Projects
 from tests.e2e.containers import IMAGE, Container, Project, docker
 from tests.integration.cluster import until
 
+RESTARTED = "the rank crashed, restarting it"
 ALIASES = {"agent": "agent.rpc", "observer": "observer"}
 
 
@@ -33,9 +34,13 @@ def is_whole(project: Project) -> None:
 
 
 def part(container: Container, name: str) -> psutil.Process:
-    """A process of a container as the host sees it: tini, its supervisor, the fork server, the worker."""
+    """A process of a container as the host sees it: tini, the first process, the supervisor, the fork server, the
+    worker."""
     tini = psutil.Process(container.state["Pid"])
-    (supervisor,) = tini.children()
+    (first,) = tini.children()
+    if name == "first":
+        return first
+    (supervisor,) = until(first.children, "the supervisor")
     if name == "supervisor":
         return supervisor
     return until(lambda: [worker for server in supervisor.children() for worker in server.children()], "a worker")[0]
@@ -54,8 +59,22 @@ def test_worker_killed(training: Project, service: str) -> None:
 @pytest.mark.parametrize("service", ["agent", "observer"])
 def test_supervisor_killed(training: Project, service: str) -> None:
     rank = training.containers(service)[0]
-    restarts, worker = rank.restarts, part(rank, "worker")
+    restarts, worker, crashes = (
+        rank.restarts,
+        part(rank, "worker"),
+        rank.logs().count("the rank crashed, restarting it"),
+    )
     part(rank, "supervisor").kill()
+    until(lambda: not worker.is_running(), "the worker's end")
+    until(lambda: rank.logs().count(RESTARTED) > crashes, "another supervisor")
+    is_whole(training)
+    assert rank.restarts == restarts  # the container went on
+
+
+def test_first_process_killed(training: Project) -> None:
+    rank = training.containers("agent")[0]
+    restarts, worker = rank.restarts, part(rank, "worker")
+    part(rank, "first").kill()
     until(lambda: not worker.is_running(), "the worker's end")
     until(lambda: rank.restarts == restarts + 1, "the container to be started again")
     is_whole(training)

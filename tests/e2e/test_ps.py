@@ -74,9 +74,14 @@ def test_metrics_of_each_role(training: Project) -> None:
 
 
 def test_status_shows_the_ranks(training: Project) -> None:
-    lines = training.make("ps-status").stdout.splitlines()
-    rows = [line.split() for line in lines if " running " in line]
-    assert sorted((row[1], row[2]) for row in rows) == [("ps", "0"), ("ps", "1"), ("trainer", "0"), ("trainer", "1")]
+    expected = [("ps", "0"), ("ps", "1"), ("trainer", "0"), ("trainer", "1")]
+
+    def running() -> list[tuple[str, str]]:
+        lines = training.make("ps-status").stdout.splitlines()
+        rows = [line.split() for line in lines if " running " in line]
+        return sorted((row[1], row[2]) for row in rows)
+
+    until(lambda: running() == expected, "every rank's worker runs, or is shown to")  # a generation may just end
 
 
 def test_scaled_up_and_down_while_it_trains(training: Project) -> None:

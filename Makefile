@@ -30,7 +30,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push sbom token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics watch stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint bench-tls chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push sbom token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-trace peers bench-rl-quality bench-peers chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Rolecall needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 run-rl: $(READY) ## trains the reinforcement learning job here: one agent, two observers
@@ -165,6 +165,12 @@ ps-status: ## shows the containers and what their ranks do
 metrics: ## prints the metrics of every running rank
 	@docker/ranks.sh metrics
 
+doctor: ## examines every container of a job, and says what to do where something is wrong (JOB=rl)
+	@docker/ranks.sh doctor "$(JOB)"
+
+page: ## prints where rank 0 of the running containers serves its page (Linux: the host reaches their network)
+	@docker/ranks.sh page
+
 watch: $(READY) ## shows the live display of the running containers (Linux: the host reaches their network)
 	@addresses=$$(docker/ranks.sh addresses) && test -n "$$addresses" || { echo "no container of a rank is running" >&2; exit 2; }; \
 	  $(BIN)/rolecall watch $$addresses
@@ -201,6 +207,23 @@ bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24
 
 bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (12 minutes; BENCH_JSON=FILE PAIRS=3 ONLY=rtt,ps)
 	$(BIN)/python -m tests.benchmarks.bench_tls --rounds $(or $(PAIRS),3) $(if $(ONLY),--only "$(ONLY)")
+
+bench-trace: $(READY) ## measures what traces cost: without any tracing code, off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
+	$(BIN)/python -m tests.benchmarks.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
+
+# a group that cannot be installed is left out: each has a gymnasium of its own
+peers: ## installs the libraries that rl is measured beside to build/peers/, each group in a venv of its own (10 minutes, 5 GB)
+	@for group in sb3 sample-factory rllib; do \
+	  rm -f "build/peers/$$group/.ready"; \
+	  $(PYTHON) -m venv "build/peers/$$group" && build/peers/$$group/bin/python -m pip install \
+	    --disable-pip-version-check $(PIP_ARGS) --requirement "tests/benchmarks/peers/requirements-$$group.txt" \
+	  && touch "build/peers/$$group/.ready" || echo "rolecall: $$group cannot be installed; the benchmarks leave it out" >&2; done
+
+bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baselines3, after make peers (a day in full; BENCH_JSON=FILE, ARGS="--environments CartPole-v1 --seeds 1-3 --parallel 2")
+	$(BIN)/python -m tests.benchmarks.bench_rl_quality $(ARGS)
+
+bench-peers: $(READY) ## measures rl's speed beside the libraries of make peers (2 hours; BENCH_JSON=FILE, ARGS="--quick")
+	$(BIN)/python -m tests.benchmarks.bench_peers $(ARGS)
 
 chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0)
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)"

@@ -7,16 +7,22 @@ TORCH=cpu the pinned versions, for TORCH=cuda the newest that are allowed, with 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 PYTHON = "3.11"  # Debian bookworm's, which the image has
 GLIBC = (36, 35, 34, 31, 28, 27, 24, 17, 12, 5)  # minor versions that its 2.36 can run wheels for
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
+PERIOD = 10.0  # seconds between two lines
 OLD = ("manylinux2014", "manylinux2010", "manylinux1", "linux")
 
 
@@ -42,7 +48,10 @@ def main() -> int:
         extra = ["--extra-index-url", arguments.index] if arguments.index else []
         if arguments.action == "download":
             for machine in machines:
-                if pip("download", *wanted, *extra, *target(machine), "--dest", str(arguments.wheels)):
+                with lines(f"packages for {machine}", Path(directory), arguments.wheels):
+                    failed = pip("download", *wanted, *extra, *target(machine), "--dest", str(arguments.wheels),
+                                 folder=directory)  # fmt: skip
+                if failed:
                     index = (
                         "TORCH_INDEX=ADDRESS names an index with this build of torch, if pip's default index lacks it"
                     )
@@ -86,9 +95,43 @@ def check(torch: str, python: str) -> int:
     return 0
 
 
-def pip(*arguments: str) -> int:
+def pip(*arguments: str, folder: str = "") -> int:
+    """Runs pip, which keeps what it has not finished in `folder`."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    return subprocess.run(command, check=False).returncode
+    environment = {**os.environ, "TMPDIR": folder} if folder else None
+    return subprocess.run(command, check=False, env=environment).returncode
+
+
+@contextlib.contextmanager
+def lines(what: str, *folders: Path) -> Iterator[None]:
+    """Where no terminal shows pip's bar, a line every PERIOD seconds says how far `folders` have grown."""
+    if sys.stdout.isatty():
+        yield
+        return
+    began, before, over = time.monotonic(), size(*folders), threading.Event()
+
+    def write() -> None:
+        while not over.wait(PERIOD):
+            megabytes, seconds = (size(*folders) - before) / 1e6, time.monotonic() - began
+            print(f"{what}: {megabytes:,.1f} MB, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    writer = threading.Thread(target=write, name="lines", daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()
+
+
+def size(*folders: Path) -> int:
+    """The bytes of all files in `folders`."""
+    total = 0
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):  # pip has moved it just now
+                total += path.lstat().st_size if path.is_file() else 0
+    return total
 
 
 def refuse(message: str) -> int:

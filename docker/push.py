@@ -20,6 +20,7 @@ from typing import Any
 
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}  # those that wheels of torch exist for
 BASE = "debian:bookworm-slim"
+ANSWER = 120.0  # seconds
 LABEL = "org.opencontainers.image."
 # pyproject.toml's names of addresses, and what labels call them
 ADDRESSES = {"homepage": "url", "documentation": "documentation", "source": "source", "repository": "source"}
@@ -249,8 +250,11 @@ def manifest(reference: str) -> dict[str, Any]:
 
 
 def ask(*arguments: str) -> str:
-    """What a docker command prints; nothing if it fails."""
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
+    """What a docker command prints; nothing if it fails, or takes longer than a registry that answers."""
+    try:
+        done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

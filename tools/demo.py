@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+from tools.ranks import kill, urls_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
 # few environments and long rollouts: iterations last as long after a restart, which synchronizes the environments
@@ -79,7 +79,7 @@ def record() -> Recording:
                 add(recording, now, score, samples)
                 if kills and score >= kills[0][0]:
                     _, rank, whole, consequence = kills.pop(0)
-                    kill(process.pid, rank, whole)
+                    kill(process.pid, urls_of(directory)[rank], whole)
                     recording.kills.append((now, rank if whole else f"{rank}'s worker", consequence))
         finally:
             process.terminate()
@@ -119,18 +119,6 @@ def add(recording: Recording, now: float, score: float, samples: dict[str, dict[
         states = recording.states.setdefault(rank, [])
         if not states or states[-1][1] != state:
             states.append((now, state))
-
-
-def kill(runner: int, rank: str, whole: bool) -> None:
-    """Sends SIGKILL to all processes of `rank`, or to its worker only."""
-    for process in psutil.Process(runner).children():
-        environment = process.environ()
-        if f"{environment.get('ROLE')} {environment.get('ORDINAL')}" == rank:
-            family = process.children(recursive=True)  # from the server that forks workers to the worker
-            for victim in [process, *family] if whole else family[-1:]:
-                victim.send_signal(signal.SIGKILL)
-            return
-    raise RuntimeError(f"there is no process of {rank}")
 
 
 # ---- drawing

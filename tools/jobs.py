@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +27,6 @@ INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 MASTER = "rolecall/master"
 CHECKPOINTS = "checkpoints"
-BAD_INPUT, FAILED = 2, 3  # exit codes that no other start mends
 LEFT = 143  # of a rank that SIGTERM stopped: with 0, its place would count as done
 # the delays of the replacements of one pod double from 10 s: a seventh would wait as long as rank 0 does
 # (REJOIN_TIMEOUT)
@@ -36,7 +36,7 @@ POD_FAILURES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {
         "action": "FailJob",
-        "onExitCodes": {"containerName": "rank", "operator": "In", "values": [BAD_INPUT, FAILED]},
+        "onExitCodes": {"containerName": "rank", "operator": "In", "values": [USAGE, FAILED]},
     },
 ]
 Object = dict[str, Any]

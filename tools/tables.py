@@ -1,4 +1,4 @@
-"""Generates docs/settings.md, docs/metrics.md and the table of files in docs/design.md from the code.
+"""Generates docs/settings.md, docs/metrics.md, and the tables of docs/design.md, rl.md and doctor.md from the code.
 
 `make docs` writes them; a test compares.
 """
@@ -9,18 +9,24 @@ import ast
 import contextlib
 import io
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from rolecall.__main__ import main
+from rolecall.doctor.command import TOPICS
 from rolecall.job import registry
+from rolecall.jobs.rl.defaults import DEFAULTS, Choices
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "app" / "rolecall"
-SETTINGS, METRICS, DESIGN = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design"))
+SETTINGS, METRICS, DESIGN, RL = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design", "rl"))
+DOCTOR = ROOT / "docs" / "doctor.md"
 # lowest first: each imports those before it
-ROOMS = ("gang", "fields.py", "config.py", "telemetry.py", "run", "job", "jobs", "rank", "watch", "new.py",
-         "__main__.py")  # fmt: skip
+ROOMS = ("gang", "fields.py", "machine.py", "config.py", "telemetry.py", "trace", "run", "job", "jobs", "page", "rank",
+         "watch", "doctor", "new.py", "__main__.py")  # fmt: skip
 FILES = re.compile(r"(<!-- files: .*-->\n).*(<!-- end of files -->)", re.DOTALL)
+CHECKS = re.compile(r"(<!-- checks: .*-->\n).*(<!-- end of checks -->)", re.DOTALL)
+CHOICES = re.compile(r"(<!-- defaults: .*-->\n).*(<!-- end of defaults -->)", re.DOTALL)
 SETTINGS_HEAD = """# Settings
 
 Every setting is an environment variable; `rolecall run` takes those of a whole job as flags too. `rolecall config
@@ -37,7 +43,10 @@ What each rank serves at `/metrics` on METRICS_PORT. A worker's gauge appears on
 def generate() -> dict[Path, str]:
     """Every generated page, with its text."""
     design = FILES.sub(lambda match: f"{match[1]}{files()}{match[2]}", DESIGN.read_text())
-    return {SETTINGS: page("config", SETTINGS_HEAD), METRICS: page("metrics", METRICS_HEAD), DESIGN: design}
+    rl = CHOICES.sub(lambda match: f"{match[1]}{choices()}{match[2]}", RL.read_text())
+    doctor = CHECKS.sub(lambda match: f"{match[1]}{checks()}{match[2]}", DOCTOR.read_text())
+    settings, metrics = page("config", SETTINGS_HEAD), page("metrics", METRICS_HEAD)
+    return {SETTINGS: settings, METRICS: metrics, DESIGN: design, RL: rl, DOCTOR: doctor}
 
 
 def page(command: str, head: str) -> str:
@@ -72,6 +81,25 @@ def files() -> str:
         for file in sorted(inside):
             name = f"{file.parent.name}/" if room == "jobs" else file.name
             rows.append(f"| &emsp;`{name}` | {sentence(file)} |")
+    return "\n".join(rows) + "\n"
+
+
+def checks() -> str:
+    """A table of the doctor's checks, by topic."""
+    rows = ["| check | looks at | where it is wrong |", "| --- | --- | --- |"]
+    for topic, declared in TOPICS.items():
+        rows.append(f"| **{topic}** | | |")
+        rows += [f"| {check.name} | {check.subject} | {check.action} |" for check in declared]
+    return "\n".join(rows) + "\n"
+
+
+def choices() -> str:
+    """A table of the defaults that depend on the spaces."""
+    rows = [f"| setting | {' | '.join(DEFAULTS)} |", "| --- " * (len(DEFAULTS) + 1) + "|"]
+    for field in fields(Choices):
+        values = (getattr(column, field.name) for column in DEFAULTS.values())
+        shown = (f"{value:d}" if isinstance(value, int) else str(value) for value in values)
+        rows.append(f"| {field.name.upper()} | {' | '.join(shown)} |")
     return "\n".join(rows) + "\n"
 
 

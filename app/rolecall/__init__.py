@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from rolecall.job.capture import Rows
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
+    from rolecall.job.exported import Exported
     from rolecall.job.kept import keep, versions
     from rolecall.job.program import Program
+    from rolecall.job.progress_bar import ProgressBar, track
     from rolecall.job.rpc import RankObject
     from rolecall.job.sharded import Sharded
     from rolecall.job.shards import Share
@@ -26,9 +28,10 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program", "ProgramError",
-    "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings", "Sharded", "Share", "Snapshot", "UsageError",
-    "__version__", "choose_device", "in_turn", "keep", "standard_library", "versions",
+    "Context", "Drained", "Epochs", "Exported", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program",
+    "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings", "Sharded",
+    "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "keep", "standard_library", "track",
+    "versions",
 ]  # fmt: skip
 
 _MODULES = {
@@ -37,8 +40,10 @@ _MODULES = {
     "job.capture": ("Rows",),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),
+    "job.exported": ("Exported",),
     "job.kept": ("keep", "versions"),
     "job.program": ("Program",),
+    "job.progress_bar": ("ProgressBar", "track"),
     "job.rpc": ("RankObject",),
     "job.sharded": ("Sharded",),
     "job.shards": ("Share",),

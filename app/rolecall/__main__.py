@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import importlib
 import os
 import shlex
 import socket
@@ -19,10 +19,17 @@ from rich.table import Table
 from rolecall import config, fields, new, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE
-from rolecall.job import checkpoint, describe, loader, registry
+from rolecall.job import describe, evaluation, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
+COMMANDS = {  # each has a `run(words)` in its module
+    "export": ("rolecall.job.exporting", "write a checkpoint's model as safetensors, ONNX or torch.export's program"),
+    "trace": ("rolecall.watch.trace", "what all ranks do and wait for, as one file for Perfetto, or as a table"),
+    "stacks": ("rolecall.watch.stacks", "the stacks of all ranks, and who waits for whom"),
+    "page": ("rolecall.page.command", "write how a run went as one HTML file"),
+    "doctor": ("rolecall.doctor.command", "check everything that a rank here needs"),
+}
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 {jobs}
@@ -40,6 +47,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if words[:1] == ["run"] and len(words) > 1 and not words[1].startswith("-"):
             return _run(words[1], words[2:])  # whose flags depend on the job
+        if words[:1] == ["eval"]:
+            return evaluation.run(words[1:])  # whose options do
+        if words and words[0] in COMMANDS:
+            command = importlib.import_module(COMMANDS[words[0]][0])  # other commands start without it
+            code = int(command.run(words[1:]))
+            sys.stdout.flush()
+            return code
         arguments = _parser().parse_args(words)
         return int(arguments.handler(arguments))
     except UsageError as error:
@@ -47,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         return USAGE
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,12 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     metrics.add_argument("job", nargs="?", metavar="JOB", help=TARGET)
     metrics.add_argument("--markdown", action="store_true", help="as a Markdown table")
     metrics.set_defaults(handler=_metrics)
-    evaluate = commands.add_parser("eval", help="evaluate a checkpoint")
-    evaluate.add_argument("job", metavar="JOB", help=TARGET)
-    evaluate.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or a directory of them")
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
-    evaluate.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead")
-    evaluate.set_defaults(handler=_evaluate)
+    commands.add_parser("eval", help="evaluate a checkpoint")  # whose arguments, like those below, are not parsed here
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary)
     create = commands.add_parser(
         "new", help="write a job to start from: its file, a test, compose.yaml, a kustomization"
     )
@@ -237,48 +251,6 @@ def _new(arguments: argparse.Namespace) -> int:
     files = new.write(arguments.name, Path.cwd())
     print(f"rolecall: wrote {', '.join(str(file.relative_to(Path.cwd())) for file in files)}")
     print(f"try: rolecall run {files[0].parent.name}/{arguments.name}.py    pytest {arguments.name}")
-    return 0
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    job, name = registry.get(arguments.job), registry.name_of(arguments.job)
-    function = job.complete if arguments.prompt is not None else job.evaluate
-    if function is None:
-        raise UsageError(
-            f"--prompt: {name} writes no text; leave it out" if arguments.prompt is not None
-            else f"{name} has nothing to evaluate: give its Job evaluate=function"
-        )  # fmt: skip
-    settings = config.load(job.settings, job=arguments.job)
-    telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
-    path: Path = arguments.checkpoint
-    if not path.exists():
-        raise UsageError(f"--checkpoint {path}: no such file or directory")
-    try:
-        snapshot = checkpoint.Checkpoints(path, name).newest() if path.is_dir() else checkpoint.read(path, name).whole()
-    except checkpoint.CheckpointError as error:
-        raise UsageError(str(error)) from error
-    if snapshot is None:
-        raise UsageError(f"--checkpoint {path}: holds no checkpoint")
-    pinned = snapshot.about.get("settings", {})  # those that it depends on
-    settings = config.load(job.settings, **{**settings.model_dump(), **pinned})
-    prompt = () if arguments.prompt is None else (arguments.prompt,)
-    try:
-        result = registry.resolve(function)(settings, snapshot.state, *prompt)
-    except UsageError as error:
-        raise UsageError(loader.explain(error)) from error
-    except Exception as error:
-        if not loader.locate(error):
-            raise
-        print(loader.users_traceback(error), end="", file=sys.stderr, flush=True)
-        return FAILED
-    if prompt:
-        print(json.dumps({"text": result}) if arguments.json else result)
-        return 0
-    with UsageError.wrap(f"{name}: evaluate returns what is no number", TypeError, ValueError, AttributeError,
-                         advice="return numbers by name"):  # fmt: skip
-        numbers = {str(what): value if type(value) is int else float(value) for what, value in result.items()}
-    listed = ", ".join(f"{what} {value:g}" for what, value in numbers.items())
-    print(json.dumps(numbers) if arguments.json else f"{snapshot.path.name}: {listed}")
     return 0
 
 

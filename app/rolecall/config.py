@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import math
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_va
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from rolecall.fields import Agreed, problems
+from rolecall.machine import cores
 from rolecall.secret import read_token, require_length
 
 __version__ = "0.1.0"
@@ -76,7 +76,7 @@ class Settings(BaseSettings):
         "0's, which takes the next one too, and RPC takes any"
     )  # fmt: skip
     master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, where it is not this rank's")
-    metrics_port: Port = Field(8000, description="this rank's port for /metrics, /healthz and /readyz")
+    metrics_port: Port = Field(8000, description="this rank's port for /metrics, probes and, at rank 0, the page")
     bind_addr: str = Field("", description="name or address that PORT is listened on; empty: every address")
     metrics_bind_addr: str = Field("", description="name or address that METRICS_PORT listens on; empty: BIND_ADDR")
     tls: Literal["require", "off"] = Field(
@@ -113,6 +113,15 @@ class Settings(BaseSettings):
     seed: Agreed[int] = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
     log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+    trace: bool = Field(
+        False,
+        description="records the remote calls, steps and checkpoints of all ranks in rank 0's CHECKPOINT_DIR/trace",
+    )
+    sinks: str = Field(
+        "auto",
+        description="where logged values go too: tensorboard, mlflow, wandb (separated by commas), or none; auto: "
+        "tensorboard where it is installed",
+    )
     log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
     lease_seconds: Agreed[Seconds] = Field(
         6.0, ge=1, description="seconds of silence after which a rank or a worker is lost"
@@ -287,14 +296,3 @@ def export_default(**names: str) -> None:
 def child_environment(**names: str) -> dict[str, str]:
     """This process's environment with `names` on top, for a process to be started."""
     return {**os.environ, **names}
-
-
-def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: its affinity, capped by a container's CPU limit (cgroup v2 or v1)."""
-    count = len(os.sched_getaffinity(0))
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # another version, or no limit ("max")
-            quota, period = (int(word) for file in files for word in (cgroup / file).read_text().split())
-            if quota > 0:
-                count = min(count, math.ceil(quota / period))
-    return count

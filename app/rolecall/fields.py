@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -38,7 +38,7 @@ def is_secret(field: FieldInfo) -> bool:
 def type_of(field: FieldInfo) -> str:
     """A field's type for the user, such as `int` or `exit|linger`."""
     annotation = str(field.annotation if not isinstance(field.annotation, type) else field.annotation.__name__)
-    literal = re.search(r"Literal\[(.*)\]", annotation)
+    literal = re.search(r"Literal\[([^]]*)\]", annotation)
     if literal:
         return "|".join(part.strip(" '") for part in literal.group(1).split(","))
     return annotation.replace(" | None", "").replace("SecretStr", "secret").replace("Path", "path").rsplit(".", 1)[-1]
@@ -64,8 +64,10 @@ def bounds_of(field: FieldInfo) -> str:
     return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
 
 
-def problems(cls: type[BaseModel], error: ValidationError) -> Iterator[str]:
-    """What is wrong with settings of `cls`, each with its variable, its value unless that is secret, and its bounds."""
+def problems(cls: type[BaseModel], error: ValidationError, called: Callable[[str], str] = str.upper) -> Iterator[str]:
+    """What is wrong with settings of `cls`, each with its variable, its value unless that is secret, and its bounds.
+    `called` makes what the user knows a field by of its name.
+    """
     for details in error.errors(include_url=False):
         message = details["msg"].removeprefix("Value error, ")
         if not details["loc"]:
@@ -75,7 +77,7 @@ def problems(cls: type[BaseModel], error: ValidationError) -> Iterator[str]:
         field = cls.model_fields.get(name)
         shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
-        yield f"{name.upper()}={shown}: {message[0].lower() + message[1:]}{expected}"
+        yield f"{called(name)}={shown}: {message[0].lower() + message[1:]}{expected}"
 
 
 def variables(cls: type[BaseModel]) -> list[tuple[str, str, str, str, str]]:

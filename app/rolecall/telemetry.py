@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,7 @@ WORKER = (
     Metric("counter", "rpc_sent_bytes_total", "Payload sent with remote calls, by method.", ("method",)),
     Metric("counter", "rpc_received_bytes_total", "Payload received in answers, by method.", ("method",)),
     Metric("histogram", "rpc_latency_seconds", "Time from a remote call to its answer, by method.", ("method",)),
+    Metric("gauge", "rpc_callee", "1 for each role that a method was called at.", ("method", "callee")),
     Metric("gauge", "rpc_connect_seconds", "How long the newest generation's RPC rendezvous took."),
     Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint written.", roles=("rank 0",)),
     Metric(
@@ -131,6 +133,7 @@ WORKER = (
     Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
     Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
 )  # fmt: skip
+recent: deque[dict[str, Any]] = deque(maxlen=8)  # the newest warnings and errors that this process has logged
 SHARED = {metric.attribute for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  # names that no job's metric may have
 
 
@@ -243,6 +246,7 @@ def setup_logging(format: Literal["text", "json"], level: str, stream: Any = Non
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([structlog.processors.format_exc_info] if format == "json" else []),
             _bound(bound),
+            _remember,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -257,6 +261,12 @@ def _bound(bound: dict[str, Any]) -> structlog.typing.Processor:
         return {**event, **{key: value for key, value in bound.items() if key not in event and value is not None}}
 
     return add
+
+
+def _remember(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    if event["level"] in ("warning", "error", "critical"):
+        recent.append(dict(event))
+    return event
 
 
 def log(**bound: Any) -> Any:

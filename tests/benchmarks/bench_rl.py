@@ -1,5 +1,7 @@
 """How fast `rl` is beside the tutorial's way: `make bench-rl`. All measured in one run, on one machine.
 
+Both learn by the tutorial's policy gradient here (ALGORITHM=reinforce) until its running reward passes the threshold.
+
 Every rate is the environment steps that were learned from over all the time from the first step to the last update:
 rollouts, updates, logs and checkpoints, but not the start of the processes. The tutorial's rate is taken from its own
 solving runs. Rates are the median of several rounds, in which the candidates take turns, because a shared machine is
@@ -20,8 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.envs import Envs, group_sizes
+from rolecall.jobs.rl.defaults import DEFAULTS
+from rolecall.jobs.rl.envs import group_sizes
 from rolecall.jobs.rl.messages import pack
+from rolecall.jobs.rl.stepping import Envs
 from tests.benchmarks import command, launch, local_rl, rolecall_rl, round_trip, tutorial_rl
 from tests.benchmarks.display import Display
 
@@ -32,7 +36,8 @@ SOLVE_BARS = {"agent": 5, "observer": 20}  # parts of the tutorial's time to sol
 # Too few iterations to solve the task: the running reward alone needs 59.
 NUM_ENVS, ROLLOUT_STEPS = 2048, 128
 ITERATIONS = {"agent": 24, "observer": 36}
-THROUGHPUT = {"NUM_ENVS": NUM_ENVS, "ROLLOUT_STEPS": ROLLOUT_STEPS, "LOG_INTERVAL": 4}
+TUTORIAL = {"ALGORITHM": "reinforce", "SOLVED_BY": "running"}  # the same learning, towards the same end
+THROUGHPUT = {**TUTORIAL, "NUM_ENVS": NUM_ENVS, "ROLLOUT_STEPS": ROLLOUT_STEPS, "LOG_INTERVAL": 4}
 TUTORIAL_DEADLINE = 300.0  # seconds; from run to run it takes two minutes or a quarter of an hour
 
 
@@ -134,7 +139,7 @@ class Bench:
             self._limits()
             for seed in self.seeds:
                 for mode in MODES:
-                    self._step(f"{mode}, seed {seed}", _rolecall({"INFERENCE": mode, "SEED": seed}),
+                    self._step(f"{mode}, seed {seed}", _rolecall({**TUTORIAL, "INFERENCE": mode, "SEED": seed}),
                                lambda run, m=mode, s=seed: measured.solve[m].update({s: run}), _solve_line)  # fmt: skip
         return measured
 
@@ -175,13 +180,13 @@ def _solve_line(run: tutorial_rl.Result | rolecall_rl.Result) -> str:
 
 def group_size() -> int:
     """Environments in one call at the default settings."""
-    return group_sizes(RlSettings())[0]
+    return group_sizes(DEFAULTS["reinforce"].num_envs, "agent")[0]
 
 
 def payload() -> tuple[int, int]:
     """Bytes of one call's message and of its answer at the default settings."""
     size = group_size()
-    group = Envs(RlSettings().env_id, size, 0)
+    group = Envs(RlSettings(), size, 0)
     message = pack(group.observations, group.rewards, group.dones)
     group.close()
     return len(message), 8 * size

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 BUSY = 20.0  # percent of the processors in use before a measurement that make its result doubtful
+PERIOD = 10.0  # seconds between two lines
 QUIET_WAIT = 20.0  # seconds that a measurement waits for a machine that is less busy
 
 
+@contextlib.contextmanager
+def lines(console: Console, say: Callable[[], str]) -> Iterator[None]:
+    """Where `console` is no terminal, prints what `say` returns every PERIOD seconds, if that is anything."""
+    if console.is_terminal:
+        yield
+        return
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.wait(PERIOD):
+            if text := say():
+                console.print(text, markup=False, highlight=False)
+
+    writer = threading.Thread(target=write, name="lines", daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()
+
+
 class Display:
-    """Shows `total` measurements on `console`, and keeps each in BENCH_JSON as it comes; is a context manager.
+    """Shows `total` measurements on `console`, with a bar on a terminal and lines elsewhere, and keeps each in
+    BENCH_JSON as it comes; is a context manager.
 
     `busy_percent` is how busy the machine was before each of them: others' work.
     """
@@ -30,6 +56,8 @@ class Display:
             TextColumn("{task.description}", markup=False), console=console, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=total)
+        self._total, self._news = total, ""
+        self._lines = lines(console, lambda: f"{len(self._shown)}/{self._total} done; {self._news}")
         self._shown: dict[str, str] = {}  # what was measured so far
 
     def _write(self, **more: str) -> None:
@@ -39,9 +67,11 @@ class Display:
 
     def __enter__(self) -> Display:
         self._progress.start()
+        self._lines.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lines.__exit__(None, None, None)
         self._progress.stop()
 
     def step(
@@ -54,8 +84,10 @@ class Display:
         """Measure once the machine is quiet, or QUIET_WAIT is over; `measure` is given a function for its news."""
 
         def on(news: str) -> None:
-            self._progress.update(self._task, description=f"{what}: {news}")
+            self._news = f"{what}: {news}"
+            self._progress.update(self._task, description=self._news)
 
+        self._news = what
         self._progress.update(self._task, description=what)
         ends = time.monotonic() + QUIET_WAIT
         while (busy := psutil.cpu_percent(interval=1.0)) > BUSY and time.monotonic() < ends:

@@ -17,7 +17,7 @@ from torch.distributed import rpc
 from rolecall import config
 from rolecall.config import cores
 from rolecall.jobs.ps import PsSettings, data, evaluate, model
-from rolecall.rank.worker import keep_memory
+from rolecall.rank.setup import keep_memory
 from tests.benchmarks import ranks
 
 WARM_SECONDS = 1.5

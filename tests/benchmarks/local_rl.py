@@ -15,10 +15,13 @@ import torch
 
 from rolecall import config
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.envs import Envs, Recorder
+from rolecall.jobs.rl.actor import Actor, Memory
+from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
-from rolecall.jobs.rl.model import Actor, build
+from rolecall.jobs.rl.model import build
+from rolecall.jobs.rl.recorder import Recorder
+from rolecall.jobs.rl.stepping import Envs
 
 CPU = torch.device("cpu")
 
@@ -36,7 +39,7 @@ def learning(num_envs: int, groups: int, steps: int, seconds: float = 15.0) -> f
 def _apart(function: Callable[..., float], *args: Any) -> float:
     # a fresh process: the progress display's thread stays out of it, and no single operation is split over threads
     with (
-        patch.dict(os.environ, OMP_NUM_THREADS="1"),
+        patch.dict(os.environ, OMP_NUM_THREADS="1", ALGORITHM="reinforce"),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
     ):
         return float(pool.submit(function, *args).result(timeout=120))
@@ -45,15 +48,15 @@ def _apart(function: Callable[..., float], *args: Any) -> float:
 def _stepping(num_envs: int, seconds: float) -> float:
     torch.set_num_threads(1)
     settings = config.load(RlSettings)
-    group = Envs(settings.env_id, num_envs, settings.seed)
-    model = build(settings, *group.spaces).eval()
-    actor = Actor(model, CPU)
+    group = Envs(settings, num_envs, settings.seed)
+    actor = Actor(build(settings, group.spaces), CPU)
+    memory = actor.remember(num_envs)
     for _ in range(100):
-        group.step(actor.act(group.observations))
+        group.step(actor.act(group.observations, group.dones, [memory]).actions)
     started, steps = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
-        group.step(actor.act(group.observations))
-        group.take_returns()
+        group.step(actor.act(group.observations, group.dones, [memory]).actions)
+        group.take_episodes()
         # a step that only resets is no experience
         steps += int(np.count_nonzero(group.dones == Done.CONTINUES))
     return steps / passed
@@ -62,23 +65,28 @@ def _stepping(num_envs: int, seconds: float) -> float:
 def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
     torch.set_num_threads(1)
     settings = config.load(RlSettings)
-    envs = [Envs(settings.env_id, num_envs, settings.seed + number) for number in range(groups)]
-    learner = Learner(build(settings, *envs[0].spaces), settings, CPU, len(os.sched_getaffinity(0)))
+    envs = [Envs(settings, num_envs, settings.seed + number) for number in range(groups)]
+    choices = choose(settings, envs[0].spaces)
+    model = build(settings, envs[0].spaces, choices)
+    learner = Learner(model, settings, choices, CPU, len(os.sched_getaffinity(0)))
     actor = Actor(learner.model, CPU)
+    memories = [actor.remember(num_envs) for _ in envs]
     started, samples = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
-        trajectories = [_rollout(group, actor, learner.version, steps) for group in envs]
+        trajectories = [
+            _rollout(group, actor, memory, learner.version, steps) for group, memory in zip(envs, memories, strict=True)
+        ]
         samples += learner.update(trajectories).samples
     return samples / passed
 
 
-def _rollout(group: Envs, actor: Actor, version: int, steps: int) -> Trajectory:
-    recorder = Recorder(version)
+def _rollout(group: Envs, actor: Actor, memory: Memory, version: int, steps: int) -> Trajectory:
+    recorder = Recorder(version, memory, steps)
     recorder.see(group.observations, group.rewards, group.dones)
     for _ in range(steps):
-        actions = actor.act(group.observations)
-        recorder.choose(actions)
-        group.step(actions)
+        choice = actor.act(group.observations, group.dones, [memory])
+        recorder.choose(*choice)
+        group.step(choice.actions)
         recorder.see(group.observations, group.rewards, group.dones)
-    group.take_returns()
+    group.take_episodes()
     return recorder.trajectory()

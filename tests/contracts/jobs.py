@@ -14,7 +14,7 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from rolecall.config import Settings
 from rolecall.job import registry
 from rolecall.job.spec import Job
-from tests.contracts.manifests import GENERIC, JOBS, K8S, Object, render
+from tests.contracts.manifests import GENERIC, JOBS, K8S, Object, Template, render
 from tools.jobs import COMPONENT, INDEX, INSTANCE, KINDS, MASTER
 
 KUBERNETES = "1.36"
@@ -147,16 +147,12 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Template):
     """The ranks of one Job."""
 
     ending: Ending
     name: str
     object: Object
-
-    @property
-    def spec(self) -> Object:
-        return dict(self.object["spec"])
 
     @property
     def count(self) -> int:
@@ -171,15 +167,6 @@ class Part:
     @property
     def annotations(self) -> dict[str, str]:
         return dict(self.spec["template"]["metadata"]["annotations"])
-
-    @property
-    def pod(self) -> Object:
-        return dict(self.spec["template"]["spec"])
-
-    @property
-    def container(self) -> Object:
-        (item,) = self.pod["containers"]
-        return dict(item)
 
     @property
     def component(self) -> str:

@@ -108,8 +108,27 @@ class Overlay:
         return item
 
 
+class Template:
+    """An object that makes pods of one kind."""
+
+    object: Object
+
+    @property
+    def spec(self) -> Object:
+        return dict(self.object["spec"])
+
+    @property
+    def pod(self) -> Object:
+        return dict(self.spec["template"]["spec"])
+
+    @property
+    def container(self) -> Object:
+        (item,) = self.pod["containers"]
+        return dict(item)
+
+
 @dataclass(frozen=True)
-class RankSet:
+class RankSet(Template):
     """The ranks of one role, or those that are told apart by their numbers: a StatefulSet."""
 
     overlay: Overlay
@@ -120,10 +139,6 @@ class RankSet:
         return str(self.object["metadata"]["name"])
 
     @property
-    def spec(self) -> Object:
-        return dict(self.object["spec"])
-
-    @property
     def replicas(self) -> int:
         """As many as are wanted at the start: of a set that an autoscaler scales, its minimum."""
         scaled = {
@@ -131,15 +146,6 @@ class RankSet:
             for item in self.overlay.of_kind("HorizontalPodAutoscaler")
         }
         return int(scaled.get(self.name) or self.spec["replicas"])
-
-    @property
-    def pod(self) -> Object:
-        return dict(self.spec["template"]["spec"])
-
-    @property
-    def container(self) -> Object:
-        (item,) = self.pod["containers"]
-        return dict(item)
 
     @property
     def labels(self) -> dict[str, str]:

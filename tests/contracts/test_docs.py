@@ -25,6 +25,8 @@ METRICS = {row[0] for job in registry.JOBS for row in telemetry.catalogue(regist
 FILES_OF_COMPOSE = (ROOT / "compose.yaml", ROOT / "docker" / "compose.cuda.yaml")
 OTHERS = (
     {"BENCH_JSON", "PIP_ARGS"}
+    | {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"}
+    | {"MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR", "WANDB_API_KEY"}
     | set(adopt.variables(Settings(), 0, 1, 1))
     | {name for file in FILES_OF_COMPOSE for name in re.findall(r"\$\{([A-Z_]+):-", file.read_text())}
     | set(re.findall(r"\bgiven-([A-Z_]+)", (ROOT / "Makefile").read_text()))

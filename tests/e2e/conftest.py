@@ -19,6 +19,7 @@ Started = Callable[..., Pods]
 StartedJob = Callable[..., JobPods]
 ENDLESS = {  # learns too slowly to be solved
     "LR": "1e-9",
+    "LR_SCHEDULE": "constant",
     "NUM_ENVS": "8",
     "ROLLOUT_STEPS": "16",
     "MAX_ITERATIONS": "1000000",

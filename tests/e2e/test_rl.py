@@ -38,7 +38,7 @@ def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> 
     assert done.returncode == 0, done.stdout
     assert f"rolecall: the ranks' token is in {project.token_file}" in done.stdout
     token = project.token_file.read_text()
-    assert "Solved! Running reward is now" in done.stdout
+    assert "Solved! Mean return of the last 100 episodes is" in done.stdout
     assert len(project.containers("observer", everyone=True)) == 2
     assert not project.containers()  # all have ended
     assert all(one.state["ExitCode"] == 0 for one in project.containers(everyone=True))
@@ -50,7 +50,7 @@ def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> 
     assert project.token_file.read_text() == token
     assert token not in done.stdout + again.stdout
 
-    anew = project.make("up-rl", RESUME="0", INFERENCE="observer")
+    anew = project.make("up-rl", RESUME="0", INFERENCE="observer", PIPELINE="1", SOLVED_BY="running")
     assert anew.returncode == 0, anew.stdout
     assert re.search(r"an earlier run's checkpoints were moved .*to=/checkpoints/earlier-000001", anew.stdout)
     assert "Solved! Running reward is now" in anew.stdout
@@ -201,6 +201,13 @@ def test_status_shows_the_ranks(training: Project) -> None:
     lines = training.make("ps-status").stdout.splitlines()
     rows = [line.split() for line in lines if " running " in line]
     assert sorted((row[1], row[2]) for row in rows) == [("agent", "0"), ("observer", "0"), ("observer", "1")]
+
+
+def test_the_doctor_sees_no_problem(training: Project) -> None:
+    done = training.make("doctor", JOB="rl")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(" checks: ") == len(training.containers()) == 3
+    assert not re.search("^problem", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_scaled_up_and_down_while_it_trains(training: Project) -> None:

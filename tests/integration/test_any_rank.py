@@ -167,7 +167,7 @@ def test_rank_0_killed_at_the_finish(cluster: MakeCluster) -> None:
 
 def test_the_ledger_of_updates(cluster: MakeCluster) -> None:
     """Adam counts the updates that a policy got; the log tells which were acknowledged."""
-    job = training(cluster, 2, LOG_INTERVAL="1", MINIBATCHES="1")
+    job = training(cluster, 2, LOG_INTERVAL="1", MINIBATCHES="1", EPOCHS="1")
     for hurt in ("drain", "kill", "drain", "kill all"):
         generation = job.agent.metric("generation")
         if hurt == "drain":

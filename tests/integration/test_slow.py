@@ -21,6 +21,6 @@ def test_workers_that_load_are_waited_for_and_a_stuck_lead_is_replaced(cluster: 
     assert "peer given up" not in text
     assert "step 5 has taken" in text
     assert "over STUCK_SECONDS=2" in text
-    assert "in forget_to_release" in text
+    assert "forget_to_release (" in text or "in forget_to_release" in text  # by py-spy, or by faulthandler
     assert job.first.metric("gang_restarts_total", cause="stuck") == 1
     assert job.first.metric("worker_restarts_total", cause="silent") == 0

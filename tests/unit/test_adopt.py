@@ -43,6 +43,7 @@ def meet(url: str, rank: int = -1, world_size: int = -1) -> tuple[Store, int, in
 def keys_of(store: Store, before: Store) -> bool:
     """Whether both are the same meeting's."""
     before.set("key", "value")
+    before.get("key")  # set() waits for no answer; one connection's requests are handled in their order
     return bool(store.check(["key"]))
 
 

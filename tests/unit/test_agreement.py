@@ -142,7 +142,7 @@ def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pyte
                         told = await answer.json()
         finally:
             await lead.stop(ended=False)
-        assert told["text"].startswith("observer 1 has LR=0.5, rank 0 has 0.01; ")
+        assert told["text"].startswith("observer 1 has LR=0.5, rank 0 has nothing; ")
         assert metrics.gang_refused.labels("settings")._value.get() == 3
 
     asyncio.run(asyncio.wait_for(steps(), 30))

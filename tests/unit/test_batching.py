@@ -3,40 +3,60 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.futures import Future
 
 from rolecall import PeerLostError
+from rolecall.jobs.rl.actor import Choice, Memory
 from rolecall.jobs.rl.batching import Answer, Batcher, Group
-from rolecall.jobs.rl.envs import Recorder
-from rolecall.jobs.rl.messages import Array, Done, Trajectory, pack
+from rolecall.jobs.rl.messages import Array, Done, pack
+from rolecall.jobs.rl.recorder import Recorder
+from tests.unit.rl_parts import assert_same
 
 FAILSAFE = 30.0  # no test waits for it; one that would hang fails instead
 LONG = 600.0  # a `wait` that no test outlives: what leaves, leaves for another reason
+EVERY = 4  # steps between two states that are recorded
 
 
 class Policy:
-    """Acts 10 times the observation's second number; `hold` keeps the forward passes from ending meanwhile."""
+    """In place of an actor: acts 10 times the observation's second number, with its first number as the action's log
+    probability. A group's state counts its steps, from 0 after an end.
+
+    `hold` keeps the forward passes from ending meanwhile.
+    """
 
     def __init__(self) -> None:
         self.batches: list[Array] = []
+        self.refreshed: list[int] = []
         self.begun = threading.Semaphore(0)
         self._go = threading.Event()
         self._go.set()
         self.error: Exception | None = None
 
-    def __call__(self, observations: Array) -> Array:
+    def remember(self, count: int) -> Memory:
+        return Memory(torch.zeros(count, 1), None)
+
+    def refresh(self, memory: Memory) -> None:
+        self.refreshed.append(len(memory.state))
+
+    def act(self, observations: Array, dones: Array, memories: Sequence[Memory]) -> Choice:
         self.batches.append(observations.copy())
         self.begun.release()
         assert self._go.wait(FAILSAFE)
         if self.error is not None:
             raise self.error
-        return (observations[:, 1] * 10).astype(np.int64)
+        assert [len(observations)] * 2 == [len(dones), sum(len(memory.state) for memory in memories)]
+        counted = torch.cat([memory.state for memory in memories]) + 1
+        after = counted * torch.from_numpy(dones == Done.CONTINUES)[:, None]
+        for memory, state in zip(memories, after.split([len(memory.state) for memory in memories]), strict=True):
+            memory.state = state
+        return Choice((observations[:, 1] * 10).astype(np.int64), observations[:, 0])
 
     @property
     def sizes(self) -> list[int]:
@@ -66,10 +86,11 @@ class MakeBatcher:
     def __call__(
         self, groups: list[Group], version: int = 0, max_batch: int = 1000, wait: float = LONG, observe: Any = None
     ) -> Batcher:
-        batcher = Batcher(self.policy, (2,), np.float32, max_batch, wait, observe or (lambda size, seconds: None))
+        actor: Any = self.policy
+        batcher = Batcher(actor, (2,), np.float32, EVERY, max_batch, wait, observe or (lambda size, seconds: None))
         self.stack.callback(batcher.close)
         self.stack.callback(self.policy.release)
-        batcher.begin(groups, version)
+        batcher.begin(of_two(groups), version)
         return batcher
 
 
@@ -77,6 +98,11 @@ class MakeBatcher:
 def make(policy: Policy) -> Iterator[MakeBatcher]:
     with ExitStack() as stack:
         yield MakeBatcher(policy, stack)
+
+
+def of_two(groups: list[Group]) -> dict[Group, int]:
+    """The groups, of two environments each."""
+    return dict.fromkeys(groups, 2)
 
 
 def message(first: int, count: int = 2) -> bytes:
@@ -132,8 +158,9 @@ def test_calls_that_come_during_a_forward_go_together_in_the_next(make: MakeBatc
 
 
 def test_groups_of_other_sizes_get_their_own_actions(make: MakeBatcher, policy: Policy) -> None:
-    batcher = make([A, B, C])
     sizes = {A: 3, B: 1, C: 5}
+    batcher = make([])
+    batcher.begin(sizes, 0)
     answers = {group: batcher.submit(group, message(size, size), False) for group, size in sizes.items()}
     for group, size in sizes.items():
         assert actions(answers[group]) == [10 * number for number in range(size, 2 * size)]
@@ -241,7 +268,7 @@ def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: M
     for answer in answers:
         assert repr(result(answer)) == "ArithmeticError('the policy is not finite')"
     policy.error = None
-    batcher.begin([A], 1)
+    batcher.begin(of_two([A]), 1)
     assert actions(batcher.submit(A, message(2), False)) == [20, 30]
 
 
@@ -264,7 +291,7 @@ def test_a_rollout_that_is_over_is_refused(make: MakeBatcher) -> None:
     result(batcher.submit(A, message(0), False))
     result(batcher.submit(A, message(1), True))
     assert "not part of this rollout" in refusal(batcher.submit(A, message(2), False))
-    batcher.begin([B], 1)
+    batcher.begin(of_two([B]), 1)
     assert "not part of this rollout" in refusal(batcher.submit(A, message(2), False))
     assert batcher.trajectories("observer_0") == []
 
@@ -272,7 +299,7 @@ def test_a_rollout_that_is_over_is_refused(make: MakeBatcher) -> None:
 def test_begin_fails_what_still_waits(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B])
     answer = batcher.submit(A, message(0), False)
-    batcher.begin([A, B], 1)
+    batcher.begin(of_two([A, B]), 1)
     assert refusal(answer) == "the rollout is over"
     assert policy.sizes == []
 
@@ -282,7 +309,7 @@ def test_actions_of_an_old_rollout_do_not_enter_the_new_one(make: MakeBatcher, p
     policy.hold()
     stale = batcher.submit(A, message(0), False)
     policy.wait_begun()
-    batcher.begin([A], 1)
+    batcher.begin(of_two([A]), 1)
     policy.release()
     assert refusal(stale) == "the rollout is over"
     assert actions(batcher.submit(A, message(4), False)) == [40, 50]
@@ -308,24 +335,26 @@ def test_close_fails_what_still_waits_and_ends_the_thread(make: MakeBatcher) -> 
 class Caller:
     """Calls as an observer does: random steps, each one recorded here too."""
 
-    def __init__(self, group: Group, count: int, version: int) -> None:
-        self.group, self.count = group, count
-        self.random = np.random.default_rng(sum(map(ord, group.observer)) + group.number)
-        self.recorder = Recorder(version)
+    def __init__(self, group: Group, count: int, version: int, state: torch.Tensor) -> None:
+        self.group, self.count, self.state = group, count, state
+        self.random = np.random.default_rng([sum(map(ord, group.observer)) + group.number, version])
+        self.recorder = Recorder(version, self, EVERY)  # type: ignore[arg-type]
 
     def call(self, batcher: Batcher, last: bool) -> Future[Answer]:
-        seen = (
+        self.seen = (
             self.random.integers(0, 100, (self.count, 2)).astype(np.float32),
             self.random.normal(size=self.count).astype(np.float32),
             self.random.choice([Done.CONTINUES, Done.CONTINUES, Done.TERMINATED, Done.TRUNCATED], self.count).astype(
                 np.uint8
             ),
         )
-        self.recorder.see(*seen)
-        return batcher.submit(self.group, pack(*seen), last)
+        self.recorder.see(*self.seen)
+        return batcher.submit(self.group, pack(*self.seen), last)
 
     def take(self, answer: Future[Answer]) -> None:
-        self.recorder.choose(np.frombuffer(result(answer), np.int64))
+        observations, _, dones = self.seen
+        self.recorder.choose(np.frombuffer(result(answer), np.int64), observations[:, 0])
+        self.state = (self.state + 1) * torch.from_numpy(dones == Done.CONTINUES)[:, None]
 
     def run(self, batcher: Batcher, steps: int) -> None:
         for _ in range(steps):
@@ -333,23 +362,20 @@ class Caller:
         result(self.call(batcher, True))
 
 
-def assert_same(trajectory: Trajectory, expected: Trajectory) -> None:
-    assert trajectory.version == expected.version
-    for mine, theirs in zip(trajectory.arrays, expected.arrays, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert np.array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize(("wait", "max_batch"), [(0, 1000), (0.001, 1000), (0.001, 4)])
 def test_trajectories_are_what_was_submitted_and_answered(
     make: MakeBatcher, policy: Policy, wait: float, max_batch: int
 ) -> None:
-    """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts."""
+    """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts, with the states
+    carried over.
+    """
     observed: list[int] = []
     batcher = make([], wait=wait, max_batch=max_batch, observe=lambda size, seconds: observed.append(size))
+    sizes = {group: 1 + number for number, group in enumerate((A, B, C, D))}
+    states = {group: torch.zeros(size, 1) for group, size in sizes.items()}
     for version in (3, 4):
-        callers = [Caller(group, 1 + number, version) for number, group in enumerate((A, B, C, D))]
-        batcher.begin([A, B, C, D], version)
+        callers = [Caller(group, size, version, states[group]) for group, size in sizes.items()]
+        batcher.begin(sizes, version)
         threads = [threading.Thread(target=caller.run, args=(batcher, 25)) for caller in callers]
         for thread in threads:
             thread.start()
@@ -361,6 +387,9 @@ def test_trajectories_are_what_was_submitted_and_answered(
             assert_same(trajectory, caller.recorder.trajectory())
             assert trajectory.actions.shape == (25, caller.count)
             assert np.array_equal(trajectory.actions, trajectory.observations[:-1, :, 1] * 10)
+            assert trajectory.states.shape == (7, caller.count, 1)
+            assert trajectory.states.any()
+            states[caller.group] = caller.state
     assert observed == policy.sizes
     assert sum(observed) == 2 * 25 * (1 + 2 + 3 + 4)
     assert max(observed) <= max_batch
@@ -370,3 +399,52 @@ def test_a_trajectory_that_has_not_finished_is_none(make: MakeBatcher) -> None:
     batcher = make([A], wait=0)
     result(batcher.submit(A, message(0), False))
     assert batcher.trajectories("observer_0") == []
+
+
+# ---- the groups' memories
+
+
+def first_states(batcher: Batcher, group: Group, steps: int = 1) -> list[float]:
+    """The states that the rollout under way begins with."""
+    for step in range(steps):
+        result(batcher.submit(group, message(step), False))
+    result(batcher.submit(group, message(9), True))
+    numbers = [each.number for each in (A, B) if each.observer == group.observer]
+    states: list[float] = batcher.trajectories(group.observer)[numbers.index(group.number)].states[0, :, 0].tolist()
+    return states
+
+
+def test_a_memory_goes_on_from_rollout_to_rollout(make: MakeBatcher, policy: Policy) -> None:
+    batcher = make([A], wait=0)
+    assert first_states(batcher, A, steps=3) == [0, 0]
+    batcher.begin(of_two([A]), 1)
+    assert first_states(batcher, A) == [3, 3]  # the last call of a rollout is repeated as the next one's first
+    batcher.begin(of_two([A]), 2)
+    assert first_states(batcher, A) == [4, 4]
+    assert policy.refreshed == [2, 2, 2]  # for the policy of each rollout
+
+
+def test_a_group_that_was_lost_begins_anew(make: MakeBatcher) -> None:
+    """Its environments are others when it comes back."""
+    batcher = make([A, C], wait=0)
+    for group in (A, C):
+        result(batcher.submit(group, message(0), False))
+    batcher.drop("observer_0")
+    batcher.begin(of_two([A, C]), 1)
+    assert first_states(batcher, A) == [0, 0]
+    result(batcher.submit(C, message(0), False))
+    result(batcher.submit(C, message(0), True))
+    (trajectory,) = batcher.trajectories("observer_1")
+    assert trajectory.states[0].tolist() == [[1], [1]]
+
+
+def test_a_call_under_way_does_not_advance_a_group_that_begins_anew(make: MakeBatcher, policy: Policy) -> None:
+    batcher = make([A], wait=0)
+    policy.hold()
+    stale = batcher.submit(A, message(0), False)
+    policy.wait_begun()
+    batcher.drop("observer_0")
+    batcher.begin(of_two([A]), 1)
+    policy.release()
+    assert refusal(stale) == "the rollout is over"
+    assert first_states(batcher, A) == [0, 0]

@@ -182,7 +182,7 @@ def test_the_table_has_every_variable() -> None:
 
 def test_the_tables_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {name: default for name, _, default, _, _ in variables(RlSettings) if default}
-    assert {"PORT", "LR", "ENV_ID", "ON_FINISH", "CHECKPOINT_DIR"} <= set(shown)
+    assert {"PORT", "ENV_TIMEOUT", "ENV_ID", "ON_FINISH", "CHECKPOINT_DIR"} <= set(shown)
     assert load(monkeypatch, **shown) == RlSettings()
     unset = {row[0].lower() for row in variables(RlSettings)} - {name.lower() for name in shown}
     assert all(getattr(RlSettings(), name) in (None, "") for name in unset)

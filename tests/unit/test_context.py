@@ -171,7 +171,7 @@ def test_a_checkpoint_has_the_pinned_settings_and_the_seconds(context: Context, 
     context.save(5, {"weights": torch.ones(2)})  # no drain was ordered
     (path,) = tmp_path.glob("checkpoint-*")
     saved = read(path, "rl")
-    assert saved.about == {"settings": {"seed": 1, "device": "auto"}, "seconds": 12, "done": 64}
+    assert saved.about == {"settings": {"seed": 1, "device": "auto"}, "seconds": 12, "done": 64, "layout": 1}
     assert set(saved.state) == {"weights"}
     assert torch.equal(saved.state["weights"], torch.ones(2))
     assert value(context.metrics.checkpoint_timestamp_seconds) > 0

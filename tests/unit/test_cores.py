@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rolecall import config
-from rolecall.config import Settings, cores
+from rolecall.config import Settings
+from rolecall.machine import cores
 
 V2, QUOTA, PERIOD = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
 

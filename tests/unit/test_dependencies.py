@@ -6,6 +6,8 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -209,3 +211,24 @@ def test_the_other_build_is_refused(
         assert FOUND[other].split()[1] in said
         assert "TORCH_INDEX" in said
     assert commands.run[-1][0] == "/opt/x/bin/python"
+
+
+# ---- how far it is
+
+
+def test_a_long_download_writes_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no terminal shows pip's bar."""
+    monkeypatch.setattr(dependencies, "PERIOD", 0.01)
+    (tmp_path / "before.whl").write_bytes(bytes(5_000_000))
+    said, ends = "", time.monotonic() + 30
+    with dependencies.lines("packages for x86_64", tmp_path):
+        (tmp_path / "more.whl").write_bytes(bytes(1_200_000))
+        while "packages for x86_64: 1.2 MB, 0 s\n" not in said and time.monotonic() < ends:
+            said += capsys.readouterr().err
+    assert "packages for x86_64: 1.2 MB, 0 s\n" in said
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    with dependencies.lines("packages for x86_64", tmp_path):
+        assert "lines" not in [thread.name for thread in threading.enumerate()]

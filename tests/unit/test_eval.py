@@ -14,9 +14,12 @@ from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job.checkpoint import Checkpoints
 
 PI = '''"""A job of a user."""
+from pathlib import Path
+from typing import Annotated
 import numpy
 import torch
-from rolecall import Job, Role, Settings, UsageError
+from pydantic import Field
+from rolecall import Job, ProgramError, Role, Settings, UsageError
 
 class Pi(Settings):
     points: int = 1_000
@@ -24,11 +27,12 @@ class Pi(Settings):
 
 def lead(context): ...
 
-def evaluate(settings, state):
+def evaluate(settings, state, *, digits: Annotated[int, Field(ge=1, le=9, description="after the point")] = 3,
+             half_up: bool = True, table: Path | None = None):
     RETURN
 
-def complete(settings, state, prompt):
-    return f"{prompt} is {state['pi']}"
+def complete(settings, state, prompt, *, unit=""):
+    return f"{prompt} is {state['pi']}{unit}"
 
 JOB = Job([Role("lead", lead)], settings=Pi, evaluate=evaluate, complete=complete, pinned=("width",))
 '''
@@ -42,14 +46,18 @@ def evaluated(
     """The exit code and the output of `rolecall eval pi.py` of a checkpoint, with an `evaluate` that returns so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "pi", raising=False)  # the example's, where another test has loaded it
     for name in ("POINTS", "WIDTH", "JOB"):
         monkeypatch.delenv(name, raising=False)
     about = {"settings": {"width": 9, "of_an_earlier_version": 1}}
     Path("run").mkdir()
     Checkpoints(Path("run"), "pi", 2).write(7, {"pi": 3.125}, about)
 
-    def evaluate(returns: str, *arguments: str, checkpoint: str = "run", without: str = "\0") -> tuple[int, str, str]:
-        Path("pi.py").write_text(PI.replace("RETURN", returns).replace(without, ""))
+    def evaluate(
+        returns: str, *arguments: str, checkpoint: str = "run", without: str = "\0",
+        instead: tuple[str, str] = ("\0", ""),
+    ) -> tuple[int, str, str]:  # fmt: skip
+        Path("pi.py").write_text(PI.replace("RETURN", returns).replace(without, "").replace(*instead))
         code = __main__.main(["eval", "pi.py", "--checkpoint", checkpoint, *arguments])
         output = capsys.readouterr()
         return code, output.out, output.err
@@ -98,14 +106,94 @@ def test_what_is_no_number_is_one_line(evaluated: Evaluate, returns: str) -> Non
 
 def test_a_refusal_is_one_line_with_its_place(evaluated: Evaluate) -> None:
     code, out, err = evaluated("raise UsageError('POINTS=1000: too many')")
-    assert (code, out, err) == (USAGE, "", "rolecall: pi.py:13: POINTS=1000: too many\n")
+    assert (code, out, err) == (USAGE, "", "rolecall: pi.py:17: POINTS=1000: too many\n")
 
 
 def test_an_exception_is_the_users_traceback(evaluated: Evaluate, tmp_path: Path) -> None:
     code, out, err = evaluated("return {'pi': state['tau']}")
     assert (code, out) == (FAILED, "")
-    assert err.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/pi.py", line 13, in evaluate\n')
+    assert err.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/pi.py", line 17, in evaluate\n')
     assert err.endswith("KeyError: 'tau'\n")
+
+
+def test_what_a_program_says_of_itself_is_one_line(evaluated: Evaluate) -> None:
+    assert evaluated("raise ProgramError('pi 3 is broken')") == (FAILED, "", "rolecall: pi 3 is broken\n")
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), (3, 1.0, 4)),
+        (("--digits", "5", "--no-half-up"), (5, 0.0, 4)),
+        (("--digits=5", "--half-up", "--table", "a/b.txt"), (5, 1.0, 7)),
+    ],
+)
+def test_keyword_only_parameters_are_options(
+    evaluated: Evaluate, words: tuple[str, ...], expected: tuple[float, ...]
+) -> None:
+    returns = "return {'digits': digits, 'half_up': half_up, 'table': len(str(table)), 'path': isinstance(table, Path)}"
+    code, out, err = evaluated(returns, *words, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == dict(zip(("digits", "half_up", "table"), expected, strict=True), path="--table" in words)
+
+
+def test_options_may_stand_before_the_checkpoint(evaluated: Evaluate, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluated("return {'digits': digits}")
+    assert __main__.main(["eval", "pi.py", "--digits", "7", "--checkpoint", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"digits": 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--digits", "x"), "--digits='x': input should be a valid integer, unable to parse string as an integer "
+                            "(int, 1 to 9)"),
+        (("--digits", "10"), "--digits='10': input should be less than or equal to 9 (int, 1 to 9)"),
+        (("--video", "a.gif"), "--video: pi's evaluate has no such option; it takes --digits, --half-up, --table"),
+        (("--video=a.gif",), "--video: pi's evaluate has no such option; it takes --digits, --half-up, --table"),
+        (("--dig", "3"), "--dig: pi's evaluate has no such option; it takes --digits, --half-up, --table"),
+        (("--prompt", "x", "--digits", "3"), "--digits: pi's complete has no such option; it takes --unit"),
+    ],
+)  # fmt: skip
+def test_what_is_no_option_is_refused_with_a_line(evaluated: Evaluate, words: tuple[str, ...], line: str) -> None:
+    assert evaluated("return {}", *words) == (USAGE, "", f"rolecall: {line}\n")
+
+
+def test_a_parameter_without_a_type_is_text(evaluated: Evaluate) -> None:
+    assert evaluated("pass", "--prompt", "pi", "--unit", " rad") == (0, "pi is 3.125 rad\n", "")
+
+
+def test_an_option_cannot_be_one_of_the_commands_arguments(evaluated: Evaluate) -> None:
+    code, out, err = evaluated("return {}", instead=("table: Path", "json: Path"))
+    assert (code, out, err) == (USAGE, "", "rolecall: pi: --json means something else; choose another name\n")
+
+
+@pytest.mark.parametrize("job", ["pi.py", "ps"])
+def test_help_lists_a_jobs_options(evaluated: Evaluate, capsys: pytest.CaptureFixture[str], job: str) -> None:
+    evaluated("return {}")
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["eval", job, "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--checkpoint" in text
+    assert ("--digits INT after the point (3)" in text) == ("--no-half-up" in text) == (job == "pi.py")
+
+
+@pytest.mark.parametrize("words", [[], ["--checkpoint", "run"], ["pi.py"]])
+def test_job_and_checkpoint_are_required(
+    evaluated: Evaluate, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    evaluated("return {}")
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["eval", *words])
+    assert ended.value.code == USAGE
+    assert "the following arguments are required: " in capsys.readouterr().err
+
+
+# ---- what is refused
 
 
 @pytest.mark.parametrize(
@@ -119,6 +207,16 @@ def test_a_job_without_the_function_is_refused(
     evaluated: Evaluate, without: str, arguments: tuple[str, ...], line: str
 ) -> None:
     assert evaluated("pass", *arguments, without=without) == (USAGE, "", f"rolecall: {line}\n")
+
+
+@pytest.mark.parametrize(("before", "now", "version"), [(1, 2, "an earlier"), (3, 2, "a newer")])
+def test_a_checkpoint_of_another_layout_is_refused(evaluated: Evaluate, before: int, now: int, version: str) -> None:
+    Path("run", "checkpoint-000002-0000000007.pt").unlink()
+    about = {"settings": {"width": 9}, **({} if before == 1 else {"layout": before})}  # which none had at first
+    Checkpoints(Path("run"), "pi", 2).write(7, {"pi": 3.125}, about)
+    code, out, err = evaluated("return state", instead=("pinned=", f"layout={now}, pinned="))
+    problem = f"checkpoint-000002-0000000007.pt: was written by {version} version of this job"
+    assert (code, out, err) == (USAGE, "", f"rolecall: {problem}; evaluate it with that version\n")
 
 
 @pytest.mark.parametrize(

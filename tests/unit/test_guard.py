@@ -66,7 +66,7 @@ def test_a_signal_is_passed_on_and_is_no_crash(tmp_path: Path, number: signal.Si
     assert len(starts.read_text().split()) == 1
 
 
-def test_a_signal_ends_the_pause_before_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_between_two_starts_leaves_nothing_behind(tmp_path: Path) -> None:
     process, starts = run(tmp_path, "sys.exit(1)", "sys.exit(1)", "time.sleep(60)")
     assert process.stdout is not None
     until(lambda: "restart=2" in process.stdout.readline(), "the second pause")  # type: ignore[union-attr]

@@ -37,6 +37,7 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Torch is not touched: the ranks and world sizes for which it would have been."""
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(program.adopt, "adopt", lambda settings, rank, size, *_: calls.append((rank, size)))
+    monkeypatch.setattr(program.ScriptCalls, "watch", lambda _: None)
     return calls
 
 
@@ -52,7 +53,7 @@ def write(tmp_path: Path) -> Write:
 def context(rank: int = 0, size: int = 2) -> Any:
     return SimpleNamespace(
         settings=Settings(lease_seconds=2), me=SimpleNamespace(rank=rank), members=[None] * size, generation=1,
-        store=None, files=Path(),
+        store=None, files=Path(), pace=SimpleNamespace(),
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_a_rank_with_nowhere_to_write_runs_the_program_all_the_same(write: Write
     rank = context(rank=1)
     Program("prog.py").run(Unwritable(
         settings=Settings(lease_seconds=2, checkpoint_dir=tmp_path / "file"), me=rank.me, members=rank.members,
-        generation=1, store=None,
+        generation=1, store=None, pace=rank.pace,
     ))  # fmt: skip
     assert sys.called
 

@@ -181,6 +181,15 @@ def test_mnist_is_downloaded_once(
     stored = mnist.load(directory)
     packed = [pack(directory / "MNIST" / "raw" / name) for name in NAMES]
     sums = [(path.name, hashlib.md5(path.read_bytes()).hexdigest()) for path in packed]
+    shown = list[float]()
+
+    class Download(mnist._Download):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            assert self.done == self.total
+            shown.append(self.done)
+
+    monkeypatch.setattr(mnist, "_Download", Download)
     packed[0].parent.rename(tmp_path / "mirror")
     monkeypatch.setattr(torchvision, "resources", sums)
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))
@@ -189,6 +198,7 @@ def test_mnist_is_downloaded_once(
         monkeypatch.setattr(torchvision, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
         downloaded = mnist.load(tmp_path / "new")
         server.shutdown()
+    assert shown == [(tmp_path / "mirror" / path.name).stat().st_size for path in packed]  # a bar each
     for splits in (downloaded, mnist.load(tmp_path / "new")):
         for split, expected in zip(splits, stored, strict=True):
             assert all(map(torch.equal, split, expected))

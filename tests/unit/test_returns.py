@@ -1,4 +1,4 @@
-"""Discounted returns against a slow and obvious reference."""
+"""Lambda returns, and with them GAE's advantages, against slow and obvious references."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rolecall.jobs.rl.learner import discounted_returns
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
+from rolecall.jobs.rl.returns import lambda_returns
 
 NUMBERS = st.floats(-100, 100, width=32)
-GAMMAS = st.one_of(st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.floats(0, 1))
+FACTORS = st.one_of(st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.floats(0, 1))
 
 
 def trajectory_of(rewards: Array, dones: Array, carried: Array) -> Trajectory:
     """A trajectory as `Recorder` makes it; `carried` are the dones of the step before the rollout."""
     experience = np.concatenate([carried[None], dones])[:-1] == Done.CONTINUES
     observations = np.zeros((len(rewards) + 1, rewards.shape[1], 1), np.float32)
-    actions = np.zeros(rewards.shape, np.int64)
-    return Trajectory(observations, actions, rewards, dones, experience, 0)
+    actions, states = np.zeros(rewards.shape, np.int64), np.zeros((1, rewards.shape[1], 0), np.float32)
+    return Trajectory(observations, actions, np.zeros_like(rewards), rewards, dones, experience, states, 0)
 
 
 @st.composite
@@ -53,99 +53,162 @@ def episodes(trajectory: Trajectory, env: int) -> list[list[int]]:
     return [episode for episode in parts if episode]
 
 
-def reference(trajectory: Trajectory, values: Array, gamma: float) -> Array:
-    """The return of each step of experience; NaN in the others."""
+def after(trajectory: Trajectory, values: Array, step: int, env: int) -> float:
+    """What the critic says of the rewards after a step."""
+    return 0.0 if trajectory.dones[step, env] == Done.TERMINATED else float(values[step + 1, env])
+
+
+def n_step(trajectory: Trajectory, values: Array, episode: list[int], first: int, count: int, env: int,
+           gamma: float) -> float:  # fmt: skip
+    """The discounted rewards of `count` steps of an episode from its step number `first` on, and the value there."""
+    steps = episode[first : first + count]
+    total = sum(gamma**distance * float(trajectory.rewards[step, env]) for distance, step in enumerate(steps))
+    return total + gamma ** len(steps) * after(trajectory, values, steps[-1], env)
+
+
+def reference(trajectory: Trajectory, values: Array, gamma: float, decay: float) -> Array:
+    """By the definition: the n-step returns up to the episode's end, or the rollout's, weighted by the decay's powers.
+    NaN where there is no experience.
+    """
     returns = np.full(trajectory.rewards.shape, np.nan)
     for env in range(trajectory.rewards.shape[1]):
         for episode in episodes(trajectory, env):
-            last = episode[-1]
-            tail = 0.0 if trajectory.dones[last, env] == Done.TERMINATED else float(values[last + 1, env])
-            for step in episode:
-                rewards = [float(trajectory.rewards[later, env]) for later in episode if later >= step]
-                total = sum(gamma**distance * reward for distance, reward in enumerate(rewards))
-                returns[step, env] = total + gamma ** len(rewards) * tail
+            for first in range(len(episode)):
+                left = len(episode) - first
+                weights = [(1 - decay) * decay ** (count - 1) for count in range(1, left)] + [decay ** (left - 1)]
+                returns[episode[first], env] = sum(
+                    weight * n_step(trajectory, values, episode, first, count, env, gamma)
+                    for count, weight in enumerate(weights, 1)
+                )
     return returns
 
 
-@given(rollouts(), GAMMAS)
-@settings(deadline=None, max_examples=300)
-def test_returns_equal_the_reference(rollout: tuple[Trajectory, Array], gamma: float) -> None:
+def advantages(trajectory: Trajectory, values: Array, gamma: float, decay: float) -> Array:
+    """By GAE's other definition: the discounted sum of what each step brings more than its value said."""
+    out = np.full(trajectory.rewards.shape, np.nan)
+    for env in range(trajectory.rewards.shape[1]):
+        for episode in episodes(trajectory, env):
+            surprises = [
+                float(trajectory.rewards[step, env]) + gamma * after(trajectory, values, step, env) - values[step, env]
+                for step in episode
+            ]
+            for first, step in enumerate(episode):
+                out[step, env] = sum((gamma * decay) ** k * surprise for k, surprise in enumerate(surprises[first:]))
+    return out
+
+
+@given(rollouts(), FACTORS, FACTORS)
+@settings(deadline=None)
+def test_returns_equal_the_reference(rollout: tuple[Trajectory, Array], gamma: float, decay: float) -> None:
     trajectory, values = rollout
-    returns, expected = discounted_returns(trajectory, values, gamma), reference(trajectory, values, gamma)
+    returns, expected = lambda_returns(trajectory, values, gamma, decay), reference(trajectory, values, gamma, decay)
     assert returns.shape == trajectory.rewards.shape
     assert returns.dtype == np.float32
     kept = trajectory.experience
     np.testing.assert_allclose(returns[kept], expected[kept], rtol=1e-4, atol=1e-3)
 
 
-@given(rollouts(), GAMMAS, st.data())
-@settings(deadline=None, max_examples=300)
+@given(rollouts(), FACTORS, FACTORS)
+@settings(deadline=None, max_examples=40)
+def test_less_the_values_they_are_gaes_advantages(
+    rollout: tuple[Trajectory, Array], gamma: float, decay: float
+) -> None:
+    trajectory, values = rollout
+    kept = trajectory.experience
+    mine = (lambda_returns(trajectory, values, gamma, decay) - values[:-1])[kept]
+    np.testing.assert_allclose(mine, advantages(trajectory, values, gamma, decay)[kept], rtol=1e-4, atol=2e-3)
+
+
+@given(rollouts(), FACTORS, st.floats(0.1, 1), st.data())
+@settings(deadline=None, max_examples=40)
 def test_an_episodes_rewards_change_nothing_outside_of_it(
-    rollout: tuple[Trajectory, Array], gamma: float, data: st.DataObject
+    rollout: tuple[Trajectory, Array], gamma: float, decay: float, data: st.DataObject
 ) -> None:
     trajectory, values = rollout
     env = data.draw(st.integers(0, trajectory.rewards.shape[1] - 1))
     assume(episodes(trajectory, env))
     episode = data.draw(st.sampled_from(episodes(trajectory, env)))
-    before = discounted_returns(trajectory, values, gamma)
+    before = lambda_returns(trajectory, values, gamma, decay)
     trajectory.rewards[episode, env] += 1000
-    after = discounted_returns(trajectory, values, gamma)
-    assert (after[episode, env] > before[episode, env]).all()
+    later = lambda_returns(trajectory, values, gamma, decay)
+    assert (later[episode, env] > before[episode, env]).all()
     outside = trajectory.experience.copy()
     outside[episode, env] = False
-    assert np.array_equal(after[outside], before[outside])
+    assert np.array_equal(later[outside], before[outside])
 
 
-@given(rollouts(), GAMMAS)
-@settings(deadline=None)
-def test_what_stands_in_a_row_that_resets_is_never_used(rollout: tuple[Trajectory, Array], gamma: float) -> None:
+@given(rollouts(), FACTORS, FACTORS)
+@settings(deadline=None, max_examples=40)
+def test_what_stands_in_a_row_that_resets_is_never_used(
+    rollout: tuple[Trajectory, Array], gamma: float, decay: float
+) -> None:
     trajectory, values = rollout
     kept = trajectory.experience
-    before = discounted_returns(trajectory, values, gamma)[kept]
+    before = lambda_returns(trajectory, values, gamma, decay)[kept]
     trajectory.rewards[~kept] = np.nan
-    assert np.array_equal(discounted_returns(trajectory, values, gamma)[kept], before)
+    assert np.array_equal(lambda_returns(trajectory, values, gamma, decay)[kept], before)
 
 
-@given(rollouts(), GAMMAS)
-@settings(deadline=None)
-def test_values_count_only_where_an_episode_was_cut_off(rollout: tuple[Trajectory, Array], gamma: float) -> None:
+@given(rollouts(), FACTORS)
+@settings(deadline=None, max_examples=40)
+def test_whole_returns_take_values_only_where_an_episode_was_cut_off(
+    rollout: tuple[Trajectory, Array], gamma: float
+) -> None:
+    """A decay of 1, as the tutorial's policy gradient has it."""
     trajectory, values = rollout
     kept = trajectory.experience
-    before = discounted_returns(trajectory, values, gamma)[kept]
+    before = lambda_returns(trajectory, values, gamma, 1.0)[kept]
     used = np.zeros(values.shape, bool)
     used[1:][trajectory.dones == Done.TRUNCATED] = True
     used[-1] |= trajectory.dones[-1] == Done.CONTINUES
     values[~used] = np.nan
-    assert np.array_equal(discounted_returns(trajectory, values, gamma)[kept], before)
+    assert np.array_equal(lambda_returns(trajectory, values, gamma, 1.0)[kept], before)
 
 
-@given(rollouts(), GAMMAS, st.randoms(use_true_random=False))
-@settings(deadline=None)
-def test_environments_are_independent(rollout: tuple[Trajectory, Array], gamma: float, random: Any) -> None:
+@given(rollouts(), FACTORS, FACTORS)
+@settings(deadline=None, max_examples=40)
+def test_a_terminated_episodes_last_observation_is_worth_nothing(
+    rollout: tuple[Trajectory, Array], gamma: float, decay: float
+) -> None:
+    trajectory, values = rollout
+    kept = trajectory.experience
+    before = lambda_returns(trajectory, values, gamma, decay)[kept]
+    values[1:][trajectory.dones == Done.TERMINATED] = np.nan
+    assert np.array_equal(lambda_returns(trajectory, values, gamma, decay)[kept], before)
+
+
+@given(rollouts(), FACTORS, FACTORS, st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_environments_are_independent(
+    rollout: tuple[Trajectory, Array], gamma: float, decay: float, random: Any
+) -> None:
     t, values = rollout
     order = list(range(t.rewards.shape[1]))
     random.shuffle(order)
-    shuffled = Trajectory(
-        t.observations[:, order], t.actions[:, order], t.rewards[:, order], t.dones[:, order], t.experience[:, order], 0
-    )
-    whole = discounted_returns(t, values, gamma)
-    assert np.array_equal(discounted_returns(shuffled, values[:, order], gamma), whole[:, order])
-    for env in order:
-        alone = Trajectory(*(column[:, [env]] for column in t.arrays), version=0)
-        assert np.array_equal(discounted_returns(alone, values[:, [env]], gamma)[:, 0], whole[:, env])
+    columns = {name: column for name, column in vars(t).items() if isinstance(column, np.ndarray)}
+    whole = lambda_returns(t, values, gamma, decay)
+    for numbers in (order, *([env] for env in order)):
+        part = Trajectory(**{name: column[:, numbers] for name, column in columns.items()}, version=0)
+        assert np.array_equal(lambda_returns(part, values[:, numbers], gamma, decay), whole[:, numbers])
 
 
 @pytest.mark.parametrize(
-    ("end", "expected"),
-    [(Done.TERMINATED, [1 + 0.5 * 2, 2]), (Done.TRUNCATED, [1 + 0.5 * (2 + 0.5 * 8), 2 + 0.5 * 8])],
-    ids=["terminated", "truncated"],
+    ("end", "decay", "expected"),
+    [
+        (Done.TERMINATED, 1.0, [1 + 0.5 * 2, 2]),
+        (Done.TRUNCATED, 1.0, [1 + 0.5 * (2 + 0.5 * 8), 2 + 0.5 * 8]),
+        (Done.TERMINATED, 0.25, [1 + 0.5 * (0.25 * 2 + 0.75 * 100), 2]),
+        (Done.TRUNCATED, 0.25, [1 + 0.5 * (0.25 * (2 + 0.5 * 8) + 0.75 * 100), 2 + 0.5 * 8]),
+    ],
+    ids=["terminated", "truncated", "terminated, a quarter", "truncated, a quarter"],
 )
-def test_by_hand(end: int, expected: list[float]) -> None:
+def test_by_hand(end: int, decay: float, expected: list[float]) -> None:
     """Two steps to an end, the step that resets, two steps that go on beyond the rollout."""
     rewards = np.array([[1], [2], [0], [4], [16]], np.float32)
     dones = np.array([[Done.CONTINUES], [end], [Done.CONTINUES], [Done.CONTINUES], [Done.CONTINUES]], np.uint8)
     values = np.array([[100], [100], [8], [100], [100], [32]], np.float32)
     trajectory = trajectory_of(rewards, dones, np.array([Done.CONTINUES], np.uint8))
-    returns = discounted_returns(trajectory, values, 0.5)[:, 0]
+    returns = lambda_returns(trajectory, values, 0.5, decay)[:, 0]
     assert returns[:2].tolist() == expected
-    assert returns[3:].tolist() == [4 + 0.5 * (16 + 0.5 * 32), 16 + 0.5 * 32]
+    last = 16 + 0.5 * 32
+    assert returns[3:].tolist() == [4 + 0.5 * (decay * last + (1 - decay) * 100), last]

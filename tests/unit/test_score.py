@@ -1,41 +1,146 @@
-"""The running reward, by which the agent tells whether its task is solved."""
+"""How good the policy is, by which the agent tells whether its task is solved."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
-from rolecall.jobs.rl.agent import Score
+from rolecall.jobs.rl.messages import Episode
+from rolecall.jobs.rl.score import EPISODES, Score
 
 
-def test_it_is_the_tutorials_of_the_worst_observer() -> None:
-    score = Score(10.0)
-    score.add([200.0, 100.0, 300.0])
+def episodes(*totals: float, length: int = 7) -> list[Episode]:
+    return [Episode(total, length) for total in totals]
+
+
+# ---- the tutorial's
+
+
+def test_the_running_reward_is_the_tutorials_of_the_worst_observer() -> None:
+    score = Score(10.0, "running")
+    score.add([episodes(200.0), episodes(50.0, 150.0), episodes(300.0)])
     assert (score.last, score.running, score.solved) == (100.0, 5.0, False)
-    score.add([])  # no episode ended
-    assert (score.last, score.running) == (100.0, 5.0)
-    score.add([200.0])
+    score.add([[], []])  # no episode ended
+    assert (score.last, score.running, score.updates) == (100.0, 5.0, 1)
+    score.add([episodes(200.0), []])
     assert (score.last, score.running, score.solved) == (200.0, 14.75, True)
 
 
-def test_without_a_threshold_nothing_is_solved() -> None:
-    score = Score(None)
-    score.add([1e9])
-    assert not score.solved
+def test_the_running_reward_is_to_pass_the_threshold() -> None:
+    score = Score(5.0, "running")
+    score.add([episodes(100.0)])
+    assert (score.running, score.solved) == (5.0, False)
 
 
 def test_a_threshold_below_0_is_not_met_before_anything_was_done() -> None:
-    score = Score(-5.0)
+    score = Score(-5.0, "running")
     assert not score.solved
-    score.add([-100.0])
+    score.add([episodes(-100.0)])
     assert (score.running, score.solved) == (-100.0, False)
-    score.add([100.0])
+    score.add([episodes(100.0)])
     assert score.running == pytest.approx(-90.0)
 
 
-def test_it_continues_from_its_state() -> None:
-    score, resumed = Score(-5.0), Score(-5.0)
-    score.add([-100.0])
+# ---- gymnasium's
+
+
+def test_the_mean_of_the_last_episodes_of_all_observers() -> None:
+    score = Score(10.0, "episodes")
+    assert (score.mean, score.mean_length, score.spread) == (None, 0.0, None)
+    score.add([episodes(1.0, 2.0), [Episode(6.0, 19)]])
+    assert (score.mean, score.mean_length) == (3.0, 11.0)
+    assert score.spread == (1.5, 6.0)
+    score.add([episodes(*[20.0] * (EPISODES - 1)), []])
+    assert score.mean == pytest.approx((6.0 + 99 * 20) / 100)  # the first two are no longer of the last
+    assert list(score.lengths) == [19] + [7] * 99
+
+
+def test_it_is_solved_by_as_many_episodes_as_gymnasium_wants_and_no_fewer() -> None:
+    score = Score(10.0, "episodes")
+    score.add([episodes(*[10.0] * (EPISODES - 1))])
+    assert not score.solved
+    score.add([[], episodes(9.0)])
+    assert (len(score.returns), score.solved) == (EPISODES, False)
+    score.add([episodes(*[10.0] * EPISODES)])
+    assert score.solved  # it is to be reached
+
+
+def test_short_episodes_alone_solve_nothing() -> None:
+    """Those of environments that fail go on meanwhile."""
+    score = Score(10.0, "episodes", longest=200)
+    score.add([episodes(*[20.0] * EPISODES)], steps=64)
+    assert not score.solved
+    again = Score(10.0, "episodes", longest=200)
+    again.load_state_dict(score.state_dict())
+    again.add([episodes(*[-5.0] * 10)], steps=64)
+    again.add([[]], steps=72)
+    assert again.solved  # 90 of 20 and 10 of -5
+
+
+def test_one_observer_does_not_push_out_the_others() -> None:
+    """Two observers of many episodes each, in one iteration."""
+    score = Score(10.0, "episodes")
+    score.add([episodes(*range(EPISODES)), episodes(*range(1000, 1000 + 3 * EPISODES))])
+    assert (score.observers.count(0), score.observers.count(1)) == (25, 75)
+    assert [total for total in score.returns if total < 1000] == list(range(75, 100))  # the last of each
+    assert [total for total in score.returns if total >= 1000] == list(range(1225, 1300))
+    assert score.spread == (87.0, 1262.0)
+
+
+def test_an_old_episode_no_longer_counts() -> None:
+    score = Score(10.0, "episodes")
+    score.add([episodes(-1e6)])
+    score.add([episodes(*[11.0] * (EPISODES - 1))])
+    assert not score.solved
+    score.add([episodes(11.0)])
+    assert score.solved
+
+
+# ---- either
+
+
+@pytest.mark.parametrize("solved_by", ["episodes", "running", "never"])
+def test_without_a_threshold_nothing_is_solved(solved_by: Literal["episodes", "running", "never"]) -> None:
+    score = Score(None, solved_by)
+    score.add([episodes(*[1e9] * EPISODES)])
+    assert not score.solved
+
+
+def test_never_is_never() -> None:
+    score = Score(1.0, "never")
+    for _ in range(100):
+        score.add([episodes(*[1e9] * EPISODES)])
+    assert not score.solved
+    assert score.value == 1e9
+
+
+@pytest.mark.parametrize("solved_by", ["episodes", "running"])
+def test_before_the_first_episode_there_is_no_value(solved_by: Literal["episodes", "running"]) -> None:
+    score = Score(-1.0, solved_by)
+    score.add([[], []])
+    assert (score.value, score.solved, score.updates) == (None, False, 0)
+    score.add([episodes(40.0, 60.0)])
+    assert score.value == (50.0 if solved_by == "episodes" else score.running)
+
+
+def test_what_is_said_of_it() -> None:
+    assert str(Score(1.0, "episodes")) == "No episode has ended"
+    score, running = Score(1.0, "episodes"), Score(1.0, "running")
+    for each in (score, running):
+        each.add([episodes(40.0, 60.0)])
+    assert str(score) == "Mean return of the last 2 episodes is 50.00"
+    assert str(running) == "Running reward is now 2.50"
+
+
+@pytest.mark.parametrize("solved_by", ["episodes", "running"])
+def test_it_continues_from_its_state(solved_by: Literal["episodes", "running"]) -> None:
+    score, resumed = Score(-5.0, solved_by), Score(-5.0, solved_by)
+    resumed.add([episodes(77.0)])  # what stood there before does not count
+    score.add([episodes(-100.0, -120.0), episodes(-80.0)])
     resumed.load_state_dict(score.state_dict())
     for one in (score, resumed):
-        one.add([-50.0])
-    assert resumed == score
+        one.add([episodes(-50.0)])
+    assert resumed.state_dict() == score.state_dict()
+    assert (resumed.mean, resumed.running, resumed.last) == (score.mean, score.running, score.last)
+    assert list(resumed.returns) == [-100.0, -120.0, -80.0, -50.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -295,6 +296,17 @@ def test_a_listener_sorts_before_another_as_gloo_compares() -> None:
                 assert as_read(listener.getsockname()[1]) < as_read(below)
     with loopback_listener(digits=4) as listener:
         assert 1024 <= listener.getsockname()[1] <= 9999
+
+
+def test_a_listener_sorts_before_another_where_the_one_assigned_port_that_does_is_taken() -> None:
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):  # another process has it
+            taken.bind(("127.0.0.1", 32768))
+            taken.listen()
+        with loopback_listener(33024) as listener:
+            port = listener.getsockname()[1]
+    assert port % 256 == 0
+    assert 1024 <= port < 32768
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 50, 1000])

@@ -123,6 +123,11 @@ class Member:
             self.exit(self.directive.code)
         return True
 
+    def heard(self, sent_at: float, answer: Answer, now: float) -> None:
+        """The answer to a beat that a newer one has outdated: it says that the coordinator knew this member then."""
+        if not answer.again and now - sent_at <= self.rules.lease * FENCE:
+            self.contact = max(self.contact, sent_at)
+
     def _take(self, answer: Answer, directive: Directive) -> bool:
         """Takes the directive of `answer`. Returns False for one that lacks its list of members."""
         members: tuple[Key, ...] = ()

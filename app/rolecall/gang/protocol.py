@@ -181,12 +181,22 @@ class Beat:
 
 
 @dataclass(frozen=True)
+class Query:
+    """What a member's supervisor is asked; it replies within `timeout` seconds, by the query's `number`."""
+
+    number: str
+    what: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 5.0
+
+
+@dataclass(frozen=True)
 class Answer:
     """What the coordinator of incarnation `lead` answers: a directive, or nothing where the one that was named holds.
 
     The directive's own `members` and `lost` are left empty: here they travel as ranges (see gang/wire.py), the members
     only where the beat did not name their list. `again` asks for the whole heartbeat: this coordinator does not have
-    the one that the beat named. Such a beat renews no lease.
+    the one that the beat named. Such a beat renews no lease. `queries` are put to the member beside all that.
     """
 
     lead: str = ""
@@ -194,6 +204,7 @@ class Answer:
     members: Ranges | None = None
     lost: Ranges = ()
     again: bool = False
+    queries: tuple[Query, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -143,12 +143,13 @@ class Roster:
             return f"{who} has other settings than rank 0{advice}"
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
 
-        def listed(values: Mapping[str, object]) -> str:
-            return ", ".join(
-                f"{name[:MOST_VALUE]}={str(values.get(name, 'nothing'))[:MOST_VALUE]}" for name in names[:MOST_NAMED]
-            )
+        def value(values: Mapping[str, object], name: str) -> str:
+            return "nothing" if values.get(name) is None else str(values[name])[:MOST_VALUE]
 
-        ours_listed = str(ours.get(names[0], "nothing"))[:MOST_VALUE] if len(names) == 1 else listed(ours)
+        def listed(values: Mapping[str, object]) -> str:
+            return ", ".join(f"{name[:MOST_VALUE]}={value(values, name)}" for name in names[:MOST_NAMED])
+
+        ours_listed = value(ours, names[0]) if len(names) == 1 else listed(ours)
         return f"{who} has {listed(theirs)}{more}, rank 0 has {ours_listed}{advice}"
 
     def _assign(self, heartbeat: Heartbeat, members: Members) -> Key:

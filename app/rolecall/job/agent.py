@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rpc import api, backend_registry
 
 from rolecall.job.context import Context
+from rolecall.trace.stacks import RPC_THREADS
 
 NAME = "ROLECALL"
 
@@ -61,7 +62,7 @@ def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOpt
     device = context.device.type
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{NAME.lower()}://",
-        num_worker_threads=16,
+        num_worker_threads=RPC_THREADS,
         rpc_timeout=context.settings.connect_timeout,
         _transports=["uv"],
         # not cuda_ipc, which aborts where a process does not see the other's GPU

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint's contents, and its file. `about` has the pinned `settings`, `seconds` of training, work `done`;
-    `shards` the files of those values that ranks hold shares of, and which `state` lacks.
+    """A checkpoint's contents, and its file. `about` has the pinned `settings`, `seconds` of training, work `done`,
+    the state's `layout`; `shards` the files of those values that ranks hold shares of, and which `state` lacks.
     """
 
     path: Path
@@ -58,10 +58,17 @@ class Snapshot:
             raise CheckpointError(f"{self.path.name}: {error}") from error
         return replace(self, state={**self.state, **values}, shards={})
 
-    def require_settings(self, settings: Settings) -> None:
-        """Raises UsageError where a setting that the checkpoint depends on has another value now."""
+    def require_layout(self, layout: int, advice: str) -> None:
+        """Raises UsageError, with `advice`, where the job's state is of another `Job.layout`."""
+        before = self.about.get("layout", 1)
+        if before != layout:
+            version = "an earlier" if before < layout else "a newer"
+            raise UsageError(f"{self.path.name}: was written by {version} version of this job; {advice}")
+
+    def require_settings(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> None:
+        """Raises UsageError where a setting that the checkpoint depends on has another value now, `chosen` or set."""
         pinned = self.about.get("settings", {})
-        current = settings.model_dump(mode="json", include=set(pinned))
+        current = {**settings.model_dump(mode="json", include=set(pinned)), **(chosen or {})}
         for name, before in pinned.items():
             if (now := current.get(name, before)) != before:
                 raise UsageError(
@@ -177,7 +184,7 @@ class Checkpoints:
             "length": len(packed) + len(manifest),
             **({"manifest": len(manifest)} if listed else {}),
         }
-        head["sha256"] = _digest(head, packed, manifest)
+        head["sha256"] = digest_of(head, (packed, manifest))
         path = self.directory / f"{self.stem(step)}.pt"
         try:
             write_atomically(path, json.dumps(head).encode() + b"\n", packed, manifest)
@@ -223,17 +230,14 @@ def read(path: Path, job: str) -> Snapshot:
 
     try:
         with path.open("rb") as file:
-            head = _head(path, file)
-            if head["format"] > FORMAT:
-                raise CheckpointError(f"{path.name} is of format {head['format']}, newer than this program's {FORMAT}")
-            if head["job"] != job:
-                raise CheckpointError(f"{path.name} is of job {head['job']}, not of {job}")
+            head = read_head(path, file)
+            require_readable(path, head, job)
             body = file.read()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
     if len(body) != head["length"]:
         raise CheckpointError(f"{path.name} is torn: {len(body)} bytes of {head['length']}")
-    if _digest(head, body) != head["sha256"]:
+    if digest_of(head, (body,)) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
     body, shards = (
         body[: len(body) - head.get("manifest", 0)],
@@ -264,7 +268,8 @@ def _shards(path: Path, manifest: bytes) -> dict[str, list[ShardFile]]:
         raise CheckpointError(f"{path.name} cannot be loaded: its list of shards is damaged") from error
 
 
-def _digest(head: dict[str, Any], *body: bytes | memoryview) -> str:
+def digest_of(head: dict[str, Any], body: Iterable[bytes | memoryview]) -> str:
+    """The checksum that belongs into a checkpoint's first line, whose parts follow it."""
     keys = [key for key in HEAD if key != "sha256"] + ["manifest"] * ("manifest" in head)
     digest = hashlib.sha256(json.dumps([head[key] for key in keys]).encode())
     for part in body:
@@ -272,7 +277,16 @@ def _digest(head: dict[str, Any], *body: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
-def _head(path: Path, file: IO[bytes]) -> dict[str, Any]:
+def require_readable(path: Path, head: dict[str, Any], job: str) -> None:
+    """Raises CheckpointError for a checkpoint of a newer version, or of another job."""
+    if head["format"] > FORMAT:
+        raise CheckpointError(f"{path.name} is of format {head['format']}, newer than this program's {FORMAT}")
+    if head["job"] != job:
+        raise CheckpointError(f"{path.name} is of job {head['job']}, not of {job}")
+
+
+def read_head(path: Path, file: IO[bytes]) -> dict[str, Any]:
+    """A checkpoint's first line. Raises CheckpointError where it is damaged."""
     try:
         head = json.loads(file.readline(4096))
         if not isinstance(head, dict) or not all(type(head.get(key)) is kind for key, kind in HEAD.items()):

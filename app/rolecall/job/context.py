@@ -9,6 +9,7 @@ from rolecall import telemetry
 from rolecall.config import UsageError
 from rolecall.job.peers import S
 from rolecall.job.training import Training
+from rolecall.trace.recorder import NOTHING, Nothing, Span, plain, recorder
 
 
 @dataclass
@@ -40,6 +41,14 @@ class Context(Training[S]):
     def timer() -> telemetry.Timer:
         """`with context.timer() as timer: ...` leaves the seconds that passed in `timer.seconds`."""
         return telemetry.Timer()
+
+    @staticmethod
+    def span(name: str, /, **attributes: Any) -> Span | Nothing:
+        """`with context.span("forward", rows=64) as span: ...` is a span called `name` in the trace of a run, with
+        `attributes`, numbers and texts; `span.note(loss=0.5)` adds some. Calls made in the block are shown under it.
+        While nothing is recorded (TRACE), it costs a fraction of a microsecond.
+        """
+        return recorder.span(name, **plain(attributes)) if recorder.on else NOTHING
 
 
 def mixed_seed(*numbers: int) -> int:

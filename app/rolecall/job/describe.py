@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,13 @@ def digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def describe(target: str, arguments: Sequence[str] = ()) -> Description:
-    """Describes `target`, in this process, with the settings that flags in `arguments` change. Raises UsageError, and
-    SystemExit for a request for help.
+def describe(target: str, arguments: Sequence[str] = (), replaced: Mapping[str, Any] | None = None) -> Description:
+    """Describes `target`, in this process, with the settings that flags in `arguments` change, and with those in
+    `replaced`, by field, in the place of the environment's. Raises UsageError, and SystemExit for a request for help.
     """
     given = flags.parse(registry.get(target), target, arguments)
-    job, settings = registry.load(target, **{name.lower(): value for name, value in given.variables.items()})
+    variables = {name.lower(): value for name, value in given.variables.items()}
+    job, settings = registry.load(target, **{**variables, **(replaced or {})})
     roles = registry.roles(job, settings)
     values = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
     secrets = tuple(name for name, field in values.items() if fields.is_secret(field))

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from rolecall.job import waits
+from rolecall.trace.recorder import recorder
+
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
 RECENT = 20  # steps that the next one is compared with
 SLOWER = 10  # times the longest of them
@@ -53,8 +56,10 @@ class Pace:
         self._step: int | None = None  # under way
         self._since = self._began = self._looked = self._awake = clock()
         self._seconds = deque[float](maxlen=RECENT)  # of the last steps
-        self._deadlines: dict[object, float] = {}  # of calls under way
+        self._calls: set[waits.Call] = set()  # under way
+        self.other_calls: Callable[[], list[waits.Call]] = list  # those that do not go by way of `called`
         self._answered: set[str] = set()  # peers
+        self._began_ns = time.monotonic_ns()  # as `_began`, for the trace
 
     # ---- phases
 
@@ -65,7 +70,8 @@ class Pace:
         with self._lock:
             self._phases.append(entry)
         try:
-            yield
+            with recorder.span(name):
+                yield
         finally:
             with self._lock:
                 self._phases.remove(entry)
@@ -75,6 +81,7 @@ class Pace:
         """What counts as loading without being said is over."""
         if not self._ready:
             self._ready, self._since = True, self._clock()
+            recorder.since(self._began_ns, "loading")
 
     @property
     def doing(self) -> str:
@@ -96,7 +103,8 @@ class Pace:
         """
         self.begin(step)
         try:
-            yield
+            with recorder.span("step", step=step):
+                yield
         except BaseException:
             self.idle()
             raise
@@ -104,12 +112,14 @@ class Pace:
     def _begin(self, step: int) -> None:
         self.ready()
         self._step, self._since = step, self._clock()
-        self._began = self._since
+        self._began, self._began_ns = self._since, time.monotonic_ns()
 
     def complete(self, step: int) -> None:
         """`step` was made. Where no loop says when one begins, the next has begun."""
         if self._step is not None:
             self._seconds.append(self._clock() - self._began)
+            if not self._loops:
+                recorder.since(self._began_ns, "step", step=step)
         if self._step is not None or not self._loops:
             self._begin(step + 1)
 
@@ -133,19 +143,25 @@ class Pace:
             timeout = max(otherwise, self._phase_timeout) if phase else otherwise
         return timeout if to in self._answered else timeout + self._phase_timeout
 
-    def called(self, timeout: float) -> object:
-        """A call with a deadline in `timeout` seconds was sent; returns what `answered` wants."""
-        token = object()
-        if timeout > 0:
-            self._deadlines[token] = self._clock() + timeout
-        return token
+    def called(self, timeout: float, to: str = "", method: str = "") -> waits.Call:
+        """A call of `method` at the peer `to`, with a deadline in `timeout` seconds unless that is 0, was sent; returns
+        what `answered` wants."""
+        now = self._clock()
+        call = waits.Call(to, method, now, now + timeout if timeout > 0 else 0.0)
+        self._calls.add(call)
+        return call
 
-    def answered(self, token: object, peer: str = "") -> None:
+    def answered(self, token: waits.Call | None, peer: str = "") -> None:
         """The call has its answer, from `peer`, or has failed."""
-        self._deadlines.pop(token, None)
+        if token is not None:
+            self._calls.discard(token)
         self._since = self._clock()
         if peer:
             self._answered.add(peer)
+
+    def long_calls(self) -> list[waits.Told]:
+        """The calls that have been under way for long."""
+        return waits.long([*self._calls, *self.other_calls()], self._clock())
 
     # ---- the judge
 
@@ -158,7 +174,7 @@ class Pace:
             self._looked = now
             if self._phases:
                 return self._judge_phase(self._phases[0].name, now - max(self._phases[0].since, self._awake))
-            if any(deadline > now for deadline in [*self._deadlines.values()]):
+            if any(call.deadline > now for call in [*self._calls]):
                 return ""  # whoever does not answer is given up then
             seconds = now - max(self._since, self._awake)
             if not self._ready:

@@ -17,11 +17,13 @@ from rolecall.job.pace import Pace, Phase
 from rolecall.job.progress import Supervision
 from rolecall.job.spec import Job
 from rolecall.job.task import Peer, PeerLostError, RemoteError
+from rolecall.trace.recorder import recorder
 
 S = TypeVar("S", bound=Settings)
 Lost = Literal["skip", "raise", "answer"]
 REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
-TORCH_FRAMES = re.compile(r'  File "[^"]*torch/distributed/rpc/[^"]*", line .*\n(?:    .*\n)*')
+# frames between a call and the function that is called, and their source
+TORCH_FRAMES = re.compile(r'  File "[^"]*(?:torch/distributed/rpc/|rolecall/job/tracing)[^"]*", line .*\n(?:    .*\n)*')
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
@@ -134,7 +136,8 @@ class Peers(Generic[S]):
             answered_by_any = False
             while waiting:
                 # longer than the calls' own deadline: each call ends, and with it this wait
-                name, answered = answers.get(timeout=limit + self.settings.rpc_timeout if timeout else None)
+                with recorder.span("wait"):
+                    name, answered = answers.get(timeout=limit + self.settings.rpc_timeout if timeout else None)
                 peer = waiting.pop(name, None)
                 if peer is None:
                     continue

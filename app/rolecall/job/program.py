@@ -13,6 +13,7 @@ from typing import Any
 from rolecall.config import Settings, UsageError
 from rolecall.job import adopt, loader, rpc
 from rolecall.job.context import Context
+from rolecall.job.script_calls import ScriptCalls
 from rolecall.job.task import ProgramError
 
 ENDED = (0, 128 + 15)  # exit codes of a program that has done what it was to do; the second after SIGTERM
@@ -62,6 +63,9 @@ class Program:
         with contextlib.suppress(UsageError):  # a rank other than 0 may have nowhere to write
             _ = context.files
         adopt.adopt(context.settings, rank, world_size, context.generation, context.store)
+        calls = ScriptCalls(context.members)
+        calls.watch()
+        context.pace.other_calls = calls.under_way
         self._set_arguments(rank, world_size)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with self._ended_by_itself(context):

@@ -11,7 +11,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job.spec import Job
 
-Curve = Literal["start", "train", "goal", "score", "loss", "done"]
+Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
 
 
 class Supervision:
@@ -23,11 +23,17 @@ class Supervision:
     def record(self, kind: Curve, step: int, value: float) -> None:
         """A value for the run's history."""
 
+    def value(self, name: str, step: int, value: float) -> None:
+        """A value that the job logs under a name of its own, for the run's sinks."""
+
     def report_lost(self, role: str, ordinal: int) -> None:
         """Rank 0 found a peer dead or silent."""
 
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """This process ends with `outcome`, whatever its function does."""
+
+    def fail(self, problem: str) -> None:
+        """This process ends, whatever its function does, as one that raised."""
 
     def refuse_drain(self, why: str) -> None:
         """The drain's checkpoint could not be written."""
@@ -91,7 +97,8 @@ class Progress:
         self._total, self._steps = total, steps
 
     def log(self, step: int | None, done: float | None, loss: float | None, score: float | None, epoch: int | None,
-            message: str, ended: bool = True, **values: float) -> None:  # fmt: skip
+            message: str, spread: tuple[float, float] | None = None, ended: bool = True,
+            **values: float) -> None:  # fmt: skip
         """See `Context.log`; without `step`, the newest. `ended` says that the step is over, which may print a line."""
         with self._lock:
             step = self._step if step is None else step
@@ -100,13 +107,18 @@ class Progress:
                 if gauge is None:
                     gauge, self._values[name] = self.metrics.value.labels(name), float(value)
                 gauge.set(value)
+                self._pass_on(name, step, value)
             if epoch is not None:
                 self._epoch = epoch
+                self._pass_on("epoch", step, epoch)
                 self.metrics.epoch.set(epoch)
             if score is not None:
                 self._score = score
                 self.metrics.score.set(score)
                 self.supervision.record("score", step, score)
+                if spread is not None:  # after the score, with which the history keeps it
+                    self.supervision.record("low", step, spread[0])
+                    self.supervision.record("high", step, spread[1])
             if loss is not None:
                 work = 1.0 if done is None else done - self.done
                 self._loss, self._work = self._loss + loss * work, self._work + work
@@ -116,6 +128,10 @@ class Progress:
                 self._advance(step, done)
                 if ended:
                     self._end(step)
+
+    def _pass_on(self, name: str, step: int, value: float) -> None:
+        if self.settings.sinks != "none":
+            self.supervision.value(name, step, value)
 
     def _advance(self, step: int, done: float) -> None:
         self.metrics.done.inc(max(0.0, done - self.done))

@@ -22,10 +22,10 @@ from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defin
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job import agent
+from rolecall.job import agent, tracing
 from rolecall.job.context import Context
 from rolecall.job.pace import Pace
-from rolecall.job.peers import require_importable
+from rolecall.job.peers import remote_error, require_importable
 from rolecall.job.reach import Reach, TunnelStore
 from rolecall.job.store import local_address, open_store
 from rolecall.job.task import PeerLostError
@@ -113,6 +113,7 @@ class TorchRpc:
     def __init__(self, metrics: Any, store: Store, pace: Pace) -> None:
         self._metrics, self._store, self._pace = metrics, store, pace
         self._methods: set[str] = set()  # that were called
+        self._callees: set[tuple[str, str]] = set()  # with the peers that they were called at
         self._forwarded: torch.futures.Future[None] | None = None
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
@@ -122,23 +123,34 @@ class TorchRpc:
             require_importable(function)
             self._methods.add(method)
             telemetry.begin(metrics.rpc_failures, [method])
+        if (method, to) not in self._callees:
+            self._callees.add((method, to))
+            metrics.rpc_callee.labels(method, to.rpartition("_")[0]).set(1)
         started = time.perf_counter()
+        sent = payload_bytes(args)
         metrics.rpc_calls.labels(method).inc()
-        metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
-        token = pace.called(timeout)
-        future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
+        metrics.rpc_sent_bytes.labels(method).inc(sent)
+        token = pace.called(timeout, to, method)
+        span = tracing.begin(to, method, sent)
+        future = tracing.send(to, function, args, timeout, span)
 
         def done(answered: torch.futures.Future[Any]) -> None:
             keep_thread()
             metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
             try:
                 received = payload_bytes(answered.value())
-            except Exception:  # the caller gets it from the future; here it only counts
+            except Exception as error:  # the caller gets it from the future; here it only counts
                 pace.answered(token)
                 metrics.rpc_failures.labels(method).inc()
+                if span is not None:
+                    span.fail(remote_error(error))
             else:
                 pace.answered(token, to)
                 metrics.rpc_received_bytes.labels(method).inc(received)
+                if span is not None:
+                    span.attributes["received"] = received
+            if span is not None:
+                span.end()
 
         future.add_done_callback(done)
         return future
@@ -183,7 +195,7 @@ class TorchRpc:
         """
         if self._forwarded is not None:
             self._forwarded.wait()
-        self._forwarded = rpc.rpc_async(context.members[0].name, _progress, args=(method, args, values))
+        self._forwarded = tracing.call(context.members[0].name, _progress, (method, args, values))
         if values.get("score") is not None:
             self._forwarded.wait()
 

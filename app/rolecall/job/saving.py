@@ -15,6 +15,7 @@ from rolecall.job.peers import Peers, S
 from rolecall.job.plain import is_stateful, require_plain
 from rolecall.job.progress import Progress
 from rolecall.job.task import Drained
+from rolecall.trace.recorder import recorder
 
 if TYPE_CHECKING:
     from rolecall.job.shardfile import ShardFile
@@ -56,11 +57,17 @@ class Saving(Peers[S]):
         super().__post_init__()
         self.progress = Progress(self.settings, self.metrics, self.supervision, self.job, self.pace.complete)
         self._state: State | None = None  # what `steps` saves
+        self._chosen: dict[str, Any] = {}  # values of pinned settings that have none of their own
         self._step = 0  # the newest that was made, or resumed from
         self._stepping = False  # the next one is under way
         self._saved_at = time.monotonic()
         self._saving: Future[bool] | None = None  # the newest checkpoint that is written beside the training
         self._writer = ThreadPoolExecutor(1)
+
+    @property
+    def layout(self) -> int:
+        """See `Job.layout`."""
+        return self.job.layout if self.job else 1
 
     @property
     def draining(self) -> bool:
@@ -106,7 +113,8 @@ class Saving(Peers[S]):
         for name, value in values.items():
             require_plain(name, value)
         pinned = self.settings.model_dump(mode="json", include=set(self.job.pinned if self.job else ()))
-        about = {"settings": pinned, "seconds": self.progress.total_seconds, "done": self.progress.done}
+        about = {"settings": {**pinned, **self._chosen}, "seconds": self.progress.total_seconds,
+                 "done": self.progress.done, "layout": self.layout}  # fmt: skip
         try:
             for each in sharded.values():
                 each.begin(step)
@@ -120,12 +128,16 @@ class Saving(Peers[S]):
     def _complete(self, step: int, packed: memoryview, sharded: dict[str, ShardedValue], drain: bool, begun: float,
                   captured: float) -> bool:  # fmt: skip
         """Writes what makes a checkpoint valid, once the shares are on disk."""
+        span = recorder.span("checkpoint", step=step)
         try:
             shares = {name: value.collect(step) for name, value in sharded.items()}
             files = {name: each.files for name, each in shares.items()}
             path = self.require_checkpoints().write(step, packed, shards=files)
         except CheckpointError as error:
+            span.note(error=error)
             return self._not_written(error, drain)
+        finally:
+            span.end()
         seconds = time.monotonic() - begun
         self.metrics.checkpoint_seconds.observe(seconds)
         self.metrics.checkpoint_timestamp_seconds.set_to_current_time()

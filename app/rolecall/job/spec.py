@@ -50,8 +50,12 @@ class Job:
 
     `check` is called with the settings before a rank joins, and raises UsageError for what can never work.
     `evaluate` is called with the settings and a checkpoint's state by `rolecall eval JOB`; `complete`, of a job whose
-    model writes text, is called with a prompt too. `pinned` names the settings that a checkpoint depends on: they are
-    saved with it, must be the same on resume, and are restored for `evaluate`.
+    model writes text, is called with a prompt too; `export`, by `rolecall export JOB`, returns the model of that state
+    as an `Exported`. `pinned` names the settings that a checkpoint depends on: they are saved with it, must be the same
+    on resume, and are restored for these functions. `layout` counts the forms that the state has had: raise it with a
+    change after which earlier checkpoints cannot be used, and they are refused.
+
+    Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job.md.
 
     `score` labels the curve that `Context.log` draws, of which lower is better where `lower` is set; `unit` is what
     its `done` counts. Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
@@ -63,12 +67,14 @@ class Job:
     check: Function | None = None
     evaluate: Function | None = None
     complete: Function | None = None
+    export: Function | None = None
     score: str = "score"
     unit: str = "steps"
     lower: bool = False
     metrics: Sequence[Metric] = ()
     pinned: Sequence[str] = ()
     rpc: bool = True
+    layout: int = 1
 
     def __post_init__(self) -> None:
         for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rolecall.job.peers import S
 from rolecall.job.plain import is_stateful, require_plain
 from rolecall.job.saving import Saving, ShardedValue, State
 from rolecall.run import rundir
+from rolecall.trace.recorder import recorder
 
 
 @dataclass
@@ -26,20 +28,22 @@ class Training(Saving[S]):
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._begun = False  # the run's history knows of this generation
         self._redo = False
+        self._reported_ns = 0  # when this rank, other than rank 0, last reported a step
 
     # ---- steps
 
     @in_phase("restoring")
-    def restore(self, state: Mapping[str, Any]) -> State:
+    def restore(self, state: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> State:
         """Returns `state` as the newest checkpoint has it, or as it is where there is none; `steps` and `finish` save
         it from now on. Values with `state_dict` and `load_state_dict` (torch.distributed.checkpoint's Stateful:
         modules, optimizers, objects of the job's own) are loaded in place, the others (numbers, strings, tensors, and
-        lists, sets and dicts of those) are replaced.
+        lists, sets and dicts of those) are replaced. `chosen` are the values of pinned settings whose default depends
+        on what the job has been given to work with: the checkpoint holds them in place of the settings' own.
 
         Raises UsageError for other values, for a checkpoint that does not fit, that was made with other pinned
         settings, or where none of the checkpoints can be read.
         """
-        self._state = dict(state)
+        self._state, self._chosen = dict(state), dict(chosen or {})
         for name, value in state.items():
             require_plain(name, value.state_dict() if is_stateful(value) else value)
         snapshot = self.snapshot()
@@ -73,7 +77,9 @@ class Training(Saving[S]):
 
     def _load(self, snapshot: Snapshot) -> Snapshot:
         """Has the ranks that hold shares of the state's values read them. Raises CheckpointError."""
-        snapshot.require_settings(self.settings)
+        advice = "finish the run with that version, or set another CHECKPOINT_DIR"
+        snapshot.require_layout(self.layout, advice)
+        snapshot.require_settings(self.settings, self._chosen)
         for name, value in (self._state or {}).items():
             if isinstance(value, ShardedValue) and name in snapshot.shards:
                 value.load(snapshot.path.stem, snapshot.shards[name])
@@ -127,29 +133,32 @@ class Training(Saving[S]):
         self._progress("start", step, done=done, total=total, goal=goal, **facts)
 
     def log(self, step: int | None = None, *, done: float | None = None, loss: float | None = None,
-            score: float | None = None, epoch: int | None = None, message: str = "",
-            **values: float) -> None:  # fmt: skip
+            score: float | None = None, spread: tuple[float, float] | None = None, epoch: int | None = None,
+            message: str = "", **values: float) -> None:  # fmt: skip
         """Says how training stands after `step`, by default the one under way: metrics, the run's history, and a log
         line every LOG_INTERVAL steps.
 
         `done` is the work so far, in the job's unit, from which rate and time left follow (of a job that never gives
-        it, the number of steps); `loss` the mean loss over the work since the last call; `score` a point of the curve;
-        `epoch` counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A
-        line begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known
-        only now.
+        it, the number of steps); `loss` the mean loss over the work since the last call; `score` a point of the curve,
+        with `spread` the lowest and the highest of what it is a mean of, which are drawn as a band; `epoch` counts from
+        1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A line begins with
+        `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known only now.
         """
         if step is None and self.rank == 0:
             step = self._step + self._stepping
-        done, loss, score = map(_number, (done, loss, score))
+        done, loss, score, low, high = map(_number, (done, loss, score, *(spread or (None, None))))
         if done is not None and step is not None and self.rank:  # rank 0's progress does so itself
             self.report_step(step)
         self._progress("log", step, done=done, loss=loss, score=score, epoch=epoch, message=message,
+                       **({} if low is None or high is None else {"spread": (low, high)}),
                        **({"ended": False} if self._stepping else {}), **values)  # fmt: skip
 
     def report_step(self, step: int) -> None:
         """Tells the supervisor that this rank has made `step`: progress, after which earlier failures do not count."""
         self.pace.ready()
         self.supervision.report_step(step)
+        recorder.since(self._reported_ns, "step", step=step)
+        self._reported_ns = time.monotonic_ns()
 
     def _progress(self, method: str, *args: Any, **values: Any) -> None:
         if self.rank == 0:
@@ -185,6 +194,12 @@ class Training(Saving[S]):
         None, as after a drain. For a function that cannot be made to return.
         """
         self.supervision.conclude("drained" if summary is None else "finished", self._step, summary or {})
+
+    def fail(self, problem: str) -> None:
+        """Ends this rank's process at once, from any thread, as if its function had raised ProgramError(`problem`). For
+        a function that cannot be made to return.
+        """
+        self.supervision.fail(problem)
 
     @property
     def step(self) -> int:

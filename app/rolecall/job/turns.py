@@ -10,11 +10,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.distributed import rpc
 
+from rolecall.job import tracing
 from rolecall.job.rpc import keep_thread
 
 Answer = torch.futures.Future[Any]
 F = TypeVar("F", bound=Callable[..., Any])
-_turns: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Answer]] = queue.SimpleQueue()
+Turn = tuple[Callable[..., Any], tuple[Any, ...], Answer, tracing.Carried | None]
+_turns: queue.SimpleQueue[Turn] = queue.SimpleQueue()
 
 
 def in_turn(function: F) -> F:
@@ -28,7 +30,7 @@ def in_turn(function: F) -> F:
     def queued(*args: Any) -> Answer:
         keep_thread()
         answer = Answer()
-        _turns.put((function, args, answer))
+        _turns.put((function, args, answer, tracing.carry()))
         return answer
 
     return queued  # type: ignore[no-any-return]
@@ -37,5 +39,5 @@ def in_turn(function: F) -> F:
 def serve() -> NoReturn:
     """Runs the calls of functions that are `in_turn`, as they come."""
     while True:
-        function, args, answer = _turns.get()  # bounded by the supervisor, which ends this process
-        answer.set_result(function(*args))
+        function, args, answer, carried = _turns.get()  # bounded by the supervisor, which ends this process
+        answer.set_result(function(*args) if carried is None else carried.run(function, args))

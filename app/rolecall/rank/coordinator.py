@@ -12,7 +12,7 @@ import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang import pump
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import Answer, Beat, Effect, Event, Key, RejectedError, Rules
+from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
 from rolecall.job.describe import Description
-from rolecall.rank import endpoints, messages
+from rolecall.rank import diagnosis, endpoints, messages, queries
 from rolecall.rank.run_files import REPEAT, RunFiles
 from rolecall.tunnel import keys
 
@@ -76,6 +76,7 @@ class Coordinator:
         self.metrics: Any = None
         self._incarnation = incarnation
         self._waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
+        self.queries = queries.Queries(lambda: self.gang.members, self._wake)
         self._revision = 0
         self._rests_until = float("-inf")
         self._stirred: asyncio.TimerHandle | None = None
@@ -100,7 +101,8 @@ class Coordinator:
         self.files.resumed = self.gang.resumed
         self._driver = pump.Pump(self.gang, self._effects.put_nowait)
         app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_post(PATH, self._receive)
+        app.add_routes([web.post(PATH, self._receive), web.post(queries.PATH, self._receive_reply)])
+        diagnosis.serve(app, self.job, self.settings, self._badge, self._state)
         # `cleanup` waits for handlers: one whose member has closed the connection must end
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=2 * IDLE, handler_cancellation=True)
         await self._runner.setup()
@@ -108,6 +110,14 @@ class Coordinator:
             await web.UnixSite(self._runner, str(self._socket), backlog=1024).start()
         else:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
+
+    def over(self) -> bool:
+        """Whether the job is over."""
+        return self.gang.state in OVER
+
+    def _state(self) -> dict[str, Any]:
+        """For a doctor."""
+        return {"state": self.gang.state, "missing": self.gang.missing(time.monotonic())}
 
     async def stop(self, ended: bool) -> None:
         """Closes the port and releases the directory; `ended` says that the run ended in order."""
@@ -180,6 +190,11 @@ class Coordinator:
                 return
             self._finish(key, answer)
 
+    def _wake(self, key: Key) -> None:
+        """Answers the member `key`, which may be waiting, since there is a query for it."""
+        if waiting := self._waiting.get(key):
+            self._finish(key, self.gang.answer(key, waiting.beat))
+
     def _finish(self, key: Key, answer: Answer) -> None:
         self._waiting.pop(key).finish(answer)
 
@@ -202,9 +217,10 @@ class Coordinator:
             case "stopped" | "lost":
                 self.metrics.gang_restarts.labels(details["cause"]).inc()
                 happened = journal.history.end_generation if kind == "stopped" else journal.history.lose_rank
-                journal.add(happened(details["cause"]))
+                journal.add(happened(details["cause"], self.gang.generation.number, details["reason"]))
             case "finished" | "failed":
-                journal.add(journal.history.end_generation(kind))
+                reason = details["reason"] if kind == "failed" else ""
+                journal.add(journal.history.end_generation(kind, self.gang.generation.number, reason))
             case "recovered":
                 self.metrics.recovery_seconds.observe(details["seconds"])
         if kind == "failed":
@@ -212,10 +228,19 @@ class Coordinator:
         else:
             self.log.info(f"gang {kind}", **details)
 
-    async def _receive(self, http_request: web.Request) -> web.Response:
+    def _stranger(self, http_request: web.Request) -> web.Response | None:
+        """The refusal of whoever shows no badge, with TLS=off."""
         badge = http_request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self._badge and not hmac.compare_digest(badge.encode(), self._badge.encode()):
             return self._refuse(401, "token", f"{http_request.remote}: JOB_TOKEN does not match")
+        return None
+
+    async def _receive_reply(self, http_request: web.Request) -> web.Response:
+        return self._stranger(http_request) or await self.queries.receive(http_request)
+
+    async def _receive(self, http_request: web.Request) -> web.Response:
+        if refusal := self._stranger(http_request):
+            return refusal
         try:
             async with asyncio.timeout(self.settings.lease_seconds):
                 body = await http_request.read()
@@ -232,6 +257,8 @@ class Coordinator:
             node = beat.heartbeat.node if beat.heartbeat else ""
             return self._refuse(409, error.reason, f"{node}: {error}", str(error))
         answer = Answer(again=True) if key is None else await self._answer(key, beat, received_at, http_request)
+        if key is not None and (due := self.queries.due(key)):
+            answer = replace(answer, queries=due)
         return web.Response(body=messages.write_answer(answer), content_type="application/json")
 
     async def _answer(self, key: Key, beat: Beat, received_at: float, http_request: web.Request) -> Answer:

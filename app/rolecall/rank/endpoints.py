@@ -9,7 +9,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -59,9 +59,10 @@ async def serve(
     unhealthy: Callable[[], str],
     unready: Callable[[], str],
     scrapes: Scrapes | None = None,
+    routes: Iterable[web.RouteDef] = (),
 ) -> web.AppRunner:
     """Starts serving. `refresh` is called before a scrape; `unhealthy` and `unready` return what is wrong, or nothing.
-    Scrapes by Prometheus are recorded in `scrapes`.
+    Scrapes by Prometheus are recorded in `scrapes`; `routes` are served too.
 
     Raises UsageError where the port cannot be used.
     """
@@ -85,7 +86,13 @@ async def serve(
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/healthz", status(unhealthy)), web.get("/readyz", status(unready))]  # type: ignore[arg-type]
     )
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=30)  # seconds; scrapes are more frequent
+    app.add_routes(routes)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        keepalive_timeout=30,  # seconds; scrapes are more frequent
+        shutdown_timeout=1.0,  # of a rank that ends: whoever asks for something long is cut off
+    )
     await runner.setup()
     await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
     return runner

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import Answer, Beat
-from rolecall.rank import messages, tasks
+from rolecall.rank import messages, queries, tasks
 from rolecall.rank.coordinator import IDLE, PATH
 
 REFUSALS = (400, 401, 409, 413)  # HTTP statuses
@@ -31,7 +31,7 @@ class Link:
         host = "127.0.0.1" if first and not settings.bind_addr else settings.master_addr
         self.address = f"{settings.master_addr}:{settings.rank0_port}"
         place = f"[{host}]" if ":" in host else host
-        self._url = f"http://{place}:{settings.rank0_port}{PATH}"
+        self._root = f"http://{place}:{settings.rank0_port}"
         self._outdated = set[asyncio.Task[Answer]]()  # one at most
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=settings.lease_seconds / 2),
@@ -70,7 +70,7 @@ class Link:
         Raises UsageError where the coordinator refuses this rank; any other error means that it was not reached.
         """
         headers = {"Content-Type": "application/json"}
-        async with self._session.post(self._url, data=messages.write_beat(beat), headers=headers) as response:
+        async with self._session.post(self._root + PATH, data=messages.write_beat(beat), headers=headers) as response:
             body = await response.read()
             if response.status == 200:
                 return messages.read_answer(body)
@@ -81,3 +81,11 @@ class Link:
             if response.status in REFUSALS and refusal.get("reason") != "full":
                 raise UsageError(f"rank 0 at {self.address} refused this rank: {refusal.get('text')}")
             raise aiohttp.ClientError(str(refusal.get("text", response.reason)))
+
+    async def reply(self, number: str, result: Any) -> None:
+        """Posts the reply to a query. Raises aiohttp.ClientError or TimeoutError where rank 0 did not take it."""
+        body = json.dumps({"number": number, "result": result}).encode()
+        limit = aiohttp.ClientTimeout(total=queries.LONGEST)
+        async with self._session.post(self._root + queries.PATH, data=body, timeout=limit) as response:
+            if response.status != 200:
+                raise aiohttp.ClientError(f"HTTP status {response.status}")

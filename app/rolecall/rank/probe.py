@@ -13,6 +13,8 @@ from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import USAGE
 
 TIMEOUT = 5.0  # seconds
+# these mean every address, so the loopback interface's too
+LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main(arguments: list[str]) -> int:
@@ -25,9 +27,7 @@ def main(arguments: list[str]) -> int:
         print(f"rolecall: {error}", file=sys.stderr)
         return USAGE
     host = settings.metrics_bind_addr or settings.bind_addr
-    # these mean every address, so the loopback interface's too
-    local = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-    connection = http.client.HTTPConnection(local.get(host, host), settings.metrics_port, timeout=TIMEOUT)
+    connection = http.client.HTTPConnection(LOCAL.get(host, host), settings.metrics_port, timeout=TIMEOUT)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

@@ -19,17 +19,20 @@ from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import FAILED, OVER, Budget, Effect, Key, Verdict
 from rolecall.job.describe import Description, digest
+from rolecall.page import render
 from rolecall.run import report, rundir
 from rolecall.run.disk import Disk
 from rolecall.run.history import Record
 from rolecall.run.journal import Journal
+from rolecall.run.sinks.build import build
 
 T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
 # what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
 PLACE = {"INSTANCE", "MASTER_ADDR", "PORT", "MASTER_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
-         "CHECKPOINT_DIR", "ON_FINISH", "LEAVE_CODE", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL"}  # fmt: skip
+         "CHECKPOINT_DIR", "ON_FINISH", "LEAVE_CODE", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL",
+         "SINKS"}  # fmt: skip
 
 
 class RunFiles:
@@ -46,6 +49,10 @@ class RunFiles:
         # told the step of the checkpoint that a generation starts from
         self.resumed: Callable[[int], None] = lambda step: None
         self.picture = report.Picture(self.directory)
+        values = report.settings_of(settings, job.settings)
+        self.sinks = build(settings, job.name, values, job.secrets, self._newest_step)
+        # what the page shows of the run that has this summary
+        self.page: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self._complained = float("-inf")
         self._lock: FileLock | None = None
         self._trained = False  # by this process
@@ -191,8 +198,12 @@ class RunFiles:
             if kind == "start":
                 self.resumed(step)
         self.journal.add(self.journal.history.record(records))
+        self.sinks.record(records)
         if any(kind == "train" for kind, *_ in records):
             self.picture.prepare()
+
+    async def _newest_step(self) -> int:
+        return await self.disk.run(rundir.newest_step, self.directory)
 
     async def report(self, gang: Gang, code: int) -> None:
         """Writes the summary and the picture of a run that ends here with exit code `code`.
@@ -220,8 +231,11 @@ class RunFiles:
                     score=job.score, unit=job.unit, lower=job.lower,
                 )  # fmt: skip
                 await self.disk.run(report.write, directory, summary)
+                if self.page:
+                    missing = rundir.PAGE
+                    await self.disk.run(render.write, directory, self.page(summary))
             missing = rundir.CURVE
-            problem = await self.picture.draw()
+            problem, _ = await asyncio.gather(self.picture.draw(), self.sinks.end(state, summary))
         except TimeoutError as error:
             problem = str(error) or f"the disk does not answer for {PATIENCE:g} s"
         except Exception as error:  # of whatever kind
@@ -238,6 +252,7 @@ class RunFiles:
         """Releases the directory; `ended` is what was spent without progress in a run that ended in order. While a
         write hangs, the lock stays with this process, so that no other coordinator comes in before the write."""
         self.picture.close()
+        await self.sinks.close()
         try:
             async with asyncio.timeout(PATIENCE):
                 await self.disk.run(self._close, ended)

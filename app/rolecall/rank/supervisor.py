@@ -5,7 +5,6 @@ what surrounds it: HTTP to rank 0, the worker process, signals, /metrics, /healt
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -18,21 +17,24 @@ import psutil
 from aiohttp import web
 
 from rolecall import config, telemetry
-from rolecall.config import Settings, UsageError
-from rolecall.gang.member import RETRY_SECONDS, TICKS, Member
+from rolecall.config import Settings
+from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import FAILED, USAGE, Directive, name_of
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
-from rolecall.rank import coordinator, endpoints, tasks
+from rolecall.rank import collecting, coordinator, endpoints, stacking, stats, tasks, tracing
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.link import Link, StrangersError
+from rolecall.rank.heartbeats import Heartbeats
+from rolecall.rank.link import Link
+from rolecall.rank.outside import Outside
+from rolecall.rank.queries import Replies
+from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
 
 CRASHED = 1  # exit code of a rank that whoever started it starts again
-REPEAT = 30.0  # seconds between two equal log lines
 
 
 class Supervisor:
@@ -53,12 +55,14 @@ class Supervisor:
             job.identity, job.agreement(settings),
         )  # fmt: skip
         self.log = telemetry.log()
-        self._logged_at = 0.0
         self._changed = asyncio.Event()  # there is something new to report
         self._directed, self._done = asyncio.Event(), asyncio.Event()
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
+        self.replies = Replies()
+        self.replies.on("leave", self._leave_on_request)
+        self._outside, self._site = Outside(settings, self.first), Site(job, settings, self.first)
         self._refresh_gang: Callable[[], None] = lambda: None
 
     async def run(self) -> int:
@@ -69,8 +73,9 @@ class Supervisor:
         self._make_metrics()
         try:
             runner = await endpoints.serve(
-                self.settings, self._registry, self._refresh, self._unhealthy, self._unready, self._scrapes
-            )
+                self.settings, self._registry, self._refresh, self._unhealthy, self._unready, self._scrapes,
+                [*self._outside.routes(), *self._site.routes()],
+            )  # fmt: skip
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare()
@@ -82,16 +87,20 @@ class Supervisor:
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
                 self.workers.record = lead.files.record
-                self._refresh_gang = lead.refresh
+                self._refresh_gang, self._outside.queries = lead.refresh, lead.queries
+                self._outside.over = lead.over
+                self._site.lead_by(lead, self.replies)
             await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
             loops += lead.loops() if lead else []
+            traces = collecting.collector(lead) if lead and self.settings.trace else None
+            loops += [traces.run()] if traces else []
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
             self._tasks = {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
-            report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
+            report = asyncio.gather(lead.files.report(lead.gang, code), collecting.finish(traces)) if lead else None
             if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
@@ -103,7 +112,9 @@ class Supervisor:
                 await report
             return CRASHED if self._tunnel_ended else code
         finally:
+            await self._site.close()
             await tasks.cancel(self._tasks)
+            await self.replies.close()
             await self.workers.close()
             if lead:
                 await lead.stop(ended=member.exit_code == 0 and member.directive is not None)
@@ -117,6 +128,9 @@ class Supervisor:
         self._name_rank(self.identity.role, self.identity.ordinal)
         self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files,
                                      self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
+        stacking.register(self.replies, self.workers)
+        stats.register(self.replies, self.workers)
+        tracing.register(self.replies, self.workers)
 
     def _at(self, place: str) -> Path | None:
         """The socket of `place`; None with TLS=off."""
@@ -128,42 +142,22 @@ class Supervisor:
     # ---- the member's loops
 
     async def _heartbeat_loop(self) -> None:
-        member = self.member
         socket = self._at(places.COORDINATOR if self.first else places.CONTROL)
         badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
         async with Link(self.settings, socket, badge, self.first) as link:
-            while not member.over:
-                self._changed.clear()
-                beat, sent_at = member.beat(self.workers.status()), time.monotonic()
-                post = asyncio.create_task(link.post(beat))
-                change = asyncio.create_task(self._changed.wait())
-                try:
-                    await asyncio.wait({post, change}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    change.cancel()
-                    outdated = link.outdate(post)  # it waits for another directive: a newer heartbeat goes out at once
-                if outdated:
-                    continue
-                error, previous = post.exception(), member.directive
-                if error is None and not member.answered(beat, sent_at, post.result(), time.monotonic()):
-                    error = TimeoutError("the answer came too late")
-                if error is None:
-                    if member.directive is not previous and member.directive is not None:
-                        self._log_ordinal(previous, member.directive)
-                        self._directed.set()
-                elif isinstance(error, StrangersError) and member.directive is not None:
-                    self._fail(error)  # it was rank 0 before: another may have its address for a while
-                elif isinstance(error, UsageError):
-                    self.log.error(str(error))
-                    member.refused()
-                else:
-                    self._fail(error)
-                self._check_exit()
-                if error is not None and not member.over:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
+            beats = Heartbeats(self.settings, self.member, self.workers.status, self.metrics, self.replies,
+                               self._changed, self._heard)  # fmt: skip
+            await beats.send_forever(link)
 
-    def _log_ordinal(self, previous: Directive | None, directive: Directive) -> None:
+    def _heard(self, previous: Directive | None) -> None:
+        """A request was answered, perhaps by another directive than the `previous`, or failed."""
+        directive = self.member.directive
+        if directive is not previous and directive is not None:
+            self._place(previous, directive)
+            self._directed.set()
+        self._check_exit()
+
+    def _place(self, previous: Directive | None, directive: Directive) -> None:
         place = directive.role, directive.ordinal
         before = (previous.role, previous.ordinal) if previous else (self.identity.role, self.identity.ordinal)
         if place != before:
@@ -171,25 +165,6 @@ class Supervisor:
             self._name_rank(*place)
             if self.tunnel:
                 self.tunnel.place(Peer(*place, rank=0).name)
-
-    def _fail(self, error: BaseException) -> None:
-        """A request got no answer."""
-        s, now, undecided = self.settings, time.monotonic(), self.member.exit_code is None
-        self.metrics.gang_unreachable.inc()
-        problem = str(error) or type(error).__name__
-        self.member.failed(now)
-        if self.member.retries == 1:
-            self._logged_at = now
-            self.log.info("rank 0 cannot be reached, retrying", address=f"{s.master_addr}:{s.rank0_port}",
-                          problem=problem, deadline_s=s.rejoin_timeout)  # fmt: skip
-        elif now - self._logged_at > REPEAT:
-            self._logged_at = now
-            self.log.info("still trying to reach rank 0", seconds=round(self.member.silence(now)), problem=problem)
-        if undecided and self.member.exit_code == USAGE:
-            self.log.error(
-                f"MASTER_ADDR={s.master_addr}: rank 0 could not be reached at port {s.rank0_port} for "
-                f"{s.rejoin_timeout:g} s ({problem})"
-            )
 
     async def _action_loop(self) -> None:
         member = self.member
@@ -243,6 +218,10 @@ class Supervisor:
             self.log.info("leaving", signal=name, deadline_s=self.settings.drain_timeout)
             self._changed.set()
         self._check_exit()
+
+    async def _leave_on_request(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._leave("on request")
+        return {}
 
     def _check_exit(self) -> None:
         if self.member.exit_code is not None:

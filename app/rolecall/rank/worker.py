@@ -4,39 +4,40 @@ job's function for its role, reports the outcome to its supervisor, and exits.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import json
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-import numpy as np
 import torch
 from filelock import FileLock
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import loader, registry, rpc, turns
+from rolecall.job import loader, progress_bar, registry, rpc, tracing, turns
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context, mixed_seed
+from rolecall.job.context import Context
 from rolecall.job.eager import lighten
 from rolecall.job.pace import Pace
 from rolecall.job.progress import Curve, Supervision
 from rolecall.job.spec import Job, Role
 from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
 from rolecall.rank import stacks
+from rolecall.rank.setup import keep_memory, seed
 from rolecall.run import rundir
 from rolecall.run.history import Record
+from rolecall.run.sinks.points import NAMED
+from rolecall.trace.recorder import recorder
+from rolecall.trace.span_file import file_name
 
 HEARTBEAT_SECONDS = 0.5
 MOST_SUMMARY = 32_000  # bytes: it travels in a heartbeat
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _lock: FileLock | None = None
 
 
@@ -50,6 +51,7 @@ class Pipe(Supervision):
         self._sent_at = 0.0
         self._records: list[Record] = []
         self.pace: Pace | None = None  # of the job's function
+        self.trace: Callable[[Path, float | None], None] = lambda path, seconds: None  # records a trace
 
     def send(self, *message: Any) -> None:
         """Sends a message; ends the process where nobody receives it."""
@@ -64,10 +66,20 @@ class Pipe(Supervision):
         self._sent_at = time.monotonic()
 
     def heartbeat(self) -> None:
-        """Sends the current step, the records since the last heartbeat, and the phase."""
+        """Sends the current step, the records since the last heartbeat, the phase, and the calls that take long."""
         with self._lock:
             records, self._records = self._records, []
-            self._send(("heartbeat", self._step, records, self.pace.doing if self.pace else ""))
+            pace = self.pace
+            self._send(
+                ("heartbeat", self._step, records, pace.doing if pace else "", pace.long_calls() if pace else [])
+            )
+
+    def flush(self) -> None:
+        """Sends the records since the last heartbeat."""
+        with self._lock:
+            records, self._records = self._records, []
+            if records:
+                self._send(("records", records))
 
     def heartbeat_forever(self) -> None:
         """Sends heartbeats at a fixed period; once the function is stuck, which it is and where: its end follows."""
@@ -88,10 +100,17 @@ class Pipe(Supervision):
 
     def record(self, kind: Curve, step: int, value: float) -> None:
         """Keeps a value of the run's history for the next heartbeat."""
-        with self._lock:
-            self._records.append((kind, step, time.monotonic(), float(value)))
+        self._keep(kind, step, value)
         if kind == "start":  # it counts, however soon this process is killed
             self.heartbeat()
+
+    def value(self, name: str, step: int, value: float) -> None:
+        """Keeps a value of the job's for the next heartbeat."""
+        self._keep(NAMED + name, step, value)
+
+    def _keep(self, kind: str, step: int, value: float) -> None:
+        with self._lock:
+            self._records.append((kind, step, time.monotonic(), float(value)))
 
     def report_lost(self, role: str, ordinal: int) -> None:
         """Reports a peer that was found dead or silent."""
@@ -99,9 +118,19 @@ class Pipe(Supervision):
 
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """Reports `outcome` and ends the process."""
-        self.heartbeat()  # with the last records
-        self.send("result", outcome, "", step, summary)
-        os._exit(0)
+        self.end("result", outcome, "", step, summary)
+
+    def fail(self, problem: str) -> None:
+        """Reports a failure and ends the process."""
+        self.end("result", "failed", problem, 0, {})
+
+    def end(self, *message: Any) -> NoReturn:
+        """Ends the process once the last records and spans are out, and `message`, if there is one."""
+        self.heartbeat()
+        tracing.flush()
+        if message:
+            self.send(*message)
+        os._exit(0)  # no destructor of an RPC agent whose peers may be gone
 
     def refuse_drain(self, why: str) -> None:
         """Reports that the drain's checkpoint could not be written."""
@@ -118,6 +147,10 @@ class Pipe(Supervision):
                 context.drain()
             elif kind == "lost":
                 context.lose(*arguments)
+            elif kind == "trace":
+                self.trace(*arguments)
+            elif kind == "end":
+                self.end()
 
 
 def main(task: Task, connection: Connection) -> None:
@@ -127,6 +160,7 @@ def main(task: Task, connection: Connection) -> None:
     settings = task.settings
     if task.stacks:
         stacks.register(task.stacks)
+    progress_bar.log_progress()
     telemetry.setup_logging(
         settings.log_format,
         settings.log_level,
@@ -151,9 +185,7 @@ def main(task: Task, connection: Connection) -> None:
         else:
             text = str(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
             result = ("result", "failed", text, 0, {})
-    pipe.heartbeat()  # with the last records
-    pipe.send(*result)
-    os._exit(0)  # no destructor of an RPC agent whose peers may be gone
+    pipe.end(*result)
 
 
 def _settings(task: Task, job: Job) -> Settings:
@@ -188,6 +220,9 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     keep_memory()
     if task.directory:
         telemetry.use_directory(task.directory)
+    pipe.trace = functools.partial(tracing.record, registry.name_of(task.job), task.me, task.generation)
+    if settings.trace and task.directory:
+        pipe.trace(task.directory / file_name(task.generation, 0), None)
     context = Context(
         settings=settings,
         me=task.me,
@@ -202,7 +237,8 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
     pipe.pace = context.pace
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
-    rpc.connect(context, task.tunnel)
+    with recorder.span("connecting"):
+        rpc.connect(context, task.tunnel)
     pipe.send("running")
     if not job.rpc or not role.run:
         context.pace.ready()  # it says nothing of itself
@@ -232,32 +268,17 @@ def _checkpoints(task: Task, pipe: Pipe) -> Checkpoints:
     except rundir.TakenError as error:  # frozen, perhaps: the next generation tries again
         raise PeerLostError(f"the previous worker has not ended: {error}") from error
     log = telemetry.log()
+
+    def fence() -> int:
+        pipe.flush()  # nobody makes the steps of this checkpoint again: what was logged of them must be out
+        return rundir.read_generation(directory).number
+
     return Checkpoints(
         directory,
         registry.name_of(task.job),
         task.generation,
         settings.checkpoint_keep,
-        fence=lambda: rundir.read_generation(directory).number,
+        fence=fence,
         complain=lambda message: log.warning("checkpoint", problem=message),
         begin=lambda step: pipe.record("start", step, task.generation),
     )
-
-
-def keep_memory() -> None:
-    """Has glibc keep up to 512 MiB of freed memory for new tensors. Without effect on other C libraries.
-
-    By default glibc returns megabytes to the system and requests them again at every step, page by page, which takes a
-    fifth of a step of the ConvNet.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 2**28)
-        mallopt(M_TRIM_THRESHOLD, 2**29)
-
-
-def seed(seed: int, rank: int, generation: int) -> None:
-    """Seeds Python's, numpy's and torch's generators, differently for each rank and generation."""
-    mixed = mixed_seed(seed, rank, generation)
-    random.seed(mixed)
-    np.random.seed(mixed)
-    torch.manual_seed(mixed)

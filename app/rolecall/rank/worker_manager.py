@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import Action
-from rolecall.gang.protocol import Directive, Outcome, WorkerStatus, name_of
+from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_of
 from rolecall.job.describe import Description
 from rolecall.job.task import Peer, Task
 from rolecall.rank import fork_server
@@ -21,6 +21,7 @@ from rolecall.telemetry import WorkerFiles
 UNDECIDED = ("killed", "silent", "lost")  # outcomes of a check that say nothing about the settings
 CHECKS = 3  # tries of the settings' check
 REPEAT = 30.0  # seconds between two lines while it goes on
+FLUSH_SECONDS = 0.5  # that a worker which is to end has for the end of its trace
 EXPECTED = ("finished", "drained", "stopped")
 
 
@@ -40,6 +41,7 @@ class WorkerManager:
         self.worker: WorkerProcess | None = None
         self.log = telemetry.log()
         self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
+        self.hand_over: Callable[[], Awaitable[None]] = _nothing  # before this rank's end
         self._changed, self._tunnel = changed, tunnel
         self._stacks = str(files.directory / "stacks")  # the file for those of a worker
         self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
@@ -82,6 +84,8 @@ class WorkerManager:
             case "end":
                 await self.end()
                 role, kind = action.directive.role, action.directive.kind
+                if kind in (*OVER, "leave"):
+                    await self.hand_over()
                 if not self.role and kind in ("run", "stop") and role not in self._checked:
                     await self.check(role)  # the gang waits until this action is carried out
                     self._checked.add(role)
@@ -111,6 +115,8 @@ class WorkerManager:
     async def end(self) -> None:
         """Ends the worker, and waits for its end."""
         if self.worker and self.worker.alive:
+            if self.worker.traced and self.worker.state == "running":
+                await self.worker.stop(FLUSH_SECONDS)
             self.worker.kill("stopped")
             await self.worker.ended.wait()
 
@@ -159,6 +165,10 @@ class WorkerManager:
                 generation=worker.task.generation,
                 **telemetry.cause(worker.error),
             )
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _names_of(directive: Directive) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import psutil
 from rolecall import telemetry
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.job.task import Task
+from rolecall.job.waits import Told
 from rolecall.rank import fork_server, stacks
 from rolecall.rank.frames import Frames, PipeError
 from rolecall.rank.memory import oom_kills
@@ -69,6 +70,9 @@ class WorkerProcess:
         self.drains_failed = 0
         self.lost_peers: tuple[Key, ...] = ()
         self.phase = "" if task.members else "checking"
+        self.phase_since = time.monotonic()
+        self.long_calls: tuple[Told, ...] = ()  # as of the last message
+        self.traced = task.settings.trace and bool(task.members)  # it records a trace
         self._received_at = time.monotonic()
         self.ended = asyncio.Event()
         self._changed = changed
@@ -93,6 +97,11 @@ class WorkerProcess:
     def last_heartbeat(self) -> float | None:
         """When it last sent something (monotonic seconds); None unless its process exists."""
         return self._received_at if self.alive and self._pidfd >= 0 else None
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 where it does not exist."""
+        return self._pid if self._pidfd >= 0 else 0
 
     def status(self) -> WorkerStatus:
         """Its status, for the gang."""
@@ -138,6 +147,13 @@ class WorkerProcess:
             except PipeError as error:
                 self.error = f"the worker {error}"
                 self.kill("silent")
+
+    async def stop(self, patience: float) -> None:
+        """Has it end by itself, once what it recorded is written. Returns then, or after `patience` seconds."""
+        self._kill_outcome = self._kill_outcome or "stopped"
+        self.send("end")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), patience)
 
     def kill(self, outcome: Outcome) -> None:
         """Ends it now; one that is silent, once it has dumped its stacks. Its outcome is `outcome`, unless it had ended
@@ -200,10 +216,15 @@ class WorkerProcess:
         match kind:
             case "heartbeat":
                 news = (self.step == 0 and rest[0] > 0) or self.phase != rest[2]
-                self.step, self.phase = rest[0], rest[2]
+                if self.phase != rest[2]:
+                    self.phase_since = self._received_at
+                self.step, self.phase, self.long_calls = rest[0], rest[2], tuple(rest[3] if len(rest) > 3 else ())
                 self._record(rest[1])
                 if not news:
                     return
+            case "records":
+                self._record(rest[0])
+                return
             case "running":
                 self.state = "running"
             case "drain failed":

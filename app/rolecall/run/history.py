@@ -1,4 +1,4 @@
-"""A run's history: score, loss and work done over the seconds of training, across all generations.
+"""A run's history: score and its spread, loss and work done over the seconds of training, across all generations.
 
 A file beside the checkpoints holds it, one JSON object (a row) a line; `journal` writes that file, `read` reads it.
 """
@@ -18,11 +18,16 @@ from typing import Any, Literal
 
 from rolecall.run import rundir
 
-CURVES = ("score", "loss", "done")
+BOUNDS = ("low", "high")  # of the scores, where a job says how they spread
+CURVES = ("score", *BOUNDS, "loss", "done")
+KEPT = {*CURVES, "goal"}
 SPACING = 500  # a point is kept when 1/500 of the training time has passed since the last: some 6,000 in a month
 MOST_STARTS = 500
-Kind = Literal["start", "train", "goal", "score", "loss", "done"]
-Record = tuple[Kind, int, float, float]  # what a worker sends: kind, step, monotonic time in seconds, value
+MOST_EVENTS = 500
+MOST_REASON = 300  # characters
+Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
+# what a worker sends: kind, step, monotonic time in seconds, value; the kinds of sinks' points are not of the history
+Record = tuple[str, int, float, float]
 Row = dict[str, Any]
 
 
@@ -47,6 +52,18 @@ class Start:
     after: str = ""
 
 
+@dataclass(frozen=True)
+class Event:
+    """What happened to a generation, at a Unix `time`: it `ended`, or `lost` an elastic rank, for a `cause`, which
+    `reason` says in words."""
+
+    what: Literal["ended", "lost"]
+    generation: int
+    time: float
+    cause: str
+    reason: str = ""
+
+
 class History:
     """The contents of the file. A generation that resumes from a checkpoint replaces the points after it."""
 
@@ -62,6 +79,7 @@ class History:
         self.seconds = 0.0
         self.ends = Counter[str]()  # by cause: generations that another followed
         self.lost = Counter[str]()  # by cause: elastic ranks that a generation continued without
+        self.events: list[Event] = []  # the newest
         self._end = ""  # cause of the last generation's end, until the next starts
         self._started = False  # a generation, in this process
         self._origin: float | None = None  # monotonic time of 0 seconds; set when training begins
@@ -79,7 +97,7 @@ class History:
                 rows += self._add({"kind": "start", **asdict(start)})
             elif kind == "train":
                 self._origin = at - self.seconds
-            elif not self._started or not math.isfinite(value):
+            elif not self._started or not math.isfinite(value) or kind not in KEPT:
                 continue
             elif kind == "goal":
                 rows += self._add({"kind": "goal", "value": value})
@@ -87,28 +105,44 @@ class History:
                 rows += self._record_point(kind, step, at, value)
         return rows
 
-    def _record_point(self, kind: Kind, step: int, at: float, value: float) -> list[Row]:
+    def _record_point(self, kind: str, step: int, at: float, value: float) -> list[Row]:
         self._origin = at - self.seconds if self._origin is None else self._origin
         self.seconds = max(self.seconds, round(at - self._origin, 3))
         point, points = Point(step, self.seconds, value), self.curves[kind]
         if points and step <= points[-1].step:
             return []  # an evaluation that is repeated after its checkpoint
         self._update(kind, point)
-        if points and point.seconds - points[-1].seconds < self.seconds / SPACING:
+        if kind in BOUNDS:
+            kept = self._kept("score", step)  # a band has both its bounds, and the curve, at the same steps
+        else:
+            kept = not points or point.seconds - points[-1].seconds >= self.seconds / SPACING
+        if not kept:
             return []
         return self._add({"kind": kind, **asdict(point)})
 
-    def end_generation(self, cause: str) -> list[Row]:
-        """Adds the cause of a generation's end; returns the rows to be written."""
-        return self._add({"kind": "end", "cause": cause})
+    def _kept(self, kind: str, step: int) -> bool:
+        points = self.curves[kind]
+        return bool(points) and points[-1].step == step
 
-    def lose_rank(self, cause: str) -> list[Row]:
+    def end_generation(self, cause: str, generation: int = 0, reason: str = "") -> list[Row]:
+        """Adds the cause of a generation's end, and the event where its number is given; returns the rows to be
+        written."""
+        return self._add({"kind": "end", "cause": cause}) + self._happen("ended", generation, cause, reason)
+
+    def lose_rank(self, cause: str, generation: int = 0, reason: str = "") -> list[Row]:
         """Adds the loss of an elastic rank, without which the generation continues; returns the rows to be written."""
-        return self._add({"kind": "lost", "cause": cause})
+        return self._add({"kind": "lost", "cause": cause}) + self._happen("lost", generation, cause, reason)
+
+    def _happen(self, what: Literal["ended", "lost"], generation: int, cause: str, reason: str) -> list[Row]:
+        if not generation:
+            return []
+        last = (reason.strip().splitlines() or [""])[-1][:MOST_REASON]  # of a traceback, the error itself
+        event = Event(what, generation, round(time.time(), 3), cause, last)
+        return self._add({"kind": "event", **asdict(event)})
 
     def close(self) -> list[Row]:
         """Adds the last points, where they were not kept; returns the rows to be written."""
-        newest = {kind: point for kind, point in self.last.items() if point != self.curves[kind][-1]}
+        newest = {kind: point for kind, point in self.last.items() if not self._kept(kind, point.step)}
         return [row for kind, point in newest.items() for row in self._add({"kind": kind, **asdict(point)})]
 
     def _add(self, row: Row) -> list[Row]:
@@ -128,6 +162,9 @@ class History:
                 self._end = str(row["cause"])
             case "lost":
                 self.lost[row["cause"]] += 1
+            case "event":
+                event = Event(**{key: value for key, value in row.items() if key != "kind"})
+                self.events = [*self.events, event][-MOST_EVENTS:]
             case "earlier":
                 self.generations += int(row["generations"])
                 self.began = float(row["began"])
@@ -172,8 +209,14 @@ class History:
         if self.goal is not None:
             rows.append({"kind": "goal", "value": self.goal})
         rows += [{"kind": "start", **asdict(start)} for start in self.starts]  # before the points, which they would cut
+        rows += [{"kind": "event", **asdict(event)} for event in self.events]
         rows += [{"kind": kind, **asdict(point)} for kind, points in self.curves.items() for point in points]
         return rows + ([{"kind": "end", "cause": self._end}] if self._end else [])
+
+    def spread(self) -> list[tuple[Point, Point]]:
+        """The lowest and the highest of what a score is a mean of, at each step that has both."""
+        highest = {point.step: point for point in self.curves["high"]}
+        return [(low, highest[low.step]) for low in self.curves["low"] if low.step in highest]
 
     # ---- rates
 

@@ -30,7 +30,7 @@ FEW = 60  # points, up to which each is marked
 
 
 def draw(run: History, summary: dict[str, Any]) -> Figure:
-    """The learning curve over the steps, with the goal, and the throughput below it."""
+    """The learning curve over the steps, with its spread and the goal, and the throughput below it."""
     mpl.rcParams.update({"font.family": "DejaVu Sans", "font.size": 11, "axes.edgecolor": GRAY, "text.color": INK,
                          "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
                          "axes.spines.right": False})  # fmt: skip
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 
 def _curves(axes: Axes, run: History, summary: dict[str, Any]) -> None:
     curve = summary["curve"]
-    handles = _line(axes, run.curves["score"], BLUE, curve["label"], 2.0)
+    handles = _line(axes, run.curves["score"], BLUE, curve["label"], 2.0) + _band(axes, run)
     if curve["goal"] is not None:
         handles.append(axes.axhline(curve["goal"], color=GREEN, linewidth=1.4, linestyle="--"))
         handles[-1].set_label(f"goal {curve['goal']:g}")
@@ -91,6 +91,14 @@ def _line(axes: Axes, points: list[Point], colour: str, label: str, width: float
     steps, values = [point.step for point in points], [point.value for point in points]
     marker = "o" if len(points) <= FEW else ""
     return list(axes.plot(steps, values, color=colour, linewidth=width, marker=marker, markersize=3, label=label))
+
+
+def _band(axes: Axes, run: History) -> list[Any]:
+    spread = run.spread()
+    if not spread:
+        return []
+    steps, low, high = zip(*((low.step, low.value, high.value) for low, high in spread), strict=True)
+    return [axes.fill_between(steps, low, high, color=BLUE, alpha=0.18, linewidth=0, label="lowest to highest")]
 
 
 def _throughput(axes: Axes, run: History, unit: str) -> None:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from rolecall.config import UsageError
 from rolecall.gang.protocol import Budget, Key
+from rolecall.trace.records import FOLDER as TRACE
 
 COORDINATOR_LOCK = ".coordinator.lock"
 WRITER_LOCK = ".writer.lock"
@@ -27,9 +28,11 @@ FAILED = "FAILED"
 HISTORY = "history.jsonl"
 SUMMARY = "summary.json"
 CURVE = "curve.png"
+PAGE = "page.html"
 FILES = "files"  # a folder, for files of the job's own
+SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
-OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, FILES, SHARDS)
+OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, PAGE, TRACE, FILES, SHARDS, *SINKS)
 BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
 

@@ -54,7 +54,7 @@ def _dial(
     credentials: Credentials, lease: float, name: str, address: tuple[str, int], wish: str, first: bool, end: float
 ) -> Channel:
     with contextlib.ExitStack() as undo:
-        sock = _connect(address, end)
+        sock = connect(address, end)
         undo.callback(sock.close)
         lasting(sock, lease)
         host = credentials.host(name, first)
@@ -84,17 +84,20 @@ def _dial(
         return channel
 
 
-def _connect(address: tuple[str, int], end: float) -> socket.socket:
-    """Connects to the first of the host's addresses that answers; each has its share of the time that is left."""
+def connect(address: tuple[str, int], end: float) -> socket.socket:
+    """Connects to the first of the host's addresses that answers; each has its share of the time that is left, until
+    `end` (monotonic seconds). Raises OSError."""
     host, port = address
     places, problem = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), OSError(f"{host} has no address")
     for number, (family, _, _, _, place) in enumerate(places):
-        sock = socket.socket(family)
+        sock: socket.socket | None = None
         try:
+            sock = socket.socket(family)
             sock.settimeout(max(0.1, (end - time.monotonic()) / (len(places) - number)))
             sock.connect(place)
-        except OSError as error:
-            sock.close()
+        except OSError as error:  # of the kernel too, where it lacks this family
+            if sock:
+                sock.close()
             problem = error
         else:
             return sock

@@ -18,14 +18,17 @@ from collections.abc import Iterator
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from rolecall.config import Settings, UsageError
 
 CONTEXT = "rolecall certificate authority 1"  # with the job's name: what the derived key is for
 BADGE = "rolecall badge 1"
+SIGNING = "rolecall signing 1"
 TOKEN_BYTES = 32
+FINGERPRINT = 4  # bytes of a digest: enough to tell two tokens apart, too few to know that a guess is right
 LIFE = datetime.timedelta(hours=48)  # of a certificate
 SKEW = datetime.timedelta(hours=1)  # that two machines' clocks may differ
 RENEW = 12 * 3600.0  # seconds after which it is made anew
@@ -46,6 +49,20 @@ def new_token() -> str:
 def badge(token: str, job: str) -> str:
     """What a rank shows with TLS=off to say that it knows the token, which itself is never sent."""
     return _derive(token, BADGE, job).hex()
+
+
+def signing_key(token: str) -> bytes:
+    """The key that signs requests to rank 0's METRICS_PORT: HKDF-SHA256 without salt, info `SIGNING` and a zero."""
+    return _derive(token, SIGNING, "")
+
+
+def fingerprint(settings: Settings, job: str) -> str:
+    """What tells this rank's authority from another: hexadecimal digits of a digest of its public key, which is derived
+    from JOB_TOKEN, or is that of TLS_CA. Empty where there is neither. Raises OSError and ValueError for a wrong file.
+    """
+    if settings.tls_cert is not None and settings.tls_ca is not None:
+        return _identifier(x509.load_pem_x509_certificates(settings.tls_ca.read_bytes())[0].public_key()).hex()
+    return _identifier(derive_authority(settings.token, job)[1].public_key()).hex() if settings.token else ""
 
 
 def host_of(job: str, name: str) -> str:
@@ -163,9 +180,12 @@ def derive_authority(token: str, job: str) -> tuple[Ed25519PrivateKey, x509.Cert
 def issue(
     authority: Ed25519PrivateKey, certificate: x509.Certificate, host: str, now: datetime.datetime | None = None
 ) -> tuple[Ed25519PrivateKey, x509.Certificate]:
-    """A new key and its certificate for `host`, or for nobody, valid around `now` (UTC)."""
+    """A new key and its certificate for `host`, or for nobody, valid around `now` (UTC). It names the authority's
+    fingerprint, so that one of another token says so."""
     key, now = Ed25519PrivateKey.generate(), now or datetime.datetime.now(datetime.UTC)
+    issuer = x509.AuthorityKeyIdentifier(_identifier(authority.public_key()), None, None)
     builder = _builder("rank", key, now - SKEW, now + LIFE).issuer_name(certificate.subject)
+    builder = builder.add_extension(issuer, critical=False)
     if host:
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
     return key, builder.sign(authority, None)
@@ -190,6 +210,11 @@ def _certificates(token: str, job: str, name: str) -> Iterator[tuple[str, str]]:
 
 def _derive(token: str, purpose: str, job: str) -> bytes:
     return HKDF(hashes.SHA256(), 32, salt=None, info=f"{purpose}\0{job}".encode()).derive(token.encode())
+
+
+def _identifier(key: PublicKeyTypes) -> bytes:
+    content = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(content).digest()[:FINGERPRINT]
 
 
 def _subject(name: str) -> x509.Name:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
+from rolecall.gang.protocol import USAGE
 from rolecall.job import describe
 from rolecall.job.describe import Description
 from rolecall.rank.zygote import Zygote
@@ -95,12 +96,14 @@ class LocalRun:
 
     def _token(self) -> dict[str, str]:
         """A token for this run, unless there is one, or a certificate of the user's."""
-        if not self.settings.secure or self.settings.token or self.settings.tls_cert:
+        self._token_file = ""
+        if self.settings.token or self.settings.tls_cert:
             return {}
         file = self._temporary / "token"
         file.touch(0o600)
         file.write_text(keys.new_token() + "\n")
-        return {"JOB_TOKEN_FILE": str(file)}
+        self._token_file = str(file)
+        return {"JOB_TOKEN_FILE": self._token_file}
 
     def show(self, line: str) -> None:
         """Displays a line of a rank; an error that several ranks report is shown once."""
@@ -121,6 +124,7 @@ class LocalRun:
             loop.add_signal_handler(number, self._interrupt)
         published = self._publish()
         self.output = Output(sys.stdout, sys.stderr)
+        self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         tasks = [asyncio.create_task(rank.supervise()) for rank in self.ranks]
         display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
         try:
@@ -136,7 +140,7 @@ class LocalRun:
             shutil.rmtree(self._temporary, ignore_errors=True)
             if published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
-        files = [name for name in (rundir.SUMMARY, rundir.CURVE) if (self.directory / name).exists()]
+        files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if (self.directory / name).exists()]
         state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
         last = f"rolecall: {state}; {', '.join(['checkpoints', 'logs', *files])} in {self.directory}"
         self.output.close(last, LAST_OUTPUT)
@@ -144,7 +148,7 @@ class LocalRun:
 
     def _publish(self) -> bool:
         try:
-            return targets.publish(self.directory, self.addresses)
+            return targets.publish(self.directory, self.addresses, self._token_file)
         except OSError as error:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
 
@@ -161,8 +165,9 @@ class LocalRun:
             s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
             grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAWING
             signalled = again
+        refused = tasks[0].done() and tasks[0].result() == USAGE  # nobody else can do anything without rank 0
         for rank in self.ranks:
-            rank.stop(drain=self._interrupted.is_set())
+            rank.stop(drain=refused or self._interrupted.is_set())
         if self._zygote and all(rank.process is None for rank in self.ranks):
             self._zygote.end()  # it imports, and they wait for it
         if pending:

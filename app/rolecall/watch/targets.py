@@ -118,13 +118,13 @@ def _is_address(host: str) -> bool:
 # ---- local runs
 
 
-def publish(directory: Path, addresses: list[Address]) -> bool:
-    """Lists the ranks of the run in `directory`, valid as long as this process lives. Returns whether it did: not where
-    another run is under way there. Raises OSError."""
+def publish(directory: Path, addresses: list[Address], token_file: str = "") -> bool:
+    """Lists the ranks of the run in `directory`, rank 0 first, and the file with its token, valid as long as this
+    process lives. Returns whether it did: not where another run is under way there. Raises OSError."""
     if ranks_of(directory):
         return False
     ranks = [asdict(address) for address in addresses]
-    content = {"pid": os.getpid(), "created": psutil.Process().create_time(), "ranks": ranks}
+    content = {"pid": os.getpid(), "created": psutil.Process().create_time(), "ranks": ranks, "token_file": token_file}
     rundir.write_atomically(directory / RANKS, json.dumps(content, indent=1).encode() + b"\n")
     return True
 
@@ -138,6 +138,14 @@ def ranks_of(directory: Path) -> list[Address]:
         return [Address(str(rank["name"]), str(rank["url"])) for rank in content["ranks"]]
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return []
+
+
+def token_of(directory: Path) -> str:
+    """The file with the token that was made for the run in `directory`; empty where there is none."""
+    try:
+        return str(json.loads((directory / RANKS).read_text())["token_file"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def final_state(directory: Path) -> str:

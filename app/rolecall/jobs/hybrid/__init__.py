@@ -48,6 +48,7 @@ JOB = Job(
     ),
     check="rolecall.jobs.hybrid.data:check",
     evaluate="rolecall.jobs.hybrid.evaluate:evaluate",
+    export="rolecall.jobs.hybrid.export:export",
     metrics=METRICS,
     score="accuracy",
     unit="samples",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, keep, standard_library, versions
+from rolecall import UsageError, keep, standard_library, track, versions
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.messages import DataDescription
 from rolecall.jobs.hybrid.table import Bags
@@ -170,7 +170,8 @@ def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path
         if rest and LEFT_OUT not in rest:
             packages.setdefault(first, []).append(path)
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = [], []
-    for label, paths in enumerate(packages[name] for name in PACKAGES if name in packages):
+    present = [packages[name] for name in PACKAGES if name in packages]
+    for label, paths in enumerate(track(present, "reading the samples", unit="packages")):
         texts: tuple[list[str], list[str]] = [], []
         for number, path in enumerate(paths):
             texts[number % TEST_EVERY == TEST_EVERY // 2].extend(_texts(path))

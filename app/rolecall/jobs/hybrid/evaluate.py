@@ -6,25 +6,16 @@ from typing import Any
 
 import torch
 
-from rolecall import UsageError
+from rolecall import UsageError, track
 from rolecall.jobs.hybrid import HybridSettings, data
-from rolecall.jobs.hybrid.data import Samples
+from rolecall.jobs.hybrid.data import Data, Samples
 from rolecall.jobs.hybrid.messages import EVALUATION_BATCH
 from rolecall.jobs.hybrid.model import LocalModel
 
 
 def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float]:
     """Accuracy on the test samples. Raises UsageError for a checkpoint of another job, or of other samples."""
-    with UsageError.wrap("the checkpoint holds no model of hybrid", KeyError, TypeError, RuntimeError):
-        model = LocalModel(settings, state["classes"])
-        model.dense.load_state_dict(state["dense"]["weights"])
-        table = {"squares": torch.empty(0), **state["embeddings"]}
-        if isinstance(table["weight"], list):  # in pieces, of an earlier version
-            table["weight"] = torch.cat(table["weight"])
-        model.table.load_state_dict(table)
-    samples = data.load(settings)
-    if samples.digest != state["digest"]:
-        raise UsageError(f"DATASET={settings.dataset}: the samples are not those that the checkpoint was trained on")
+    model, samples = restore(settings, state), samples_of(settings, state)
     torch.set_num_threads(settings.cpu_threads)
     return {
         "accuracy": accuracy(model, samples.test),
@@ -34,11 +25,31 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
     }
 
 
+def restore(settings: HybridSettings, state: dict[str, Any]) -> LocalModel:
+    """The model of a checkpoint's `state`. Raises UsageError for a checkpoint of another job."""
+    with UsageError.wrap("the checkpoint holds no model of hybrid", KeyError, TypeError, RuntimeError):
+        model = LocalModel(settings, state["classes"])
+        model.dense.load_state_dict(state["dense"]["weights"])
+        table = {"squares": torch.empty(0), **state["embeddings"]}
+        if isinstance(table["weight"], list):  # in pieces, of an earlier version
+            table["weight"] = torch.cat(table["weight"])
+        model.table.load_state_dict(table)
+    return model
+
+
+def samples_of(settings: HybridSettings, state: dict[str, Any]) -> Data:
+    """The samples of DATASET. Raises UsageError where they are not the checkpoint's."""
+    samples = data.load(settings)
+    if samples.digest != state["digest"]:
+        raise UsageError(f"DATASET={settings.dataset}: the samples are not those that the checkpoint was trained on")
+    return samples
+
+
 @torch.no_grad()
 def accuracy(model: LocalModel, test: Samples) -> float:
     """The share of `test` that is classified correctly."""
     correct = 0
-    for numbers in torch.arange(len(test)).split(EVALUATION_BATCH):
+    for numbers in track(torch.arange(len(test)).split(EVALUATION_BATCH), "evaluating", unit="batches"):
         batch = test.take(numbers)
         correct += int((model(batch.bags).argmax(1) == batch.labels).sum())
     return correct / len(test)

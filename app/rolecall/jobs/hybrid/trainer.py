@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +71,8 @@ class Trainer:
         if command.dense:
             self.optimizer.load_state_dict(command.dense["optimizer"])
         self.replica = DistributedDataParallel(self.dense)
+        if self.settings.trace:
+            self.replica.register_comm_hook(None, lambda state, bucket: all_reduce(bucket))
 
     # ---- training
 
@@ -124,7 +127,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        with self.context.timer() as timer:
+        with self.context.timer() as timer, self.context.span(name):
             yield
         self._seconds[name] += timer.seconds  # type: ignore[assignment]
 
@@ -168,3 +171,10 @@ class Trainer:
     def _correct(self, answers: Answers, labels: Tensor) -> int:
         predictions = self.dense(self._sum(answers)).argmax(1).cpu()
         return int((predictions == labels).sum())
+
+
+def all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+    """What DistributedDataParallel does with the gradients in `bucket`, by way of Python, where a trace shows it."""
+    mean = bucket.buffer().div_(dist.get_world_size())
+    work = dist.all_reduce(mean, async_op=True)
+    return work.get_future().then(lambda reduced: reduced.value()[0])  # type: ignore[no-any-return]

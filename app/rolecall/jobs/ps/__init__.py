@@ -82,6 +82,7 @@ JOB = Job(
     ),
     check="rolecall.jobs.ps.model:check",
     evaluate="rolecall.jobs.ps.evaluate:evaluate",
+    export="rolecall.jobs.ps.export:export",
     metrics=METRICS,
     score="accuracy",
     unit="samples",

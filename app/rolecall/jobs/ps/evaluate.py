@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolecall import Context, UsageError
+from rolecall import Context, UsageError, track
 from rolecall.jobs.ps import PsSettings, data, model
 
 CHUNK = 128  # samples in one pass
@@ -25,7 +25,7 @@ def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
 
     with ThreadPoolExecutor(threads) as pool:
         chunks: Any = torch.arange(len(split)).split(CHUNK)
-        return sum(pool.map(correct, chunks)) / len(split)
+        return sum(track(pool.map(correct, chunks), "evaluating", len(chunks), "batches")) / len(split)
 
 
 def log_accuracy(
@@ -53,11 +53,19 @@ def log_accuracy(
 def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
     """Accuracy of a checkpoint's `state` on the test data of DATASET."""
     with UsageError.wrap("the checkpoint holds no parameters of ps", KeyError, TypeError):
-        saved, ledger = state["model"], state["ledger"]
-        parameters, buffers = saved["parameters"], tuple(saved["buffers"])
-        epochs, updates = float(ledger["epoch"]), float(ledger["version"])
-    trained = model.build(settings)
+        epochs, updates = float(state["ledger"]["epoch"]), float(state["ledger"]["version"])
+    trained = restore(settings, state)
     _, test = data.load(settings)
+    torch.set_num_threads(1)
+    share = accuracy(trained, test, settings.cpu_threads)
+    return {"accuracy": share, "samples": float(len(test)), "epochs": epochs, "updates": updates}
+
+
+def restore(settings: PsSettings, state: dict[str, Any]) -> nn.Module:
+    """The model of a checkpoint's `state`. Raises UsageError where MODEL makes another."""
+    with UsageError.wrap("the checkpoint holds no parameters of ps", KeyError, TypeError):
+        parameters, buffers = state["model"]["parameters"], tuple(state["model"]["buffers"])
+    trained = model.build(settings)
     total = sum(parameter.numel() for parameter in model.trainable(trained))
     if len(parameters) != total:
         raise UsageError(
@@ -65,6 +73,4 @@ def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
         )
     model.unflatten(parameters, trained)
     model.load_buffers(trained, buffers)
-    torch.set_num_threads(1)
-    share = accuracy(trained, test, settings.cpu_threads)
-    return {"accuracy": share, "samples": float(len(test)), "epochs": epochs, "updates": updates}
+    return trained

@@ -13,6 +13,7 @@ import importlib
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from rolecall import UsageError
+from rolecall import ProgressBar, UsageError
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, as shares of 255
 LOCK = ".download"  # held while one rank loads, for all that share the directory
@@ -43,7 +44,10 @@ def load(directory: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
         if torchvision:
             directory.mkdir(parents=True, exist_ok=True)
         writable = os.access(directory, os.W_OK)
-        with FileLock(directory / LOCK, LOCK_SECONDS) if writable else contextlib.nullcontext(), _stall_deadline():
+        with (
+            FileLock(directory / LOCK, LOCK_SECONDS) if writable else contextlib.nullcontext(),
+            _stall_deadline(), _shown_downloads(),
+        ):  # fmt: skip
             train, test = (_split(torchvision, directory, raw, name) for name in ("train", "t10k"))
     return train, test
 
@@ -70,6 +74,31 @@ def _stall_deadline() -> Iterator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
+
+
+class _Download(ProgressBar):
+    """In place of the bar that torchvision shows of a download, which fills a rank's log."""
+
+    def __init__(self, total: float | None = None, **_: Any) -> None:
+        super().__init__("downloading MNIST", total, "B")
+
+    def update(self, amount: float) -> None:
+        """As tqdm's."""
+        self.advance(amount)
+
+
+@contextlib.contextmanager
+def _shown_downloads() -> Iterator[None]:
+    """Shows torchvision's downloads, where that has the place for it."""
+    utils: Any = sys.modules.get("torchvision.datasets.utils")
+    if not hasattr(utils, "tqdm"):
+        yield
+        return
+    before, utils.tqdm = utils.tqdm, _Download
+    try:
+        yield
+    finally:
+        utils.tqdm = before
 
 
 def _split(torchvision: Any, directory: Path, raw: Path, name: str) -> tuple[Tensor, Tensor]:

@@ -2,114 +2,148 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from rolecall import Context
+from rolecall import Context, Peer
 from rolecall.jobs.rl import RlSettings, calls, envs, model
+from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.batching import Batcher, Group
+from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.learner import Learner
-from rolecall.jobs.rl.messages import Trajectory
+from rolecall.jobs.rl.messages import Episode, Rollout, Trajectory
+from rolecall.jobs.rl.score import Score
+from rolecall.jobs.rl.spaces import Spaces
 
 
 def run(context: Context[RlSettings]) -> dict[str, Any]:
-    """Trains until the running return passes the environment's threshold, or for MAX_ITERATIONS."""
+    """Trains until the score reaches the environment's threshold, or for MAX_ITERATIONS or MAX_STEPS."""
     settings, metrics = context.settings, context.metrics
-    env = envs.describe(settings.env_id)
-    learner = Learner(model.build(settings, env.observation, env.action), settings, context.device, context.threads)
-    score = Score(env.threshold)
-    state = context.restore({"learner": learner, "score": score, "samples": 0})
+    env = envs.describe(settings)
+    choices = choose(settings, env.spaces)
+    learner = Learner(model.build(settings, env.spaces, choices), settings, choices, context.device, context.threads)
+    score = Score(env.threshold, settings.solved_by, env.longest)
+    # what shapes the model; a policy of one's own has no features to explore with
+    shaping = ("hidden_size", "normalize") if settings.policy else ("hidden_size", "normalize", "exploration")
+    state = context.restore({"learner": learner, "score": score, "samples": 0},
+                            chosen={name: getattr(choices, name) for name in shaping})  # fmt: skip
+    actor = Actor(model.build(settings, env.spaces, choices), context.device)
+    sizes = envs.group_sizes(choices.num_envs, settings.inference)
+    rollouts = Rollouts(context, learner, actor, env.spaces, sizes)
 
-    def observe(size: int, seconds: float) -> None:
-        metrics.rl_inference_batch_observations.observe(size)
-        metrics.rl_inference_seconds.observe(seconds)
+    def progress() -> float:
+        by_steps = state["samples"] / settings.max_steps if settings.max_steps else 0.0
+        return min(1.0, max(by_steps, context.step / settings.max_iterations))
 
-    actor = model.Actor(learner.model, context.device)
-    batcher = calls.batcher.set(Batcher(actor.act, env.observation.shape, env.observation.dtype, observe=observe))
-    context.on_lost(batcher.drop)
-    groups = range(len(envs.group_sizes(settings)))
-    steps = context.steps(settings.max_iterations, until=lambda: score.solved, goal=env.threshold,
-                          env_id=settings.env_id, threshold=env.threshold, inference=settings.inference,
-                          observers=len(context.peers("observer")))  # fmt: skip
+    def ended() -> bool:
+        return score.solved or bool(settings.max_steps and state["samples"] >= settings.max_steps)
+
+    steps = context.steps(settings.max_iterations, until=ended, work=settings.max_steps or None, goal=env.threshold,
+                          env_id=settings.env_id, threshold=env.threshold, algorithm=settings.algorithm,
+                          inference=settings.inference, observers=len(context.peers("observer")))  # fmt: skip
     for iteration in steps:
-        policy = learner.policy_state() if settings.inference == "observer" else None
-        acting = context.peers("observer") if policy is None else []  # with this rank's policy
-        batcher.begin([Group(observer.name, number) for observer in acting for number in groups], learner.version)
         with context.timer() as timer:
-            rollouts = dict(context.call_each("observer", calls.rollout, policy, learner.version,
-                                              timeout=settings.rollout_timeout))  # fmt: skip
-        trajectories: list[Trajectory] = []
-        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a run can be repeated, whoever came first
-            trajectories += rollouts[observer].trajectories or batcher.trajectories(observer.name)
-        if not trajectories:
+            experience = rollouts.collect()
+        if not experience.trajectories:
             context.redo()  # every observer was lost
             continue
+        if settings.pipeline:
+            rollouts.start()
         metrics.rl_rollout_seconds.observe(timer.seconds)
-        for trajectory in trajectories:
+        for trajectory in experience.trajectories:
             metrics.rl_policy_age_versions.observe(learner.version - trajectory.version)
         with context.timer() as timer:
-            update = learner.update(trajectories)
+            update = learner.update(experience.trajectories, progress())
         metrics.rl_update_seconds.observe(timer.seconds)
         context.require_finite(
             *update, hint=f"the update is not finite ({update}); lower LR or check the rewards of ENV_ID"
         )
-        returns = [rollout.returns for rollout in rollouts.values()]
-        if not all(returns):
+        if settings.algorithm == "reinforce" and not all(experience.episodes):
             context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
-        score.add([float(np.mean(each)) for each in returns if each])
+        score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
         state["samples"] += update.samples
         context.log(
             done=state["samples"],
-            score=score.running,
+            score=score.value,
+            spread=score.spread,
             message=f"Episode {iteration}\tLast reward: {score.last:.2f}\tAverage reward: {score.running:.2f}",
             rl_return_last=score.last,
+            rl_return_mean=score.mean or 0.0,
+            rl_return_running=score.running,
+            rl_episode_steps=score.mean_length,
             rl_policy_version=learner.version,
             rl_policy_loss=update.policy_loss,
-            rl_baseline_loss=update.baseline_loss,
+            rl_baseline_loss=update.value_loss,
             rl_policy_entropy_nats=update.entropy,
+            rl_kl_nats=update.kl,
+            rl_clipped_ratio=update.clipped,
+            rl_explained_variance_ratio=update.explained,
+            rl_update_passes=update.passes,
         )
+    rollouts.finish()
     if score.solved:
-        message = f"Solved! Running reward is now {score.running:.2f}"
+        message = f"Solved! {score}"
     else:
+        by_steps = settings.max_steps and state["samples"] >= settings.max_steps
+        where = f"MAX_STEPS={settings.max_steps}" if by_steps else f"MAX_ITERATIONS={settings.max_iterations}"
         bar = "has no reward threshold" if env.threshold is None else f"solves at {env.threshold:g}"
-        message = (
-            f"Stopped at MAX_ITERATIONS={settings.max_iterations}: running reward {score.running:.2f}; "
-            f"{settings.env_id} {bar}"
-        )
+        message = f"Stopped at {where}. {score}; {settings.env_id} {bar}"
     return context.finish(message, solved=score.solved, iterations=context.step, running_return=score.running,
-                          env_steps=state["samples"])  # fmt: skip
+                          mean_return=score.mean or 0.0, env_steps=state["samples"])  # fmt: skip
 
 
-@dataclass
-class Score:
-    """The tutorial's running reward. `last` is the worst observer's mean return, `updates` counts calls of `add`."""
+class Experience(NamedTuple):
+    """What the observers did in an iteration: the episodes that ended at each, and the trajectories of all."""
 
-    threshold: float | None
-    last: float = 0.0
-    running: float = 0.0
-    updates: int = 0
+    episodes: list[list[Episode]]
+    trajectories: list[Trajectory]
 
-    def add(self, returns: list[float]) -> None:
-        """Takes an iteration's mean return of each observer in whose rollout an episode ended."""
-        if not returns:
-            return
-        self.last = min(returns)
-        if not self.updates and self.threshold is not None and self.threshold <= 0:
-            self.running = self.last  # from the tutorial's 0 it would count as solved at once
-        self.running = 0.95 * self.running + 0.05 * self.last
-        self.updates += 1
 
-    @property
-    def solved(self) -> bool:
-        """Whether the running reward has passed the threshold."""
-        return self.threshold is not None and self.updates > 0 and self.running > self.threshold
+class Rollouts:
+    """The observers' rollouts: requested, and waited for."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """All but the threshold, which is the environment's."""
-        return {"last": self.last, "running": self.running, "updates": self.updates}
+    def __init__(
+        self, context: Context[RlSettings], learner: Learner, actor: Actor, spaces: Spaces, sizes: list[int]
+    ) -> None:
+        self.context, self.learner, self.sizes, self.actor = context, learner, sizes, actor
+        metrics = context.metrics
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict`."""
-        self.last, self.running, self.updates = state["last"], state["running"], state["updates"]
+        def observe(size: int, seconds: float) -> None:
+            metrics.rl_inference_batch_observations.observe(size)
+            metrics.rl_inference_seconds.observe(seconds)
+
+        observation = spaces.observation
+        self.batcher = calls.batcher.set(
+            Batcher(actor, observation.shape, observation.dtype, context.settings.sequence_steps, observe=observe)
+        )
+        context.on_lost(self.batcher.drop)
+        self._under_way: Iterator[tuple[Peer, Rollout]] | None = None
+
+    def start(self) -> None:
+        """Requests the next rollouts, under the policy as it is now."""
+        context, policy = self.context, self.learner.policy_state()
+        here = context.settings.inference == "agent"  # the actions are made
+        if here:
+            self.actor.load(policy)
+        acting = context.peers("observer") if here else []
+        groups = {Group(peer.name, number): size for peer in acting for number, size in enumerate(self.sizes)}
+        self.batcher.begin(groups, self.learner.version)
+        self._under_way = context.call_each("observer", calls.rollout, None if here else policy, self.learner.version,
+                                            timeout=context.settings.rollout_timeout)  # fmt: skip
+
+    def collect(self) -> Experience:
+        """Waits for the rollouts that were requested, or requests them. An observer that is lost is left out."""
+        if self._under_way is None:
+            self.start()
+        assert self._under_way is not None
+        rollouts, self._under_way = dict(self._under_way), None
+        episodes, trajectories = [], []
+        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a run can be repeated, whoever came first
+            episodes.append(rollouts[observer].episodes)
+            trajectories += rollouts[observer].trajectories or self.batcher.trajectories(observer.name)
+        return Experience(episodes, trajectories)
+
+    def finish(self) -> None:
+        """Waits for rollouts that nobody learns from any more."""
+        for _ in self._under_way or ():
+            pass

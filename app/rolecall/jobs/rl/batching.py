@@ -1,6 +1,6 @@
 """Batched inference at the agent: the observers' calls that are waiting go through the policy together.
 
-Shapes: n are the environments of a group, ... an observation's own shape.
+Shapes: n are the environments of a group, ... an observation's own shape, A an action's.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ import numpy as np
 from torch.futures import Future
 
 from rolecall import PeerLostError
-from rolecall.jobs.rl.envs import Recorder
+from rolecall.jobs.rl.actor import Actor, Memory
 from rolecall.jobs.rl.messages import Array, Trajectory, unpack
+from rolecall.jobs.rl.recorder import Recorder
 
 MAX_BATCH = 4096  # observations: bounds the memory and the time of one forward pass
 BATCH_WAIT = 0.0002  # seconds: less than half a call's round trip, so a late group costs the others little
-Answer = bytes | Exception  # actions [n] int64, or what the caller is to raise
+Answer = bytes | Exception  # actions [n, A], or what the caller is to raise
 
 
 class Group(NamedTuple):
@@ -33,11 +34,12 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A group's call that waits for actions; observations [n, ...]."""
+    """A group's call that waits for actions; observations [n, ...], and dones [n] of the step that led to them."""
 
     group: Group
     recorder: Recorder
     observations: Array
+    dones: Array
     answer: Future[Answer]
     since: float
 
@@ -47,42 +49,54 @@ class Batcher:
 
     A batch takes the calls that are waiting, up to `max_batch` observations (no single call is split). It leaves when
     it is full, when every group that is under way is waiting in it, or `wait` seconds after its first call came: nobody
-    waits for a slow or dead observer. `act` maps observations to actions: [m, ...] to [m]. `observe` is called with the
-    size and the seconds of each forward pass.
+    waits for a slow or dead observer. The groups' memories are held here, from rollout to rollout; a recurrent
+    policy's states are recorded each `every` steps. `observe` is called with the size and the seconds of each forward
+    pass.
     """
 
     def __init__(
         self,
-        act: Callable[[Array], Array],
+        actor: Actor,
         shape: tuple[int, ...],
         dtype: Any,
+        every: int,
         max_batch: int = MAX_BATCH,
         wait: float = BATCH_WAIT,
         observe: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
-        self._act, self._shape, self._dtype = act, shape, dtype
+        self._actor, self._shape, self._dtype, self._every = actor, shape, dtype, every
         self._max_batch, self._wait, self._observe = max_batch, wait, observe
         self._calls: deque[PendingCall] = deque()
         self._recorders: dict[Group, Recorder] = {}
+        self._memories: dict[Group, Memory] = {}
         self._finished: dict[Group, Trajectory] = {}
         self._condition = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def begin(self, groups: list[Group], version: int) -> None:
-        """Starts a rollout of `groups` under the policy of `version`; what is left of the one before is dropped."""
+    def begin(self, groups: Mapping[Group, int], version: int) -> None:
+        """Starts a rollout of `groups`, of so many environments each, under the policy of `version`; what is left of
+        the one before is dropped.
+        """
         with self._condition:
             self._refuse(self._calls, PeerLostError("the rollout is over"))
             self._calls.clear()
-            self._recorders = {group: Recorder(version) for group in groups}
+            self._memories = {
+                group: self._memories.get(group) or self._actor.remember(count) for group, count in groups.items()
+            }
+            for memory in self._memories.values():
+                self._actor.refresh(memory)
+            self._recorders = {
+                group: Recorder(version, memory, self._every) for group, memory in self._memories.items()
+            }
             self._finished = {}
 
     def drop(self, observer: str) -> None:
-        """Forgets `observer`: its calls are refused from now on."""
+        """Forgets `observer` and what its environments carried: its calls are refused from now on."""
         with self._condition:
             for group in [group for group in self._recorders if group.observer == observer]:
-                del self._recorders[group]
+                del self._recorders[group], self._memories[group]
                 self._finished.pop(group, None)
             dropped = [call for call in self._calls if call.group.observer == observer]
             self._refuse(dropped, PeerLostError(f"{observer} was given up"))
@@ -90,7 +104,7 @@ class Batcher:
             self._condition.notify()
 
     def submit(self, group: Group, message: bytes, last: bool) -> Future[Answer]:
-        """Takes a group's packed step; the answer is its actions [n] int64 as bytes, or what the caller is to raise:
+        """Takes a group's packed step; the answer is its actions [n, A] as bytes, or what the caller is to raise:
         PeerLostError where the group is not part of the rollout, or the policy's error.
 
         The `last` call of a rollout completes its trajectory and is answered at once, with nothing.
@@ -109,7 +123,7 @@ class Batcher:
                 self._finished[group] = recorder.trajectory()
                 answer.set_result(b"")
             else:
-                self._calls.append(PendingCall(group, recorder, observations, answer, time.monotonic()))
+                self._calls.append(PendingCall(group, recorder, observations, dones, answer, time.monotonic()))
             self._condition.notify()
         return answer
 
@@ -162,19 +176,20 @@ class Batcher:
         if not batch:
             return
         started = time.perf_counter()
-        observations = (
-            np.concatenate([call.observations for call in batch]) if len(batch) > 1 else batch[0].observations
-        )
-        actions = self._act(observations)
+        observations, dones = batch[0].observations, batch[0].dones
+        if len(batch) > 1:
+            observations = np.concatenate([call.observations for call in batch])
+            dones = np.concatenate([call.dones for call in batch])
+        actions, log_probabilities = self._actor.act(observations, dones, [call.recorder.memory for call in batch])
         self._observe(len(observations), time.perf_counter() - started)
         answers: list[tuple[Future[Answer], bytes]] = []
         offset = 0
         with self._condition:
             for call in batch:
-                chosen = actions[offset : offset + len(call.observations)]
-                offset += len(chosen)
+                part = slice(offset, offset + len(call.observations))
+                chosen, offset = actions[part], part.stop
                 if self._recorders.get(call.group) is call.recorder:
-                    call.recorder.choose(chosen)
+                    call.recorder.choose(chosen, log_probabilities[part])
                     answers.append((call.answer, chosen.tobytes()))
                 else:  # `begin` or `drop` came while the policy computed
                     self._refuse([call], PeerLostError("the rollout is over"))

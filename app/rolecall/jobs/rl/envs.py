@@ -1,143 +1,246 @@
-"""Environments: a group of them stepped together, in gymnasium's next-step autoreset.
+"""Environments: many of them as one, in gymnasium's next-step autoreset, with observations as they travel.
 
 In this mode, the step after an episode's end resets: its action is ignored, its reward is 0, and it is no experience.
-`Envs` steps, and `Recorder` makes a `Trajectory` of it that says which rows are experience.
 
-Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape.
+Shapes: n are the environments of a group, ... an observation's own shape.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 
 from rolecall import UsageError
-from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.messages import Array, Done, Trajectory
+from rolecall.jobs.rl import RlSettings, atari, pool
+from rolecall.jobs.rl.messages import Array
+from rolecall.jobs.rl.spaces import Spaces, is_image, read, shown
 
 # Most steps of each environment to wait for an episode's end: far more than an episode of gymnasium's has, but an end
 # where an environment has none, so that a rollout is never endless.
 MAX_ROLLOUT_STEPS = 20_000
+SCREEN = (84, 84)  # pixels, and the frames of a stack: Mnih et al. 2015
+STACK = 4
+Env = gymnasium.Env[Any, Any]
+VectorEnv = gymnasium.vector.VectorEnv[Any, Any, Any]
 
 
 class Description(NamedTuple):
-    """An environment's spaces, and the return at which it counts as solved, where it has one."""
+    """An environment's spaces, the return at which it counts as solved, where it has one, and the most steps of an
+    episode, 0 where they are not bounded."""
 
-    observation: Box
-    action: Discrete
+    spaces: Spaces
     threshold: float | None
+    longest: int
 
 
-def make(env_id: str, num_envs: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
-    """`num_envs` environments stepped together: the environment's own vector implementation where it has one.
+class WrongAnswerError(ValueError):
+    """What an environment returned is not what its spaces say; the text says what it is."""
 
-    Raises UsageError for an id that does not exist or spaces that are not Box and Discrete.
+
+class Singles(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Environments stepped one after the other, whose observations are of `space`. `at` is the one under way.
+
+    A step hands out arrays of its own. What an environment raises passes, and WrongAnswerError is raised for an
+    observation of another shape or of a dtype that `space` cannot hold.
     """
-    with UsageError.wrap(f"ENV_ID={env_id}: cannot be made"):
-        envs = gymnasium.make_vec(env_id, num_envs=num_envs)
-        if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
-            envs.close()
-            mode = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-            envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=mode)
-    observation, action = envs.single_observation_space, envs.single_action_space
-    if not isinstance(observation, Box) or not isinstance(action, Discrete):
-        envs.close()
-        raise UsageError(
-            f"ENV_ID={env_id}: needs a Box observation and a Discrete action space, has {observation} and {action}"
-        )
-    return envs
+
+    def __init__(self, envs: list[Env], space: Box) -> None:
+        first = envs[0]
+        self.metadata = {**first.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.num_envs, self.spec, self.render_mode = len(envs), first.spec, first.render_mode
+        self.single_observation_space, self.single_action_space = space, first.action_space
+        self.observation_space = batch_space(space, len(envs))
+        self.action_space = batch_space(first.action_space, len(envs))
+        self.envs, self.at = envs, 0
+        self._shape, self._dtype = space.shape, space.dtype
+        self._over = np.zeros(len(envs), np.bool_)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Environment number i with the seed `seed` + i."""
+        observations = np.empty((self.num_envs, *self._shape), self._dtype)
+        for number, env in enumerate(self.envs):
+            self.at = number
+            observation, _ = env.reset(seed=None if seed is None else seed + number, options=options)
+            self._take(observations, number, observation)
+        self._over[:] = False
+        return observations, {}
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
+        """Takes actions [n, ...]. Returns observations [n, ...], rewards [n] float64, what terminated and what was
+        truncated [n] bool.
+        """
+        n, over = self.num_envs, self._over
+        observations = np.empty((n, *self._shape), self._dtype)
+        rewards = np.zeros(n)
+        terminated, truncated = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+        for number, env in enumerate(self.envs):
+            self.at = number
+            if over[number]:
+                observation, _ = env.reset()
+            else:
+                observation, rewards[number], terminated[number], truncated[number], _ = env.step(actions[number])
+            self._take(observations, number, observation)
+        self._over = terminated | truncated
+        return observations, rewards, terminated, truncated, {}
+
+    def _take(self, observations: Array, number: int, observation: Any) -> None:
+        if not isinstance(observation, np.ndarray | np.generic):
+            observation = np.asarray(observation, self._dtype)
+        if observation.shape != self._shape:
+            raise WrongAnswerError(f"an observation of shape {observation.shape}, not {self._shape}")
+        if observation.dtype != self._dtype and not np.can_cast(observation.dtype, self._dtype, "same_kind"):
+            raise WrongAnswerError(f"an observation of dtype {observation.dtype}, not {self._dtype}")
+        observations[number] = observation
+
+    def render(self) -> Any:
+        """The first environment's picture."""
+        return self.envs[0].render()
+
+    def close_extras(self, **_: Any) -> None:
+        """Closes them."""
+        for env in self.envs:
+            env.close()
 
 
-def describe(env_id: str) -> Description:
+def make(settings: RlSettings, num_envs: int, render: bool = False) -> VectorEnv:
+    """`num_envs` environments stepped together, whose single observations are `describe(settings).spaces.observation`.
+
+    With `render`, its `render()` is an RGB picture of the first one, [height, width, 3] uint8. Raises UsageError for an
+    id that does not exist, what cannot be made, or spaces that no policy is made for.
+    """
+    return prepare(settings, num_envs, render)[0]
+
+
+def prepare(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[VectorEnv, Spaces]:
+    """As `make`, with the environments' spaces.
+
+    The environment's own vector implementation is used where it resets in the next step and its observations need no
+    change.
+    """
+    name = f"ENV_ID={settings.env_id}"
+    if settings.envs == "envpool":
+        if settings.wrappers:
+            raise UsageError(f"WRAPPERS={settings.wrappers}: ENVS=envpool has no single environments to wrap")
+        if render:
+            raise UsageError("ENVS=envpool: renders no pictures; set ENVS=gymnasium")
+        pooled = pool.make(settings.env_id, num_envs, settings.cpu_threads)
+        return pooled, read(pooled.single_observation_space, pooled.single_action_space, name)
+    with UsageError.wrap(f"{name}: cannot be made"):
+        spec = _spec_of(settings.env_id)
+        if spec is not None and not settings.wrappers and not render:
+            envs = atari.vector(spec, num_envs, settings.cpu_threads) or _vector(spec, num_envs)
+            if envs is not None:
+                return envs, read(envs.single_observation_space, envs.single_action_space, name)
+        return _singles(settings, spec or settings.env_id, num_envs, render)
+
+
+def describe(settings: RlSettings) -> Description:
     """What an environment is like. Raises UsageError as `make` does."""
-    envs = make(env_id, 1)
-    threshold = envs.spec.reward_threshold if envs.spec else None
+    envs, spaces = prepare(settings, 1)
+    threshold, longest = (envs.spec.reward_threshold, envs.spec.max_episode_steps) if envs.spec else (None, None)
     envs.close()
-    return Description(*spaces_of(envs), None if threshold is None else float(threshold))
+    return Description(spaces, None if threshold is None else float(threshold), longest or 0)
 
 
-def spaces_of(envs: gymnasium.vector.VectorEnv[Any, Any, Any]) -> tuple[Box, Discrete]:
-    """The observation and the action space of one of the environments."""
-    observation, action = envs.single_observation_space, envs.single_action_space
-    assert isinstance(observation, Box)  # `make` lets no others through
-    assert isinstance(action, Discrete)
-    return observation, action
-
-
-def group_sizes(settings: RlSettings) -> list[int]:
+def group_sizes(num_envs: int, inference: str) -> list[int]:
     """Environments in each group of an observer: two groups, so that one steps while the agent makes the other's
     actions; one group where the observer makes them itself.
     """
-    count = settings.num_envs
-    return [count] if count == 1 or settings.inference == "observer" else [count - count // 2, count // 2]
+    return [num_envs] if num_envs == 1 or inference == "observer" else [num_envs - num_envs // 2, num_envs // 2]
 
 
-class Recorder:
-    """Builds a `Trajectory` from what is seen before and chosen at each step."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self._seen: list[tuple[Array, Array, Array]] = []
-        self._actions: list[Array] = []
-
-    def see(self, observations: Array, rewards: Array, dones: Array) -> None:
-        """Takes what the environments show now, [n, ...], and the rewards and dones [n] of the step that led here."""
-        self._seen.append((observations, rewards, dones))
-
-    def choose(self, actions: Array) -> None:
-        """Takes the actions [n] for what was seen last."""
-        self._actions.append(actions)
-
-    def trajectory(self) -> Trajectory:
-        """All of it. Raises ValueError unless the observations after the last action were seen."""
-        if not self._actions or len(self._seen) != len(self._actions) + 1:
-            raise ValueError(f"{len(self._seen)} observations for {len(self._actions)} actions")
-        observations, rewards, dones = (np.stack(column) for column in zip(*self._seen, strict=True))
-        # a row is experience unless the step that led to it ended an episode
-        experience = dones[:-1] == Done.CONTINUES
-        return Trajectory(observations, np.stack(self._actions), rewards[1:], dones[1:], experience, self.version)
+def _spec_of(env_id: str) -> EnvSpec | None:
+    """The registered environment `env_id`, which may be of a module in the working directory; None for no such id."""
+    module, colon, name = env_id.rpartition(":")
+    if colon:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
+        importlib.import_module(module)
+    elif name not in gymnasium.registry:
+        atari.register(name)
+    namespace, title, version = parse_env_id(name)
+    if version is None and (latest := find_highest_version(namespace, title)) is not None:
+        name = get_env_id(namespace, title, latest)
+    return gymnasium.registry.get(name)
 
 
-class Envs:
-    """A group of environments that go on from rollout to rollout, and the returns of their episodes.
+def _vector(spec: EnvSpec, num_envs: int) -> VectorEnv | None:
+    """The environment's own vector implementation; None where it has none that can be used."""
+    if spec.vector_entry_point is None:
+        return None
+    envs = gymnasium.make_vec(spec, num_envs=num_envs)
+    space = envs.single_observation_space
+    if envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP and isinstance(space, Box) and not _is_rgb(space):
+        return envs
+    envs.close()
+    return None
 
-    `observations` [n, ...] are what they show now; `rewards` [n] float32 and `dones` [n] uint8 are of the last step;
-    `returns` are of the episodes completed since `take_returns`.
-    """
 
-    def __init__(self, env_id: str, num_envs: int, seed: int) -> None:
-        self._envs = make(env_id, num_envs)
-        self.spaces = spaces_of(self._envs)
-        self._start, self._dtype = int(self.spaces[1].start), self.spaces[1].dtype
-        # copies: an environment may hand out its own buffer
-        self.observations: Array = np.array(self._envs.reset(seed=seed)[0])
-        self.rewards = np.zeros(num_envs, np.float32)
-        self.dones = np.zeros(num_envs, np.uint8)
-        self.returns: list[float] = []
-        self._return = np.zeros(num_envs, np.float64)
+def _singles(settings: RlSettings, spec: EnvSpec | str, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
+    name = f"ENV_ID={settings.env_id}"
+    first = _single(settings, spec, render)
+    envs = [first]
+    try:
+        spaces = read(first.observation_space, first.action_space, name)
+        wrap: Callable[[Env], Env] = _same
+        if not isinstance(first.observation_space, Box):
+            wrap = gymnasium.wrappers.FlattenObservation
+        elif not settings.wrappers and _is_rgb(first.observation_space):
+            wrap = _stacked
+        envs[0] = wrap(first)
+        if wrap is _stacked:
+            spaces = read(envs[0].observation_space, first.action_space, name)
+        while len(envs) < num_envs:
+            envs.append(env := wrap(_single(settings, spec, render)))
+            for seen, wanted in ((env.observation_space, envs[0].observation_space), (env.action_space, spaces.action)):
+                if seen != wanted:
+                    raise UsageError(f"{name}: makes environments of different spaces, {shown(seen)}, {shown(wanted)}")
+    except BaseException:
+        for env in envs:
+            env.close()
+        raise
+    return Singles(envs, spaces.observation), spaces
 
-    def step(self, actions: Array) -> None:
-        """Takes `actions` [n], counted from 0."""
-        observations, rewards, terminated, truncated, _ = self._envs.step((actions + self._start).astype(self._dtype))
-        self.observations = np.array(observations)
-        self.rewards = np.where(self.dones == Done.CONTINUES, rewards, 0).astype(np.float32)
-        dones = np.where(terminated, Done.TERMINATED, np.where(truncated, Done.TRUNCATED, Done.CONTINUES))
-        self.dones = dones.astype(np.uint8)
-        self._return += self.rewards
-        if self.dones.any():
-            ended = self.dones != Done.CONTINUES
-            self.returns += self._return[ended].tolist()
-            self._return[ended] = 0
 
-    def take_returns(self) -> list[float]:
-        """The returns of the episodes completed since the last call."""
-        returns, self.returns = self.returns, []
-        return returns
+def _single(settings: RlSettings, spec: EnvSpec | str, render: bool) -> Env:
+    """One environment, with WRAPPERS."""
+    mode: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
+    if render and not settings.wrappers and isinstance(spec, EnvSpec) and atari.fits(spec):
+        return atari.single(spec, **mode)
+    # what gymnasium's checker tests at the first step, `Envs` checks at every step
+    env: Env = gymnasium.make(spec, disable_env_checker=True, **mode)
+    if settings.wrappers:
+        env = settings.build("wrappers", env)
+        if not isinstance(env, gymnasium.Env):
+            raise UsageError(f"WRAPPERS={settings.wrappers}: returns a {type(env).__name__}, not an environment")
+    return env
 
-    def close(self) -> None:
-        """Closes the environments."""
-        self._envs.close()
+
+def _same(env: Env) -> Env:
+    return env
+
+
+def _is_rgb(space: Box) -> bool:
+    rgb = is_image(space) and len(space.shape) == 3 and space.shape[2] == 3
+    return rgb and bool((space.low == 0).all() and (space.high == 255).all())
+
+
+def _stacked(env: Env) -> Env:
+    """Its last STACK pictures, small and grey: [STACK, *SCREEN]."""
+    wrappers = gymnasium.wrappers
+    try:
+        # small first: a picture that is large takes longer to grey
+        small = wrappers.ResizeObservation(env, SCREEN)
+    except gymnasium.error.DependencyNotInstalled:
+        raise ImportError("images need OpenCV: pip install opencv-python-headless") from None
+    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), STACK)

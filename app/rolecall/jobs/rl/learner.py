@@ -1,17 +1,16 @@
-"""The learner: one for both ways of inference.
+"""The learner: one for every algorithm, kind of policy and way of inference.
 
-Policy gradient (Williams 1992) with the discounted return of each episode, a learned baseline, normalised advantages,
-and the clipped ratio of Schulman et al. 2017 because an iteration makes several optimizer steps.
+PPO (Schulman et al. 2017) with the advantages of Schulman et al. 2016. The tutorial's policy gradient (Williams 1992)
+is the same with a lambda of 1 and one pass over the samples.
 
-Shapes: T are the steps of a rollout, n the environments of a group, m an iteration's samples, ... an observation's own
-shape.
+Shapes: m are samples, u units (samples, or a recurrent policy's sequences), ... an observation's own shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,52 +18,37 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.messages import Array, Done, PolicyState, Trajectory
+from rolecall.jobs.rl.defaults import Choices
+from rolecall.jobs.rl.messages import PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
+from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
 
-CHUNK = 2048  # rows in one pass: activations stay in the cache; gradients add up to the minibatch's
-DECAY = 0.95  # of the returns' mean and variance, that the baseline's values are normalised by
-VALUE_COEF = 0.5  # of the baseline's loss: PPO's usual half; with networks of their own, Adam makes it matter little
+CHUNK = 2048  # samples in one pass: activations stay in the cache; gradients add up to the minibatch's
+LEAST = 4096  # numbers of observations in a chunk: for fewer, a second thread costs more than it saves
+TOLERATED = 2.0  # times TARGET_KL, or as small a part of it: beyond, the adaptive learning rate changes
+FACTOR = 1.5  # by which it does
+RATES = (1e-5, 3e-3)  # least and most of it
+TOO_FAR = 4.0  # times TARGET_KL: the policy that acted says little about this one
+VALUE_COEF = 0.5  # of the value loss: PPO's usual half
+DECAY = 0.95  # of the returns' mean and variance, that values are normalised by
 
 
 class Update(NamedTuple):
-    """An update's mean losses, the policy's mean entropy in nats, and the number of samples."""
+    """An update's means over its optimizer steps, and the number of samples.
+
+    The entropy of the policy and the KL divergence from the policy that acted are in nats; `clipped` is the share of
+    samples whose ratio was beyond CLIP_RATIO, `explained` the share of the returns' variance that the values explain,
+    `passes` the optimizer steps in parts of those of one pass.
+    """
 
     policy_loss: float
-    baseline_loss: float
+    value_loss: float
     entropy: float
+    kl: float
+    clipped: float
+    explained: float
+    passes: float
     samples: int
-
-
-def discounted_returns(trajectory: Trajectory, values: Array, gamma: float) -> Array:
-    """The return [T, n] of each step: discounted rewards up to the episode's end.
-
-    `values` [T+1, n] are the baseline's estimates for the observations. Where an episode continues beyond the rollout,
-    or was truncated, the estimate there stands for the rewards that would have followed. Where it terminated, none
-    follow. The step after an end is no experience; its return is the estimate for the truncated episode's last
-    observation.
-    """
-    returns = np.empty_like(trajectory.rewards)
-    after = values[-1]
-    for step in range(len(returns) - 1, -1, -1):
-        tail = np.where(trajectory.dones[step] == Done.TERMINATED, 0.0, after)
-        after = np.where(trajectory.experience[step], trajectory.rewards[step] + gamma * tail, values[step])
-        returns[step] = after
-    return returns
-
-
-@dataclass
-class Samples:
-    """Columns over an iteration's experience: observations [m, ...], the others [m].
-
-    Returns and advantages are normalised by `Learner.update`; the log probabilities are those of the policy that acted.
-    """
-
-    observations: Tensor
-    actions: Tensor
-    returns: Tensor
-    advantages: Tensor
-    log_probabilities: Tensor
 
 
 class Learner:
@@ -74,99 +58,193 @@ class Learner:
     they synchronise once a step, and lose little on a busy machine.
     """
 
-    def __init__(self, model: ActorCritic, settings: RlSettings, device: torch.device, threads: int = 1) -> None:
+    def __init__(
+        self, model: ActorCritic, settings: RlSettings, choices: Choices, device: torch.device, threads: int = 1
+    ) -> None:
         self.model = model.to(device).eval()
-        self.settings = settings
-        self.device = device
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
+        self.settings, self.choices, self.device = settings, choices, device
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=choices.lr, eps=1e-5, fused=True)
         self.version = 0
+        self._parameters = list(model.parameters())
         self._threads = threads
-        self._map = ThreadPoolExecutor(threads).map if threads > 1 else map
+        self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
-    def update(self, trajectories: Sequence[Trajectory]) -> Update:
-        """Makes one iteration's update: MINIBATCHES optimizer steps."""
-        samples = self._samples(trajectories)
-        count = len(samples.actions)
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
+        """Makes one iteration's update: EPOCHS passes of MINIBATCHES optimizer steps, fewer where the policy
+        diverges.
+
+        `progress` from 0 to 1 is how far the training is, for LR_SCHEDULE=linear.
+        """
+        if self.model.normalizer is not None:
+            for trajectory in trajectories:
+                seen = to_tensor(trajectory.observations[:-1][trajectory.experience], self.device)
+                self.model.normalizer.update(seen)
+        with torch.no_grad():
+            samples = join([self._samples(trajectory) for trajectory in trajectories])
+        used = samples.used
+        count = int(used.sum())
         if count == 0:  # every environment only reset: nothing to learn
-            return Update(0.0, 0.0, 0.0, 0)
-        decay = DECAY if self.version else 0.0
-        self._mean = decay * self._mean + (1 - decay) * float(samples.returns.mean())
-        self._square = decay * self._square + (1 - decay) * float(samples.returns.square().mean())
-        advantages = samples.advantages
-        samples.advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
+            return Update(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        explained = _explained(samples.returns[used], samples.values[used])
+        advantages = samples.returns - samples.values
+        deviation, mean = torch.std_mean(advantages[used], unbiased=False)
+        self._normalise(samples.returns[used])
+        samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, what the loss takes
         samples.returns = (samples.returns - self._mean) / self._scale
-        self.model.train()
-        sums = torch.zeros(3, device=self.device)
-        parts = torch.randperm(count, generator=self._shuffle).to(self.device).chunk(self.settings.minibatches)
-        for part in parts:
-            sums += self._gradient(samples, part) / len(parts)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-            self.optimizer.step()
-        self.model.eval()
+        left = 1.0
+        if self.choices.lr_schedule == "linear":
+            left = 1 - progress
+            self._set_rate(self.choices.lr * left)
+        sums, steps = self._passes(samples, self.choices.clip_ratio * left)
         self.version += 1
-        policy_loss, baseline_loss, entropy = sums.tolist()
-        return Update(policy_loss, baseline_loss, entropy, count)
+        policy_loss, value_loss, entropy, kl, clipped = (sums / max(steps, 1)).tolist()
+        passes = steps / self._minibatches(samples)
+        return Update(policy_loss, value_loss, entropy, kl, clipped, explained, passes, count)
+
+    def _passes(self, samples: Samples, clip_ratio: float) -> tuple[Tensor, int]:
+        """The optimizer steps. Returns the sums of `_loss`'s parts [5], and how many steps there were."""
+        self.model.train()
+        sums, steps = torch.zeros(5, device=self.device), 0
+        minibatches = self._minibatches(samples)
+        bounds = [len(samples) * place // minibatches for place in range(minibatches + 1)]
+        drift = 0.0  # from the policy that acted before the first step: with PIPELINE, the update before this one
+        for _ in range(self.choices.epochs):
+            shuffled = samples[torch.randperm(len(samples), generator=self._shuffle).to(self.device)]
+            parts = sums
+            for start, stop in itertools.pairwise(bounds):
+                parts = self._gradient(shuffled[start:stop], clip_ratio)
+                drift = drift if steps else float(parts[3])
+                nn.utils.clip_grad_norm_(self._parameters, self.choices.max_grad_norm)
+                self.optimizer.step()
+                sums += parts
+                steps += 1
+            if self._is_too_far(float(parts[3]) - drift):
+                break
+        self.model.eval()
+        return sums, steps
+
+    def _is_too_far(self, kl: float) -> bool:
+        """Whether the passes end, after one whose last minibatch had diverged by `kl`. Adapts the learning rate."""
+        target = self.choices.target_kl
+        if self.choices.lr_schedule == "adaptive":  # Schulman et al. 2017 adapt a penalty in this way
+            rate = self.rate * (1 / FACTOR if kl > target * TOLERATED else FACTOR if kl < target / TOLERATED else 1)
+            low, high = min(RATES[0], self.choices.lr), max(RATES[1], self.choices.lr)  # LR is where it starts
+            self._set_rate(min(max(rate, low), high))
+        return bool(target) and kl > target * TOO_FAR
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _minibatches(self, samples: Samples) -> int:
+        return min(self.choices.minibatches, len(samples))
+
+    def _samples(self, trajectory: Trajectory) -> Samples:
+        """A trajectory's experience, with the values that the model gives it. Nothing is normalised yet."""
+        gamma, decay = self.choices.gamma, self.choices.gae_lambda
+        if self.model.state_size:
+            length = self.settings.sequence_steps
+            return sequences_of(trajectory, self._values_of_sequences, length, gamma, decay, self.device)
+        return steps_of(trajectory, self._values, gamma, decay, self.device)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        chunks = rows.split(self._chunk(rows, len(rows)))
+        return torch.cat(list(self._map(self._value, chunks))) * self._scale + self._mean
 
     @torch.no_grad()
-    def _samples(self, trajectories: Sequence[Trajectory]) -> Samples:
-        """An iteration's experience, with what the model makes of it as it acted. Nothing is normalised yet."""
-        columns = []
-        for trajectory in trajectories:
-            steps, n = trajectory.actions.shape
-            rows = to_tensor(trajectory.observations, self.device).flatten(0, 1)
-            actions = torch.from_numpy(trajectory.actions.astype(np.int64)).flatten().to(self.device)
-            chunks = list(self._map(self._forward, rows.split(CHUNK)))
-            logits = torch.cat([logits for logits, _ in chunks])[: steps * n]
-            values = torch.cat([values for _, values in chunks]) * self._scale + self._mean
-            by_step = discounted_returns(trajectory, values.view(steps + 1, n).cpu().numpy(), self.settings.gamma)
-            returns = torch.from_numpy(by_step).flatten().to(self.device)
-            used = torch.from_numpy(trajectory.experience).flatten().to(self.device).nonzero().squeeze(-1)
-            advantages = returns - values[: steps * n]
-            columns.append(
-                [column[used] for column in (rows, actions, returns, advantages, _log_probability(logits, actions))]
-            )
-        return Samples(*(torch.cat(column) for column in zip(*columns, strict=True)))
+    def _value(self, rows: Tensor) -> Tensor:
+        return self.model.value(rows)
 
-    def _gradient(self, samples: Samples, part: Tensor) -> Tensor:
-        """Sets the parameters' gradients of the loss over the samples `part` (indices). Returns `_loss`'s parts [3]."""
-        chunks = part.split(min(CHUNK, -(-len(part) // self._threads)))
-        losses = list(self._map(lambda rows: self._loss(samples, rows, len(rows) / len(part)), chunks))
-        for parameter, *gradients in zip(self.model.parameters(), *(gradients for gradients, _ in losses), strict=True):
-            used = [gradient for gradient in gradients if gradient is not None]
-            parameter.grad = torch.stack(used).sum(0) if used else None
+    def _values_of_sequences(self, observations: Tensor, states: Tensor, ends: Tensor) -> Tensor:
+        def values(part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            rows, before, ended = part
+            with torch.no_grad():
+                return self.model.unroll(rows.transpose(0, 1), before, ended.T)[1].T
+
+        size = self._chunk(observations, len(observations))
+        parts = zip(observations.split(size), states.split(size), ends.split(size), strict=True)
+        return torch.cat(list(self._map(values, parts))) * self._scale + self._mean
+
+    def _chunk(self, observations: Tensor, count: int) -> int:
+        """Units in one pass of a thread, of `count` that are to be passed."""
+        steps = observations.shape[1] if self.model.state_size else 1
+        least = max(1, LEAST * len(observations) // observations.numel())
+        return max(1, min(CHUNK // steps or 1, max(least, -(-count // self._threads))))
+
+    def _gradient(self, part: Samples, clip_ratio: float) -> Tensor:
+        """Sets the parameters' gradients of the loss over a minibatch. Returns `_loss`'s parts [5]."""
+        size, count = self._chunk(part.observations, len(part)), float(part.used.sum())
+        if size >= len(part):
+            gradients, parts = self._loss(part, clip_ratio, count)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            return parts
+        pieces = [part[start : start + size] for start in range(0, len(part), size)]
+        losses = list(self._map(lambda piece: self._loss(piece, clip_ratio, count), pieces))
+        for parameter, *several in zip(self._parameters, *(gradients for gradients, _ in losses), strict=True):
+            present = [gradient for gradient in several if gradient is not None]
+            parameter.grad = torch.stack(present).sum(0) if present else None
         return torch.stack([parts for _, parts in losses]).sum(0)
 
-    def _loss(self, samples: Samples, rows: Tensor, weight: float) -> tuple[tuple[Tensor | None, ...], Tensor]:
-        """The loss over the samples `rows` (indices), times `weight`: its gradients, and the policy's loss, the
-        baseline's and the entropy [3].
+    def _loss(self, part: Samples, clip_ratio: float, count: float) -> tuple[Sequence[Tensor | None], Tensor]:
+        """The loss summed over a part's samples, over `count`: its gradients; and, summed likewise, the policy's loss,
+        the value's, the entropy, the KL divergence and the clipped [5].
         """
-        clip_ratio = self.settings.clip_ratio
-        actions, advantages = samples.actions[rows], samples.advantages[rows]
-        logits, values = self.model(samples.observations[rows])
-        ratio = (_log_probability(logits, actions) - samples.log_probabilities[rows]).exp()
+        actions, advantages, returns, before = part.actions, part.values, part.returns, part.log_probabilities
+        if self.model.state_size:
+            parameters, values = self.model.unroll(part.observations.transpose(0, 1), part.states, part.ends.T)
+            parameters, values = parameters.transpose(0, 1)[part.used], values.T[part.used]
+            actions, advantages, returns, before = (
+                column[part.used] for column in (actions, advantages, returns, before)
+            )
+        else:
+            parameters, values = self.model(part.observations)
+        difference = self.model.actions.log_probability(parameters, actions) - before
+        ratio = difference.exp()
         clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
-        policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-        baseline_loss = nn.functional.smooth_l1_loss(values, samples.returns[rows])
-        loss = (policy_loss + VALUE_COEF * baseline_loss) * weight
-        gradients = torch.autograd.grad(loss, list(self.model.parameters()), allow_unused=True)
+        policy_loss = -torch.min(ratio * advantages, clipped * advantages).sum() / count
+        value_loss = nn.functional.smooth_l1_loss(values, returns, reduction="sum") / count
+        loss = policy_loss + VALUE_COEF * value_loss
+        if self.choices.entropy_coef:
+            entropy = self.model.actions.entropy(parameters).sum() / count
+            loss = loss - self.choices.entropy_coef * entropy
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         with torch.no_grad():
-            log_probabilities = torch.log_softmax(logits, -1)
-            entropy = -(log_probabilities.exp() * log_probabilities).sum(-1).mean()
-            return gradients, torch.stack((policy_loss, baseline_loss, entropy)) * weight
+            entropy = self.model.actions.entropy(parameters).sum() / count
+            kl = (ratio - 1 - difference).sum() / count  # Schulman's estimate: never below 0, small variance
+            beyond = (ratio != clipped).sum() / count
+            return gradients, torch.stack((policy_loss, value_loss, entropy, kl, beyond)).detach()
 
-    @torch.no_grad()
-    def _forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model(rows)  # type: ignore[no-any-return]
+    def _normalise(self, returns: Tensor) -> None:
+        """Counts the returns [m] in the mean and variance that values are normalised by, and has the value's layer say
+        the same as before of each observation (PopArt; van Hasselt et al. 2016).
+        """
+        mean, scale = self._mean, self._scale
+        decay = DECAY if self.version else 0.0
+        self._mean = decay * self._mean + (1 - decay) * float(returns.mean())
+        self._square = decay * self._square + (1 - decay) * float(returns.square().mean())
+        layer = self.model.value_layer
+        if layer is not None and self.version:
+            with torch.no_grad():
+                layer.weight *= scale / self._scale
+                layer.bias.mul_(scale / self._scale).add_((mean - self._mean) / self._scale)
 
     @property
     def _scale(self) -> float:
         return float(max(self._square - self._mean**2, 1e-6) ** 0.5)
 
     def policy_state(self) -> PolicyState:
-        """The policy without its baseline, on the CPU, for observers."""
-        return {name: value.cpu() for name, value in self.model.policy.state_dict().items()}
+        """The policy without its baseline, on the CPU, for those who act."""
+        state = self.model.policy_state()
+        # RPC reads tensors while they are sent, and with PIPELINE the next update writes to the model's meanwhile
+        return {name: value.clone() for name, value in state.items()} if self.settings.pipeline else state
 
     def state_dict(self) -> dict[str, Any]:
         """All that it takes to continue exactly from here."""
@@ -180,14 +258,17 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict`, with this LR."""
+        """Continues from a `state_dict`, with this LR unless it is adaptive."""
         self.model.load_state_dict(state["model"])
+        rate = self.rate
         self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr
+        if self.choices.lr_schedule != "adaptive":
+            self._set_rate(rate)
         self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
         self._shuffle.set_state(state["shuffle"])
 
 
-def _log_probability(logits: Tensor, actions: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1).gather(-1, actions[:, None]).squeeze(-1)
+def _explained(returns: Tensor, values: Tensor) -> float:
+    """The share of the returns' variance [m] that the values [m] explain; 0 where the returns do not vary."""
+    variance = float(returns.var(unbiased=False))
+    return 1 - float((returns - values).var(unbiased=False)) / variance if variance > np.finfo(np.float32).tiny else 0.0

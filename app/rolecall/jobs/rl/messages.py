@@ -1,19 +1,19 @@
 """What travels between the ranks.
 
-Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape.
+Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape, A an action's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
-PolicyState = dict[str, Tensor]  # the policy's parameters and buffers, by name
+PolicyState = dict[str, Tensor]  # what it takes to act: parameters and buffers, by name
 
 
 class Done:
@@ -29,37 +29,50 @@ class Done:
 class Trajectory:
     """What one group of environments did in a rollout, under the policy of `version`.
 
-    observations [T+1, n, ...]; actions [T, n] int64, counted from 0; rewards [T, n] float32; dones [T, n] uint8;
-    experience [T, n] bool, False for the step after an episode's end, which only resets.
+    observations [T+1, n, ...]; actions [T, n, A] as the policy samples them (int64 counted from 0, or float32);
+    log_probabilities [T, n] float32, those that the actions had when they were sampled; rewards [T, n] float32; dones
+    [T, n] uint8; experience [T, n] bool, False for the step after an episode's end, which only resets; states [s, n, S]
+    float32, a recurrent policy's at steps 0, SEQUENCE_STEPS, ... up to T, with S = 0 for other policies.
     """
 
     observations: Array
     actions: Array
+    log_probabilities: Array
     rewards: Array
     dones: Array
     experience: Array
+    states: Array
     version: int
 
     @property
-    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Observations, actions, rewards, dones and experience."""
-        return self.observations, self.actions, self.rewards, self.dones, self.experience
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.observations, self.actions, self.log_probabilities, self.rewards, self.dones, self.experience,
+                  self.states)  # fmt: skip
+        return sum(array.nbytes for array in arrays)
+
+
+class Episode(NamedTuple):
+    """A completed episode: the sum of its rewards, and its steps."""
+
+    total: float
+    length: int
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """An observer's answer: the returns of the episodes that ended, and the trajectories of its groups.
+    """An observer's answer: the episodes that ended, and the trajectories of its groups.
 
     With INFERENCE=agent there are no trajectories: the agent has recorded them.
     """
 
-    returns: list[float]
+    episodes: list[Episode]
     trajectories: list[Trajectory]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, for the metrics of the call."""
-        return sum(array.nbytes for trajectory in self.trajectories for array in trajectory.arrays)
+        return sum(trajectory.nbytes for trajectory in self.trajectories)
 
 
 def pack(observations: Array, rewards: Array, dones: Array) -> bytes:

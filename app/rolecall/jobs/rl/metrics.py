@@ -10,6 +10,9 @@ METRICS = (
     Metric("counter", "rl_env_steps_total", "Environment steps taken.", roles=("observer",)),
     Metric("counter", "rl_episodes_total", "Episodes completed.", roles=("observer",)),
     Metric("gauge", "rl_return_last", "Worst observer's mean episode return in the last iteration.", roles=("agent",)),
+    Metric("gauge", "rl_return_mean", "Mean return of the last 100 episodes of all observers.", roles=("agent",)),
+    Metric("gauge", "rl_return_running", "The tutorial's running reward.", roles=("agent",)),
+    Metric("gauge", "rl_episode_steps", "Mean length of the last 100 episodes.", roles=("agent",)),
     Metric("gauge", "rl_policy_version", "Version of the policy in use: updates made to it."),
     Metric(
         "histogram",
@@ -27,6 +30,25 @@ METRICS = (
         "histogram", "rl_update_seconds", "Time of an iteration's update.", buckets=Metric.DURATION, roles=("agent",)
     ),
     Metric("gauge", "rl_policy_loss", "Policy loss of the last update.", roles=("agent",)),
-    Metric("gauge", "rl_baseline_loss", "Baseline loss of the last update.", roles=("agent",)),
+    Metric("gauge", "rl_baseline_loss", "Value loss of the last update.", roles=("agent",)),
     Metric("gauge", "rl_policy_entropy_nats", "Mean entropy of the policy in the last update.", roles=("agent",)),
+    Metric(
+        "gauge",
+        "rl_kl_nats",
+        "KL divergence of the policy from the one that acted, mean over the last update.",
+        roles=("agent",),
+    ),
+    Metric(
+        "gauge",
+        "rl_clipped_ratio",
+        "Share of the last update's samples whose probability ratio was beyond CLIP_RATIO.",
+        roles=("agent",),
+    ),
+    Metric(
+        "gauge",
+        "rl_explained_variance_ratio",
+        "Share of the returns' variance that the values explained before the last update.",
+        roles=("agent",),
+    ),
+    Metric("gauge", "rl_update_passes", "Passes over the samples in the last update.", roles=("agent",)),
 )

@@ -1,126 +1,204 @@
-"""The policy: from observations to actions, with a baseline beside it."""
+"""The model: a policy from observations to the parameters of the actions' distribution, and a value beside it.
+
+Shapes: m are observations, ... an observation's own shape, p the distribution's parameters, S a recurrent policy's
+state, L the steps of a sequence, b sequences.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
 from rolecall import UsageError
-from rolecall.jobs.rl import RlSettings, envs
+from rolecall.jobs.rl import RlSettings, envs, networks
+from rolecall.jobs.rl.defaults import Choices, choose
+from rolecall.jobs.rl.distributions import Distribution, distribution
 from rolecall.jobs.rl.messages import Array, PolicyState
+from rolecall.jobs.rl.spaces import Spaces
 
-
-class Rows(nn.Module):
-    """Each observation as one row; nn.Flatten refuses observations that are single numbers."""
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Observations [n, ...] as [n, size]."""
-        return observations.reshape(len(observations), -1)
-
-
-def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
-    """One hidden layer, as in the tutorial: [n, ...] to [n, outputs]."""
-    between = [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(Rows(), nn.Linear(inputs, hidden), *between, nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
+BASELINE = "baseline."
 
 
 class ActorCritic(nn.Module):
-    """A policy and its baseline. `baseline` is None where the policy itself returns (logits, value)."""
+    """A policy and its baseline. `baseline` is None where the policy itself returns a value."""
 
-    def __init__(self, policy: nn.Module, baseline: nn.Module | None) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        baseline: nn.Module | None,
+        actions: Distribution,
+        normalizer: networks.Normalizer | None = None,
+    ) -> None:
         super().__init__()
-        self.policy = policy
-        self.baseline = baseline
+        self.policy, self.baseline, self.actions, self.normalizer = policy, baseline, actions, normalizer
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a recurrent policy carries from step to step; 0 for the others."""
+        return int(getattr(self.policy, "state_size", 0))
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [n, actions] and normalised values [n] of observations [n, ...]."""
-        if self.baseline is None:
-            logits, value = self.policy(observations)
-        else:
-            logits, value = self.policy(observations), self.baseline(observations)
-        return logits, value.reshape(-1)
-
-    def logits(self, observations: Tensor) -> Tensor:
-        """Logits [n, actions] of observations [n, ...]."""
+        """Parameters [m, p] and normalised values [m] of observations [m, ...]; for a policy without a state."""
+        observations = self._prepared(observations)
         out = self.policy(observations)
-        return out if isinstance(out, Tensor) else out[0]
+        parameters, value = out if self.baseline is None else (out, self.baseline(observations))
+        return parameters, value.reshape(-1)
+
+    def value(self, observations: Tensor) -> Tensor:
+        """Normalised values [m] of observations [m, ...]; for a policy without a state."""
+        observations = self._prepared(observations)
+        value = self.policy(observations)[1] if self.baseline is None else self.baseline(observations)
+        return value.reshape(-1)  # type: ignore[no-any-return]
+
+    @property
+    def value_layer(self) -> nn.Linear | None:
+        """The last layer of the default networks' value; None of a user's."""
+        if isinstance(self.policy, networks.Shared):
+            layer: nn.Module = self.policy.value
+        else:
+            layer = self.baseline[-1] if isinstance(self.baseline, nn.Sequential) else nn.Identity()
+        return layer if isinstance(layer, nn.Linear) else None
+
+    def act(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Parameters [m, p] for observations [m, ...], and the state [m, S] after them. The baseline has no part."""
+        if not self.state_size:
+            out = self.policy(self._prepared(observations))
+            return (out if isinstance(out, Tensor) else out[0]), state
+        out = self.policy(self._prepared(observations), state)
+        return out[0], out[-1]
+
+    def unroll(self, observations: Tensor, state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Parameters [L, b, p] and normalised values [L, b] of observations [L, b, ...], from state [b, S] on; the
+        state is zero again after a step that `ends` [L, b] an episode.
+        """
+        observations = self._prepared(observations)
+        if isinstance(self.policy, networks.Recurrent):
+            parameters, values, _ = self.policy.unroll(observations, state, ends)
+            return parameters, values
+        every, several = [], []
+        for step, ended in zip(observations, ends, strict=True):
+            parameters, *value, state = self.policy(step, state)
+            value = value or [self.baseline(step)]  # type: ignore[misc]  # there is one where the policy has no value
+            every.append(parameters)
+            several.append(value[0].reshape(-1))
+            state = state * (~ended)[:, None].to(state.dtype)
+        return torch.stack(every), torch.stack(several)
+
+    def _prepared(self, observations: Tensor) -> Tensor:
+        """As float32 and normalised."""
+        observations = observations.float()
+        return observations if self.normalizer is None else self.normalizer(observations)
+
+    def policy_state(self) -> PolicyState:
+        """What it takes to act, on the CPU, without the baseline. The tensors may be the model's own."""
+        return {name: value.cpu() for name, value in self.state_dict().items() if not name.startswith(BASELINE)}
+
+    def load_policy(self, state: PolicyState) -> None:
+        """Acts with this `policy_state` from now on."""
+        self.load_state_dict(state, strict=False)  # without the baseline
 
 
-def build(settings: RlSettings, observation: Box, action: Discrete) -> ActorCritic:
+def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) -> ActorCritic:
     """The model for these spaces, initialised from SEED. Raises UsageError where POLICY does not give one."""
+    choices = choices or choose(settings, spaces)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        size = int(np.prod(observation.shape))
+        normalizer = networks.Normalizer(spaces.observation.shape) if choices.normalize and not spaces.pixels else None
+        if settings.policy:
+            return _users(settings, spaces, choices, normalizer)
+        plain = settings.memory == "none" and choices.exploration == "gaussian" and not spaces.pixels
+        if settings.algorithm == "reinforce" and plain:  # the tutorial's network
+            actions = distribution(spaces.action)
+            size, hidden = math.prod(spaces.observation.shape), choices.hidden_size
+            policy: nn.Module = networks.tutorial(size, hidden, actions.size, settings.dropout)
+            return ActorCritic(policy, _baseline(spaces, choices, settings), actions, normalizer)
+        body, features = networks.encoder(spaces, choices.hidden_size, settings.dropout)
+        seen = features if settings.memory == "none" else choices.hidden_size
+        passed = choices.exploration == "sde" and spaces.continuous
+        actions = distribution(spaces.action, seen if passed else 0)
+        output = networks.Output(seen, actions.size - (seen if passed else 0), passed)
+        if settings.memory != "none":
+            policy = networks.Recurrent(body, features, seen, output, settings.memory)
+        elif spaces.pixels:
+            policy = networks.Shared(body, features, output)
+        else:
+            return ActorCritic(nn.Sequential(body, output), _baseline(spaces, choices, settings), actions, normalizer)
+        return ActorCritic(policy, None, actions, normalizer)
+
+
+def _baseline(spaces: Spaces, choices: Choices, settings: RlSettings) -> nn.Module:
+    size = math.prod(spaces.observation.shape)
+    if settings.algorithm == "reinforce" and not spaces.pixels:
         # half as wide: two iterations in 70 more on CartPole, for a quarter less work in each update
-        baseline = mlp(size, max(1, settings.hidden_size // 2), 1)
-        if not settings.policy:
-            return ActorCritic(mlp(size, settings.hidden_size, int(action.n), settings.dropout), baseline)
-        policy = settings.build("policy", observation, action)
-        if not isinstance(policy, nn.Module):
-            raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
-        with UsageError.wrap(f"POLICY={settings.policy}: raised an error"), torch.no_grad():
-            out = policy.eval()(to_tensor(np.zeros((2, *observation.shape), observation.dtype), torch.device("cpu")))
-    if problem := _problem(out, int(action.n)):
-        raise UsageError(f"POLICY={settings.policy}: {problem}; {action} needs logits of shape (n, {action.n})")
-    return ActorCritic(policy, baseline if isinstance(out, Tensor) else None)
+        return networks.tutorial(size, max(1, choices.hidden_size // 2), 1)
+    body, features = networks.encoder(spaces, choices.hidden_size, 0.0)
+    return nn.Sequential(body, networks.initialised(nn.Linear(features, 1), 1.0))
 
 
-def _problem(out: Any, actions: int) -> str:
+def _users(
+    settings: RlSettings, spaces: Spaces, choices: Choices, normalizer: networks.Normalizer | None
+) -> ActorCritic:
+    if settings.memory != "none":
+        raise UsageError(
+            f"POLICY={settings.policy} and MEMORY={settings.memory}: MEMORY is the default policy's; give yours a "
+            "state_size, or leave MEMORY out"
+        )
+    if settings.exploration == "sde":
+        raise UsageError(f"POLICY={settings.policy} and EXPLORATION=sde: it needs the default policy's features")
+    policy = settings.build("policy", spaces.observation, spaces.action)
+    if not isinstance(policy, nn.Module):
+        raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
+    actions, size = distribution(spaces.action), getattr(policy, "state_size", 0)
+    if not isinstance(size, int) or size < 0:
+        raise UsageError(f"POLICY={settings.policy}: its state_size is {size!r}, not a number of numbers")
+    with UsageError.wrap(f"POLICY={settings.policy}: raised an error"), torch.no_grad():
+        observations = torch.zeros(2, *spaces.observation.shape)
+        out = policy.eval()(*([observations, torch.zeros(2, size)] if size else [observations]))
+    if problem := _problem(out, actions.size, size):
+        raise UsageError(
+            f"POLICY={settings.policy}: {problem}; {spaces.action} needs parameters of shape (n, {actions.size})"
+        )
+    with_value = not isinstance(out, Tensor) and len(out) == (3 if size else 2)
+    return ActorCritic(policy, None if with_value else _baseline(spaces, choices, settings), actions, normalizer)
+
+
+def _problem(out: Any, parameters: int, state: int) -> str:
     """What is wrong with a policy's answer to 2 observations; empty where nothing is."""
-    pair = isinstance(out, (tuple, list)) and len(out) == 2
-    logits, value = out if pair else (out, None)
-    if not isinstance(logits, Tensor):
-        return f"returns a {type(out).__name__}, not logits or (logits, value)"
-    if logits.shape != (2, actions) or not logits.is_floating_point():
-        return f"makes logits of shape {tuple(logits.shape)} and type {logits.dtype} for 2 observations"
-    if pair and not (isinstance(value, Tensor) and value.shape in ((2,), (2, 1)) and value.is_floating_point()):
-        kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
-        return f"makes beside its logits a value {kind} for 2 observations, not one number each"
+    several = isinstance(out, (tuple, list))
+    given, *rest = out if several and len(out) else (out,)
+    if not isinstance(given, Tensor) or (not rest and (state or several)):
+        wanted = "(parameters, state) or (parameters, value, state)" if state else "parameters or (parameters, value)"
+        return f"returns a {type(out).__name__}, not {wanted}"
+    if given.shape != (2, parameters) or not given.is_floating_point():
+        return f"makes parameters of shape {tuple(given.shape)} and type {given.dtype} for 2 observations"
+    if state:
+        last = rest.pop()
+        if not isinstance(last, Tensor) or last.shape != (2, state):
+            return f"returns a state {_shape(last)} for 2 observations, not of shape (2, {state})"
+    if len(rest) > 1:
+        return f"returns {len(out)} things"
+    if rest and not (isinstance(rest[0], Tensor) and rest[0].shape in ((2,), (2, 1)) and rest[0].is_floating_point()):
+        return f"makes beside its parameters a value {_shape(rest[0])} for 2 observations, not one number each"
     return ""
 
 
+def _shape(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
+
+
 def to_tensor(observations: Array, device: torch.device) -> Tensor:
-    """Observations as the float32 that policies compute with."""
-    if observations.dtype != np.float32:
+    """Observations as float32; bytes, such as pixels, stay bytes until a network takes them."""
+    if observations.dtype not in (np.float32, np.uint8):
         observations = observations.astype(np.float32)
     elif not observations.flags.writeable:
         observations = observations.copy()  # torch warns of memory that it could not write to
     return torch.from_numpy(observations).to(device)
 
 
-class Actor:
-    """Acts with a model's policy: observations [n, ...] in, actions [n] int64, counted from 0, out."""
-
-    def __init__(self, model: ActorCritic, device: torch.device) -> None:
-        self.model = model.to(device)
-        self.device = device
-
-    def load(self, policy: PolicyState) -> None:
-        """Acts with this policy from now on."""
-        self.model.policy.load_state_dict(policy)
-        self.model.eval()
-
-    @torch.inference_mode()
-    def act(self, observations: Array) -> Array:
-        """Samples an action for each of the observations."""
-        logits = self.model.logits(to_tensor(observations, self.device))
-        # the exponential race: argmin of Exp(1)/p is a sample of p
-        race = torch.empty_like(logits).exponential_().log_()
-        actions: Array = (logits - race).argmax(-1).cpu().numpy()
-        return actions
-
-    @torch.inference_mode()
-    def best(self, observations: Array) -> Array:
-        """The most probable action for each of the observations."""
-        actions: Array = self.model.logits(to_tensor(observations, self.device)).argmax(-1).cpu().numpy()
-        return actions
-
-
 def check(settings: RlSettings) -> None:
     """Refuses what can never work, before anything starts. Raises UsageError."""
-    env = envs.describe(settings.env_id)
-    build(settings, env.observation, env.action)
+    build(settings, envs.describe(settings).spaces)

@@ -15,8 +15,11 @@ from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs.rl import RlSettings, calls, envs, model
-from rolecall.jobs.rl.envs import Envs, Recorder
-from rolecall.jobs.rl.messages import Array, PolicyState, Rollout, Trajectory, pack
+from rolecall.jobs.rl.actor import Actor, Memory
+from rolecall.jobs.rl.defaults import choose
+from rolecall.jobs.rl.messages import Array, Episode, PolicyState, Rollout, Trajectory, pack
+from rolecall.jobs.rl.recorder import Recorder
+from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
 
 def run(context: Context[RlSettings]) -> None:
@@ -29,11 +32,21 @@ class Observer:
 
     def __init__(self, context: Context[RlSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        sizes = envs.group_sizes(self.settings)
-        self.groups = [Envs(self.settings.env_id, size, context.seed(place)) for place, size in enumerate(sizes)]
+        self.choices = choose(self.settings, envs.describe(self.settings).spaces)
+        sizes = envs.group_sizes(self.choices.num_envs, self.settings.inference)
+        self.groups = [Envs(self.settings, size, context.seed(place), first=sum(sizes[:place]), on_hang=context.fail)
+                       for place, size in enumerate(sizes)]  # fmt: skip
+        self.spaces = self.groups[0].spaces
 
     def rollout(self, policy: PolicyState | None, version: int) -> Rollout:
         """One rollout under the policy of `version`, which is given or else at the agent."""
+        try:
+            return self._rollout(policy, version)
+        except BrokenEnvError as error:  # one line says which; its own traceback is for those who look
+            self.context.logger.debug(str(error), exc_info=error.__cause__ or False)
+            raise
+
+    def _rollout(self, policy: PolicyState | None, version: int) -> Rollout:
         self.metrics.rl_policy_version.set(version)
         if policy is None:
             self._step_with_agent()
@@ -41,21 +54,21 @@ class Observer:
         else:
             self._actor.load(policy)
             trajectories = self._step_with_actor(version)
-        returns = [value for group in self.groups for value in group.take_returns()]
-        self.metrics.rl_episodes.inc(len(returns))
+        episodes = [Episode(*episode) for group in self.groups for episode in group.take_episodes()]
+        self.metrics.rl_episodes.inc(len(episodes))
         self.context.report_step(version + 1)
-        return Rollout(returns, trajectories)
+        return Rollout(episodes, trajectories)
 
     def _step_with_agent(self) -> None:
         """A rollout whose actions the agent makes. While it makes one group's, the other group steps."""
         waiting = [self._request(number, last=False) for number in range(len(self.groups))]
         for last in self._steps():
             for number, group in enumerate(self.groups):
-                group.step(actions_of(waiting[number]))
+                group.step(self._actions(waiting[number]))
                 self.metrics.rl_env_steps.inc(len(group.dones))
                 waiting[number] = self._request(number, last)
         for answer in waiting:
-            actions_of(answer)
+            self._actions(answer)
 
     def _request(self, number: int, last: bool) -> Future[Any]:
         """Calls the agent for the actions of group `number`."""
@@ -63,19 +76,28 @@ class Observer:
         message = pack(group.observations, group.rewards, group.dones)
         return self.context.call(self.context.members[0], calls.act, me, number, message, last)  # type: ignore[no-any-return]
 
+    def _actions(self, answer: Future[Any]) -> Array:
+        """The actions [n, A] that the agent answered. Raises what it answered instead."""
+        value = answer.wait()
+        if isinstance(value, Exception):
+            raise value
+        return np.frombuffer(value, self.spaces.action_dtype).reshape(-1, *self.spaces.action_shape)
+
     def _step_with_actor(self, version: int) -> list[Trajectory]:
         """A rollout whose actions are made here. Returns the groups' trajectories."""
-        recorders = [Recorder(version) for _ in self.groups]
+        for memory in self._memories:
+            self._actor.refresh(memory)
+        recorders = [Recorder(version, memory, self.settings.sequence_steps) for memory in self._memories]
         for group, recorder in zip(self.groups, recorders, strict=True):
             recorder.see(group.observations, group.rewards, group.dones)
         for _ in self._steps():
             for group, recorder in zip(self.groups, recorders, strict=True):
                 with self.context.timer() as timer:
-                    actions = self._actor.act(group.observations)
+                    choice = self._actor.act(group.observations, group.dones, [recorder.memory])
                 self.metrics.rl_inference_seconds.observe(timer.seconds)
-                self.metrics.rl_inference_batch_observations.observe(len(actions))
-                recorder.choose(actions)
-                group.step(actions)
+                self.metrics.rl_inference_batch_observations.observe(len(group.dones))
+                recorder.choose(*choice)
+                group.step(choice.actions)
                 recorder.see(group.observations, group.rewards, group.dones)
                 self.metrics.rl_env_steps.inc(len(group.dones))
         return [recorder.trajectory() for recorder in recorders]
@@ -83,24 +105,21 @@ class Observer:
     def _steps(self) -> Iterator[bool]:
         """Yields for each step of a rollout, before it is made, whether it is the last one.
 
-        There are at least ROLLOUT_STEPS, and further ones until an episode has ended, up to MAX_ROLLOUT_STEPS.
+        There are ROLLOUT_STEPS. The tutorial's policy gradient learns from whole returns: further steps are made until
+        an episode has ended, up to MAX_ROLLOUT_STEPS.
         """
         last = False
         for step in itertools.count(1):
             if last:
                 return
-            ended = any(group.returns for group in self.groups)
-            last = step >= self.settings.rollout_steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
+            ended = self.settings.algorithm != "reinforce" or any(group.returns for group in self.groups)
+            last = step >= self.choices.rollout_steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
             yield last
 
     @functools.cached_property
-    def _actor(self) -> model.Actor:
-        return model.Actor(model.build(self.settings, *self.groups[0].spaces), self.context.device)
+    def _actor(self) -> Actor:
+        return Actor(model.build(self.settings, self.spaces, self.choices), self.context.device)
 
-
-def actions_of(answer: Future[Any]) -> Array:
-    """The actions [n] that the agent answered. Raises what it answered instead."""
-    value = answer.wait()
-    if isinstance(value, Exception):
-        raise value
-    return np.frombuffer(value, np.int64)
+    @functools.cached_property
+    def _memories(self) -> list[Memory]:
+        return [self._actor.remember(len(group.dones)) for group in self.groups]

@@ -70,6 +70,7 @@ JOB = Job(
     check="rolecall.jobs.rnn.corpus:check",
     evaluate="rolecall.jobs.rnn.evaluate:evaluate",
     complete="rolecall.jobs.rnn.evaluate:complete",
+    export="rolecall.jobs.rnn.export:export",
     metrics=METRICS,
     score="perplexity",
     unit="tokens",

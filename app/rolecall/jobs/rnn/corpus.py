@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, choose_device, keep, standard_library, versions
+from rolecall import UsageError, choose_device, keep, standard_library, track, versions
 from rolecall.jobs.rnn import RnnSettings
 
 UNKNOWN = "<unk>"
@@ -86,7 +86,8 @@ def _tokens(settings: RnnSettings, files: Sequence[Path]) -> tuple[list[str], Te
         common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: settings.vocabulary - 1]
         vocabulary = Vocabulary((UNKNOWN, *(word for word, _ in common)))
     digest = hashlib.sha256(f"{train}\0{validation}".encode()).hexdigest()
-    return list(vocabulary.words), vocabulary.encode(train), vocabulary.encode(validation), digest
+    tokens = [vocabulary.encode(part) for part in track((train, validation), "encoding the text", unit="parts")]
+    return list(vocabulary.words), tokens[0], tokens[1], digest
 
 
 def check(settings: RnnSettings) -> None:
@@ -131,7 +132,7 @@ def _split(settings: RnnSettings, files: Sequence[Path]) -> tuple[str, str]:
     order = np.random.default_rng(settings.seed).permutation(len(files))
     parts: tuple[list[bytes], list[bytes]] = [], []
     total = taken = 0
-    for index in order:
+    for index in track(order, "reading the text", unit="files"):
         content = _read(files[index], settings)
         if b"\0" in content or not content.strip():
             continue  # no text

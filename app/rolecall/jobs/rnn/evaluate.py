@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall import UsageError
+from rolecall import UsageError, track
 from rolecall.jobs.rnn import RnnSettings, corpus
-from rolecall.jobs.rnn.corpus import Vocabulary
+from rolecall.jobs.rnn.corpus import Text, Vocabulary
 from rolecall.jobs.rnn.model import LanguageModel, Lstm
 
 
 def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
     """Perplexity of the validation text. Raises UsageError for another text than the checkpoint's."""
-    model, _ = _load(settings, state)
-    text = corpus.load(settings)
-    if text.digest != state["text"]["digest"]:
-        raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint was trained on")
+    model, _ = restore(settings, state)
+    text = text_of(settings, state)
     torch.set_num_threads(settings.cpu_threads)
     loss = validation_loss(model, settings, text.validation)
     return {
@@ -33,7 +31,7 @@ def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
 
 def complete(settings: RnnSettings, state: dict[str, Any], prompt: str) -> str:
     """`prompt` and SAMPLE_TOKENS tokens that the model continues it with."""
-    model, vocabulary = _load(settings, state)
+    model, vocabulary = restore(settings, state)
     generator = torch.Generator().manual_seed(settings.seed)
 
     def choose(hidden: Tensor) -> int:
@@ -53,7 +51,7 @@ def validation_loss(model: LanguageModel, settings: RnnSettings, tokens: Tensor)
     model.eval()
     streams, state = corpus.streams(tokens, settings.batch_size), model.lstm.start(settings.batch_size)
     total = 0.0
-    for number in range(corpus.steps(streams, settings.sequence)):
+    for number in track(range(corpus.steps(streams, settings.sequence)), "evaluating", unit="batches"):
         loss, state = model.loss(*corpus.window(streams, number, settings.sequence), state)
         total += float(loss)
     return total / corpus.targets(streams)
@@ -81,7 +79,16 @@ def continuation(
     return vocabulary.decode(numbers)
 
 
-def _load(settings: RnnSettings, state: dict[str, Any]) -> tuple[LanguageModel, Vocabulary]:
+def text_of(settings: RnnSettings, state: dict[str, Any]) -> Text:
+    """The text of CORPUS. Raises UsageError where it is not the checkpoint's."""
+    text = corpus.load(settings)
+    if text.digest != state["text"]["digest"]:
+        raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint was trained on")
+    return text
+
+
+def restore(settings: RnnSettings, state: dict[str, Any]) -> tuple[LanguageModel, Vocabulary]:
+    """The model of a checkpoint's `state`, ready to evaluate, and its vocabulary."""
     with UsageError.wrap("the checkpoint holds no model of rnn", KeyError, TypeError, RuntimeError):
         vocabulary = Vocabulary(tuple(state["text"]["vocabulary"]))
         model = LanguageModel(settings, len(vocabulary))

@@ -1,0 +1,68 @@
+"""`rolecall export hybrid`: the table of all servers and the dense network, as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rolecall import Exported
+from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid.data import Samples
+from rolecall.jobs.hybrid.evaluate import restore, samples_of
+from rolecall.jobs.hybrid.messages import EVALUATION_BATCH
+from rolecall.jobs.hybrid.model import LocalModel
+from rolecall.jobs.hybrid.table import Bags
+
+LICENCE = "PSF-2.0 (the source of the Python standard library)"
+
+
+class ExportedModel(nn.Module):
+    """Bags of rows to logits; without the optimizer's state."""
+
+    def __init__(self, model: LocalModel) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(model.table.weight.detach(), freeze=False)
+        self.dense = model.dense
+
+    def forward(self, rows: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        """Row numbers [rows] int64, the place in it at which each bag begins, offsets [bags] int64, and each row's
+        weight [rows], to logits [bags, classes].
+        """
+        # embedding_bag is a loop over the bags in ONNX; the number of each row's bag is that of the offsets up to it
+        begun = rows.new_zeros(rows.shape[0] + 1).index_add(0, offsets, torch.ones_like(offsets))
+        bags = begun.cumsum(0)[:-1] - 1
+        vectors = self.table(rows) * weights[:, None]
+        pooled = vectors.new_zeros(offsets.shape[0], vectors.shape[1]).index_add(0, bags, vectors)
+        logits: Tensor = self.dense(pooled)
+        return logits
+
+
+def export(settings: HybridSettings, state: dict[str, Any]) -> Exported:
+    """See `ExportedModel`. Raises UsageError as `evaluate` does."""
+    model, samples = restore(settings, state), samples_of(settings, state)
+
+    def reference(rows: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        ends = torch.cat([offsets, offsets.new_tensor([len(rows)])])
+        logits: Tensor = model(Bags(rows, ends, weights))
+        return logits
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for numbers in (torch.zeros(1, dtype=torch.int64), *torch.arange(len(samples.test)).split(EVALUATION_BATCH)):
+            yield _inputs(samples.test.take(numbers))
+
+    example = {"rows": torch.arange(4) % settings.num_embeddings, "offsets": torch.tensor([0, 1, 3]),
+               "weights": torch.tensor([1.0, 0.5, 0.5, 1.0])}  # fmt: skip
+    return Exported(
+        ExportedModel(model), example, ["logits"],
+        {"rows": {0: "rows"}, "offsets": {0: "bags"}, "weights": {0: "rows"}}, batches, reference,
+        LICENCE if settings.dataset == "stdlib" else "",
+    )  # fmt: skip
+
+
+def _inputs(samples: Samples) -> dict[str, Tensor]:
+    bags = samples.bags
+    weights = torch.ones(len(bags.rows)) if bags.weights is None else bags.weights
+    return {"rows": bags.rows, "offsets": bags.offsets[:-1], "weights": weights}

@@ -1,0 +1,103 @@
+"""Acting: from observations to actions, with what an environment's next action depends on besides.
+
+Shapes: n are environments, ... an observation's own shape, A an action's, S a recurrent policy's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rolecall.jobs.rl.messages import Array, Done, PolicyState
+from rolecall.jobs.rl.model import ActorCritic, to_tensor
+
+NOISE_STEPS = 64  # that one draw of gSDE's noise serves
+
+
+@dataclass
+class Memory:
+    """What is carried from step to step for n environments: `state` [n, S] (S is 0 without a recurrent policy), and
+    gSDE's `noise` [n, ...] or None. Where inference happens, there it is held.
+    """
+
+    state: Tensor
+    noise: Tensor | None
+    age: int = 0  # steps since the noise was drawn
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is carried."""
+        return self.state.shape[1] == 0 and self.noise is None
+
+
+class Choice(NamedTuple):
+    """Actions [n, A], and the logarithms of the probabilities [n] float32 that they had."""
+
+    actions: Array
+    log_probabilities: Array
+
+
+class Actor:
+    """Acts with a model's policy."""
+
+    def __init__(self, model: ActorCritic, device: torch.device) -> None:
+        self.model = model.to(device).eval()
+        self.device = device
+
+    def load(self, policy: PolicyState) -> None:
+        """Acts with this policy from now on."""
+        self.model.load_policy(policy)
+
+    def remember(self, count: int) -> Memory:
+        """The memory of `count` environments before their first step."""
+        state = torch.zeros(count, self.model.state_size, device=self.device)
+        return Memory(state, self.model.actions.draw(count))
+
+    def refresh(self, memory: Memory) -> None:
+        """Draws the noise anew: the policy has changed, or the noise has served long enough."""
+        if memory.noise is not None:
+            memory.noise, memory.age = self.model.actions.draw(len(memory.state)), 0
+
+    @torch.inference_mode()
+    def act(self, observations: Array, dones: Array, memories: Sequence[Memory]) -> Choice:
+        """Samples an action for each of the observations [n, ...]; `dones` [n] are of the steps that led to them.
+
+        The memories are those of the environments in order, and are advanced. After an episode's last observation the
+        state is that of a beginning: the next observation is the next episode's first.
+        """
+        rows = to_tensor(observations, self.device)
+        if memories[0].empty:
+            parameters, _ = self.model.act(rows, memories[0].state)
+            actions = self.model.actions.sample(parameters)
+        else:
+            for memory in memories:
+                if memory.age == NOISE_STEPS:
+                    self.refresh(memory)
+                memory.age += 1
+            state = _join([memory.state for memory in memories])
+            noises = [memory.noise for memory in memories if memory.noise is not None]
+            parameters, state = self.model.act(rows, state)
+            actions = self.model.actions.sample(parameters, _join(noises) if noises else None)
+            goes_on = torch.from_numpy(dones == Done.CONTINUES).to(self.device)
+            after = (state * goes_on[:, None]).split([len(memory.state) for memory in memories])
+            for memory, advanced in zip(memories, after, strict=True):
+                memory.state = advanced
+        log_probabilities = self.model.actions.log_probability(parameters, actions)
+        return Choice(actions.cpu().numpy(), log_probabilities.cpu().numpy())
+
+    @torch.inference_mode()
+    def best(self, observations: Array, dones: Array, memory: Memory) -> Array:
+        """The most probable action for each of the observations, otherwise as `act`."""
+        parameters, state = self.model.act(to_tensor(observations, self.device), memory.state)
+        goes_on = torch.from_numpy(dones == Done.CONTINUES).to(self.device)
+        memory.state = state * goes_on[:, None]
+        actions: Array = self.model.actions.best(parameters).cpu().numpy()
+        return actions
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,218 @@
+"""Distributions over actions, by the action space.
+
+A network gives `size` numbers for each observation, the distribution's parameters; what else it learns, such as a
+standard deviation, is the distribution's own. Shapes: m are observations, A an action's own shape, k its size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from torch import Tensor, nn
+
+LOG_STD = -1.0  # gSDE's at the start: with 64 features in (-1, 1), a deviation of about 1.5
+LEAST_VARIANCE = 1e-6
+
+
+class Distribution(nn.Module):
+    """What all have in common. `noise` [m, ...] is gSDE's and None for the others; see `draw`."""
+
+    size: int
+
+    def draw(self, count: int) -> Tensor | None:
+        """What `count` environments add to their actions until it is drawn again; None where each step has its own."""
+        return None
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Actions [m, A] for parameters [m, size]."""
+        raise NotImplementedError
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The most probable actions [m, A]."""
+        raise NotImplementedError
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """Of actions [m, A]: [m], in nats."""
+        raise NotImplementedError
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """[m], in nats."""
+        raise NotImplementedError
+
+
+class Categorical(Distribution):
+    """One of `size` actions, from logits."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """By the exponential race: argmin of Exp(1)/p is a sample of p."""
+        return (parameters - torch.empty_like(parameters).exponential_().log_()).argmax(-1)
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The largest logit's."""
+        return parameters.argmax(-1)
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """Log-softmax at the action."""
+        return torch.log_softmax(parameters, -1).gather(-1, actions[..., None]).squeeze(-1)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """Of the softmax."""
+        log_probabilities = torch.log_softmax(parameters, -1)
+        return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+class MultiCategorical(Distribution):
+    """Independent choices, one of `counts[i]` each; the logits stand one after the other."""
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.counts, self.size = counts, sum(counts)
+        self._parts = [Categorical(count) for count in counts]  # without parameters
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Each choice apart."""
+        return self._each("sample", parameters)
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """Each choice's largest logit."""
+        return self._each("best", parameters)
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """The sum over the choices."""
+        parts = zip(self._parts, parameters.split(self.counts, -1), actions.unbind(-1), strict=True)
+        return torch.stack([part.log_probability(logits, chosen) for part, logits, chosen in parts]).sum(0)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """The sum over the choices."""
+        parts = zip(self._parts, parameters.split(self.counts, -1), strict=True)
+        return torch.stack([part.entropy(logits) for part, logits in parts]).sum(0)
+
+    def _each(self, method: str, parameters: Tensor) -> Tensor:
+        parts = zip(self._parts, parameters.split(self.counts, -1), strict=True)
+        return torch.stack([getattr(part, method)(logits) for part, logits in parts], -1)
+
+
+class Bernoulli(Distribution):
+    """`size` independent switches, from the logits of 1."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """1 with the logit's probability."""
+        return (torch.rand_like(parameters) < parameters.sigmoid()).long()
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """1 where it is the more probable."""
+        return (parameters > 0).long()
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """The sum over the switches."""
+        return -nn.functional.binary_cross_entropy_with_logits(parameters, actions.float(), reduction="none").sum(-1)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """The sum over the switches."""
+        return nn.functional.binary_cross_entropy_with_logits(parameters, parameters.sigmoid(), reduction="none").sum(
+            -1
+        )
+
+
+class Gaussian(Distribution):
+    """A diagonal Gaussian [k]: the network gives the mean; the deviation is the same for all observations.
+
+    The environment clips what is sampled: see `spaces`.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.log_std = nn.Parameter(torch.zeros(size))
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Mean and noise."""
+        return parameters + self.log_std.exp() * torch.randn_like(parameters)
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The mean."""
+        return parameters
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """The density's logarithm."""
+        return _density(actions - parameters, self.log_std)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """Of the Gaussian before clipping."""
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(len(parameters))
+
+
+class StateDependent(Distribution):
+    """A diagonal Gaussian whose noise is a function of the state (gSDE; Raffin, Kober and Stulp 2021).
+
+    The network gives the mean [k] and features [f]; the noise is a random matrix times the features, and the same
+    matrix serves many steps: actions change as smoothly as the features do.
+    """
+
+    def __init__(self, actions: int, features: int) -> None:
+        super().__init__()
+        self.split, self.size = [actions, features], actions + features
+        self.log_std = nn.Parameter(torch.full((features, actions), LOG_STD))
+
+    def draw(self, count: int) -> Tensor | None:
+        """One matrix [f, k] for each of `count` environments."""
+        std = self.log_std.detach().exp()
+        noise: Tensor = std * torch.randn(count, *std.shape, device=std.device)
+        return noise
+
+    def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Mean and noise [m, f, k] times the features."""
+        mean, features = parameters.split(self.split, -1)
+        noise = self.draw(len(mean)) if noise is None else noise
+        assert noise is not None
+        actions: Tensor = mean + torch.bmm(features[:, None], noise).squeeze(1)
+        return actions
+
+    def best(self, parameters: Tensor) -> Tensor:
+        """The mean."""
+        return parameters[..., : self.split[0]]
+
+    def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        """The density's logarithm, over the matrices that could have been drawn."""
+        mean, log_std = self._moments(parameters)
+        return _density(actions - mean, log_std)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        """Of the Gaussian before clipping."""
+        return (self._moments(parameters)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def _moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        mean, features = parameters.split(self.split, -1)
+        variance: Tensor = features.square() @ (2 * self.log_std).exp()
+        return mean, 0.5 * (variance + LEAST_VARIANCE).log()
+
+
+def _density(difference: Tensor, log_std: Tensor) -> Tensor:
+    scaled = difference * (-log_std).exp()
+    return (-0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def distribution(space: Any, features: int = 0) -> Distribution:
+    """The distribution over the actions of `space`; with `features`, gSDE's for a Box."""
+    match space:
+        case Discrete():
+            return Categorical(int(space.n))
+        case MultiDiscrete():
+            return MultiCategorical([int(count) for count in space.nvec.ravel()])
+        case MultiBinary():
+            return Bernoulli(math.prod(space.shape))
+        case Box():
+            size = math.prod(space.shape)
+            return StateDependent(size, features) if features else Gaussian(size)
+    raise ValueError(f"no distribution over {space}")  # `spaces` lets no others through

@@ -1,0 +1,128 @@
+"""`rolecall export rl`: the policy from an environment's observations to its own actions, normalisation included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
+from torch import Tensor, nn
+
+from rolecall import Exported, UsageError
+from rolecall.jobs.rl import RlSettings, envs, model
+from rolecall.jobs.rl.evaluate import SEED_OFFSET
+from rolecall.jobs.rl.messages import Done
+from rolecall.jobs.rl.model import ActorCritic, to_tensor
+from rolecall.jobs.rl.spaces import Actions, Spaces, shown
+from rolecall.jobs.rl.stepping import Envs
+
+ENVIRONMENTS, STEPS = 8, 100  # that the exported policy is compared on
+STATE, NEXT_STATE = "state", "next_state"
+
+
+class ExportedActions(nn.Module):
+    """`spaces.Actions` in torch: a policy's actions as those of `space`."""
+
+    scale: Tensor
+    centre: Tensor
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, space: Space[Any]) -> None:
+        super().__init__()
+        self.shape, self.continuous = space.shape or (), isinstance(space, Box)
+        assert space.dtype is not None
+        self.dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
+        self.whole = not self.dtype.is_floating_point
+        if isinstance(space, Box):
+            numbers = Actions(space).numbers()
+        else:
+            start = space.start if isinstance(space, Discrete | MultiDiscrete) else 0
+            numbers = {"centre": np.asarray(start).reshape(-1)}
+        for name, values in numbers.items():
+            self.register_buffer(name, torch.from_numpy(np.array(values)))
+
+    def forward(self, actions: Tensor) -> Tensor:
+        """Actions [batch, A], or [batch] of one choice, as the environment's own [batch, ...]."""
+        if self.continuous:
+            values = self.centre + self.scale * actions
+            values = values.round() if self.whole else values
+            values = torch.minimum(torch.maximum(values, self.low), self.high)
+        else:
+            values = actions.reshape(actions.shape[0], -1) + self.centre
+        return values.reshape(actions.shape[0], *self.shape).to(self.dtype)
+
+
+class ExportedPolicy(nn.Module):
+    """Observations to the most probable actions, and to the parameters of the actions' distribution."""
+
+    def __init__(self, trained: ActorCritic, spaces: Spaces) -> None:
+        super().__init__()
+        self.normalizer, self.policy, self.distribution = trained.normalizer, trained.policy, trained.actions
+        self.actions = ExportedActions(spaces.action)
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """Observations [batch, ...] to actions [batch, ...] and parameters [batch, p]."""
+        out = self.policy(self._prepared(observations))
+        parameters = out if isinstance(out, Tensor) else out[0]
+        return self.actions(self.distribution.best(parameters)), parameters
+
+    def _prepared(self, observations: Tensor) -> Tensor:
+        observations = observations.float()
+        return observations if self.normalizer is None else self.normalizer(observations)
+
+
+class ExportedRecurrentPolicy(ExportedPolicy):
+    """As `ExportedPolicy`, with a state that goes in and comes out."""
+
+    def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """With states [batch, S], of zeros at an episode's beginning."""
+        out = self.policy(self._prepared(observations), state)
+        return self.actions(self.distribution.best(out[0])), out[0], out[-1]
+
+
+def export(settings: RlSettings, state: dict[str, Any]) -> Exported:
+    """See `ExportedPolicy` and `ExportedRecurrentPolicy`. Raises UsageError as `evaluate` does."""
+    with UsageError.wrap("the checkpoint holds no policy of rl", KeyError, TypeError):
+        weights = state["learner"]["model"]
+    spaces, cpu = envs.describe(settings).spaces, torch.device("cpu")
+    trained = model.build(settings, spaces).eval()
+    with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
+        trained.load_state_dict(weights)
+    recurrent, as_the_environments = bool(trained.state_size), Actions(spaces.action)
+
+    @torch.no_grad()
+    def reference(observations: Tensor, state: Tensor | None = None) -> tuple[Tensor, ...]:
+        before = torch.zeros(len(observations), 0) if state is None else state
+        parameters, after = trained.act(observations, before)
+        actions = as_the_environments(trained.actions.best(parameters).numpy())
+        return (torch.from_numpy(np.array(actions)), parameters, *([after] if recurrent else []))
+
+    def inputs(observations: Tensor, state: Tensor) -> dict[str, Tensor]:
+        return {"observations": observations, **({STATE: state} if recurrent else {})}
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        state = torch.zeros(ENVIRONMENTS, trained.state_size)
+        with contextlib.closing(Envs(settings, ENVIRONMENTS, settings.seed + SEED_OFFSET)) as group:
+            yield inputs(to_tensor(group.observations[:1], cpu), state[:1])
+            for _ in range(STEPS):
+                observations = to_tensor(group.observations, cpu)
+                yield inputs(observations, state)
+                parameters, state = trained.act(observations, state)
+                state = state * torch.from_numpy(group.dones == Done.CONTINUES)[:, None]
+                group.step(trained.actions.best(parameters).numpy())
+
+    names = ["observations", *([STATE] if recurrent else [])]
+    kind = ExportedRecurrentPolicy if recurrent else ExportedPolicy
+    zeros = np.zeros((2, *spaces.observation.shape), spaces.observation.dtype)
+    example = inputs(to_tensor(zeros, cpu), torch.zeros(2, trained.state_size))
+    return Exported(
+        kind(trained, spaces), example, ["actions", "parameters", *([NEXT_STATE] if recurrent else [])],
+        {name: {0: "batch"} for name in names}, batches, reference,
+        f"that of the environment {settings.env_id}, whose experience the data are",
+        {"environment": settings.env_id, "observation_space": shown(spaces.observation),
+         "action_space": shown(spaces.action), "distribution": type(trained.actions).__name__},
+    )  # fmt: skip

@@ -1,0 +1,227 @@
+"""The default policy's parts: normalisation, perceptrons, the convolutions for images, and recurrent cells.
+
+Shapes: m are observations, ... an observation's own shape, f features, L the steps of a sequence, b sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from rolecall.jobs.rl.spaces import Part, Spaces
+
+BOUND = 10.0  # of a normalised observation
+PIXEL = 255.0
+FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride: Mnih et al. 2015
+Activation = Literal["tanh", "relu"]
+
+
+class Rows(nn.Module):
+    """Each observation as one row; nn.Flatten refuses observations that are single numbers."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Observations [m, ...] as [m, size]."""
+        return observations.reshape(observations.shape[0], -1)  # torch.export takes len() for a constant
+
+
+class Normalizer(nn.Module):
+    """Normalises each number of an observation by its mean and variance over all that were seen."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("variance", torch.ones(shape))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Of the same shape, within BOUND."""
+        return ((observations - self.mean) * (self.variance + 1e-8).rsqrt()).clamp(-BOUND, BOUND)
+
+    @torch.no_grad()
+    def update(self, observations: Tensor) -> None:
+        """Counts these [m, ...] too (Chan, Golub and LeVeque 1979)."""
+        if not len(observations):
+            return
+        new = observations.double()
+        mean, variance, count = new.mean(0), new.var(0, unbiased=False), float(len(new))
+        total = self.count + count
+        difference = mean - self.mean
+        squares = self.variance * self.count + variance * count + difference.square() * self.count * count / total
+        self.mean += (difference * count / total).to(self.mean.dtype)
+        self.variance.copy_(squares / total)
+        self.count.copy_(total)
+
+
+def initialised(layer: nn.Module, gain: float) -> nn.Module:
+    """A linear layer or a convolution with orthogonal weights (Saxe, McClelland and Ganguli 2013) and no bias."""
+    nn.init.orthogonal_(layer.weight, gain)  # type: ignore[arg-type]
+    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return layer
+
+
+def tutorial(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+    """One hidden layer, as in the tutorial: [m, ...] to [m, outputs]."""
+    between = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(Rows(), nn.Linear(inputs, hidden), *between, nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
+
+
+def perceptron(inputs: int, hidden: int, layers: int, dropout: float = 0.0) -> nn.Sequential:
+    """`layers` hidden layers: [m, ...] to features [m, hidden]."""
+    parts: list[nn.Module] = [Rows()]
+    for width in [inputs, *[hidden] * (layers - 1)]:
+        parts += [initialised(nn.Linear(width, hidden), math.sqrt(2)), nn.Tanh()]
+        parts += [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(*parts)
+
+
+class Convolutions(nn.Module):
+    """The three convolutions of Mnih et al. 2015 and a linear layer: images [m, ...] of one shape to [m, features]."""
+
+    def __init__(self, shape: tuple[int, ...], features: int) -> None:
+        super().__init__()
+        self.last = channels_last(shape)
+        self.grey = len(shape) == 2
+        channels, *sides = _channels_first(shape)
+        parts: list[nn.Module] = []
+        for wide, size, stride in FILTERS:
+            parts += [initialised(nn.Conv2d(channels, wide, size, stride), math.sqrt(2)), nn.ReLU(inplace=True)]
+            channels, sides = wide, [(side - size) // stride + 1 for side in sides]
+        linear = initialised(nn.Linear(channels * math.prod(sides), features), math.sqrt(2))
+        self.body = nn.Sequential(*parts, nn.Flatten(), linear, nn.ReLU(inplace=True))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Values from 0 to 255."""
+        images = images.float() / PIXEL
+        if self.grey:
+            images = images[:, None]
+        elif self.last:
+            images = images.movedim(-1, 1)
+        out: Tensor = self.body(images)
+        return out
+
+
+def channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether the last of an image's three dimensions is its smallest one."""
+    return len(shape) == 3 and shape[2] < min(shape[:2])
+
+
+def _channels_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 2:
+        return (1, *shape)
+    return (shape[2], *shape[:2]) if channels_last(shape) else shape
+
+
+class Mixed(nn.Module):
+    """Images and other parts of a flat observation, each encoded apart: [m, size] to [m, features]."""
+
+    def __init__(self, parts: tuple[Part, ...], features: int, hidden: int) -> None:
+        super().__init__()
+        self.parts = parts
+        images = [Convolutions(part.shape, features) for part in parts if part.image]
+        others = sum(part.stop - part.start for part in parts if not part.image)
+        self.images = nn.ModuleList(images)
+        self.rest = perceptron(others, hidden, 1) if others else None
+        self.size = features * len(images) + (hidden if others else 0)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Of the parts in order."""
+        pieces = [observations[:, part.start : part.stop] for part in self.parts]
+        images = [piece.unflatten(1, part.shape) for piece, part in zip(pieces, self.parts, strict=True) if part.image]
+        out = [network(image) for network, image in zip(self.images, images, strict=True)]
+        if self.rest is not None:
+            rest = [piece for piece, part in zip(pieces, self.parts, strict=True) if not part.image]
+            out.append(self.rest(torch.cat(rest, 1)))
+        return torch.cat(out, 1)
+
+
+MIXED_HIDDEN = 64  # of what is no image, beside images
+
+
+def encoder(spaces: Spaces, hidden: int, dropout: float) -> tuple[nn.Module, int]:
+    """The network from observations to features, and how many these are."""
+    if spaces.image:
+        return Convolutions(spaces.observation.shape, hidden), hidden
+    if spaces.pixels:
+        mixed = Mixed(spaces.parts, hidden, MIXED_HIDDEN)
+        return mixed, mixed.size
+    return perceptron(math.prod(spaces.observation.shape), hidden, 2, dropout), hidden
+
+
+class Output(nn.Module):
+    """The actions' parameters from features; with `passed`, the features after them (gSDE's)."""
+
+    def __init__(self, features: int, parameters: int, passed: bool) -> None:
+        super().__init__()
+        # small: at the start, every action is about as probable
+        self.layer = initialised(nn.Linear(features, parameters), 0.01)
+        self.passed = passed
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[m, f] to [m, parameters] or [m, parameters + f]."""
+        out: Tensor = self.layer(features)
+        # the noise's deviation is learned, not the features for it
+        return torch.cat((out, features.detach()), -1) if self.passed else out
+
+
+class Shared(nn.Module):
+    """Features that the policy and the value share: observations to (parameters, value)."""
+
+    def __init__(self, body: nn.Module, features: int, output: Output) -> None:
+        super().__init__()
+        self.body, self.output = body, output
+        self.value = initialised(nn.Linear(features, 1), 1.0)
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """Observations [m, ...]."""
+        features = self.body(observations)
+        return self.output(features), self.value(features)
+
+
+class Recurrent(Shared):
+    """As `Shared`, with a cell between: (observations, state) to (parameters, value, state).
+
+    The state [m, state_size] begins as zeros; an LSTM's is its output and its cell, one after the other.
+    """
+
+    def __init__(self, body: nn.Module, features: int, hidden: int, output: Output, kind: Literal["lstm", "gru"]):
+        super().__init__(body, hidden, output)
+        self.cell = nn.LSTMCell(features, hidden) if kind == "lstm" else nn.GRUCell(features, hidden)
+        for name, parameter in self.cell.named_parameters():
+            if name.startswith("weight"):
+                nn.init.orthogonal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+        self.hidden = hidden
+        self.state_size = hidden * 2 if kind == "lstm" else hidden
+
+    def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """One step."""
+        state = self._advance(self.body(observations), state)
+        seen = state[:, : self.hidden]
+        return self.output(seen), self.value(seen), state
+
+    def unroll(self, observations: Tensor, state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Observations [L, b, ...] from state [b, state_size] on, which is zero again after a step that `ends` [L, b].
+        Returns parameters [L, b, ...], values [L, b] and the last state.
+        """
+        steps = self.body(observations.flatten(0, 1)).unflatten(0, ends.shape)
+        kept = (~ends).to(state.dtype)[..., None]
+        seen = []
+        for features, keep in zip(steps, kept, strict=True):
+            state = self._advance(features, state)
+            seen.append(state[:, : self.hidden])
+            state = state * keep
+        every = torch.stack(seen)
+        return self.output(every), self.value(every).squeeze(-1), state
+
+    def _advance(self, features: Tensor, state: Tensor) -> Tensor:
+        if isinstance(self.cell, nn.GRUCell):
+            return self.cell(features, state)  # type: ignore[no-any-return]
+        return torch.cat(self.cell(features, tuple(state.chunk(2, -1))), -1)

@@ -1,0 +1,121 @@
+"""An iteration's experience as columns to learn from.
+
+Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape, A an action's, S a
+recurrent policy's state, L the steps of a sequence. The columns are over u units: a unit is a step, or, for a recurrent
+policy, a sequence of L steps; [u*] is then [u, L].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolecall.jobs.rl.messages import Array, Trajectory
+from rolecall.jobs.rl.model import to_tensor
+from rolecall.jobs.rl.returns import lambda_returns
+
+
+@dataclass
+class Samples:
+    """observations [u*, ...], actions [u*, A]; returns, values and log probabilities (of the policy that acted) [u*];
+    used [u*] bool, False for what is no experience; states [u, S] before the sequences; ends [u*] bool, after which the
+    state begins anew.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    returns: Tensor
+    values: Tensor
+    log_probabilities: Tensor
+    used: Tensor
+    states: Tensor
+    ends: Tensor
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def __getitem__(self, units: Tensor | slice) -> Samples:
+        return Samples(*(column[units] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All of them, in order."""
+        return (self.observations, self.actions, self.returns, self.values, self.log_probabilities, self.used,
+                self.states, self.ends)  # fmt: skip
+
+
+def join(parts: Sequence[Samples]) -> Samples:
+    """One after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Samples(*(torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)))
+
+
+def steps_of(
+    trajectory: Trajectory, value: Callable[[Tensor], Tensor], gamma: float, decay: float, device: torch.device
+) -> Samples:
+    """The trajectory's experience step by step. `value` maps observations [m, ...] to estimates [m] of the return."""
+    steps, n = trajectory.rewards.shape
+    rows = to_tensor(trajectory.observations, device).flatten(0, 1)
+    values = value(rows)
+    returns = lambda_returns(trajectory, values.view(steps + 1, n).cpu().numpy(), gamma, decay)
+    used = torch.from_numpy(trajectory.experience).flatten().to(device).nonzero().squeeze(-1)
+    columns = (
+        rows,
+        torch.from_numpy(trajectory.actions).flatten(0, 1).to(device),
+        torch.from_numpy(returns).flatten().to(device),
+        values,
+        torch.from_numpy(trajectory.log_probabilities).flatten().to(device),
+    )
+    count = len(used)
+    every, none = torch.ones(count, dtype=torch.bool, device=device), torch.zeros(count, 0, device=device)
+    rows, actions, expected, values, log_probabilities = (column[used] for column in columns)
+    return Samples(rows, actions, expected, values, log_probabilities, every, none, ~every)
+
+
+def sequences_of(
+    trajectory: Trajectory,
+    value: Callable[[Tensor, Tensor, Tensor], Tensor],
+    length: int,
+    gamma: float,
+    decay: float,
+    device: torch.device,
+) -> Samples:
+    """The trajectory in sequences of `length` steps, each with the state that the policy had before it.
+
+    `value` maps observations [u, L, ...], states [u, S] and ends [u, L] to estimates [u, L] of the return. Sequences
+    without any experience are left out.
+    """
+    steps, n = trajectory.rewards.shape
+    count = len(trajectory.states)
+    length = min(length, steps + 1)  # one sequence then; the steps beyond would be zeros
+
+    def cut(column: Array) -> Array:
+        """[up to T+1, n, ...] as [u, L, ...], with zeros at the end."""
+        padded = np.zeros((count * length, *column.shape[1:]), column.dtype)
+        padded[: len(column)] = column
+        by_sequence = padded.reshape(count, length, *column.shape[1:]).swapaxes(1, 2)
+        return by_sequence.reshape(count * n, length, *column.shape[2:])
+
+    observations = to_tensor(cut(trajectory.observations), device)
+    states = torch.from_numpy(trajectory.states).flatten(0, 1).to(device)
+    experience = cut(trajectory.experience)
+    ends = torch.from_numpy(~experience).to(device)
+    values = value(observations, states, ends)
+    by_step = values.cpu().numpy().reshape(count, n, length).swapaxes(1, 2).reshape(count * length, n)
+    returns = lambda_returns(trajectory, by_step[: steps + 1], gamma, decay)
+    whole = Samples(
+        observations,
+        torch.from_numpy(cut(trajectory.actions)).to(device),
+        torch.from_numpy(cut(returns)).to(device),
+        values,
+        torch.from_numpy(cut(trajectory.log_probabilities)).to(device),
+        torch.from_numpy(experience).to(device),
+        states,
+        ends,
+    )
+    return whole[whole.used.any(1).nonzero().squeeze(-1)]

@@ -1,0 +1,187 @@
+"""An environment's spaces: how its observations travel, and how a policy's actions become its own.
+
+Shapes: n are environments, A an action's own shape as the policy has it, k the numbers of an action that is an array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces.utils import flatten_space
+
+from rolecall import UsageError
+from rolecall.jobs.rl.messages import Array
+
+Space = gymnasium.Space[Any]
+SIDE = 36  # pixels: what the three convolutions of the default policy need
+MOST_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
+BOUNDLESS = 1e18  # a bound as large as this stands for none
+LENGTH = 200  # characters of a space in an error
+
+
+class Part(NamedTuple):
+    """The numbers from `start` to `stop` of a flat observation: an image of `shape`, or something else."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    image: bool
+
+
+class Spaces(NamedTuple):
+    """`observation` is that of one environment, as it travels: a Box as it is, or everything else as a flat float32
+    vector. `action` is the environment's own. Where a Dict or a Tuple with images was flattened, `parts` says which
+    numbers of the vector are an image's, from 0 to 255, and which are not; otherwise it is empty.
+    """
+
+    observation: Box
+    action: Space
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def image(self) -> bool:
+        """Whether the whole observation is an image."""
+        return is_image(self.observation)
+
+    @property
+    def pixels(self) -> bool:
+        """Whether there is an image in the observation."""
+        return self.image or any(part.image for part in self.parts)
+
+    @property
+    def continuous(self) -> bool:
+        """Whether actions are real numbers."""
+        return isinstance(self.action, Box)
+
+    @property
+    def action_shape(self) -> tuple[int, ...]:
+        """A: () for one choice, (k,) otherwise."""
+        return () if isinstance(self.action, Discrete) else (math.prod(self.action.shape or ()),)
+
+    @property
+    def action_dtype(self) -> type[np.int64] | type[np.float32]:
+        """Of actions as they travel."""
+        return np.float32 if self.continuous else np.int64
+
+
+def is_image(space: Space) -> bool:
+    """Whether `space` is one of images: uint8, of two dimensions or three, both sides at least SIDE pixels. The third
+    dimension, the channels, is the last one where that is the smallest, and the first one otherwise.
+
+    A Box of floats is no image, even in [0, 1]: nothing tells it from any other array of numbers.
+    """
+    if not isinstance(space, Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
+        return False
+    shape = space.shape
+    last = len(shape) == 3 and shape[2] < min(shape[:2])
+    return min(shape[:2] if last else shape[-2:]) >= SIDE
+
+
+def read(observation: Space, action: Space, name: str) -> Spaces:
+    """The spaces of an environment, which errors call `name`. Raises UsageError for those that no policy is made for.
+
+    Observations: Box, Discrete, MultiDiscrete and MultiBinary, and Dict and Tuple of these, as gymnasium flattens them.
+    Actions: Discrete, MultiDiscrete, MultiBinary and Box.
+    """
+    for leaf in _leaves(observation):
+        if not isinstance(leaf, Box | Discrete | MultiDiscrete | MultiBinary):
+            problem = f"has no network for observations of {shown(leaf)}"
+        elif not gymnasium.spaces.flatdim(leaf):
+            problem = f"has observations without a number, {shown(leaf)}"
+        elif not isinstance(leaf, Box) and gymnasium.spaces.flatdim(leaf) > MOST_VALUES:
+            problem = f"has observations of over {MOST_VALUES:,} values, {shown(leaf)}"
+        else:
+            continue
+        whole = "" if leaf is observation else f" in {shown(observation)}"
+        raise UsageError(
+            f"{name}: rl {problem}{whole}; it takes Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"
+        )
+    if not isinstance(action, Discrete | MultiDiscrete | MultiBinary | Box) or not math.prod(action.shape or ()):
+        raise UsageError(
+            f"{name}: rl has no policy for actions of {shown(action)}; it takes Discrete, MultiDiscrete, MultiBinary "
+            f"and Box, with at least one number"
+        )
+    if isinstance(observation, Box):
+        return Spaces(observation, action)
+    flat = flatten_space(observation)
+    assert isinstance(flat, Box)  # as all leaves are
+    with np.errstate(over="ignore"):  # a bound of float64 may be infinite in float32
+        vector = Box(flat.low.astype(np.float32), flat.high.astype(np.float32), dtype=np.float32)
+    parts = tuple(_parts(observation))
+    return Spaces(vector, action, parts if any(part.image for part in parts) else ())
+
+
+def _leaves(space: Space) -> Iterator[Space]:
+    """What `space` consists of, in the order in which gymnasium flattens it; an empty one, which it cannot, is one."""
+    if isinstance(space, Dict | Tuple) and len(space.spaces):
+        for inner in space.spaces.values() if isinstance(space, Dict) else space.spaces:
+            yield from _leaves(inner)
+    else:
+        yield space
+
+
+def _parts(space: Space) -> Iterator[Part]:
+    """The images in the flat vector, and what lies between them."""
+    start = stop = 0
+    for leaf in _leaves(space):
+        size = gymnasium.spaces.flatdim(leaf)
+        if is_image(leaf):
+            if start < stop:
+                yield Part(start, stop, (stop - start,), False)
+            yield Part(stop, stop + size, leaf.shape or (), True)
+            start = stop + size
+        stop += size
+    if start < stop:
+        yield Part(start, stop, (stop - start,), False)
+
+
+def shown(space: Any) -> str:
+    """A space in one line."""
+    text = " ".join(str(space).split())
+    return text if len(text) <= LENGTH else f"{text[:LENGTH]}..."
+
+
+class Actions:
+    """Makes a policy's actions those of `space`: they are counted from its start, scaled to its bounds and clipped.
+
+    A policy's actions are int64, counted from 0; or, of a Box, float32, where [-1, 1] is what lies between the two
+    bounds of a number. A number without a bound on both sides is passed as it is, clipped to the one it may have.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._dtype, self._shape = space.dtype, space.shape or ()
+        self._scaled = isinstance(space, Box)
+        self._start: Any = None
+        if isinstance(space, Box):
+            low, high = (bound.reshape(-1).astype(np.float64) for bound in (space.low, space.high))
+            bounded = (low > -BOUNDLESS) & (high < BOUNDLESS)
+            with np.errstate(invalid="ignore", over="ignore"):  # of those that have none
+                self._half = np.where(bounded, high / 2 - low / 2, 1.0)
+                self._centre = np.where(bounded, high / 2 + low / 2, 0.0)
+            self._low, self._high = low, high
+            self._whole = np.issubdtype(space.dtype, np.integer)
+        elif isinstance(space, Discrete | MultiDiscrete) and np.any(space.start):
+            self._start = space.start
+
+    def numbers(self) -> dict[str, Array]:
+        """Of a Box: what actions are multiplied by, what is added, and the two bounds, each [k] float64."""
+        return {"scale": self._half, "centre": self._centre, "low": self._low, "high": self._high}
+
+    def __call__(self, actions: Array) -> Array:
+        """Actions [n, *A] as the environment's own [n, ...], of its dtype."""
+        if self._scaled:
+            values = self._centre + self._half * actions.reshape(len(actions), -1)
+            actions = np.clip(np.rint(values) if self._whole else values, self._low, self._high)
+        elif self._start is not None:
+            actions = actions.reshape(len(actions), *self._shape) + self._start
+        return actions.reshape(len(actions), *self._shape).astype(self._dtype, copy=False)
+
+
+def to_env(space: Space, actions: Array) -> Array:
+    """Actions [n, *A] of a policy as those of `space`: see `Actions`."""
+    return Actions(space)(actions)

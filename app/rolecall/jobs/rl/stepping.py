@@ -1,0 +1,215 @@
+"""A group of environments that go on from rollout to rollout, and what is said of one that breaks or hangs.
+
+Shapes: n are the environments of a group, ... an observation's own shape, A an action's own shape.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rolecall import ProgramError, UsageError
+from rolecall.jobs.rl import RlSettings, envs
+from rolecall.jobs.rl.envs import Singles, WrongAnswerError
+from rolecall.jobs.rl.messages import Array, Done
+from rolecall.jobs.rl.spaces import Actions
+
+MOST_SEED = 2**31 - 2**17  # environment number i has the seed + i, and libraries in C++ take 31 bits
+LOOK = 1.0  # seconds between two looks at what is under way, at most
+PAUSE = 1.0  # seconds that a look may be late; later, this process was suspended
+LENGTH = 300  # characters of what an environment raised
+ABANDONED = 3  # exit code of a process that ends because of an environment
+
+
+class BrokenEnvError(ProgramError):
+    """An environment raised, or returned what is no observation or no reward: the text is one line that names it, its
+    step and its seed. What it raised is the cause.
+    """
+
+
+def abandon(line: str) -> None:
+    """Ends this process at once, with `line`: its main thread is in an environment that does not return."""
+    sys.stderr.write(f"rolecall: {line}\n")
+    sys.stderr.flush()
+    os._exit(ABANDONED)
+
+
+class Envs:
+    """`num_envs` environments, of which the first is number `first` of its observer, reset with `seed`.
+
+    `observations` [n, ...] are what they show now, in arrays that are not written to again; `rewards` [n] float32 and
+    `dones` [n] uint8 are of the last step. `returns` and `lengths` are of the episodes completed since `take_episodes`.
+
+    Where a step or a reset has not returned after ENV_TIMEOUT, `on_hang` is called with a line that says so, in another
+    thread; by default it ends the process. With `render`, `picture` shows the first environment.
+
+    Raises UsageError where they cannot be made, and BrokenEnvError where their first reset fails.
+    """
+
+    def __init__(
+        self,
+        settings: RlSettings,
+        num_envs: int,
+        seed: int,
+        first: int = 0,
+        on_hang: Callable[[str], None] = abandon,
+        render: bool = False,
+    ) -> None:
+        self._envs, self.spaces = envs.prepare(settings, num_envs, render)
+        self.env_id, self.first, self.seed = settings.env_id, first, seed % MOST_SEED
+        self._timeout, self._actions = settings.env_timeout, Actions(self.spaces.action)
+        space = self.spaces.observation
+        self._shape, self._dtype = (num_envs, *space.shape), space.dtype
+        self.observations: Array = np.zeros(self._shape, self._dtype)
+        self.rewards, self.dones = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.uint8)
+        self.returns: list[float] = []
+        self.lengths: list[int] = []
+        self._going = np.zeros(num_envs, np.uint8)  # the dones of a step that ends no episode
+        self._ended: Array = np.zeros(0, np.int64)  # the numbers of those whose episode the last step has ended
+        self._return = np.zeros(num_envs, np.float64)
+        self._steps = 0  # of the group
+        self._start = np.zeros(num_envs, np.int64)  # the group's steps before an episode's first one
+        self._episode = np.ones(num_envs, np.int64)  # its number
+        self._since = math.inf  # when the step under way began
+        self._closed = threading.Event()
+        threading.Thread(target=_watch, args=(weakref.ref(self), self._closed, self._timeout, on_hang),
+                         daemon=True).start()  # fmt: skip
+        self._since = time.monotonic()
+        try:
+            self._show(self._envs.reset(seed=self.seed)[0])
+        except (Exception, SystemExit) as error:
+            self._fail(error)
+        finally:
+            self._since = math.inf
+
+    def step(self, actions: Array) -> None:
+        """Takes `actions` [n, *A], a policy's. Raises BrokenEnvError."""
+        self._since = time.monotonic()
+        try:
+            self._steps += 1
+            observations, rewards, terminated, truncated, _ = self._envs.step(self._actions(actions))
+            self._show(observations)
+            self._pay(rewards, terminated, truncated)
+        except (Exception, SystemExit) as error:
+            self._fail(error)
+        finally:
+            self._since = math.inf
+
+    def take_episodes(self) -> list[tuple[float, int]]:
+        """The return and the steps of each episode completed since the last call."""
+        episodes = list(zip(self.returns, self.lengths, strict=True))
+        self.returns, self.lengths = [], []
+        return episodes
+
+    def picture(self) -> Array:
+        """The first environment, [height, width, 3] uint8. Raises UsageError where it shows none."""
+        with UsageError.wrap(f"ENV_ID={self.env_id}: cannot be rendered"):
+            frame = np.asarray(self._envs.render())
+        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+            raise UsageError(f"ENV_ID={self.env_id}: renders no RGB picture, but {frame.dtype} of shape {frame.shape}")
+        return frame
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._closed.set()
+        self._envs.close()
+
+    def _show(self, observations: Any) -> None:
+        seen = observations if isinstance(observations, np.ndarray) else np.asarray(observations)
+        if seen.shape != self._shape:
+            raise WrongAnswerError(f"observations of shape {seen.shape}, not {self._shape}")
+        if seen.dtype != self._dtype and not np.can_cast(seen.dtype, self._dtype, "same_kind"):
+            raise WrongAnswerError(f"observations of dtype {seen.dtype}, not {self._dtype}")
+        if not isinstance(self._envs, Singles):  # it may hand out its own buffer
+            seen = np.array(seen, self._dtype)
+        if self._dtype.kind == "f" and not is_finite(seen):
+            broken = np.flatnonzero(~np.isfinite(seen).reshape(len(seen), -1).all(1))
+            self._refuse(broken, "returned an observation that is not finite")
+        self.observations = seen
+
+    def _pay(self, rewards: Any, terminated: Any, truncated: Any) -> None:
+        paid, over = np.array(rewards, np.float32), np.logical_or(terminated, truncated)
+        if not paid.shape == over.shape == self.dones.shape:
+            raise WrongAnswerError(f"rewards of shape {paid.shape} and ends of {over.shape}, not {self.dones.shape}")
+        if self._ended.size:
+            paid[self._ended] = 0  # what the step that resets pays is no reward
+            self._start[self._ended] = self._steps
+        if not is_finite(paid):
+            broken = np.flatnonzero(~np.isfinite(paid))
+            self._refuse(broken, f"returned a reward of {np.asarray(rewards)[broken[0]]}")
+        self.rewards = paid
+        self._return += paid
+        self._ended = ended = np.flatnonzero(over)
+        if not ended.size:
+            self.dones = self._going
+            return
+        self.dones = over.astype(np.uint8) * np.uint8(Done.TRUNCATED)
+        self.dones[np.asarray(terminated, np.bool_)] = Done.TERMINATED
+        self.returns += self._return[ended].tolist()
+        self.lengths += (self._steps - self._start[ended]).tolist()
+        self._return[ended] = 0
+        self._episode[ended] += 1
+
+    # ---- what is said of one that breaks
+
+    def _refuse(self, broken: Array, what: str) -> None:
+        raise BrokenEnvError(self._line(what, int(broken[0])))
+
+    def _fail(self, error: BaseException) -> None:
+        """Raises `error` as what it is for the user."""
+        if isinstance(error, UsageError | BrokenEnvError):  # a library may make its environments at the first reset
+            raise error
+        if isinstance(error, WrongAnswerError):
+            raise BrokenEnvError(self._line(f"returned {error}")) from None
+        text = (str(error).strip().splitlines() or [""])[0][:LENGTH]
+        raise BrokenEnvError(self._line(f"raised {type(error).__name__}: {text}".removesuffix(": "))) from error
+
+    def _line(self, what: str, number: int | None = None) -> str:
+        """One line: which environment, where in its episode, and what; without a number, of the one under way."""
+        singles, n = isinstance(self._envs, Singles), len(self.dones)
+        if number is None:
+            number = self._envs.at if isinstance(self._envs, Singles) else 0 if n == 1 else None
+        if number is None:
+            who, where = f"environments {self.first} to {self.first + n - 1}", f"step {self._steps} since their reset"
+        else:
+            who, where = f"environment {self.first + number}", f"episode {self._episode[number]}"
+            reset = self._steps == 0 or self.dones[number] != Done.CONTINUES
+            where = f"reset for {where}" if reset else f"step {self._steps - self._start[number]} of {where}"
+        seed = f"seed {self.seed + (number or 0)}" if singles else f"the group's seed {self.seed}"
+        return f"ENV_ID={self.env_id}: {who}, {where}, {seed}: {what}"
+
+    def hangs(self, awake: float) -> str:
+        """A line where the step under way has taken too long, since `awake` at the earliest; empty where it has not."""
+        if time.monotonic() - max(self._since, awake) <= self._timeout:
+            return ""
+        return self._line(f"has not returned within ENV_TIMEOUT={self._timeout:g} s")
+
+
+def is_finite(numbers: Array) -> bool:
+    """Whether all numbers of an array of floats are finite."""
+    flat = numbers.ravel("K")
+    # half the time of isfinite, and no warning; the squares of large numbers may be infinite, though
+    return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(flat).all())
+
+
+def _watch(group: weakref.ref[Envs], closed: threading.Event, timeout: float, on_hang: Callable[[str], None]) -> None:
+    """Calls `on_hang` once a step of the group hangs. While this process is suspended no time passes."""
+    period = min(LOOK, timeout / 4)
+    looked = awake = time.monotonic()
+    while not closed.wait(period):
+        now, watched = time.monotonic(), group()
+        if watched is None:
+            return
+        awake, looked = now if now - looked > period + PAUSE else awake, now
+        if line := watched.hangs(awake):
+            on_hang(line)
+            return
+        del watched

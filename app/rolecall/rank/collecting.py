@@ -1,0 +1,181 @@
+"""Rank 0's collector of traces: what all workers recorded, in CHECKPOINT_DIR/trace, a file a rank and generation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall import telemetry
+from rolecall.gang.protocol import OVER, Key, name_of
+from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.tracing import HAND_OVER, Cursor
+from rolecall.trace import otlp
+from rolecall.trace.records import FOLDER
+from rolecall.trace.span_file import file_name
+
+PERIOD = 2.0  # seconds between two collections
+AT_THE_END = 0.1  # seconds between two collections once the job is over, and ranks wait for it
+AT_A_TIME = 32  # members that are asked: each may answer with a megabyte
+TIMEOUT = 2.0  # seconds of a query: all members wait for the slowest, and some have no more to wait
+EXPORT = 20.0  # seconds to write the one file, some 25 MB of spans; this rank ends after it
+REPEAT = 30.0  # seconds between two equal log lines
+Ask = Callable[[str, dict[str, Any], Collection[Key] | None, float], Awaitable[dict[Key, Any]]]
+Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
+
+
+def collector(lead: Coordinator) -> Collector:
+    """The collector of the gang that `lead` coordinates."""
+    ending = (*OVER, "draining")
+    return Collector(lead.settings.checkpoint_dir / FOLDER, lambda: lead.gang.members, lead.queries.ask,
+                     lead.files.disk.run, lambda: lead.gang.state in ending, otlp.exporter())  # fmt: skip
+
+
+async def finish(traces: Collector | None) -> None:
+    """`Collector.finish`, where there is one."""
+    if traces:
+        await traces.finish()
+
+
+@dataclass
+class Collector:
+    """Collects the spans of the gang's `members` in `folder`: a file a rank and generation. `over` says that the job is
+    over, when ranks wait for it. `disk` runs a function beside the event loop. `exporter` gets the spans too.
+    """
+
+    folder: Path
+    members: Callable[[], Collection[Key]]
+    ask: Ask
+    disk: Disk
+    over: Callable[[], bool]
+    exporter: otlp.Exporter | None = None
+
+    def __post_init__(self) -> None:
+        self._cursors: dict[Key, Cursor] = {}
+        self._ended: set[Key] = set()  # members that had nothing to add, and no worker
+        self._closing = False
+        self._wrote = False  # this process, to the folder
+        self._complained = float("-inf")
+        self._busy = asyncio.Lock()
+        self._turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def run(self) -> None:
+        """Collects until the run is to end."""
+        while not self._closing:
+            await self.collect()
+            rested = 0.0
+            while rested < PERIOD and not (self.over() and rested):
+                await asyncio.sleep(AT_THE_END)
+                rested += AT_THE_END
+
+    async def finish(self) -> None:
+        """Collects the rest of a run that ends here, for HAND_OVER seconds at most, and has it in one file."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER):
+                for _ in itertools.count():
+                    if await self.collect():
+                        break
+                    await asyncio.sleep(AT_THE_END)
+        if self.exporter:
+            await asyncio.to_thread(self.exporter.close)
+        if self._wrote:
+            await self.export()
+
+    async def collect(self, timeout: float = TIMEOUT) -> bool:
+        """Collects what there is, of all members at the same time. Returns whether no more will come of any."""
+        async with self._busy:
+            results = await asyncio.gather(
+                *(self._collect(key, timeout) for key in [*self.members()]), return_exceptions=True
+            )
+        for result in results:
+            if isinstance(result, Exception):  # whatever it is: the job goes on
+                self._complain(result)
+        return all(result is True for result in results)
+
+    async def _collect(self, key: Key, timeout: float) -> bool:
+        if key in self._ended and (self._closing or self.over()):
+            return True
+        if key not in self._cursors:
+            self._cursors[key] = await self.disk(self._resume, key)
+        more: Any = True
+        while more:
+            async with self._turns:
+                reply = (await self.ask("spans", {**self._cursors[key], "collect": True}, [key], timeout))[key]
+                if "error" in reply:
+                    telemetry.log().debug("no spans", rank=name_of(key), problem=reply["error"])
+                    return key not in self.members()
+                if reply["data"]:
+                    await self.disk(self._write, key, reply)
+            if reply["data"] and self.exporter:
+                self.exporter.export_lines(reply["process"], reply["data"])
+            self._cursors[key] = {"file": reply["file"], "offset": reply["next"]}
+            # the second time, a rank that is about to end knows that it may
+            more = reply["more"] or (reply["data"] and reply["ended"])
+        # between two generations there is no worker either
+        (self._ended.add if reply["ended"] and (self._closing or self.over()) else self._ended.discard)(key)
+        return bool(reply["ended"])
+
+    async def export(self) -> None:
+        """Has `rolecall trace` write the one file, in a process of its own, which reads all spans."""
+        command = [sys.executable, "-P", "-m", "rolecall", "trace", str(self.folder.parent)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            self._complain(error)
+            return
+        problem = ""
+        try:
+            _, output = await asyncio.wait_for(process.communicate(), EXPORT)
+            if process.returncode:
+                problem = (output.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
+        except TimeoutError:
+            problem = f"it took over {EXPORT:g} s"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if problem:
+            telemetry.log().warning("the trace is not in one file; `rolecall trace` tries again",
+                                    folder=str(self.folder), problem=problem)  # fmt: skip
+
+    def _path(self, key: Key, generation: int) -> Path:
+        return self.folder / f"{key[0]}-{key[1]}-{generation}.jsonl"
+
+    def _resume(self, key: Key) -> Cursor:
+        """Where an earlier process of rank 0 has stopped: its files are copies of the ranks', from their beginning."""
+        generations = [
+            int(path.stem.rpartition("-")[2])
+            for path in self.folder.glob(f"{key[0]}-{key[1]}-*.jsonl")
+            if path.stem.rpartition("-")[2].isdecimal()
+        ]
+        if not generations:
+            return {"file": "", "offset": 0}
+        newest = max(generations)
+        return {"file": file_name(newest, 0), "offset": self._path(key, newest).stat().st_size}
+
+    def _write(self, key: Key, reply: dict[str, Any]) -> None:
+        """Appends to the file of a rank and generation. What was written of it before is known by its size."""
+        self.folder.mkdir(exist_ok=True)
+        path, data = self._path(key, int(reply["process"]["generation"])), reply["data"].encode()
+        with path.open("ab") as file:
+            if file.tell() > reply["offset"]:
+                file.truncate(reply["offset"])  # of a write that failed halfway
+            file.write(data)
+        self._wrote = True
+
+    def _complain(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._complained > REPEAT:
+            self._complained = now
+            problem = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            telemetry.log().warning("spans are not collected", folder=str(self.folder), problem=problem)

@@ -1,0 +1,243 @@
+"""The page at rank 0's METRICS_PORT: what it shows now, as HTML, as JSON, and as a stream of server-sent events.
+
+Whoever reaches the port may read it, as the metrics. Only while somebody does, ranks are asked for their statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from typing import Any
+
+from aiohttp import web
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.gang.protocol import OVER, name_of
+from rolecall.job.describe import Description
+from rolecall.page import render, state
+from rolecall.page.rates import Rates
+from rolecall.page.state import Gang, Member, Titles
+from rolecall.rank import stats, tasks
+from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.queries import Replies
+from rolecall.run import report, rundir
+from rolecall.trace import stack_report
+
+MOST_WATCHERS = 32
+PERIOD = 1.0  # seconds between two events
+ASKED = 2.0  # seconds between two questions for statistics, and until one has no answer
+MOST_ASKED = 100  # ranks at a time: all at once would keep the coordinator from their heartbeats
+LAST = 1.0  # seconds for watchers to take the last state
+PATIENCE = 5.0  # seconds for a watcher to take what was sent before
+ANALYSED = 15.0  # seconds for all ranks' stacks
+STACKS = "stacks in words"  # the query to rank 0 for them
+INTEREST = 10.0  # seconds that a reader of the JSON counts as a watcher
+Sections = dict[str, bytes]
+
+
+class Site:
+    """Serves one rank's page. Only rank 0's is led by a coordinator, once there is a gang."""
+
+    def __init__(self, job: Description, settings: Settings, first: bool) -> None:
+        self.job, self.settings, self._first = job, settings, first
+        self.lead: Coordinator | None = None
+        self.rates = Rates()
+        self._titles = Titles(job.name, job.summary, job.score, job.unit, job.lower, job.version)
+        self._values = report.settings_of(settings, job.settings)
+        self._watchers = set[asyncio.Task[None]]()
+        self._interest = float("-inf")  # when somebody read the JSON
+        self._asked = 0  # the place of the rank that is asked next
+        self._sections: Sections = {}
+        self._news = asyncio.Event()  # replaced with each new state
+        self._loops = dict[str, asyncio.Task[None]]()
+        self._summary: dict[str, Any] | None = None
+        self._closing = False
+        self._recent: tuple[float, dict[str, Any]] | None = None  # a state, and when it was built
+
+    def lead_by(self, lead: Coordinator, replies: Replies) -> None:
+        """Shows the gang of `lead`, whose report has the page too; `replies` are rank 0's."""
+        self.lead, lead.files.page = lead, self.final
+        replies.on(STACKS, self._stacks)
+
+    async def _stacks(self, arguments: dict[str, Any]) -> dict[str, str]:
+        """The stacks of all ranks, or of those in `only`, as text, with who waits for whom."""
+        assert self.lead is not None
+        replies = await self.lead.queries.ask("stacks", timeout=ANALYSED)
+        only = arguments.get("only")
+        named = {name_of(key): reply for key, reply in replies.items()}
+        return {"text": await asyncio.to_thread(stack_report.text, named, only)}
+
+    def routes(self) -> list[web.RouteDef]:
+        """What it serves."""
+        return [
+            web.get("/", self._page),
+            web.get("/page/state", self._state),
+            web.get("/page/events", self._events, allow_head=False),
+        ]
+
+    async def close(self) -> None:
+        """Sends watchers the last state, and ends their streams."""
+        self._closing = True
+        await tasks.cancel(self._loops.values())
+        if self._watchers and self.lead:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST):
+                    await self._read_summary()
+            self._publish()
+            await asyncio.wait(self._watchers, timeout=LAST)
+        await tasks.cancel({*self._watchers})
+
+    # ---- what it shows
+
+    def state(self, now: float | None = None) -> dict[str, Any]:
+        """What the page shows now. Only at rank 0, once there is a gang."""
+        assert self.lead is not None
+        gang, now = self.lead.gang, time.monotonic() if now is None else now
+        members = {
+            key: Member(member.heartbeat.worker, now - member.received_at, member.leaving, member.heartbeat.node)
+            for key, member in gang.members.items()
+        }
+        view = Gang(
+            gang.state, gang.reason, now - gang.since, tuple(gang.missing(now)) if gang.state == "gathering" else (),
+            gang.generation.number, gang.generation.keys, dict(gang.generation.lost), members,
+        )  # fmt: skip
+        return state.of_gang(
+            self._titles, self.job.roles, view, self.lead.files.journal.history, self.rates, self._values, time.time(),
+            self._summary,
+        )  # fmt: skip
+
+    def _shared(self) -> dict[str, Any]:
+        """The state of the last second: strangers who ask for it again and again cost no more than one."""
+        now = time.monotonic()
+        if self._recent is None or now - self._recent[0] >= PERIOD:
+            shown = self.state()
+            self._recent = time.monotonic(), shown
+        return self._recent[1]
+
+    def final(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """What the page shows of the run that has ended as `summary` says."""
+        return state.ended(self.state(), summary)
+
+    def _publish(self) -> None:
+        """Makes the state of this moment the newest one, and wakes the watchers."""
+        shown = self.state()
+        self._sections = {name: json.dumps(value, allow_nan=False).encode() for name, value in shown.items()}
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    @property
+    def _watched(self) -> bool:
+        return bool(self._watchers) or time.monotonic() - self._interest < INTEREST
+
+    def _begin(self) -> None:
+        """Starts the loops, unless they run."""
+        for loop in (self._publish_forever, self._ask_forever):
+            task = self._loops.get(loop.__name__)
+            if (task is None or task.done()) and not self._closing:
+                task = self._loops[loop.__name__] = asyncio.create_task(loop())
+                task.add_done_callback(self._stopped)
+
+    def _stopped(self, loop: asyncio.Task[None]) -> None:
+        """Logs why a loop has failed, and ends the streams: the pages ask again, and say so meanwhile."""
+        if not loop.cancelled() and (error := loop.exception()):
+            telemetry.log().error("the page stands still", problem=f"{type(error).__name__}: {error}")
+            for watcher in self._watchers:
+                watcher.cancel()
+
+    async def _publish_forever(self) -> None:
+        while self._watched:
+            self._publish()
+            await asyncio.sleep(PERIOD)
+
+    async def _ask_forever(self) -> None:
+        assert self.lead is not None
+        while self._watched:
+            if self.lead.gang.state in OVER:
+                await self._read_summary()
+            else:
+                here = sorted(self.lead.gang.members)
+                self._asked = self._asked if self._asked < len(here) else 0
+                some = here[self._asked : self._asked + MOST_ASKED]
+                self._asked += MOST_ASKED
+                self.rates.take(await self.lead.queries.ask(stats.WHAT, to=some, timeout=ASKED), set(here))
+            await asyncio.sleep(ASKED)
+
+    async def _read_summary(self) -> None:
+        """Reads how the run went, once that is on disk."""
+        assert self.lead is not None
+        if self._summary is None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there yet
+                path, history = self.settings.checkpoint_dir / rundir.SUMMARY, self.lead.files.journal.history
+                summary = dict(json.loads(await self.lead.files.disk.run(path.read_text)))
+                # not that of an earlier end
+                if (summary["state"], summary["generations"]) == (self.lead.gang.state, history.generations):
+                    self._summary = summary
+
+    # ---- requests
+
+    def _absent(self) -> web.Response | None:
+        """The answer where there is nothing to show."""
+        if not self._first:
+            s = self.settings
+            where = f"this is no rank 0; the page is at METRICS_PORT of {name_of((self.job.roles[0].name, 0))}"
+            return web.Response(text=f"{where} (MASTER_ADDR={s.master_addr})\n", status=404)
+        if self.lead is None:
+            return web.Response(text="rank 0 is starting; try again\n", status=503, headers={"Retry-After": "2"})
+        return None
+
+    async def _page(self, _: web.Request) -> web.Response:
+        if absent := self._absent():
+            return absent
+        nonce = secrets.token_urlsafe(18)
+        return web.Response(text=render.live(self._shared(), nonce), content_type="text/html", charset="utf-8",
+                            headers=render.headers(nonce))  # fmt: skip
+
+    async def _state(self, _: web.Request) -> web.Response:
+        if absent := self._absent():
+            return absent
+        self._interest = time.monotonic()
+        self._begin()
+        return web.json_response(self._shared(), headers=render.HEADERS)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if absent := self._absent():
+            return absent
+        if len(self._watchers) >= MOST_WATCHERS or self._closing:
+            return web.Response(text=f"{MOST_WATCHERS} pages are open already\n", status=503,
+                                headers={"Retry-After": "10"})  # fmt: skip
+        response = web.StreamResponse(headers={**render.HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        task = asyncio.create_task(self._send(response))
+        self._watchers.add(task)
+        self._begin()
+        try:
+            await asyncio.wait({task})
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                raise error
+        except (ConnectionError, TimeoutError):  # it has gone, or does not read
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            task.cancel()
+            self._watchers.discard(task)
+        return response
+
+    async def _send(self, response: web.StreamResponse) -> None:
+        """Sends a watcher the sections of the state that have changed since it was sent them, again and again."""
+        sent: Sections = {}
+        await response.write(b"retry: 2000\n\n")
+        while True:
+            news, closing = self._news, self._closing
+            changed = {name: content for name, content in self._sections.items() if sent.get(name) != content}
+            sent = self._sections
+            if changed:
+                data = b",".join(json.dumps(name).encode() + b":" + content for name, content in changed.items())
+                async with asyncio.timeout(PATIENCE):
+                    await response.write(b"data: {" + data + b"}\n\n")
+            if closing:
+                return
+            await news.wait()

@@ -1,0 +1,85 @@
+"""What a rank's supervisor replies to the query `stats`: counters and gauges of its worker, and its newest log errors.
+
+Counters are cumulative, so whoever asks takes rates between two replies (page/rates.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from datetime import datetime
+from typing import Any
+
+import psutil
+
+from rolecall import telemetry
+from rolecall.rank.queries import Replies
+from rolecall.rank.worker_manager import WorkerManager
+from rolecall.telemetry import PREFIX, WorkerFiles
+
+WHAT = "stats"
+# names of samples, without the prefix
+BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
+# of rank 0
+VALUES = ("step", "epoch", "done_total", "left_seconds", "loss", "score")
+COUNTS = {"rpc_calls_total": "calls", "rpc_failures_total": "failures", "rpc_sent_bytes_total": "sent",
+          "rpc_received_bytes_total": "received"}  # fmt: skip
+SHOWN = 1500  # characters of a traceback
+LEFT_OUT = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
+
+
+def register(replies: Replies, workers: WorkerManager) -> None:
+    """Has `replies` answer with the statistics of this rank."""
+    started = time.time()
+
+    async def reply(_: dict[str, Any]) -> dict[str, Any]:
+        worker = workers.worker
+        values = {
+            "worker_bytes": worker.resident_bytes() if worker else 0,
+            "supervisor_bytes": psutil.Process().memory_info().rss,
+            "worker_starts": next(iter(workers.metrics.worker_starts.collect())).samples[0].value,
+        }
+        methods, gauges = await asyncio.to_thread(of_files, workers.files)  # which are merged, in milliseconds
+        at = time.monotonic()
+        return {"started": started, "at": at, "methods": methods, "values": {**values, **gauges}, "log": events()}
+
+    replies.on(WHAT, reply)
+
+
+def of_files(files: WorkerFiles) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """The counters of the remote calls that this rank's workers have made, by method, and VALUES, from their files."""
+    methods: dict[str, dict[str, Any]] = {}
+    values: dict[str, float] = {}
+    for family in files.collect():
+        for sample in family.samples:
+            name, labels = sample.name.removeprefix(PREFIX), sample.labels
+            if name in VALUES and math.isfinite(sample.value):  # JSON has no others
+                values[name] = sample.value
+            if name not in (*COUNTS, BUCKETS, CALLEE):
+                continue
+            method = methods.setdefault(labels["method"], dict.fromkeys(COUNTS.values(), 0.0) | {"roles": [], "le": {}})
+            if name in COUNTS:
+                method[COUNTS[name]] = sample.value
+            elif name == CALLEE:
+                method["roles"].append(labels["callee"])
+            else:
+                method["le"][float(labels["le"])] = sample.value
+    for method in methods.values():
+        bounds = (*telemetry.LATENCY, float("inf"))
+        method["buckets"] = [method["le"].get(bound, 0.0) for bound in bounds]
+        del method["le"]
+    return methods, values
+
+
+def events() -> list[tuple[float, str, str]]:
+    """The newest warnings and errors that this process has logged: Unix time, level, and text with its fields."""
+    return [_event(event) for event in [*telemetry.recent]]
+
+
+def _event(event: dict[str, Any]) -> tuple[float, str, str]:
+    fields = " ".join(f"{name}={value}" for name, value in event.items() if name not in LEFT_OUT)
+    text = f"{event['event']} {fields}".strip()
+    if trace := str(event.get("exception") or ""):
+        text += "\n" + trace[-SHOWN:]
+    return datetime.fromisoformat(event["timestamp"]).timestamp(), str(event["level"]), text

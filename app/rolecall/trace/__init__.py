@@ -1,0 +1,1 @@
+"""Traces: what all ranks do, and what they wait for, on one time line."""

@@ -1,0 +1,44 @@
+"""`rolecall doctor` beside ranks that run: all is well, and it disturbs nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from rolecall.tunnel import keys
+from tests.integration.cluster import DEADLINE, ROOT, Cluster, Rank
+
+
+def examined(rank: Rank, code: int, **changes: str) -> dict[str, dict[str, Any]]:
+    """What a doctor with the rank's environment says, by check; it ends with `code`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rolecall", "doctor", "--json"], env={**rank.environment, **changes}, cwd=ROOT,
+        capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    assert done.returncode == code, done.stdout
+    assert done.stderr == ""
+    assert rank.environment["JOB_TOKEN"] not in done.stdout
+    return {check["name"]: check for check in told["checks"]}
+
+
+def test_ranks_that_are_well(kept: Cluster) -> None:
+    generation, text = kept.agent.metric("generation"), kept.agent.text()
+    for rank in (kept.agent, kept.observer(0)):
+        checks = examined(rank, 0)
+        unchecked = {"certificate"} if rank is kept.agent else {"certificate", "locks"}
+        assert {name for name, check in checks.items() if check["state"] == "not checked"} == unchecked, checks
+        assert {name for name, check in checks.items() if check["state"] == "problem"} == set(), checks
+        assert all("is held by this rank, which runs" in checks[name]["text"] for name in ("PORT", "METRICS_PORT"))
+        assert checks["rank 0"]["text"] == "it answers; the gang is running"
+    assert kept.agent.metric("generation") == generation
+    assert "a stranger was sent away" not in kept.agent.text()[len(text) :]
+    kept.trains()
+
+
+def test_a_rank_with_another_token_beside_them(kept: Cluster) -> None:
+    checks = examined(kept.observer(0), 2, JOB_TOKEN=keys.new_token())
+    assert {name for name, check in checks.items() if check["state"] == "problem"} == {"token", "TLS handshake"}
+    kept.trains()

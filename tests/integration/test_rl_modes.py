@@ -1,0 +1,75 @@
+"""The ways to run `rl`, and that a kill never mixes sequences, whatever the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from rolecall.job import checkpoint
+from tests.integration.cluster import Cluster, until
+
+MakeCluster = Callable[..., Cluster]
+MODULE = "tests.integration.remembering"
+
+
+@pytest.mark.parametrize(("inference", "pipeline"), [("agent", "1"), ("observer", "0")])
+def test_a_kill_mixes_no_sequences(cluster: MakeCluster, inference: str, pipeline: str) -> None:
+    """The policy's state says which observation must come next, when it acts and when it learns."""
+    job = cluster(ENV_ID=f"{MODULE}:Steps-v0", POLICY=f"{MODULE}:build", NORMALIZE="0", INFERENCE=inference,
+                  PIPELINE=pipeline, SEQUENCE_STEPS="5", EPOCHS="2", CHECKPOINT_INTERVAL="0.2",
+                  SOLVED_BY="never").start()  # fmt: skip
+    job.trains()
+    job.observer(0).kill_worker()
+    until(lambda: job.members() == 2, "the observer to be back")
+    job.trains()
+    generation = job.agent.metric("generation")
+    job.agent.kill_worker()
+    until(lambda: job.agent.metric("generation") > generation, "the next generation")
+    job.trains()
+    assert "mixed" not in job.logs()
+    assert job.agent.metric("gang_restarts_total", cause="failed") == 0
+    samples = job.agent.metrics()
+    ages = {
+        labels: value for (name, labels), value in samples.items() if name == "rolecall_rl_policy_age_versions_bucket"
+    }
+    # what acts is never more than one version old
+    assert ages[(("le", "1.0"),)] == ages[(("le", "+Inf"),)] > 0
+
+
+def test_statistics_survive_the_agent(cluster: MakeCluster) -> None:
+    """Those of the observations are in the checkpoint, and go on from there."""
+    job = cluster(ENV_ID=f"{MODULE}:Steps-v0", MEMORY="gru", INFERENCE="observer", SOLVED_BY="never",
+                  CHECKPOINT_INTERVAL="0.2").start()  # fmt: skip
+    job.trains()
+    for rank in job.ranks.values():
+        rank.terminate()
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
+    first = _statistics(job)
+    for rank in job.ranks.values():
+        rank.start()
+    job.trains()
+    for rank in job.ranks.values():
+        rank.terminate()
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
+    second = _statistics(job)
+    assert second["count"] > first["count"] > 0
+    assert second["samples"] - second["count"] == first["samples"] - first["count"] == 0
+
+
+def _statistics(job: Cluster) -> dict[str, float]:
+    newest = checkpoint.Checkpoints(job.checkpoints, "rl").newest()
+    assert newest is not None
+    return {
+        "count": float(newest.state["learner"]["model"]["normalizer.count"]),
+        "samples": float(newest.state["samples"]),
+    }
+
+
+@pytest.mark.parametrize("space", ["Acts-box-v0", "Shows-mixed-v0"])
+def test_other_spaces_are_solved(cluster: MakeCluster, space: str) -> None:
+    job = cluster(ENV_ID=f"tests.integration.environments:{space}", PIPELINE="1", MINIBATCHES="4", EPOCHS="10",
+                  LR="0.003", HIDDEN_SIZE="32", MAX_ITERATIONS="400").start(1)  # fmt: skip
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    assert json.loads((job.checkpoints / "DONE").read_text())["solved"] is True, job.logs()

@@ -1,0 +1,66 @@
+"""`rolecall stacks` with ranks that wait for each other for ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rolecall.watch import stacks
+from tests.integration.cluster import ROOT, TOKEN, Cluster, until
+
+MakeCluster = Callable[..., Cluster]
+FILE = ROOT / "tests" / "integration" / "deadlocked.py"
+
+
+@pytest.fixture
+def ask(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Starts the job; what is asked is asked again until what is waited for has lasted long enough to be told."""
+    monkeypatch.setenv("JOB_TOKEN", TOKEN)
+
+    def start(kind: str) -> Callable[..., str]:
+        job = cluster(JOB=str(FILE), KIND=kind, LEASE_SECONDS="60", RPC_TIMEOUT="120", STUCK_SECONDS="600").start(2)
+        until(lambda: job.members() == 2 and job.first.metric("worker_state", state="running"), "all ranks' start")
+
+        def asked(text: str, *words: str) -> str:
+            def output() -> str:
+                assert stacks.run([job.first.environment["METRICS_PORT"], *words]) == 0
+                printed = capsys.readouterr().out
+                return printed if text in printed else ""
+
+            return str(until(output, text))
+
+        return asked
+
+    return start
+
+
+def test_a_lock_and_a_call_back_are_a_deadlock_while_another_rank_holds_the_gil(ask: Any) -> None:
+    asked = ask("lock")
+    text = asked("deadlock:")
+    assert "deadlock: lead 0 > worker 0 > lead 0\n" in text
+    assert (
+        "serves take_lock for worker 0: waits for the lock LOCK\n    take_lock (tests/integration/deadlocked.py:"
+        in text
+    )
+    assert "s for lead 0 (take_lock)\n    ask_back (" in text
+    text = asked("worker 1: no heartbeat for", "worker-1")
+    assert "lead 0: running" not in text
+    assert "  serves hold_the_gil for lead 0: " in text
+    assert "holds the GIL\n    hold_the_gil (" in text
+    assert "s: a thread holds the GIL" in text
+    reply = json.loads(asked("deadlocks", "worker", "--json"))
+    assert reply["deadlocks"] == [["lead 0", "worker 0", "lead 0"]]
+    assert [*reply["ranks"]] == ["worker 0", "worker 1"]
+    assert {(each["rank"], each["to"], each["what"]) for each in reply["waits"]} == {
+        ("lead 0", "worker 0", "ask_back"), ("lead 0", "worker 1", "hold_the_gil"), ("worker 0", "lead 0", "take_lock"),
+    }  # fmt: skip
+
+
+def test_threads_that_wait_for_answers_which_need_one_of_them_are_a_deadlock(ask: Any) -> None:
+    text = ask("threads")("deadlock:")
+    assert "deadlock: lead 0 > lead 0 (its 16 RPC threads wait for answers, and an answer needs one of them)" in text
+    assert "16 threads: serves ask_worker for worker 0: waits" in text
+    assert "for lead 0 (16 calls of ask_worker)" in text

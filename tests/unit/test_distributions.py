@@ -1,0 +1,281 @@
+"""The actions' distributions against torch's, and what is sampled against what they say of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from torch import Tensor, distributions
+
+from rolecall.jobs.rl.distributions import (
+    LEAST_VARIANCE,
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Gaussian,
+    MultiCategorical,
+    StateDependent,
+    distribution,
+)
+from rolecall.jobs.rl.spaces import Space
+
+SPACES: list[tuple[Space, int]] = [
+    (Discrete(3), 0),
+    (Discrete(4, start=-2), 0),
+    (MultiDiscrete([2, 3, 4]), 0),
+    (MultiDiscrete([[2, 3], [4, 2]]), 0),
+    (MultiBinary(3), 0),
+    (MultiBinary([2, 2]), 0),
+    (Box(-1, 1, (2,), np.float32), 0),
+    (Box(-1, 1, (2, 3), np.float32), 0),
+    (Box(-1, 1, (2,), np.float32), 5),
+]
+EVERY = pytest.mark.parametrize(("space", "features"), SPACES, ids=lambda value: str(value).replace("\n", ""))
+
+
+def prepared(space: Space, features: int) -> Distribution:
+    """With deviations that are not all the same."""
+    built = distribution(space, features)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter += torch.randn(parameter.shape) / 3
+    return built
+
+
+def plain(built: Distribution, parameters: Tensor) -> Any:
+    """torch's own, whose log probabilities and entropies are [m, k] or [m]; a list for choices of several kinds."""
+    match built:
+        case Categorical():
+            return [distributions.Categorical(logits=parameters)]
+        case MultiCategorical():
+            return [distributions.Categorical(logits=logits) for logits in parameters.split(built.counts, -1)]
+        case Bernoulli():
+            return [distributions.Independent(distributions.Bernoulli(logits=parameters), 1)]
+        case Gaussian():
+            return [distributions.Independent(distributions.Normal(parameters, built.log_std.exp()), 1)]
+        case StateDependent():
+            mean, features = parameters.split(built.split, -1)
+            # one number at a time: the sum of independent numbers' variances
+            deviation = torch.stack(
+                [
+                    sum((seen * deviation) ** 2 for seen, deviation in zip(row, column, strict=True)).sqrt()
+                    for row in features
+                    for column in built.log_std.exp().T
+                ]
+            ).reshape(mean.shape)
+            return [distributions.Independent(distributions.Normal(mean, deviation), 1)]
+    raise AssertionError(built)
+
+
+def parts_of(built: Distribution, actions: Tensor) -> list[Tensor]:
+    return list(actions.unbind(-1)) if isinstance(built, MultiCategorical) else [actions.to(torch.float32)]
+
+
+@EVERY
+def test_log_probabilities_and_entropies_are_torchs(space: Space, features: int) -> None:
+    torch.manual_seed(1)
+    built = prepared(space, features)
+    parameters = torch.randn(7, built.size) * 2
+    actions, theirs = built.sample(parameters), plain(built, parameters)
+    log_probabilities = sum(
+        part.log_prob(chosen) for part, chosen in zip(theirs, parts_of(built, actions), strict=True)
+    )
+    assert built.log_probability(parameters, actions).shape == (7,)
+    torch.testing.assert_close(built.log_probability(parameters, actions), log_probabilities, rtol=1e-4, atol=1e-4)
+    assert built.entropy(parameters).shape == (7,)
+    torch.testing.assert_close(built.entropy(parameters), sum(part.entropy() for part in theirs), rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+@pytest.mark.parametrize("what", ["log_probability", "entropy"])
+def test_gradients_are_torchs(space: Space, features: int, what: str) -> None:
+    """With respect to the network's numbers and to the distribution's own."""
+    torch.manual_seed(2)
+    built = prepared(space, features)
+    parameters = torch.randn(5, built.size, requires_grad=True)
+    actions, theirs = built.sample(parameters).detach(), plain(built, parameters)
+    if what == "entropy":
+        mine, whole = built.entropy(parameters), sum(part.entropy() for part in theirs)
+    else:
+        mine = built.log_probability(parameters, actions)
+        whole = sum(part.log_prob(chosen) for part, chosen in zip(theirs, parts_of(built, actions), strict=True))
+    learned = [parameters, *built.parameters()]
+    pairs = zip(*(torch.autograd.grad(out.sum(), learned, allow_unused=True) for out in (mine, whole)), strict=True)
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@EVERY
+def test_what_is_sampled_has_the_density_that_is_said(space: Space, features: int) -> None:
+    """The mean of -log p over samples of p is p's entropy; any other q than p has more."""
+    draws = 20_000
+    torch.manual_seed(3)
+    built = prepared(space, features)
+    parameters = torch.randn(1, built.size).expand(draws, -1)
+    information = -built.log_probability(parameters, built.sample(parameters)).detach()
+    entropy = float(built.entropy(parameters[:1]).detach())
+    assert abs(float(information.mean()) - entropy) < 6 * float(information.std()) / draws**0.5
+
+
+@EVERY
+def test_actions_are_as_they_travel(space: Space, features: int) -> None:
+    torch.manual_seed(4)
+    built = prepared(space, features)
+    parameters = torch.randn(6, built.size)
+    shape = (6,) if isinstance(space, Discrete) else (6, math.prod(space.shape or ()))
+    kind = torch.float32 if isinstance(space, Box) else torch.int64
+    for actions in (built.sample(parameters), built.best(parameters)):
+        assert (tuple(actions.shape), actions.dtype) == (shape, kind)
+
+
+@EVERY
+def test_best_is_the_most_probable(space: Space, features: int) -> None:
+    torch.manual_seed(5)
+    built = prepared(space, features)
+    parameters = torch.randn(50, built.size)
+    highest = built.log_probability(parameters, built.best(parameters))
+    for _ in range(20):
+        assert bool((built.log_probability(parameters, built.sample(parameters)) <= highest + 1e-6).all())
+
+
+# ---- choices
+
+
+PROBABILITIES = [[0.5, 0.3, 0.2], [0.02, 0.08, 0.9], [1 / 3, 1 / 3, 1 / 3]]
+
+
+def frequencies_are(chosen: Tensor, probabilities: list[float]) -> None:
+    for action, p in enumerate(probabilities):
+        deviation = (p * (1 - p) / len(chosen)) ** 0.5
+        assert abs(float((chosen == action).float().mean()) - p) < 6 * deviation
+
+
+def test_actions_are_drawn_with_their_probabilities() -> None:
+    draws = 30_000
+    torch.manual_seed(11)
+    chosen = Categorical(3).sample(torch.tensor(PROBABILITIES).log().repeat_interleave(draws, 0)).reshape(3, draws)
+    for row, probabilities in zip(chosen, PROBABILITIES, strict=True):
+        frequencies_are(row, probabilities)
+
+
+def test_choices_of_one_action_are_independent() -> None:
+    draws = 30_000
+    torch.manual_seed(12)
+    logits = torch.tensor([0.5, 0.5, 0.1, 0.2, 0.7]).log().expand(draws, -1)
+    one, other = MultiCategorical([2, 3]).sample(logits).unbind(-1)
+    frequencies_are(one, [0.5, 0.5])
+    frequencies_are(other, [0.1, 0.2, 0.7])
+    frequencies_are(other[one == 0], [0.1, 0.2, 0.7])
+
+
+def test_switches_are_drawn_with_their_probabilities() -> None:
+    draws = 30_000
+    torch.manual_seed(13)
+    p = torch.tensor([0.1, 0.5, 0.98])
+    chosen = Bernoulli(3).sample(torch.logit(p).expand(draws, -1))
+    for switch, likely in zip(chosen.T, p.tolist(), strict=True):
+        frequencies_are(switch, [1 - likely, likely])
+    frequencies_are(chosen[:, 1][chosen[:, 0] == 1], [0.5, 0.5])
+
+
+def test_draws_are_independent_of_their_neighbours() -> None:
+    draws = 30_000
+    torch.manual_seed(14)
+    logits = torch.zeros(draws, 2)
+    chosen, again = Categorical(2).sample(logits), Categorical(2).sample(logits)
+    for pair in (chosen[1:] == chosen[:-1], chosen == again):
+        assert abs(float(pair.float().mean()) - 0.5) < 6 * 0.5 / draws**0.5
+
+
+def test_an_impossible_action_is_never_drawn() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.0]]).log().expand(10_000, -1)
+    assert set(Categorical(3).sample(logits).tolist()) == {1}
+
+
+# ---- real numbers
+
+
+def moments_are(samples: Tensor, mean: Tensor, deviation: Tensor) -> None:
+    """Of samples [m, k], whose numbers are independent."""
+    draws = len(samples)
+    scaled = (samples - mean) / deviation
+    assert bool((scaled.mean(0).abs() < 6 / draws**0.5).all())
+    assert bool((scaled.var(0) - 1).abs().max() < 6 * (2 / draws) ** 0.5)
+    assert abs(float((scaled[:, 0] * scaled[:, 1]).mean())) < 6 / draws**0.5
+
+
+def test_a_gaussian_has_the_moments_that_are_said() -> None:
+    torch.manual_seed(15)
+    built = Gaussian(2)
+    with torch.no_grad():
+        built.log_std += torch.tensor([-1.0, 0.5])
+    parameters = torch.tensor([[3.0, -2.0]])
+    samples = built.sample(parameters.expand(30_000, -1)).detach()
+    moments_are(samples, parameters[0], torch.tensor([-1.0, 0.5]).exp())
+    assert built.draw(4) is None
+    assert not torch.equal(samples[1:], samples[:-1])
+
+
+class TestStateDependent:
+    """gSDE: two actions, three features."""
+
+    parameters = torch.tensor([[3.0, -2.0, 0.5, -0.8, 0.1]])
+
+    def built(self) -> StateDependent:
+        built = StateDependent(2, 3)
+        with torch.no_grad():
+            built.log_std += torch.tensor([[0.5, -1.0], [0.0, 1.0], [2.0, 0.0]])
+        return built
+
+    def test_noise_drawn_anew_has_the_moments_that_are_said(self) -> None:
+        torch.manual_seed(16)
+        built, rows = self.built(), self.parameters.expand(30_000, -1)
+        noise = built.draw(len(rows))
+        assert noise is not None
+        samples = built.sample(rows, noise).detach()
+        deviation = ((2 * built.log_std).exp() * self.parameters[0, 2:, None] ** 2).sum(0).sqrt().detach()
+        moments_are(samples, self.parameters[0, :2], deviation)
+        assert torch.equal(built.best(rows), rows[:, :2])
+
+    def test_the_same_noise_gives_the_same_actions(self) -> None:
+        torch.manual_seed(17)
+        built, rows = self.built(), torch.randn(4, 5)
+        noise = built.draw(4)
+        assert noise is not None
+        assert noise.shape == (4, 3, 2)
+        assert torch.equal(built.sample(rows, noise), built.sample(rows, noise))
+        assert not torch.equal(built.sample(rows), built.sample(rows))
+        assert not torch.equal(noise[0], noise[1])
+        other = built.draw(4)
+        assert other is not None
+        assert not torch.equal(noise, other)
+
+    def test_actions_change_as_smoothly_as_the_features(self) -> None:
+        torch.manual_seed(18)
+        built = self.built()
+        noise = built.draw(1)
+        assert noise is not None
+        features = torch.linspace(0, 1, 11)[:, None] * torch.tensor([[0.5, -0.8, 0.1]])
+        rows = torch.cat((torch.zeros(11, 2), features), 1)
+        actions = built.sample(rows, noise.expand(11, -1, -1)).detach()
+        torch.testing.assert_close(actions[1:] - actions[:-1], actions[1:2].expand(10, -1))  # a straight line
+        assert float(actions[-1].abs().min()) > 0
+
+    def test_without_any_feature_the_density_is_finite(self) -> None:
+        built = self.built()
+        rows = torch.zeros(1, 5)
+        assert float(built.entropy(rows).detach()) == pytest.approx(
+            math.log(2 * math.pi * math.e) + math.log(LEAST_VARIANCE), rel=1e-4
+        )
+        assert bool(built.log_probability(rows, torch.zeros(1, 2)).isfinite().all())
+
+
+def test_what_is_no_action_space_is_refused() -> None:
+    with pytest.raises(ValueError, match="no distribution over Dict"):
+        distribution(Dict({"a": Discrete(2)}))

@@ -20,7 +20,7 @@ from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE, Budget, Effect, Verdict
 from rolecall.job import describe
 from rolecall.rank.coordinator import Coordinator
-from rolecall.run import rundir
+from rolecall.run import history, rundir
 from rolecall.run.rundir import Persisted
 from rolecall.watch.local import free_ports
 
@@ -168,6 +168,19 @@ def test_nobody_is_told_before_the_disk_knows(tmp_path: Path) -> None:
             assert lead.gang.state == "gathering"
             assert lead.gang.tick(0.0) == Effect("failed", verdict=VERDICT) == lead.gang.tick(1.0)
             assert lead.gang.state == "gathering"
+
+    run(steps())
+
+
+@pytest.mark.parametrize("effect", [Effect("done", summary={}), Effect("failed", verdict=VERDICT)])
+def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, effect: Effect) -> None:
+    """A rank 0 that is killed next, before its report, writes the report from that."""
+
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            lead.files.record([("start", 0, 1.0, 1.0), ("train", 0, 1.0, 0.0), ("score", 7, 2.0, 0.5)])
+            assert await lead.files.persist(effect)
+            assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
 
     run(steps())
 

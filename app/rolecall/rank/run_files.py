@@ -156,6 +156,8 @@ class RunFiles:
 
     async def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there."""
+        if effect.kind != "begin":  # a rank 0 that is killed after DONE reports the run by its history
+            await self.journal.save()
         return await self._patiently(self._persist, effect)
 
     def _persist(self, effect: Effect) -> bool:

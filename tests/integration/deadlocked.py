@@ -75,4 +75,4 @@ def hold_the_gil() -> None:
 
 
 MEET = threading.Barrier(16)
-JOB = Job([Role("lead", lead), Role("worker", work, count="workers", minimum=1)], settings=Deadlocked)
+JOB = Job([Role("lead", lead), Role("worker", work, count="workers", minimum=2)], settings=Deadlocked)

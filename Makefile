@@ -17,6 +17,8 @@ JOB ?= rl
 KILLS ?= 50
 SEED ?= 1
 LOAD ?= 0
+# settings of the job, such as "UPDATE_MODE=local WIRE_DTYPE=int8"
+SET ?=
 # Kubernetes: the installed kubectl, or a downloaded one; a kustomization of your own to check
 KUBECTL := $(or $(shell command -v kubectl),build/kubectl)
 OVERLAY ?=
@@ -30,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push sbom token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-trace peers bench-rl-quality bench-peers chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push sbom token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -190,8 +192,11 @@ bench-ps: $(READY) ## measures the parameter server's speed, accuracy and growth
 bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity (15 to 20 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_rnn
 
-bench-hybrid: $(READY) ## measures the hybrid job's speed by size of the table, and its accuracy (5 minutes; BENCH_JSON=FILE)
+bench-hybrid: $(READY) ## measures the hybrid job's speed beside DDP and (after make peers) TorchRec and by size of the table, and its accuracy (15 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_hybrid
+
+bench-hashed: $(READY) ## measures a hashed table: memory for 100 million distinct ids, speed, accuracy at equal memory (15 minutes; BENCH_JSON=FILE ARGS="--ids 1e6")
+	$(BIN)/python -m tests.benchmarks.bench_hashed $(ARGS)
 
 bench-connect: $(READY) ## measures what it costs to connect 4 to 128 workers (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_connect
@@ -202,6 +207,9 @@ bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how 
 bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step (5 minutes; BENCH_JSON=FILE)
 	$(BIN)/python -m tests.benchmarks.bench_start
 
+bench-table: $(READY) ## measures the hybrid job's speed with a table three times larger than its memory (root, 5 minutes; BENCH_JSON=FILE, ARGS="--quick")
+	$(BIN)/python -m tests.benchmarks.bench_table $(ARGS)
+
 bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
 	$(BIN)/python -m tests.benchmarks.bench_checkpoint --scale $(or $(SCALE),1)
 
@@ -211,12 +219,17 @@ bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turn
 bench-trace: $(READY) ## measures what traces cost: without any tracing code, off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
 	$(BIN)/python -m tests.benchmarks.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
+bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, rates, time to sync's accuracy (hours in full; BENCH_JSON=FILE; parts by TASKS=digits MODES=sync,local-int4 LINKS=20mbit SEEDS=1-5 ONLY=rate)
+	$(BIN)/python -m tests.benchmarks.bench_wan $(if $(TASKS),--tasks "$(TASKS)") $(if $(MODES),--modes "$(MODES)") \
+	  $(if $(LINKS),--links "$(LINKS)") $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(ONLY),--only "$(ONLY)") $(ARGS)
+
 # a group that cannot be installed is left out: each has a gymnasium of its own
-peers: ## installs the libraries that rl is measured beside to build/peers/, each group in a venv of its own (10 minutes, 5 GB)
-	@for group in sb3 sample-factory rllib; do \
+peers: ## installs the libraries that rl and hybrid are measured beside to build/peers/, each group in a venv of its own (10 minutes, 5 GB)
+	@for group in sb3 sample-factory rllib torchrec; do \
 	  rm -f "build/peers/$$group/.ready"; \
 	  $(PYTHON) -m venv "build/peers/$$group" && build/peers/$$group/bin/python -m pip install \
-	    --disable-pip-version-check $(PIP_ARGS) --requirement "tests/benchmarks/peers/requirements-$$group.txt" \
+	    --disable-pip-version-check $(PIP_ARGS) $$([ "$$group" != torchrec ] || echo --no-deps) \
+	    --requirement "tests/benchmarks/peers/requirements-$$group.txt" \
 	  && touch "build/peers/$$group/.ready" || echo "rolecall: $$group cannot be installed; the benchmarks leave it out" >&2; done
 
 bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baselines3, after make peers (a day in full; BENCH_JSON=FILE, ARGS="--environments CartPole-v1 --seeds 1-3 --parallel 2")
@@ -225,8 +238,8 @@ bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baseline
 bench-peers: $(READY) ## measures rl's speed beside the libraries of make peers (2 hours; BENCH_JSON=FILE, ARGS="--quick")
 	$(BIN)/python -m tests.benchmarks.bench_peers $(ARGS)
 
-chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0)
-	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)"
+chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0 SET="NAME=VALUE ...")
+	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)" $(addprefix --set ,$(SET))
 
 docs: $(READY) ## regenerates tables and code in docs/, Grafana's dashboards, the PrometheusRule and the Jobs of k8s/ from the code
 	$(BIN)/python -m tools.tables

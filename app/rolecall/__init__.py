@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rolecall.job.context import Context, choose_device
     from rolecall.job.exported import Exported
     from rolecall.job.kept import keep, versions
+    from rolecall.job.logged import LoggedShare
     from rolecall.job.program import Program
     from rolecall.job.progress_bar import ProgressBar, track
     from rolecall.job.rpc import RankObject
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Exported", "Job", "Metric", "Peer", "PeerLostError", "PerRank", "Program",
-    "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings", "Sharded",
-    "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "keep", "standard_library", "track",
+    "Context", "Drained", "Epochs", "Exported", "Job", "LoggedShare", "Metric", "Peer", "PeerLostError", "PerRank",
+    "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings",
+    "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "keep",
+    "standard_library", "track",
     "versions",
 ]  # fmt: skip
 
@@ -42,6 +44,7 @@ _MODULES = {
     "job.context": ("Context", "choose_device"),
     "job.exported": ("Exported",),
     "job.kept": ("keep", "versions"),
+    "job.logged": ("LoggedShare",),
     "job.program": ("Program",),
     "job.progress_bar": ("ProgressBar", "track"),
     "job.rpc": ("RankObject",),

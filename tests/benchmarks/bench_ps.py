@@ -1,4 +1,5 @@
-"""How fast `ps` is beside one process without RPC and beside the tutorial's way: `make bench-ps`. All in one run.
+"""How fast `ps` is beside one process without RPC, beside DistributedDataParallel and beside the tutorial's way: `make
+bench-ps`. All in one run.
 
 Rates are samples a second over all trainers, in the middle of a run: without start-up and checkpoints. Each epoch is
 evaluated beside the training, and by the one process after it. A shared machine is not equally fast all the time, so
@@ -17,11 +18,12 @@ from rich.console import Console
 
 from rolecall import config
 from rolecall.jobs.ps import PsSettings, model
-from tests.benchmarks import command, growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
+from tests.benchmarks import command, ddp_ps, growth_ps, launch, local_ps, rolecall_ps, round_trip, tutorial_ps
 from tests.benchmarks.display import Display
-from tests.benchmarks.results_ps import BARRED, CANDIDATES, MODES, TRAINERS, Measured, tables
+from tests.benchmarks.results_ps import BARRED, BESIDE_DDP, CANDIDATES, MODES, TRAINERS, Measured, tables
 
 ACCURACY_TRAINERS = (1, 2, 4)
+DDP_EPOCHS = 6  # of each measurement of DDP
 
 
 class Bench:
@@ -32,7 +34,8 @@ class Bench:
         self.measured = Measured(parameters=sum(p.numel() for p in model.build(config.load(PsSettings)).parameters()))
         self.accuracy_trainers = (TRAINERS,) if quick else ACCURACY_TRAINERS
         self.growth_trainers = (1, 4, 16, 64) if quick else growth_ps.TRAINERS
-        steps = rounds * (2 * len(CANDIDATES) + len(BARRED) + 3) + 4 + len(MODES) * len(self.accuracy_trainers)
+        a_round = 2 * len(CANDIDATES) + len(BARRED) + 2 * len(BESIDE_DDP) + 3
+        steps = rounds * a_round + 4 + len(MODES) * len(self.accuracy_trainers)
         growths = len(growth_ps.MODES) * len(growth_ps.SERVERS)
         self._display = Display(steps + growths, console, self.measured.busy_percent)
 
@@ -59,10 +62,19 @@ class Bench:
             self._display.step("one process" + name, lambda on: local_ps.samples_per_s(),
                                measured.local[-1].append, rate)  # fmt: skip
 
+        def ddp(beside: str) -> None:
+            self._display.step("DDP" + name, lambda on: ddp_ps.samples_per_s(TRAINERS, DDP_EPOCHS),
+                               measured.ddp[beside][-1].append, rate)  # fmt: skip
+
         for candidate, (variables, epochs) in CANDIDATES.items():
             local()
             measure = partial(_throughput, epochs, variables)
+            if candidate in BESIDE_DDP:
+                measured.ddp[candidate].append([])
+                ddp(candidate)
             self._display.step(candidate + name, measure, measured.throughput[candidate].append, _rate_line)
+            if candidate in BESIDE_DDP:
+                ddp(candidate)
             if candidate in BARRED:
                 self._display.step("tutorial" + name, lambda on: tutorial_ps.samples_per_s(),
                                    measured.tutorial[-1].append, rate)  # fmt: skip

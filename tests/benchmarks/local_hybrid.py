@@ -12,10 +12,8 @@ from torch.nn import functional
 from rolecall import config
 from rolecall.jobs.hybrid import HybridSettings, data, evaluate
 from rolecall.jobs.hybrid.model import LocalModel
+from tests.benchmarks.bags import BATCH, TRAINERS, random_bags
 
-TRAINERS, BATCH, INDICES, WIDTH, CLASSES = 2, 64, 20, 64, 8
-LEARNING_RATE = 0.05
-SAMPLES = 40_000
 DEADLINE = 900.0  # a fail-safe
 Samples = list[tuple[torch.Tensor, int]]
 
@@ -37,10 +35,8 @@ def random_10m() -> tuple[Samples, Samples]:
 
 def random_samples(rows: int) -> tuple[Samples, Samples]:
     """Training and test samples of a table with `rows` rows."""
-    generator = torch.Generator().manual_seed(1)
-    indices = torch.randint(rows, (SAMPLES, INDICES), generator=generator)
-    labels = torch.randint(CLASSES, (SAMPLES,), generator=generator).tolist()
-    samples = list(zip(indices, labels, strict=True))
+    indices, labels = random_bags(rows)
+    samples = list(zip(indices, labels.tolist(), strict=True))
     return samples, samples[: TRAINERS * BATCH]
 
 

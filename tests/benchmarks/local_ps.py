@@ -31,12 +31,12 @@ def samples_per_s(seconds: float = 6.0, kept: bool = False) -> float:
 
     With `kept` it keeps the memory of tensors as Rolecall's workers do.
     """
-    return _apart(1, _train, seconds, kept)[0]
+    return apart(1, _train, seconds, kept)[0]
 
 
 def pass_seconds(processes: int, seconds: float = 4.0) -> float:
     """Seconds of one batch's forward and backward pass where `processes` do that side by side, sharing the cores."""
-    passes = _apart(processes, _pass, max(1, cores() // processes), seconds)
+    passes = apart(processes, _pass, max(1, cores() // processes), seconds)
     return sum(passes) / len(passes)
 
 
@@ -66,7 +66,7 @@ def steady(step: Callable[[], int], warm: float, seconds: float) -> float:
     return total / passed
 
 
-def _apart(processes: int, function: Callable[..., float], *args: Any) -> list[float]:
+def apart(processes: int, function: Callable[..., float], *args: Any) -> list[float]:
     # fresh processes: the progress display's thread stays out of them
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from rolecall.job.agent import channels
 from rolecall.job.store import interface
 
 HOST = "127.0.0.1"
@@ -86,7 +87,7 @@ def _worker(
             init_method=f"tcp://{HOST}:{port}",
             rpc_timeout=60,
             _transports=list(transports) or None,
-            _channels=["basic"] if transports else None,
+            _channels=channels(HOST, "cpu") if transports else None,
         )
         rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
         if rank == 0:

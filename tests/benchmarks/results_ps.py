@@ -22,11 +22,15 @@ CANDIDATES: dict[str, tuple[dict[str, str], int]] = {
     "autograd": ({"update_mode": "autograd"}, 6),
     "sync bfloat16": ({"update_mode": "sync", "wire_dtype": "bfloat16"}, 8),
     "async bfloat16": ({"update_mode": "async", "wire_dtype": "bfloat16"}, 8),
+    "sync, TLS=off": ({"update_mode": "sync", "tls": "off"}, 10),
+    "async, TLS=off": ({"update_mode": "async", "tls": "off"}, 10),
 }
 TRAINERS = 2  # of the rates
 BARRED = ("sync", "async")  # whose rates have a bar
 LOCAL_BAR = 0.85  # of one process without RPC, at least
 TUTORIAL_BAR = 2.0  # times the tutorial's rate, at least
+DDP_BARS = {"sync": 1.0, "async": 1.1}  # of the rate of DistributedDataParallel, at least
+BESIDE_DDP = ("sync", "async", "sync, TLS=off", "async, TLS=off")  # DDP itself encrypts nothing
 ACCURACY_BAR = 0.97
 BYTES_BAR = 0.02  # difference of the bytes counted from those computed, at most
 
@@ -34,7 +38,7 @@ BYTES_BAR = 0.02  # difference of the bytes counted from those computed, at most
 @dataclass
 class Measured:
     """All results, by round where there are rounds. `local` was measured before each candidate and after the last,
-    `tutorial` after each candidate that has a bar.
+    `tutorial` after each candidate that has a bar, `ddp` before and after each that is compared with it.
     """
 
     parameters: int = 0
@@ -42,6 +46,7 @@ class Measured:
     local_kept: list[float] = field(default_factory=list)
     tutorial: list[list[float]] = field(default_factory=list)
     tutorial_one_thread: list[float] = field(default_factory=list)
+    ddp: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in BESIDE_DDP})
     throughput: dict[str, list[rolecall_ps.Throughput]] = field(default_factory=lambda: {c: [] for c in CANDIDATES})
     accuracy: dict[str, dict[int, rolecall_ps.Accuracy]] = field(default_factory=lambda: {mode: {} for mode in MODES})
     pass_seconds: float = 0.0
@@ -73,6 +78,19 @@ class Measured:
         pairs = zip(self.throughput[candidate], self.tutorial, strict=True)
         return [run.samples_per_s / statistics.mean(rates) for run, rates in pairs]
 
+    def of_ddp(self, candidate: str) -> list[float]:
+        """Each round's rate as a part of DDP's, the mean of what was measured right before and right after it."""
+        pairs = zip(self.throughput[candidate], self.ddp[candidate], strict=True)
+        return [run.samples_per_s / statistics.mean(rates) for run, rates in pairs]
+
+    @property
+    def ddp_rates(self) -> list[float]:
+        return [rate for rounds in self.ddp.values() for rates in rounds for rate in rates]
+
+    @property
+    def ddp_rate(self) -> float:
+        return statistics.median(self.ddp_rates)
+
     @property
     def step_seconds(self) -> float:
         """Seconds of a step of `sync`: a batch of every trainer, an update."""
@@ -97,6 +115,9 @@ class Measured:
             bars.append((f"{name} samples/s", f"{part:.3f} of one process", f">= {LOCAL_BAR}", part >= LOCAL_BAR))
             bars.append((f"{name} samples/s", f"{times:.2f} x the tutorial's", f">= {TUTORIAL_BAR:g} x",
                           times >= TUTORIAL_BAR))  # fmt: skip
+        for name, bar in DDP_BARS.items():
+            part = statistics.median(self.of_ddp(name))
+            bars.append((f"{name} samples/s", f"{part:.3f} of DDP", f">= {bar:g}", part >= bar))
         for mode, runs in self.accuracy.items():
             least = min(run.accuracy for run in runs.values())
             what = f"{mode} accuracy, {', '.join(map(str, runs))} trainers"
@@ -113,6 +134,7 @@ class Measured:
         derived = {
             "of_local": {name: self.of_local(name) for name in CANDIDATES},
             "of_tutorial": {name: self.of_tutorial(name) for name in CANDIDATES},
+            "of_ddp": {name: self.of_ddp(name) for name in BESIDE_DDP},
             "samples_per_s": {name: [run.samples_per_s for run in self.throughput[name]] for name in CANDIDATES},
             "step_bytes": {
                 name: dict(zip(("computed", "sent", "received"), self.step_bytes(name), strict=True))
@@ -132,6 +154,7 @@ class Measured:
         return {
             "tutorial_samples_per_s": round(self.tutorial_rate, 1),
             "local_samples_per_s": round(self.local_rate, 1),
+            "ddp_samples_per_s": round(self.ddp_rate, 1),
             **{f"{mode}_samples_per_s": round(self.rate(mode), 1) for mode in MODES},
             **{f"{mode}_accuracy": round(self.accuracy[mode][TRAINERS].accuracy, 4) for mode in MODES},
             "details": {**asdict(self), **derived},
@@ -144,7 +167,7 @@ def batch_size() -> int:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    rates = Table("", "median", "least", "most", "of one process", "x tutorial",
+    rates = Table("", "median", "least", "most", "of one process", "x tutorial", "of DDP",
                   title=f"Samples a second ({TRAINERS} trainers, batches of {batch_size()})")  # fmt: skip
     local = [rate for rates in measured.local for rate in rates]
 
@@ -153,6 +176,7 @@ def tables(measured: Measured) -> list[Table]:
 
     rate("the tutorial's way, one trainer", [rate for rates in measured.tutorial for rate in rates])
     rate("the same with one thread", measured.tutorial_one_thread)
+    rate(f"DDP with gloo, {TRAINERS} processes of one thread", measured.ddp_rates)
     rate("one process without RPC", local)
     rate("the same, keeping memory as a worker does", measured.local_kept)
     for name, runs in measured.throughput.items():
@@ -161,6 +185,7 @@ def tables(measured: Measured) -> list[Table]:
             [run.samples_per_s for run in runs],
             f"{statistics.median(measured.of_local(name)):.3f}",
             f"{statistics.median(measured.of_tutorial(name)):.2f}",
+            f"{statistics.median(measured.of_ddp(name)):.3f}" if name in BESIDE_DDP else "",
         )
     counts = list(next(iter(measured.accuracy.values())))
     accuracy = Table("trainers:", *map(str, counts), title="Test accuracy on the digits")

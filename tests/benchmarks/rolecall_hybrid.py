@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from datetime import datetime
+from typing import NamedTuple
+
+import psutil
 
 from tests.benchmarks import launch
-from tests.benchmarks.local_hybrid import BATCH, LEARNING_RATE, TRAINERS, WIDTH
+from tests.benchmarks.bags import BATCH, LEARNING_RATE, TRAINERS, WIDTH
 
 STEP = re.compile(r"Epoch \d+\tstep (\d+)\t")
 EPOCH = re.compile(r"Epoch (\d+)\ttest accuracy")
@@ -17,15 +21,27 @@ INTERVAL = 50  # steps
 WARM = 200  # steps
 
 
+class Speed(NamedTuple):
+    """Steps a second, and the processor seconds that all processes together use in a step."""
+
+    steps_per_s: float
+    cpu_s_per_step: float
+
+
 def steps_per_s(rows: int, steps: int, progress: Callable[[str], None], **variables: object) -> float:
-    """Steps a second over about `steps` steps in the middle of a run with a table of `rows` rows.
+    """The `steps_per_s` of `speed`."""
+    return speed(rows, steps, progress, **variables).steps_per_s
+
+
+def speed(rows: int, steps: int, progress: Callable[[str], None], **variables: object) -> Speed:
+    """Over about `steps` steps in the middle of a run with a table of `rows` rows.
 
     Raises RuntimeError where the run fails or takes too long. No process is left afterwards.
     """
     fixed = {"NUM_EMBEDDINGS": rows, "DATASET": DATASETS[rows], "EMBEDDING_DIM": WIDTH, "HIDDEN_SIZE": 0,
              "BATCH_SIZE": BATCH, "TRAINERS": TRAINERS, "OPTIMIZER": "sgd", "LR": LEARNING_RATE, "EPOCHS": 1_000_000,
              "CHECKPOINT_INTERVAL": 86400, "LOG_INTERVAL": INTERVAL}  # fmt: skip
-    first: tuple[int, float] | None = None
+    first: tuple[int, float, float] | None = None
     with launch.run("hybrid", 300, {**fixed, **variables}) as running:
         for event in running.events():
             if not (match := STEP.match(event.get("event", ""))):
@@ -33,11 +49,22 @@ def steps_per_s(rows: int, steps: int, progress: Callable[[str], None], **variab
             step, at = int(match[1]), datetime.fromisoformat(event["timestamp"]).timestamp()
             progress(f"step {step}")
             if first is None and step >= WARM:
-                first = step, at
+                first = step, at, _cpu_seconds(running.process.pid)
             if first and step >= first[0] + steps:
-                return (step - first[0]) / (at - first[1])
+                measured = step - first[0]
+                return Speed(measured / (at - first[1]), (_cpu_seconds(running.process.pid) - first[2]) / measured)
         running.done()
     raise RuntimeError("it ended before its time")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and all that it has started."""
+    launcher, seconds = psutil.Process(pid), 0.0
+    for process in (launcher, *launcher.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used = process.cpu_times()
+            seconds += used.user + used.system
+    return seconds
 
 
 def accuracy(progress: Callable[[str], None], **variables: object) -> tuple[float, float]:

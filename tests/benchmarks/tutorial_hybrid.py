@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.benchmarks import ranks
-from tests.benchmarks.local_hybrid import BATCH, CLASSES, INDICES, LEARNING_RATE, TRAINERS, WIDTH
+from tests.benchmarks.bags import BATCH, CLASSES, INDICES, LEARNING_RATE, TRAINERS, WIDTH
 
 DEADLINE = 300.0  # a fail-safe
 WARM_SHARE = 5  # a fifth as many steps as are measured come before them

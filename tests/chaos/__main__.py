@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from rolecall.job import registry
 from tests.chaos import jobs, report
 from tests.chaos.network import Network, NetworkError
 from tests.chaos.plan import plan
@@ -27,7 +28,7 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    arguments = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 160)
     # an end of this tool by SIGTERM is to leave nothing behind either
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -46,7 +47,7 @@ def main() -> int:
                 stamp = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-4]
                 progress.console.print(f"{stamp} {line}", markup=False, highlight=False, soft_wrap=True)
 
-            soak = Soak(arguments.job, arguments.seed, network if namespaces else None, say)
+            soak = Soak(arguments.job, arguments.seed, network if namespaces else None, say, dict(arguments.set))
             events = plan(arguments.seed, arguments.kills, arguments.gap, soak.shape, cuts=namespaces)
             soak.run(events, lambda done: progress.update(task, completed=done))
         return _conclude(soak, arguments, console)
@@ -89,6 +90,22 @@ def _conclude(soak: Soak, arguments: argparse.Namespace, console: Console) -> in
     return 1
 
 
+def _arguments() -> argparse.Namespace:
+    parser = _parser()
+    arguments = parser.parse_args()
+    for name, _ in arguments.set:
+        if name.lower() not in registry.get(arguments.job).settings.model_fields:
+            parser.error(f"argument --set: {arguments.job} has no setting {name}")
+    return arguments
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
+    return name.upper(), value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--job", choices=jobs.SOAKS, default="rl")
@@ -96,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
     parser.add_argument("--gap", type=float, default=2.0, metavar="S",
                         help="mean seconds from a recovery to the next event (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE",
+                        help="a setting of the job, e.g. UPDATE_MODE=local; repeatable")  # fmt: skip
     parser.add_argument("--load", type=int, default=0, metavar="N",
                         help="processes that keep the machine busy beside it: its figures under load")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")

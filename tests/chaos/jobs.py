@@ -11,9 +11,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rolecall.job import registry
 from rolecall.job.checkpoint import Checkpoints
+from rolecall.run import rundir
 from tests.chaos.environments import FINISH
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT
@@ -29,14 +31,14 @@ class Soak:
     `most`. It must not finish with the settings `hurting`, and must with those that `finishing` makes of the directory
     of checkpoints.
 
-    `judge` is given the checkpoints' directory and rank 0's log of the finish; it says what came out, and whether that
-    is right.
+    `judge` is given the checkpoints' directory, rank 0's log of the finish, and the settings that the run was given
+    beside these; it says what came out, and whether that is right.
     """
 
     counts: Mapping[str, int]
     hurting: Mapping[str, str]
     finishing: Callable[[Path], Mapping[str, str]]
-    judge: Callable[[Path, str], tuple[str, bool]]
+    judge: Callable[[Path, str, Mapping[str, str]], tuple[str, bool]]
     least: int = 0
     most: int = 0
 
@@ -68,21 +70,37 @@ def evaluate(name: str, checkpoints: Path, **settings: str) -> dict[str, float]:
     return found
 
 
-def _judge_rl(checkpoints: Path, log: str) -> tuple[str, bool]:
+def _judge_rl(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     solved = "Solved!" in log
-    mean = evaluate("rl", checkpoints, **{FINISH: "1"})["mean_return"]
+    mean = evaluate("rl", checkpoints, **{**given, FINISH: "1"})["mean_return"]
     return f"{'solved' if solved else 'NOT solved'}, mean return {mean:.1f}", solved and mean >= 475
 
 
-def _judge_ps(checkpoints: Path, log: str) -> tuple[str, bool]:
-    """At most a point below what training without any disturbance comes to."""
-    found = evaluate("ps", checkpoints)["accuracy"]
+def _judge_ps(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
+    """At most a point below what training without any disturbance comes to, and every sample counted once an epoch."""
+    found = evaluate("ps", checkpoints, **given)["accuracy"]
+    newest = Checkpoints(checkpoints, "ps").newest()
+    assert newest is not None
+    summary = json.loads((checkpoints / rundir.DONE).read_text())
+    sums = counted(newest.state["ledger"], summary)
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "ps", "--plain"]
-        settings = {**environment("ps", {}, 1), "CHECKPOINT_DIR": directory}
-        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=EVALUATION_DEADLINE, check=True)
-        undisturbed = evaluate("ps", Path(directory))["accuracy"]
-    return f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}", found >= undisturbed - 0.01
+        settings = {**environment("ps", given, 1), "CHECKPOINT_DIR": directory}
+        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
+        undisturbed = evaluate("ps", Path(directory), **given)["accuracy"]
+    text = f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}; {sums or 'every sample once an epoch'}"
+    return text, found >= undisturbed - 0.01 and not sums
+
+
+def counted(ledger: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """What is wrong with the sums of a run of `ps` that is over, of its last checkpoint's ledger and its summary."""
+    epochs, samples = ledger["epoch"], ledger["samples"]
+    begun = sum(int(ledger[name].count_nonzero()) for name in ("used", "following"))
+    if begun:
+        return f"samples are used of the epochs after the last, {epochs}"
+    expected = {"epochs": epochs, "updates": ledger["version"], "samples": epochs * samples}
+    wrong = [f"{name} {summary[name]}, not {value}" for name, value in expected.items() if summary[name] != value]
+    return ", ".join(wrong)
 
 
 def _last_epochs_ps(checkpoints: Path) -> Mapping[str, str]:
@@ -92,16 +110,16 @@ def _last_epochs_ps(checkpoints: Path) -> Mapping[str, str]:
     return {"EPOCHS": str(found.state["ledger"]["epoch"] + 5), "LR": "0.003", "LR_SCHEDULE": "constant"}
 
 
-def _judge_rnn(checkpoints: Path, log: str) -> tuple[str, bool]:
+def _judge_rnn(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     """A perplexity at most 3 % above what as many epochs with the same seed come to without any disturbance."""
-    found, newest = evaluate("rnn", checkpoints), Checkpoints(checkpoints, "rnn").newest()
+    found, newest = evaluate("rnn", checkpoints, **given), Checkpoints(checkpoints, "rnn").newest()
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "rnn", "--plain"]
-        own = {**RNN, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
+        own = {**RNN, **given, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
         settings = environment("rnn", own, newest.about["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
-        undisturbed = evaluate("rnn", Path(directory))["perplexity"]
+        undisturbed = evaluate("rnn", Path(directory), **given)["perplexity"]
     text = f"perplexity {found['perplexity']:.2f} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2f}"
     return text, found["perplexity"] <= 1.03 * undisturbed
 
@@ -113,17 +131,17 @@ def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
     return {**RNN, "EPOCHS": str(len(found.state["history"]) + 1)}
 
 
-def _judge_hybrid(checkpoints: Path, log: str) -> tuple[str, bool]:
+def _judge_hybrid(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     """At most a point below what training as many epochs without any disturbance comes to."""
-    found = evaluate("hybrid", checkpoints)
+    found = evaluate("hybrid", checkpoints, **given)
     newest = Checkpoints(checkpoints, "hybrid").newest()
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "hybrid", "--plain"]
-        own = {**HYBRID, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
+        own = {**HYBRID, **given, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
         settings = environment("hybrid", own, newest.about["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
-        undisturbed = evaluate("hybrid", Path(directory))["accuracy"]
+        undisturbed = evaluate("hybrid", Path(directory), **given)["accuracy"]
     text = f"test accuracy {found['accuracy']:.2%} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2%}"
     return text, found["accuracy"] >= undisturbed - 0.01
 
@@ -135,7 +153,7 @@ def _last_epoch_hybrid(checkpoints: Path) -> Mapping[str, str]:
     return {**HYBRID, "EPOCHS": str(found.state["epoch"] + 1)}
 
 
-def _judge_pi(checkpoints: Path, log: str) -> tuple[str, bool]:
+def _judge_pi(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     """Within a thousandth, which is many standard deviations of a run's hundreds of millions of points."""
     newest = Checkpoints(checkpoints, registry.name_of(PI)).newest()
     assert newest is not None

@@ -51,10 +51,19 @@ class Result:
 
 
 class Soak:
-    """The ranks of a job and what is known of them. `say` is given a line for each thing that happens."""
+    """The ranks of a job and what is known of them. `say` is given a line for each thing that happens; `settings` are
+    the job's for the whole run, beside those of `jobs`.
+    """
 
-    def __init__(self, job: str, seed: int, network: Network | None, say: Callable[[str], None]) -> None:
-        self.job, self.say, self._network = job, say, network
+    def __init__(
+        self,
+        job: str,
+        seed: int,
+        network: Network | None,
+        say: Callable[[str], None],
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self.job, self.say, self._network, self._settings = job, say, network, dict(settings or {})
         self.shape = jobs.shape(job)
         self.directory = Path(tempfile.mkdtemp(prefix="rolecall-chaos-"))
         self.checkpoints = self.directory / "checkpoints"
@@ -65,7 +74,7 @@ class Soak:
         self.result = Result()
         self._port = PORT if network else free_ports(1)[0]  # rank 0's
         self._environment = {
-            **jobs.environment(job, jobs.SOAKS[job].hurting, seed),
+            **jobs.environment(job, {**self._settings, **jobs.SOAKS[job].hurting}, seed),
             "MASTER_PORT": str(self._port),
             "JOB_TOKEN": secrets.token_urlsafe(),
             "CHECKPOINT_DIR": str(self.checkpoints),
@@ -205,12 +214,12 @@ class Soak:
         names = self.shape.ranks
         before = {name: len(self.log(name)) for name in names}
         dropped = dict.fromkeys(soak.hurting, "")  # empty is as good as not set
-        self.keeper.restart_all(names, {**dropped, **soak.finishing(self.checkpoints)})
+        self.keeper.restart_all(names, {**dropped, **self._settings, **soak.finishing(self.checkpoints)})
         self.result.finish_codes = self._end(names, "to finish", FINISH_DEADLINE)
         self.say(f"finished, exit codes {sorted(self.result.finish_codes.values())}")
         try:
             log = self.log(names[0])[before[names[0]] :]
-            self.result.judged, self.result.right = soak.judge(self.checkpoints, log)
+            self.result.judged, self.result.right = soak.judge(self.checkpoints, log, self._settings)
         except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:
             self.result.judged = f"cannot be judged: {error}"
         self.say(f"result: {self.result.judged}")

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall.job import checkpoint
-from rolecall.jobs.hybrid import JOB, HybridSettings, data
-from rolecall.jobs.hybrid.model import LocalModel
+from rolecall.jobs.hybrid import JOB, HybridSettings, data, tables
+from rolecall.jobs.hybrid.hashed import HashedTable
+from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -93,9 +94,13 @@ def evaluated(job: Cluster, saved: checkpoint.Snapshot) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster) -> None:
+@pytest.mark.parametrize("memory", ["0", "210kB"])
+def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster, memory: str) -> None:
+    """Also with the table on disk, beside one in memory."""
     changes = {"EPOCHS": "60", "OPTIMIZER": "adagrad", "LR": "0.02"}
-    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **changes).start(TRAINERS)
+    if memory != "0":
+        changes["NUM_EMBEDDINGS"] = "20000"  # more than fit
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", TABLE_MEMORY=memory, **changes).start(TRAINERS)
     for hurt in ("trainer-1", "ps-0"):
         seen = set(job.checkpoints.glob("checkpoint-*"))
         until(lambda s=seen: set(job.checkpoints.glob("checkpoint-*")) - s, "a further checkpoint")
@@ -114,6 +119,50 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
     for name, value in weights(plain).items():
         assert torch.equal(weights(saved)[name], value), name
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_an_interrupted_hashed_table_has_the_ids_and_rows_of_an_uninterrupted_one(cluster: MakeCluster) -> None:
+    """Rows are born, forgotten and evicted all the time."""
+    changes = {"TABLE": "hashed", "TTL": "2", "MAX_ROWS": "24", "FILTER_IDS": "1000", "SERVERS": "2", "EPOCHS": "60",
+               "OPTIMIZER": "adagrad", "LR": "0.02"}  # fmt: skip
+    job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **changes).start(TRAINERS)
+    until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
+    resumed = job.first.appears("resumed")
+    job.ranks["ps-1"].kill_worker()
+    until(resumed, "the next generation")
+    columns = finished(job).state["embeddings"]
+    expected = hashed_in_one_process(settings(**changes))
+    for ordinal, table in enumerate(expected):
+        saved = tables.load(settings(**changes), {
+            name: values for name, values in columns.items() if name.startswith(f"{ordinal}of") or name == "filter"
+        }, table.step)  # fmt: skip
+        assert isinstance(saved, HashedTable)
+        assert 10 < table.alive <= 24
+        for mine, theirs in zip(saved.entries(), table.entries(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def hashed_in_one_process(chosen: HybridSettings) -> list[HashedTable]:
+    """The servers' tables that the job must come to."""
+    samples = data.load(chosen)
+    built = [HashedTable(chosen, ordinal) for ordinal in range(chosen.servers)]
+    dense = build_dense(chosen, samples.classes)
+    optimizer = build_optimizer(chosen, dense.parameters())
+    for epoch in range(chosen.epochs):
+        order = torch.randperm(len(samples.train), generator=torch.Generator().manual_seed(chosen.seed * 2**20 + epoch))
+        for batch in order.split(chosen.batch_size * TRAINERS):
+            taken = samples.train.take(batch)
+            shares = taken.bags.route(chosen.servers, chosen.cells)
+            vectors = torch.stack([table(share).detach() for table, share in zip(built, shares, strict=True)]).sum(0)
+            vectors.requires_grad_()
+            optimizer.zero_grad()
+            functional.cross_entropy(dense(vectors), taken.labels).backward()
+            optimizer.step()
+            assert vectors.grad is not None
+            for table, share in zip(built, shares, strict=True):
+                plan = table.plan([share])
+                table.advance(plan, plan.gradient(vectors.grad))
+    return built
 
 
 @hybrid

@@ -64,7 +64,7 @@ def test_sync_is_one_process_with_the_union_of_the_batches(cluster: MakeCluster,
     assert snapshot.step == 3 * 6
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "autograd"])
+@pytest.mark.parametrize("mode", ["sync", "async", "local", "autograd"])
 def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_logged(cluster: MakeCluster, mode: str) -> None:
     # no batch of two is left over, whose gradient through a BatchNorm can be of any size
     chosen = {"MODEL": HERE + "normed", "DATASET": HERE + "blobs", "BATCH_SIZE": "9", "EPOCHS": "20", "LR": "0.1"}
@@ -98,8 +98,57 @@ def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: M
     assert "resumed" in job.first.text()
 
 
-def test_a_trainer_lost_does_not_stop_the_others_and_comes_back(cluster: MakeCluster) -> None:
-    job = cluster(JOB="ps", REJOIN_INTERVAL="3600").start(2)
+def test_backup_trainers_go_on_without_a_slow_one_and_every_sample_counts_once(cluster: MakeCluster) -> None:
+    epochs = 12
+    job = cluster(JOB="ps", BACKUP_TRAINERS="1", EPOCHS=str(epochs)).start(2)
+    job.trains()
+    with job.member(0).frozen("worker"):
+        job.trains(6)
+    until(lambda: job.first.metric("ps_gradients_dropped_total"), "the late gradient")
+    snapshot = finished(job)
+    # each update is of one gradient
+    assert snapshot.state["model"]["parameters"].tolist() == [epochs] * learning.SAMPLES
+    assert "trainer given up" not in job.first.text()
+    assert "[error" not in job.logs()
+
+
+def test_local_uses_every_sample_once_an_epoch_whoever_is_killed_in_a_round(cluster: MakeCluster) -> None:
+    """With one trainer a difference counts its own samples; rounds end by time, before all of a chunk is computed."""
+    epochs = 10
+    chosen = {"OUTER_LR": "1", "OUTER_MOMENTUM": "0", "INNER_STEPS": "6", "ROUND_SECONDS": "0.1"}
+    job = cluster(
+        JOB="ps", UPDATE_MODE="local", EPOCHS=str(epochs), CHECKPOINT_INTERVAL="0.3", REJOIN_INTERVAL="3600", **chosen
+    ).start(1)
+    for name in ("trainer-0", "ps-0"):
+        job.trains(4)
+        job.ranks[name].kill_worker()
+    snapshot = finished(job)
+    assert snapshot.state["model"]["parameters"].tolist() == [epochs] * learning.SAMPLES
+    assert "resumed" in job.first.text()
+
+
+def test_compressed_both_ways_it_learns_though_a_trainer_and_a_server_are_lost(cluster: MakeCluster) -> None:
+    chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "250", "LR": "0.05",
+              "LR_SCHEDULE": "cosine", "MOMENTUM": "0.9"}  # fmt: skip
+    job = cluster(JOB="ps", SERVERS="2", WIRE_DTYPE="int4", TOP_K="0.2", CHECKPOINT_INTERVAL="0.3", **chosen).start(2)
+    job.trains()
+    trainer = job.member(1)
+    sent = trainer.metric("ps_payload_bytes_total", direction="up")
+    calls = trainer.metric("rpc_calls_total", method="exchange")
+    # of 65 elements 13: their number, 13 indices and three bytes that pad, a scale, seven bytes
+    assert 0 < sent <= calls * (4 + 16 + 4 + 7)
+    trainer.kill_worker()
+    job.trains()
+    job.ranks["ps-1"].kill_worker()
+    job.trains()
+    finished(job)
+    assert json.loads((job.checkpoints / "DONE").read_text())["accuracy"] >= 0.75
+    assert "[error" not in job.first.text()
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_a_trainer_lost_does_not_stop_the_others_and_comes_back(cluster: MakeCluster, mode: str) -> None:
+    job = cluster(JOB="ps", UPDATE_MODE=mode, INNER_STEPS="8", REJOIN_INTERVAL="3600").start(2)
     job.trains()
     generation = job.first.metric("generation")
     job.member(1).kill_worker()

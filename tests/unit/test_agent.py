@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,25 @@ def test_no_rank_goes_on_before_all_have_started(agents: list[tuple[Any, ...]]) 
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("address", "device", "scope", "expected"),
+    [
+        ("127.0.0.1", "cpu", None, ["cma", "basic"]),
+        ("127.0.0.1", "cpu", "0", ["cma", "basic"]),
+        ("127.0.0.1", "cpu", "1", ["basic"]),
+        ("10.0.0.1", "cpu", None, ["basic"]),
+        ("127.0.0.1", "cuda", None, ["basic", "cuda_basic"]),
+    ],
+)
+def test_ranks_of_one_machine_read_tensors_from_each_other_where_nothing_has_to_be_opened_for_it(
+    tmp_path: Path, address: str, device: str, scope: str | None, expected: list[str]
+) -> None:
+    yama = tmp_path / "ptrace_scope"
+    if scope is not None:
+        yama.write_text(scope + "\n")
+    assert agent.channels(address, device, yama) == expected
 
 
 @pytest.mark.parametrize("rank", [0, 1])

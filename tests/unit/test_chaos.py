@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rolecall.job import registry
 from tests.chaos import jobs, series
@@ -198,6 +200,23 @@ def test_a_slow_disk_costs_no_lease() -> None:
     recording = replace(RANK_0_KILLED, notices=notices)
     assert measure(strike, recording, SHAPE).leases_lost == 2
     assert measure(replace(strike, event=replace(event, kind="kill worker")), recording, SHAPE).leases_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("ledger", "summary", "wrong"),
+    [
+        ({}, {}, ""),
+        ({}, {"samples": 69}, "samples 69, not 70"),
+        ({"version": 8}, {"epochs": 4}, "epochs 4, not 7, updates 9, not 8"),
+        ({"used": torch.tensor([0, 4], dtype=torch.uint8)}, {}, "samples are used of the epochs after the last, 7"),
+    ],
+)
+def test_sums_of_samples_that_are_not_exact_are_told(
+    ledger: dict[str, Any], summary: dict[str, Any], wrong: str
+) -> None:
+    none = torch.zeros(2, dtype=torch.uint8)
+    ledger = {"epoch": 7, "version": 9, "samples": 10, "used": none, "following": none, **ledger}
+    assert jobs.counted(ledger, {"epochs": 7, "updates": 9, "samples": 70, **summary}) == wrong
 
 
 def test_the_finish_of_rl_keeps_what_its_checkpoints_depend_on() -> None:

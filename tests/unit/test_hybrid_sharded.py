@@ -19,7 +19,7 @@ from rolecall.jobs.hybrid import JOB, HybridSettings, calls
 from rolecall.jobs.hybrid import sharded as module
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
-from rolecall.jobs.hybrid.table import Table
+from rolecall.jobs.hybrid.tables import build
 
 ROWS = 500
 
@@ -59,7 +59,7 @@ def together(monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, **c
         shared[me.name] = shards.SHARES
         if me.rank:
             served[me.name] = TableServer(context)
-            served[me.name].hold(Table(settings, me.ordinal))
+            served[me.name].hold(build(settings, me.ordinal))
         else:
             master = context
     master.transport = Calls(monkeypatch)

@@ -65,9 +65,11 @@ class Peer:
     travelling: deque[tuple[int, int, int]] = field(default_factory=deque)  # number, version, samples
     answers: dict[int, tuple[int, list[Indices]]] = field(default_factory=dict)
     computed: dict[int, Indices] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)  # of the parameters that a gradient was computed with
 
     def send(self, samples: int) -> None:
         self.travelling.append((self.number, self.version, samples))
+        self.versions[self.number] = self.version
         self.sent.append(self.number)
         self.number += 1
 
@@ -75,10 +77,11 @@ class Peer:
 class Run:
     """A ledger with its trainers, in a random order of events. Checks after each that what must hold does."""
 
-    def __init__(self, seed: int, samples: int, batch: int, epochs: int, sync: bool, ahead: int, limit: int) -> None:
+    def __init__(self, seed: int, samples: int, batch: int, epochs: int, *mode: Any) -> None:
         self.random = random.Random(seed)
         self.shape = (samples, batch, epochs, seed)
-        self.mode = (sync, ahead, limit)
+        self.mode = mode
+        self.hung: set[str] = set()
         self.times = np.zeros(samples, int)  # that each sample was used
         self.names = 0  # trainers so far
 
@@ -100,18 +103,22 @@ class Run:
                 self.begin(self.random.randint(1, 5))
             elif self.random.random() < loss:
                 self.lose(self.random.choice(list(self.peers)))
+            elif self.busy() <= self.hung:
+                self.lose(self.random.choice(list(self.busy())))  # after STEP_TIMEOUT
             else:
                 self.step()
             self.check()
         while self.step(required=False):
             pass
         assert (self.times == self.ledger.epochs).all()
-        assert self.ledger.late() == []
-        assert all(not peer.sent for peer in self.peers.values()), "not everybody was answered that it is over"
+        assert set(self.ledger.late()) <= self.hung
+        assert all(not self.peers[name].sent for name in self.peers.keys() - self.hung), "not everybody is sent home"
 
     def step(self, required: bool = True) -> bool:
         events: list[tuple[Any, str, Peer]] = []
         for each in self.peers.items():
+            if each[0] in self.hung:
+                continue
             events += [(self.arrive, *each)] * bool(each[1].travelling)
             events += [(self.answer, *each)] * any(number in each[1].answers for number in [*each[1].sent][:1])
             events += [(self.compute, *each)] * (bool(each[1].batches) and len(each[1].sent) < DEPTH)
@@ -134,18 +141,21 @@ class Run:
     def arrive(self, name: str, peer: Peer) -> None:
         number, version, samples = peer.travelling.popleft()
         staleness = self.ledger.version - version
-        before, refused = self.ledger.version, self.ledger.refused
+        before, refused, dropped = self.ledger.version, self.ledger.refused, self.ledger.dropped
         update = self.ledger.take(Key(name, number), version, samples)
         self.carry_out(update)
         if self.ledger.sync or not samples:
-            assert self.ledger.refused == refused
+            late = self.ledger.dropped + self.ledger.refused - dropped - refused
+            assert not late or (samples and staleness > 0 and self.ledger.backup)
+            assert late or not staleness or not samples or self.ledger.use_late
             return
         stale = staleness > self.ledger.max_staleness
         assert self.ledger.refused - refused == stale
         assert self.ledger.version - before == (not stale)
         if not stale:
             assert update is not None
-            assert (update.weights, update.rate) == ({Key(name, number): 1.0}, 1 / max(1, staleness))
+            assert update.weights == {Key(name, number): 1.0}
+            assert update.rate == pytest.approx(1 / max(1, staleness))
 
     def lose(self, name: str) -> None:
         del self.peers[name]
@@ -153,16 +163,19 @@ class Run:
 
     def carry_out(self, update: Update | None) -> None:
         assert self.ledger.version == self.version + bool(update and update.weights)
-        self.version = self.ledger.version
+        last, self.version = self.version, self.ledger.version
         if update is None:
             return
         total = sum(len(self.peers[name].computed[number]) for name, number in update.weights)
         for (name, number), weight in update.weights.items():
-            batch = self.peers[name].computed.pop(number)
-            assert weight == pytest.approx(len(batch) / total)
+            batch, staleness = self.peers[name].computed.pop(number), last - self.peers[name].versions[number]
+            assert weight * update.rate == pytest.approx(len(batch) / total / max(1, staleness))
+            assert staleness <= self.ledger.max_staleness, "bounded staleness"
             self.times[batch] += 1
         assert sum(update.weights.values()) == pytest.approx(float(bool(update.weights)))
-        assert update.rate == 1 or not self.ledger.sync
+        assert update.rate == 1 or (update.weights and (self.ledger.use_late or not self.ledger.sync))
+        if update.weights and self.ledger.sync:
+            assert len(self.busy()) <= self.ledger.backup, "it closed too early"
         for (name, number), batches in update.batches.items():
             peer = self.peers[name]
             assert number in set(peer.sent) - peer.answers.keys()
@@ -177,27 +190,52 @@ class Run:
         assert ledger.used == (self.times > ledger.epoch).sum()
         if not self.peers:
             return
+        assert set(ledger.late()) == self.busy()
+        assert ledger.late(), "nobody can be given up, nobody goes on"
+
+    def busy(self) -> set[str]:
+        """Those who owe the lead a gradient, or have not reported ready."""
         promised = {name for name, peer in self.peers.items() if any(given for _, given in peer.answers.values())}
-        late = promised | {name for name, peer in self.peers.items() if peer.travelling or peer.batches}
-        assert set(ledger.late()) == late
-        assert late, "nobody can be given up, nobody goes on"
+        return promised | {name for name, peer in self.peers.items() if peer.travelling or peer.batches}
 
 
 MODES = [(True, 1, 0), (False, 1, 0), (False, 1, 1), (False, 1, 50), (False, 2, 11), (False, 2, 50)]
+BACKUPS = [(True, 1, limit, backup, use) for limit in (0, 1, 50) for backup in (1, 2, 5) for use in (False, True)]
+ALL = st.sampled_from(MODES + BACKUPS)
 SIZES = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(1, 4))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0), SIZES, st.sampled_from(MODES), st.integers(1, 6), st.sampled_from([0, 0.03, 0.2]), st.booleans())
+@given(st.integers(0), SIZES, ALL, st.integers(1, 6), st.sampled_from([0, 0.03, 0.2]), st.booleans())
 @example(0, (2, 1, 3), MODES[0], 6, 0.2, False)
 @example(1, (40, 3, 2), MODES[1], 6, 0, False)
 @example(2, (40, 3, 2), MODES[4], 6, 0.1, True)
+@example(3, (40, 3, 2), BACKUPS[0], 4, 0.1, False)
+@example(3, (40, 3, 2), BACKUPS[-1], 2, 0, True)
 def test_every_sample_is_used_once_an_epoch(
-    seed: int, sizes: tuple[int, int, int], mode: tuple[bool, int, int], trainers: int, loss: float, restarts: bool
+    seed: int, sizes: tuple[int, int, int], mode: tuple[Any, ...], trainers: int, loss: float, restarts: bool
 ) -> None:
     run = Run(seed, *sizes, *mode)
     run.begin(trainers)
     run.finish(loss, 0.02 if restarts else 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0), SIZES, st.sampled_from(BACKUPS), st.integers(1, 5), st.integers(0, 60))
+def test_as_many_trainers_as_are_in_backup_may_hang_for_ever(
+    seed: int, sizes: tuple[int, int, int], mode: tuple[Any, ...], others: int, steps: int
+) -> None:
+    """The rest goes on to the end without them, unless they have all that was left of an epoch. They stay late: the
+    lead can give them up.
+    """
+    run = Run(seed, *sizes, *mode)
+    run.begin(others + run.mode[3])
+    for _ in range(steps):
+        run.step(required=False)
+        run.check()
+    run.hung = set(run.random.sample(list(run.peers), run.mode[3]))
+    run.finish(0, 0)
+    assert set(run.ledger.late()) == run.busy()
 
 
 # ---- sync and async
@@ -262,6 +300,59 @@ def test_gradients_of_one_trainer_that_overtake_each_other_are_of_their_own_batc
     ledger.lose("t0")
     assert ledger.used == 3, "the first was not used"
     assert len(first) == 4
+
+
+# ---- backup trainers
+
+
+def test_backup_closes_with_the_first_and_hands_the_late_batch_out_again() -> None:
+    batches = start(ledger := make(3, backup=1))
+    assert ledger.take(Key("t0", 1), 0, 4) is None
+    update = due(ledger.take(Key("t1", 1), 0, 4))
+    assert update.weights == {("t0", 1): 0.5, ("t1", 1): 0.5}
+    assert update.batches[Key("t0", 1)][0].tolist() == batches["t2"].tolist()
+    assert ledger.late() == ["t0", "t1", "t2"]
+    update = due(ledger.take(Key("t2", 1), 0, 4))
+    assert (update.weights, ledger.dropped, ledger.version) == ({}, 1, 1)
+    assert len(update.batches[Key("t2", 1)][0]) == 4, "it has missed the update, and takes part in the open one"
+    assert ledger.take(Key("t2", 2), 1, 4) is None
+    assert due(ledger.take(Key("t1", 2), 1, 4)).weights == {("t2", 2): 0.5, ("t1", 2): 0.5}
+
+
+def test_backup_uses_a_late_gradient_in_the_open_update_but_does_not_count_it_as_one_of_its_own() -> None:
+    start(ledger := make(3, samples=100, backup=1, use_late=True, max_staleness=2))
+    for version in range(2):
+        ledger.take(Key("t0", version + 1), version, 4)
+        ledger.take(Key("t1", version + 1), version, 4)
+    assert ledger.version == 2
+    assert ledger.take(Key("t0", 3), 2, 4) is None
+    assert ledger.take(Key("t2", 1), 0, 4) is None, "two gradients, of which one is late"
+    update = due(ledger.take(Key("t1", 3), 2, 4))
+    assert update.rate == pytest.approx(2.5 / 3)
+    assert update.weights == pytest.approx({("t0", 3): 0.4, ("t2", 1): 0.2, ("t1", 3): 0.4})
+    assert (ledger.dropped, ledger.refused, ledger.used) == (0, 0, 28)
+
+
+def test_backup_does_not_wait_for_a_late_gradient_at_the_end_of_an_epoch() -> None:
+    batches = start(ledger := make(3, samples=20, backup=1, use_late=True, max_staleness=50))
+    for name in ("t0", "t1"):
+        ledger.take(Key(name, 1), 0, 4)
+    ledger.take(Key("t0", 2), 1, 4)
+    update = due(ledger.take(Key("t1", 2), 1, 4))
+    shares = [batch.tolist() for given in update.batches.values() for batch in given]
+    assert [len(share) for share in shares] == [2, 2]
+    assert [*shares[0], *shares[1]] == batches["t2"].tolist()
+    assert ledger.take(Key("t2", 1), 0, 4) is None, "there is nothing left for it"
+    update = due(ledger.take(Key("t0", 3), 2, 2))
+    assert (update.weights, ledger.dropped) == ({("t0", 3): 1.0}, 1), "it has nothing to do: it is not waited for"
+
+
+def test_backup_is_bounded_by_the_trainers_that_are_left() -> None:
+    start(ledger := make(2, samples=8, backup=1))
+    assert due(ledger.take(Key("t1", 1), 0, 4)).weights == {("t1", 1): 1.0}
+    ledger.lose("t0")
+    assert due(ledger.take(Key("t1", 2), 1, 4)).weights == {("t1", 2): 1.0}
+    assert ledger.epoch == 1
 
 
 # ---- the order, and going on

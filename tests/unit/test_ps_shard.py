@@ -19,6 +19,7 @@ from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.shard import Shard
+from rolecall.jobs.ps.wire import Sender
 from tests.unit.contexts import Supervisor
 
 TOTAL = 100
@@ -103,7 +104,7 @@ def answer(shards: Sequence[Shard], keys: Iterable[Key], assigned: dict[Key, Ass
     keys = list(keys)
     for shard in shards:
         for part in shard.parts:
-            shard.answer(part, keys, shard.copy(part), assigned or {})
+            shard.answer(part, keys, shard.encode(part, keys), assigned or {})
 
 
 def step(shards: Sequence[Shard], gradients: dict[Key, Tensor], weights: dict[Key, float], rate: float = 1) -> None:
@@ -164,6 +165,21 @@ def test_a_state_from_before_the_first_update_is_empty() -> None:
     assert joined(shards).keys() == {"parameters"}
 
 
+@pytest.mark.parametrize("without", [{"momentum": 0}, {"top_k": 0.1}])
+def test_momenta_that_are_not_used_are_not_kept(without: dict[str, Any]) -> None:
+    shards = make(settings_of(servers=2), torch.randn(TOTAL))
+    step(shards, {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
+    resumed = resume(settings_of(servers=2, **without), joined(shards))
+    torch.testing.assert_close(joined(resumed), joined(shards), rtol=0, atol=0)
+    key, sizes = Key("t0", 1), [extent.stop - extent.start for shard in resumed for extent in shard.parts.values()]
+    senders = [Sender(size, settings_of(**without)) for size in sizes]
+    for index, (shard, sender) in enumerate(zip([resumed[0]] * 2 + [resumed[1]] * 2, senders, strict=True)):
+        shard.receive(key, index, sender.encode(torch.ones(sizes[index])), Future())
+        shard.apply(index, {key: 1.0}, 1.0)
+    assert joined(resumed).keys() == {"parameters"}
+    assert not torch.equal(flat_of(resumed), flat_of(shards))
+
+
 def test_an_update_without_gradients_changes_nothing() -> None:
     shards = make(settings_of(momentum=0.9), torch.randn(TOTAL))
     step(shards, {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
@@ -204,7 +220,8 @@ def test_answers_are_copies_that_later_updates_leave_alone() -> None:
 @pytest.mark.parametrize(("wire", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_answers_are_of_the_type_of_the_wire(wire: str, dtype: torch.dtype) -> None:
     [shard] = make(settings_of(wire_dtype=wire), torch.randn(TOTAL))
-    copies = [shard.copy(part) for part in shard.parts]
+    key = Key("t0", 0)
+    copies = [shard.encode(part, [key])[key] for part in shard.parts]
     assert {copy.dtype for copy in copies} == {dtype}
     assert torch.equal(torch.cat(copies), shard.flat.to(dtype))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.wire import DTYPES, Encoder
+from rolecall.jobs.ps.wire import Sender
 
 EPSILON = 2.0**-8  # of bfloat16: rounding is wrong by at most this share of the number
 CONVNET = 1_199_882  # parameters
@@ -19,15 +19,19 @@ CONVNET = 1_199_882  # parameters
 # ---- rounding
 
 
+def sender(dtype: str, size: int) -> Sender:
+    return Sender(size, PsSettings(job="ps", wire_dtype=dtype))
+
+
 def test_float32_goes_as_it_is() -> None:
     gradient = torch.randn(100)
-    assert Encoder(DTYPES["float32"], 100).encode(gradient) is gradient
+    assert sender("float32", 100).encode(gradient) is gradient
 
 
 def test_bfloat16_takes_half_the_bytes_and_leaves_the_gradient_alone() -> None:
     gradient = torch.randn(100)
     before = gradient.clone()
-    sent = Encoder(DTYPES["bfloat16"], 100).encode(gradient)
+    sent = sender("bfloat16", 100).encode(gradient)
     assert sent.dtype == torch.bfloat16
     assert sent.nbytes * 2 == gradient.nbytes
     assert sent.data_ptr() != gradient.data_ptr()
@@ -36,7 +40,7 @@ def test_bfloat16_takes_half_the_bytes_and_leaves_the_gradient_alone() -> None:
 
 
 def test_what_was_sent_stays_what_it_was() -> None:
-    encoder = Encoder(torch.bfloat16, 10)
+    encoder = sender("bfloat16", 10)
     first = encoder.encode(torch.full((10,), 1.01))
     before = first.clone()
     encoder.encode(torch.full((10,), 7.0))
@@ -47,7 +51,7 @@ def sums(steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """Over `steps` gradients of small changes upon a constant: what was given, what was sent, and what would have been
     without error feedback."""
     generator = torch.Generator().manual_seed(seed)
-    encoder = Encoder(torch.bfloat16, 1000)
+    encoder = sender("bfloat16", 1000)
     given, sent, plain = (torch.zeros(1000, dtype=torch.float64) for _ in range(3))
     for _ in range(steps):
         gradient = 1 + 1e-3 * torch.rand(1000, generator=generator)
@@ -70,7 +74,7 @@ def test_rounding_errors_do_not_add_up() -> None:
     )
 )  # fmt: skip
 def test_what_is_not_sent_yet_is_one_rounding_of_the_last(gradients: list[list[float]]) -> None:
-    encoder = Encoder(torch.bfloat16, 3)
+    encoder = sender("bfloat16", 3)
     given, sent = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for gradient in gradients:
         given += torch.tensor(gradient, dtype=torch.float64)

@@ -7,7 +7,6 @@ private names are used here, and in `rpc.py`.
 from __future__ import annotations
 
 import functools
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from rolecall import config
 from rolecall.config import Settings
+from rolecall.job.store import is_loopback
 from rolecall.run import rundir
 
 SCHEMES = ("env", "tcp", "file")
@@ -43,7 +43,7 @@ def variables(settings: Settings, rank: int, world_size: int, generation: int) -
     """The variables that torchrun sets, and the program's generation and folder. Where rank 0 is at a loopback address
     all ranks are on this machine; otherwise each has one of its own.
     """
-    here = _is_loopback(settings.master_addr)
+    here = is_loopback(settings.master_addr)
     local, local_size, group, groups = (rank, world_size, 0, 1) if here else (0, 1, rank, world_size)
     values = {
         "RANK": rank,
@@ -64,13 +64,6 @@ def variables(settings: Settings, rank: int, world_size: int, generation: int) -
         "CHECKPOINT_DIR": (settings.checkpoint_dir / rundir.FILES).absolute(),
     }
     return {name: str(value) for name, value in values.items()}
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return socket.gethostbyname(address).startswith("127.")
-    except OSError:  # a name that is unknown yet is another machine's
-        return False
 
 
 class Rendezvous:

@@ -7,6 +7,7 @@ maps of CUDA devices, and to wait for each other. Here both go through the gener
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rpc import api, backend_registry
 
 from rolecall.job.context import Context
+from rolecall.job.store import is_loopback
 from rolecall.trace.stacks import RPC_THREADS
 
 NAME = "ROLECALL"
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def start(context: Context[Any], store: Store) -> None:
@@ -57,6 +60,22 @@ def _start(
     return agent
 
 
+def channels(master_addr: str, device: str, yama: Path = YAMA) -> list[str]:
+    """What TensorPipe may send tensors by. Between processes of one machine and user that is `cma`: the receiver copies
+    them from the sender's memory (process_vm_readv), past sockets and tunnels. Where the two cannot, it takes `basic`.
+    """
+    if device == "cuda":
+        return ["basic", "cuda_basic"]  # not cuda_ipc, which aborts where a process does not see the other's GPU
+    # elsewhere ranks may share a machine but not its network, which a link between them is to be measured through
+    if not is_loopback(master_addr):
+        return ["basic"]
+    try:
+        # where Yama restricts ptrace, TensorPipe would open this process to every other one of its user
+        return ["cma", "basic"] if yama.read_text().strip() == "0" else ["basic"]
+    except OSError:  # there is no Yama
+        return ["cma", "basic"]
+
+
 def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
     """RPC's options. Where two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
     device = context.device.type
@@ -65,8 +84,7 @@ def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOpt
         num_worker_threads=RPC_THREADS,
         rpc_timeout=context.settings.connect_timeout,
         _transports=["uv"],
-        # not cuda_ipc, which aborts where a process does not see the other's GPU
-        _channels=["basic", "cuda_basic"] if device == "cuda" else ["basic"],
+        _channels=channels(context.settings.master_addr, device),
     )
     store.set(f"device-{context.me.rank}", device)
     for peer in context.members if device == "cuda" else ():

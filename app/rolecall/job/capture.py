@@ -29,13 +29,14 @@ class CaptureError(Exception):
 @dataclass(frozen=True)
 class Rows:
     """A rank's share of a tensor of `total` rows: the rows `first`, `first` + `step`, ..., which lie in `tensors`
-    [some rows, ...], end to end. Ranks may hold the same rows.
+    [some rows, ...], end to end. Ranks may hold the same rows. What is `frozen`, one tensor, does not change.
     """
 
     tensors: tuple[Tensor, ...]
     total: int
     first: int = 0
     step: int = 1
+    frozen: bool = False
 
     def __len__(self) -> int:
         return sum(len(tensor) for tensor in self.tensors)
@@ -92,6 +93,18 @@ class Rows:
                 target, values = target + count * stride, values[count:]
             offset += len(tensor)
 
+    @torch.no_grad()
+    def put_numbered(self, values: Tensor, numbers: Tensor, first: int, step: int) -> None:
+        """Sets those rows that are here too from `values` [rows, ...], which are the rows with the `numbers` [rows] of
+        a share that consists of the rows `first`, `first` + `step`, ...
+        """
+        rows = first + step * numbers.long() - self.first
+        places, offset = rows.div(self.step, rounding_mode="floor"), 0
+        for tensor in self.tensors:
+            here = (rows % self.step == 0) & (places >= offset) & (places < offset + len(tensor))
+            tensor[(places[here] - offset).to(tensor.device)] = values[here].to(tensor.device)
+            offset += len(tensor)
+
 
 class _Column:
     """One tensor of a capture. Up to row `done` it was read. Set aside are whole blocks, where ranges of rows change,
@@ -105,6 +118,8 @@ class _Column:
         self.done = 0
         self.blocks: dict[int, Tensor] = {}  # by number
         self.copy = rows.copy(0, self.size) if self.size * self.row_bytes <= eager else None
+        if rows.frozen:
+            (self.copy,) = rows.tensors
         self.slots = self.freed = torch.empty(0, dtype=torch.int32)
         self.used = self.freed_count = 0  # of the slots: `used` were taken, some of which were freed again
         self.store = torch.empty(0)
@@ -212,7 +227,7 @@ class Capture:
         rows = rows.cpu()
         for column in self._columns:
             with self._progress:
-                if column.copy is not None or self.problem:
+                if column.copy is not None or column.done == column.size or self.problem:
                     continue
                 column.prepare_rows(self.budget)
                 left = column.save_rows(rows)
@@ -246,7 +261,8 @@ class Capture:
         for column in self._columns:
             for number in range(-(-column.size // column.per_block)):
                 yield self._read(column, number).reshape(-1).view(torch.uint8)
-            column.copy = None
+            with self._progress:
+                column.copy, column.done = None, column.size
 
     def _read(self, column: _Column, number: int) -> Tensor:
         low, high = number * column.per_block, min((number + 1) * column.per_block, column.size)

@@ -48,11 +48,11 @@ class Snapshot:
         """With the values that ranks hold shares of, read and put together, in `state`: for one who has the memory.
         Raises CheckpointError where a shard is missing or torn.
         """
-        from rolecall.job import shardfile  # torch: not in a supervisor, which imports this module's names
+        from rolecall.job import shardfile, shardfiles  # torch: not in a supervisor, which imports this module's names
 
         directory = self.path.parent / SHARDS / self.path.stem
         try:
-            values = {name: {**self.state.get(name, {}), **shardfile.whole(directory, files)}
+            values = {name: {**self.state.get(name, {}), **shardfiles.whole(directory, files)}
                       for name, files in self.shards.items()}  # fmt: skip
         except shardfile.ShardError as error:
             raise CheckpointError(f"{self.path.name}: {error}") from error

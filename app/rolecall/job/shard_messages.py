@@ -8,13 +8,12 @@ from torch import Tensor
 
 from rolecall.job.shardfile import Column, ShardFile
 
-Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
-
 
 @dataclass(frozen=True)
 class Order:
     """Capture what is there after `step`, for the checkpoint `stem` of `generation`. `mode` is CHECKPOINT_SHARDS;
-    `kept` are the checkpoints that there are, `dropped` those that were deleted since the last order.
+    `kept` are the checkpoints that there are, `dropped` those that were deleted since the last order. `whole` says that
+    files of earlier checkpoints cannot be used again.
     """
 
     step: int
@@ -23,6 +22,7 @@ class Order:
     mode: str
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,28 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Written:
-    """The end of a share's capture: its file, where this rank wrote that, and for how many seconds changes waited."""
+class Earlier:
+    """Files of the checkpoint `stem` that are part of the new one, too; `shared` says that they are in its folder."""
 
-    file: ShardFile | None
+    stem: str
+    names: tuple[str, ...]
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A file of a share, whose bytes follow."""
+
+    name: str
+    columns: dict[str, Column]
+
+
+@dataclass(frozen=True)
+class Written:
+    """The end of a share's capture: the files that this rank wrote, and for how many seconds changes waited."""
+
+    files: list[ShardFile]
     stalled: float
 
 
-Item = dict[str, Column] | Tensor | Written | Problem  # of a share that is sent: columns, bytes, the end
+Item = Earlier | Begin | Tensor | Written | Problem  # of a share that is sent

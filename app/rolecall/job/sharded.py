@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from rolecall.config import UsageError
-from rolecall.job import shardfile, shards
+from rolecall.job import shardfile, shardfiles, shards
 from rolecall.job.capture import BLOCK
 from rolecall.job.checkpoint import CheckpointError
 from rolecall.job.saving import Collected, Saving, ShardedValue
-from rolecall.job.shard_messages import Order, Problem, Shapes, Written
+from rolecall.job.shard_messages import Begin, Earlier, Order, Problem, Written
 from rolecall.job.shardfile import ShardError, ShardFile
+from rolecall.job.shardfiles import Shapes
 from rolecall.job.task import Peer, PeerLostError
 from rolecall.run import rundir
 
@@ -38,6 +39,8 @@ class Sharded(ShardedValue):
         self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
         self._step: int | None = None  # that was begun last
         self._collected: tuple[int, Collected] | None = None  # the newest
+        self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name, which may be part of the next one
+        self._whole = False  # the next one has no files of earlier ones
         self.restored = False
         shards.SHARES.directory = self.directory  # members may ask for pieces of what is there
 
@@ -65,8 +68,10 @@ class Sharded(ShardedValue):
                 (self.directory / stem).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"{stem} cannot be written to {self.directory}: {error.strerror}") from error
-        order = Order(step, stem, self.context.generation, settings.checkpoint_shards,
-                      *self.checkpoints.kept_and_dropped())  # fmt: skip
+        kept, dropped = self.checkpoints.kept_and_dropped()
+        self._files = {name: files for name, files in self._files.items() if name in kept}
+        order = Order(step, stem, self.context.generation, settings.checkpoint_shards, kept, dropped, self._whole)
+        self._whole = False
         self._each(shards.begin, self.name, order)
         self._step = step
 
@@ -80,34 +85,46 @@ class Sharded(ShardedValue):
                 collected = list(pool.map(partial(self._collect, stem), self._members))
         except PeerLostError as error:
             raise CheckpointError(f"{stem}: {error}") from error
-        written = Collected([file for file, _ in collected], max(stalled for _, stalled in collected))
+        written = Collected(
+            [file for files, _ in collected for file in files], max(stalled for _, stalled in collected)
+        )
+        self._files[stem] = {file.name: file for file in written.files}
         self._collected = step, replace(written, stalled=0.0)
         return written
 
-    def _collect(self, stem: str, peer: Peer) -> tuple[ShardFile, float]:
-        """Waits for the file that `peer` writes, or writes here what it sends."""
-        sent = self._items(stem, peer)
-        match next(sent):
-            case Written(ShardFile() as written, stalled):
-                return written, stalled
-            case dict() as columns:
-                ended: list[Written] = []
+    def _collect(self, stem: str, peer: Peer) -> tuple[list[ShardFile], float]:
+        """Waits for the files that `peer` writes, or writes here what it sends."""
+        sent, folder, files = self._items(stem, peer), self.directory / stem, list[ShardFile]()
+        try:
+            for item in sent:
+                match item:
+                    case Earlier():
+                        files += self._again(folder, item)
+                    case Begin(name, columns):
+                        blocks = _sized(sent, sum(column.bytes for column in columns.values()))
+                        files.append(shardfile.write(folder, name, columns, blocks))
+                    case Written(written, stalled):
+                        return [*files, *written], stalled
+                    case other:
+                        raise CheckpointError(f"{peer.name} answers {type(other).__name__}")
+        except ShardError as error:
+            raise CheckpointError(str(error)) from error
+        raise AssertionError("what a peer sends ends with Written")
 
-                def blocks() -> Iterator[Tensor]:
-                    for item in sent:
-                        if isinstance(item, Written):
-                            ended.append(item)
-                            return
-                        yield item
-
-                try:
-                    file = shardfile.write(self.directory / stem, f"{self.name}-{peer.name}.safetensors", columns,
-                                           blocks())  # fmt: skip
-                except ShardError as error:
-                    raise CheckpointError(str(error)) from error
-                return file, ended[0].stalled
-            case other:
-                raise CheckpointError(f"{peer.name} answers {type(other).__name__}")
+    def _again(self, folder: Path, earlier: Earlier) -> list[ShardFile]:
+        """Makes files of an earlier checkpoint part of the one in `folder`. Raises ShardError."""
+        try:
+            known = [self._files[earlier.stem][name] for name in earlier.names]
+            if not earlier.shared:
+                for name in earlier.names:
+                    shardfiles.share(self.directory / earlier.stem / name, folder / name)
+                shardfile.sync(folder)
+        except (KeyError, ShardError) as error:
+            self._whole = True
+            if isinstance(error, KeyError):
+                raise ShardError(f"{folder.name}: nothing is known of {error} of {earlier.stem}") from error
+            raise
+        return known
 
     def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
         """What `peer` sends, one call ahead. Raises CheckpointError, also where nothing comes for PHASE_TIMEOUT."""
@@ -132,7 +149,7 @@ class Sharded(ShardedValue):
         """Has every member read its share out of `files`. Raises CheckpointError where one of them cannot be used,
         UsageError where they do not fit this program.
         """
-        local = shards.held(self.directory, stem, files)
+        local = shardfiles.held(self.directory, stem, files)
         answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
         holders = {name: peer.name for peer, names in answers for name in names}
         holders |= dict.fromkeys(local, self.context.me.name)
@@ -143,6 +160,7 @@ class Sharded(ShardedValue):
         for problem in (problem for _, problem in problems if problem is not None):
             raise UsageError(f"{stem}: {problem.text}") if problem.usage else CheckpointError(problem.text)
         self.restored = True
+        self._files = {stem: {file.name: file for file in files}}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has beside the members' files."""
@@ -191,3 +209,11 @@ class Sharded(ShardedValue):
         asked = [(peer, self._ask(peer, function, *args, timeout=timeout)) for peer in self._members]
         asked.sort(key=lambda each: each[0] != self.context.me)  # which works meanwhile, too
         return [(peer, answer()) for peer, answer in asked]
+
+
+def _sized(sent: Iterator[Any], size: int) -> Iterator[Tensor]:
+    """The next `size` bytes of what is sent."""
+    while size > 0:
+        block = next(sent)
+        size -= len(block)
+        yield block

@@ -194,6 +194,7 @@ def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Ite
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).unlink(missing_ok=True)  # another checkpoint may have the file that has this name
         writer = Writer(directory / name)
         try:
             writer.write(torch.frombuffer(bytearray(header(columns)), dtype=torch.uint8))
@@ -202,11 +203,23 @@ def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Ite
             checksum = writer.close()
         finally:
             writer.abort()
-        for folder in (directory, directory.parent):
-            rundir.sync_directory(folder)
+        _sync(directory)
     except OSError as error:
         raise ShardError(f"{name} cannot be written to {directory}: {error.strerror}") from error
     return ShardFile(name, writer.length, checksum, dict(columns))
+
+
+def sync(directory: Path) -> None:
+    """Has the names in `directory`, which was made, on disk. Raises ShardError."""
+    try:
+        _sync(directory)
+    except OSError as error:
+        raise ShardError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+def _sync(directory: Path) -> None:
+    for folder in (directory, directory.parent):
+        rundir.sync_directory(folder)
 
 
 def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str, int, Tensor]]:
@@ -255,16 +268,3 @@ def reader(path: Path) -> Read:
         return data[:got]
 
     return read
-
-
-def whole(directory: Path, files: Iterable[ShardFile]) -> dict[str, Tensor]:
-    """The tensors that `files` in `directory` are the shards of. Raises ShardError."""
-    rows: dict[str, Rows] = {}
-    for file in files:
-        for name, column in file.columns.items():
-            if name not in rows:
-                shape = (column.total, *column.shape[1:])
-                rows[name] = Rows((torch.empty(shape, dtype=DTYPES[column.dtype]),), column.total)
-        for name, begin, values in blocks(file, reader(directory / file.name)):
-            rows[name].put(values, begin, file.columns[name].first, file.columns[name].step)
-    return {name: each.tensors[0] for name, each in rows.items()}

@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rolecall.config import UsageError
-from rolecall.job import shardfile
+from rolecall.job import shardfile, shardfiles
 from rolecall.job.capture import Capture, CaptureError, Rows
 from rolecall.job.peers import Peers
-from rolecall.job.shard_messages import Item, Order, Problem, Shapes, Written
+from rolecall.job.shard_messages import Begin, Earlier, Item, Order, Problem, Written
 from rolecall.job.shardfile import Column, ShardError, ShardFile
+from rolecall.job.shardfiles import Shapes
 from rolecall.run import rundir
 
+Part = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
 POLL = 0.5  # seconds that a call waits for what is not there yet
 
 
@@ -44,7 +47,7 @@ class Share:
         at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin(),
     ) -> None:
         self.context, self.name, self._rows, self._at = context, name, rows, at
-        self._prepare = prepare or (lambda shapes: same_shapes(rows, shapes))
+        self._prepare = prepare or (lambda shapes: shardfiles.same_shapes(rows, shapes))
         self._capture: Capture | None = None
         self.changed = True  # since the last capture
         self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
@@ -86,33 +89,59 @@ class Share:
         items = self._items
 
         def start() -> None:
-            capture = Capture(self._rows(), self.context.settings.rpc_timeout / 2)
+            capture = self.captured(order)
             self._capture, self.changed = capture, False
             threading.Thread(target=self._run, args=(order, capture, items), daemon=True).start()
 
         self._at(order.step, start)
 
+    def captured(self, order: Order) -> Capture:
+        """The rows as they are now."""
+        return Capture(self._rows(), self.context.settings.rpc_timeout / 2)
+
+    def parts(self, capture: Capture) -> Iterator[Part]:
+        """The files to write. The bytes of one are taken before the next one is asked for."""
+        columns = {name: Column.of(rows) for name, rows in capture.names.items()}
+        yield f"{self}.safetensors", columns, capture.read()
+
+    def earlier(self, order: Order, capture: Capture) -> Earlier | None:
+        """The files of an earlier checkpoint that are part of this one."""
+        return None
+
+    def direct(self, order: Order) -> bool:
+        """Whether this rank writes its files."""
+        return order.mode == "direct" or (order.mode == "auto" and (self.directory / order.stem).is_dir())
+
     def _run(self, order: Order, capture: Capture, items: queue.Queue[Item]) -> None:
-        columns, file = {name: Column.of(rows) for name, rows in capture.names.items()}, None
+        files, folder = [], self.directory / order.stem
         try:
-            if order.mode == "direct" or (order.mode == "auto" and (self.directory / order.stem).is_dir()):
+            direct, earlier = self.direct(order), self.earlier(order, capture)
+            if direct:
                 if rundir.read_generation(self.directory.parent).number > order.generation:
                     raise ShardError(f"generation {order.generation} is over: nothing written")
                 rundir.prune_shards(self.directory.parent, {*order.kept, order.stem}, order.dropped)
-                file = shardfile.write(self.directory / order.stem, self.file, columns, capture.read())
-            else:
-                self._send(columns, items)
-                for block in capture.read():
+            if earlier:
+                for name in earlier.names if direct else ():
+                    shardfiles.share(self.directory / earlier.stem / name, folder / name)
+                self._send(replace(earlier, shared=direct), items)
+            for name, columns, blocks in self.parts(capture):
+                if direct:
+                    files.append(shardfile.write(folder, name, columns, blocks))
+                    continue
+                self._send(Begin(name, columns), items)
+                for block in blocks:
                     # RPC sends a tensor's whole memory
                     self._send(block.clone() if block.untyped_storage().nbytes() > block.nbytes else block, items)
-            self._send(Written(file, capture.stalled), items)
+            if direct and not files:
+                shardfile.sync(folder)
+            self._send(Written(files, capture.stalled), items)
         except (ShardError, CaptureError, UsageError) as error:
             capture.give_up(str(error))
-            self._send(Problem(f"{self.file}: {error}"), items)
+            self._send(Problem(f"{self}: {error}"), items)
         except Exception as error:  # whatever it is, the training goes on
             capture.give_up(repr(error))
-            self.context.logger.exception("shard not written", file=self.file)
-            self._send(Problem(f"{self.file}: {error!r}"), items)
+            self.context.logger.exception("shard not written", share=str(self))
+            self._send(Problem(f"{self}: {error!r}"), items)
         finally:
             if self._capture is capture:
                 self._capture = None
@@ -123,15 +152,13 @@ class Share:
                 items.put(item, timeout=POLL)
                 return
 
-    @property
-    def file(self) -> str:
-        """The name of this rank's file."""
-        return f"{self.name}-{self.context.me.name}.safetensors"
+    def __str__(self) -> str:
+        return f"{self.name}-{self.context.me.name}"
 
     def next(self, stem: str) -> Item | None:
         """What comes next of the checkpoint `stem`; None where it is not there yet."""
         if stem != self._stem:
-            return Problem(f"{self.file}: another checkpoint was begun")
+            return Problem(f"{self}: another checkpoint was begun")
         try:
             return self._items.get(timeout=POLL)
         except queue.Empty:
@@ -142,15 +169,14 @@ class Share:
     def load(self, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
         """Reads the rows here out of `files`, here or, by name, at one of `holders`."""
         try:
-            targets = self._prepare(_shapes(files))
+            targets = self._prepare(shardfiles.shapes(files))
             for file in files:
-                if not any(column.overlaps(targets[name]) for name, column in file.columns.items()):
+                if not shardfiles.overlaps(file, targets):
                     continue
                 read = shardfile.reader(self.directory / stem / file.name)
-                if file.name not in held(self.directory, stem, [file]):
+                if file.name not in shardfiles.held(self.directory, stem, [file]):
                     read = self._remote(stem, file, holders[file.name])
-                for name, begin, values in shardfile.blocks(file, read):
-                    targets[name].put(values, begin, file.columns[name].first, file.columns[name].step)
+                shardfiles.fill(file, read, targets)
         except UsageError as error:
             return Problem(str(error), usage=True)
         except ShardError as error:
@@ -188,32 +214,6 @@ class Share:
         """Sets the rows here from `begin` on."""
         rows = self._targets[name]
         rows.put(values, begin, rows.first, rows.step)
-
-
-def same_shapes(rows: Callable[[], Mapping[str, Rows]], shapes: Shapes) -> Mapping[str, Rows]:
-    """The job's `rows`. Raises UsageError where they are not of tensors of these `shapes`."""
-    targets = rows()
-    actual = {name: (each.total, *each.shape[1:]) for name, each in targets.items()}
-    if actual != shapes:
-        raise UsageError(f"the checkpoint holds tensors {shapes}, this program {actual}; restore what the job was "
-                         "trained with, or set another CHECKPOINT_DIR")  # fmt: skip
-    return targets
-
-
-def _shapes(files: list[ShardFile]) -> Shapes:
-    return {name: (c.total, *c.shape[1:]) for file in files for name, c in file.columns.items()}
-
-
-def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
-    """Those of `files` that are in this rank's `directory`, in full length."""
-
-    def length(file: ShardFile) -> int:
-        try:
-            return (directory / stem / file.name).stat().st_size
-        except OSError:
-            return -1
-
-    return [file.name for file in files if length(file) == file.length]
 
 
 # ---- the shares of this process
@@ -267,7 +267,7 @@ def next_item(name: str, stem: str) -> Item | None:
 
 def holds(name: str, stem: str, files: list[ShardFile]) -> list[str]:
     """The names of those of `files` that are in this rank's CHECKPOINT_DIR."""
-    return held(SHARES.get(name).directory, stem, files)
+    return shardfiles.held(SHARES.get(name).directory, stem, files)
 
 
 def read_piece(stem: str, file: str, place: int, length: int) -> Tensor | Problem:

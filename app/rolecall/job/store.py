@@ -49,6 +49,14 @@ def open_store(
     return PrefixStore(f"generation-{generation}", store)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether `address` is this machine's loopback. Where rank 0 is reached so, all ranks are on this machine."""
+    try:
+        return socket.gethostbyname(address).startswith("127.")
+    except OSError:  # a name that is unknown yet is another machine's
+        return False
+
+
 def store_port(settings: Settings) -> int:
     """Rank 0's port for the generations' stores, with TLS=off."""
     return settings.rank0_port + 1

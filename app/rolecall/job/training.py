@@ -89,11 +89,13 @@ class Training(Saving[S]):
         }).whole()  # fmt: skip
 
     def steps(self, total: int | None = None, state: State | None = None, *, until: Callable[[], bool] | None = None,
-              work: float | None = None, goal: float | None = None, **facts: Any) -> Iterator[int]:  # fmt: skip
+              settled: Callable[[], bool] | None = None, work: float | None = None, goal: float | None = None,
+              **facts: Any) -> Iterator[int]:  # fmt: skip
         """Yields the numbers of the steps to make: from the one after the checkpoint that `restore` returned to
         `total`, or `until()` is true. Before each, it writes a checkpoint of `state` (by default, that of `restore`)
         where one is due, and ends the function by raising `Drained` where a drain is ordered. A `break` ends the loop
-        with the step under way.
+        with the step under way. Once a drain is ordered, steps go on until `settled()` is true, if it is given: the
+        caller bounds that by DRAIN_TIMEOUT.
 
         `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` the score
         to reach; `facts` are for the log.
@@ -103,7 +105,7 @@ class Training(Saving[S]):
         if not self.progress.started:
             self.start(self._step, done=self.progress.done, total=work, goal=goal, steps=total, **facts)
         while (total is None or self._step < total) and not (until is not None and until()):
-            if self.due:
+            if self.due and (settled is None or not self.draining or settled()):
                 self.save()
             self._redo, self._stepping = False, True
             try:

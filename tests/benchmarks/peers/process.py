@@ -27,7 +27,8 @@ import psutil
 REPOSITORY = Path(__file__).parents[3]
 MARK = "BENCH_MARK"
 LEAVE = 30.0  # seconds that a program has to leave after its last line
-GROUPS = {"sb3": "sb3", "cleanrl": "sb3", "appo": "sample-factory", "rllib": "rllib"}  # whose interpreter a peer has
+GROUPS = {"sb3": "sb3", "cleanrl": "sb3", "appo": "sample-factory", "rllib": "rllib",
+          "torchrec": "torchrec"}  # fmt: skip  # whose interpreter a peer has
 
 _marks: set[str] = set()
 
@@ -84,6 +85,11 @@ def missing(peer: str) -> str | None:
     return f"{peer} {problem} (build/peers/{group.name}): make peers"
 
 
+def interpreter(peer: str) -> Path:
+    """The Python that a peer is installed for."""
+    return REPOSITORY / "build" / "peers" / GROUPS[peer] / "bin" / "python"
+
+
 def peer(name: str, deadline: float, on: Callable[[str], None] = lambda news: None, **options: Any) -> Run:
     """Runs a peer's program with these options (`threads`: torch's, if not its default). Raises RuntimeError where it
     fails, TimeoutError where it is not done within `deadline` seconds.
@@ -91,7 +97,7 @@ def peer(name: str, deadline: float, on: Callable[[str], None] = lambda news: No
     if problem := missing(name):
         raise RuntimeError(problem)
     threads = options.pop("threads", None)
-    words = [str(REPOSITORY / "build" / "peers" / GROUPS[name] / "bin" / "python"), "-m", f"{__package__}.{name}"]
+    words = [str(interpreter(name)), "-m", f"{__package__}.{name}"]
     for option, value in options.items():
         if value is not None and value is not False:
             words += [f"--{option}", *([] if value is True else [str(value)])]

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import RankObject
+from rolecall.jobs.hybrid import tables
 from rolecall.jobs.hybrid.messages import Command
 from rolecall.jobs.hybrid.server import SERVER
 from rolecall.jobs.hybrid.table import BagArrays, Bags, Table
@@ -52,14 +53,14 @@ def command(number: int, what: Command) -> Answer:
 
 
 def device() -> str:
-    """The name of the device that the server computes on."""
-    return str(SERVER.get().context.device)
+    """The name of the device that the server computes on: the CPU where its rows are on disk."""
+    return str(SERVER.get().context.device) if SERVER.get().scratch is None else "cpu"
 
 
 def build_table() -> Table:
     """Builds the server's table, for the master's RemoteModule."""
     server = SERVER.get()
-    server.hold(Table(server.settings, server.context.me.ordinal))
+    server.hold(tables.build(server.settings, server.context.me.ordinal, server.scratch))
     return server.table
 
 
@@ -71,9 +72,12 @@ def start_training(step: int, fill: bool) -> None:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def exchange(step: int, trainer: int, gradient: np.ndarray | None, arrays: BagArrays | None) -> Answer:
+def exchange(
+    step: int, trainer: int, gradient: np.ndarray | None, arrays: BagArrays | None, later: np.ndarray | None = None
+) -> Answer:
     """A trainer's gradient [bags, width] of its pooled vectors, for the update that makes step `step`, and its bags of
     the step after that; either may be missing. The answer to bags is `TableServer.pool`'s, once step `step` is made.
+    `later` are the rows of steps after that, which a table on disk reads ahead.
     """
     server = SERVER.get()
     if gradient is not None:
@@ -81,6 +85,8 @@ def exchange(step: int, trainer: int, gradient: np.ndarray | None, arrays: BagAr
     if arrays is None:
         return server.at(0, lambda: None)  # now
     bags = Bags.from_arrays(arrays).to(server.table.weight.device)
+    if later is not None:
+        server.table.prefetch(torch.from_numpy(later).long())
 
     def pool() -> np.ndarray | Exception:
         server.add_bags(trainer, bags)  # before the answer, which the trainer's next gradient follows

@@ -94,7 +94,7 @@ def load(settings: HybridSettings) -> Data:
     """The samples of DATASET. Raises UsageError for invalid ones, such as an index that the table does not have."""
     if settings.dataset == "stdlib":
         root, files = standard_library()
-        key = ("hybrid", versions([Path(__file__), *files]), settings.num_embeddings)
+        key = ("hybrid", versions([Path(__file__), *files]), _table_rows(settings))
         parts = keep(key, lambda: [part.parts() for part in _standard_library(settings, root, files)])
         train, test = map(Samples.of, parts)
     else:
@@ -147,7 +147,7 @@ def _require_valid(settings: HybridSettings, name: str, samples: Samples) -> Non
         return int(torch.searchsorted(bags.offsets, int(wrong.nonzero()[0]), right=True)) - 1
 
     outside = (bags.rows < 0) | (bags.rows >= settings.num_embeddings)
-    if outside.any():
+    if settings.table == "fixed" and outside.any():
         problem = f"{sample(outside)} has the index {int(bags.rows[outside][0])}, which is out of range: " \
                   f"NUM_EMBEDDINGS={settings.num_embeddings}"  # fmt: skip
     elif (samples.labels < 0).any():
@@ -179,7 +179,7 @@ def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path
             chosen = np.random.default_rng(label).permutation(len(candidates))[:limit]
             part.extend((candidates[index], label) for index in sorted(chosen))
     hashes = _Hashes()
-    train, test = (_averaging(part, settings.num_embeddings, hashes) for part in parts)
+    train, test = (_averaging(part, _table_rows(settings), hashes) for part in parts)
     return train, test
 
 
@@ -198,7 +198,12 @@ class _Hashes(dict[str, int]):
         return value
 
 
-def _rows(texts: Sequence[str], table_rows: int, hashes: _Hashes) -> tuple[np.ndarray, np.ndarray]:
+def _table_rows(settings: HybridSettings) -> int | None:
+    """What row numbers are below; None: they are ids of 64 bits."""
+    return settings.num_embeddings if settings.table == "fixed" else None
+
+
+def _rows(texts: Sequence[str], table_rows: int | None, hashes: _Hashes) -> tuple[np.ndarray, np.ndarray]:
     """The rows [total] int64 of all texts, one text after another, and how many each has: [texts] int64.
 
     One for each run of up to NGRAMS words, the shorter runs first, by hashing (fastText, Joulin et al. 2016).
@@ -215,12 +220,13 @@ def _rows(texts: Sequence[str], table_rows: int, hashes: _Hashes) -> tuple[np.nd
         end = max(0, len(single) - length)
         run = (run[:end] + single[length:]) * np.uint64(MIX)  # wraps around, as a hash may
         whole = place[:end] < runs[length][text[:end]]  # all of it in one text
-        rows[(begin[text[:end]] + place[:end])[whole]] = ((run >> np.uint64(20)) % np.uint64(table_rows))[whole]
+        numbers = (run >> np.uint64(20)) % np.uint64(table_rows) if table_rows else run.view(np.int64)
+        rows[(begin[text[:end]] + place[:end])[whole]] = numbers[whole]
         begin = begin + runs[length]
     return rows, totals
 
 
-def _averaging(samples: Sequence[tuple[str, int]], table_rows: int, hashes: _Hashes) -> Samples:
+def _averaging(samples: Sequence[tuple[str, int]], table_rows: int | None, hashes: _Hashes) -> Samples:
     """Samples of (text, label), packed, with weights that make a bag's sum the mean of its rows."""
     if not samples:
         return pack([])

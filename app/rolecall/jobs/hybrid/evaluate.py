@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rolecall import UsageError, track
-from rolecall.jobs.hybrid import HybridSettings, data
+from rolecall.jobs.hybrid import HybridSettings, data, tables
 from rolecall.jobs.hybrid.data import Data, Samples
 from rolecall.jobs.hybrid.messages import EVALUATION_BATCH
 from rolecall.jobs.hybrid.model import LocalModel
@@ -28,12 +28,9 @@ def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float
 def restore(settings: HybridSettings, state: dict[str, Any]) -> LocalModel:
     """The model of a checkpoint's `state`. Raises UsageError for a checkpoint of another job."""
     with UsageError.wrap("the checkpoint holds no model of hybrid", KeyError, TypeError, RuntimeError):
-        model = LocalModel(settings, state["classes"])
-        model.dense.load_state_dict(state["dense"]["weights"])
-        table = {"squares": torch.empty(0), **state["embeddings"]}
-        if isinstance(table["weight"], list):  # in pieces, of an earlier version
-            table["weight"] = torch.cat(table["weight"])
-        model.table.load_state_dict(table)
+        dense, table = state["dense"]["weights"], state["embeddings"]
+        model = LocalModel(settings, state["classes"], tables.load(settings, table, state["step"]))
+        model.dense.load_state_dict(dense)
     return model
 
 

@@ -42,8 +42,8 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
     context.wait_all([*starting, *trainers.send(messages.Join(state["step"], state["dense"]))])
     context.start(state["step"], done=state["epoch"] * data.samples + state["position"], total=s.epochs * data.samples,
                   dataset=s.dataset, samples=data.samples, classes=data.classes, epoch=state["epoch"] + 1,
-                  rows=s.num_embeddings, width=s.embedding_dim, servers=s.servers,
-                  trainers=len(trainers.peers))  # fmt: skip
+                  rows=s.max_rows * s.servers if s.table == "hashed" else s.num_embeddings, width=s.embedding_dim,
+                  servers=s.servers, trainers=len(trainers.peers))  # fmt: skip
 
     step_seconds = COMMAND_SECONDS
     while state["epoch"] < s.epochs:

@@ -31,9 +31,10 @@ def build_optimizer(settings: HybridSettings, parameters: Iterable[Tensor]) -> t
 class LocalModel(nn.Module):
     """Table and dense network in one process."""
 
-    def __init__(self, settings: HybridSettings, classes: int) -> None:
+    def __init__(self, settings: HybridSettings, classes: int, table: Table | None = None) -> None:
+        """With this `table`, or a fixed one without values."""
         super().__init__()
-        self.table = Table(settings.model_copy(update={"servers": 1}), 0)
+        self.table = Table(settings.model_copy(update={"servers": 1}), 0) if table is None else table
         self.dense = build_dense(settings, classes)
 
     def forward(self, bags: Bags) -> Tensor:

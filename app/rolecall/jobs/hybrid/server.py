@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import Context, RankObject, Share
+from rolecall import Context, LoggedShare, RankObject, Share
 from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class TableServer:
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
+        self.scratch = open_scratch(context.settings, context.me.ordinal)  # before a call could lose what this raises
         self.step = 0
         self.failure: Future[None] = Future()  # of work in the pool
         self._trainers = [peer.ordinal for peer in context.peers("trainer")]
@@ -49,11 +51,16 @@ class TableServer:
 
     def hold(self, table: Table) -> None:
         """Takes the table that this server holds."""
-        self.table, self.share = table, Share(self.context, "embeddings", table.rows, at=self._save_at)
+        if isinstance(table, DiskTable):
+            share: Share = LoggedShare(self.context, "embeddings", table.rows, table.fetch, at=self._save_at)
+        else:
+            share = Share(self.context, "embeddings", table.rows, table.prepare, at=self._save_at)
+        self.table, self.share = table, share
 
     def start(self, step: int) -> None:
         """Starts training after `step` steps."""
         self.step = step
+        self.table.start(step)
 
     def at(self, step: int, work: Callable[[], T]) -> torch.futures.Future[T]:
         """The result of `work`, which is done once step `step` is made: now, in this thread, or later, in the pool."""
@@ -76,7 +83,7 @@ class TableServer:
             if len(self._bags) == len(self._trainers):
                 # always in the same order: a sum of floats depends on it
                 lookups, self._bags = [self._bags[trainer] for trainer in self._trainers], {}
-                self._plan = self._submit(Plan.of, lookups)  # while the trainers compute
+                self._plan = self._submit(self.table.plan, lookups)  # while the trainers compute
 
     def pool(self, bags: Bags) -> np.ndarray | Exception:
         """The sums [bags, width] of `bags`, or what computing them raised: RPC would lose the exception's type."""
@@ -105,9 +112,9 @@ class TableServer:
             plan = planned.result()  # submitted to the same thread before
             pooled = torch.cat(gradients).to(self.table.weight.device)
             with self.context.timer() as timer:
-                self.share.before_rows(plan.rows)
+                self.share.before_rows(self.table.changing(plan))
             self.metrics.hybrid_stall_seconds.labels("checkpoint").inc(timer.seconds)
-            self.table.update(plan.rows, plan.gradient(pooled).div_(len(gradients)))
+            self.table.advance(plan, plan.gradient(pooled).div_(len(gradients)))
         with self._lock:
             self.step += 1
             if self.step == self._saved_step:
@@ -117,6 +124,7 @@ class TableServer:
             self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
             self._submit(respond)
         self.metrics.hybrid_rows.inc(len(plan.rows))
+        self.table.count(self.metrics)
         self.context.report_step(self.step)
 
     def _submit(self, work: Callable[..., T], *args: Any) -> Future[T]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall import Rows
-from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid import HybridSettings, hashed_ids
 
 INITIAL_ROWS = 1 << 16  # rows that one generator initializes
 EPSILON = 1e-10
 LARGE_PAGE = 1 << 21  # bytes
 MADV_HUGEPAGE = 14  # Linux's mman.h
-BagArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # rows int32, offsets int32, weights float32
+BagArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # rows int32 or int64, offsets int32, weights float32
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,30 @@ class Bags:
     offsets: Tensor
     weights: Tensor | None
 
-    def route(self, servers: int) -> list[Bags]:
-        """Each server's share of each bag, which may be empty. Row i is row i // servers of server i % servers."""
+    def route(self, servers: int, cells: int = 0) -> list[Bags]:
+        """Each server's share of each bag, which may be empty. Row i is row i // servers of server i % servers. With
+        TABLE=hashed, rows are ids, which stay what they are, and FILTER_IDS `cells` say whose an id is.
+        """
         if servers == 1:
             return [self]
-        shares, owners = [], self.rows % servers
+        shares = []
+        owners = self.rows % servers
+        if cells:
+            owners = torch.from_numpy(hashed_ids.owners(self.rows.numpy(), cells, servers))
         for server in range(servers):
             mask = owners == server
             before = torch.cat([self.offsets.new_zeros(1), mask.cumsum(0)])
             weights = None if self.weights is None else self.weights[mask]
-            shares.append(Bags(self.rows[mask] // servers, before[self.offsets], weights))
+            rows = self.rows[mask] if cells else self.rows[mask] // servers
+            shares.append(Bags(rows, before[self.offsets], weights))
         return shares
 
     def to_arrays(self) -> BagArrays:
         """For sending: arrays are part of a call, where each tensor would be a message of its own."""
         weights = None if self.weights is None else self.weights.numpy()
-        return self.rows.numpy().astype(np.int32), self.offsets.numpy().astype(np.int32), weights
+        rows = self.rows.numpy()
+        narrow = rows.astype(np.int32)
+        return narrow if np.array_equal(narrow, rows) else rows, self.offsets.numpy().astype(np.int32), weights
 
     @classmethod
     def from_arrays(cls, arrays: BagArrays) -> Bags:
@@ -99,13 +108,19 @@ class Table(nn.Module):
     """
 
     squares: Tensor
+    prepare: Callable[[dict[str, tuple[int, ...]]], dict[str, Rows]] | None = None  # as a `Share` takes it
 
-    def __init__(self, settings: HybridSettings, ordinal: int) -> None:
+    def __init__(
+        self, settings: HybridSettings, ordinal: int, rows: int | None = None, weight: Tensor | None = None
+    ) -> None:
+        """With room for `rows`, or for the server's share of NUM_EMBEDDINGS; in `weight`, where that is given."""
         super().__init__()
         self.settings, self.ordinal = settings, ordinal
-        rows = len(range(ordinal, settings.num_embeddings, settings.servers))
-        self.weight = nn.Parameter(torch.empty(rows, settings.embedding_dim))
-        use_large_pages(self.weight)
+        if rows is None:
+            rows = len(range(ordinal, settings.num_embeddings, settings.servers))
+        self.weight = nn.Parameter(torch.empty(rows, settings.embedding_dim) if weight is None else weight)
+        if weight is None:
+            use_large_pages(self.weight)
         self.register_buffer("squares", torch.zeros(rows if settings.optimizer == "adagrad" else 0))
 
     def rows(self) -> dict[str, Rows]:
@@ -117,6 +132,19 @@ class Table(nn.Module):
             for name, tensor in tensors.items()
             if name == "weight" or s.optimizer == "adagrad"
         }
+
+    def load(self, columns: dict[str, Any]) -> None:
+        """Takes the whole tensors of a checkpoint. Raises KeyError or RuntimeError where they do not fit."""
+        columns = {"squares": torch.empty(0), **columns}
+        if isinstance(columns["weight"], list):  # in pieces, of an earlier version
+            columns["weight"] = torch.cat(columns["weight"])
+        self.load_state_dict(columns)
+
+    def start(self, step: int) -> None:
+        """Declares the table to be the one after `step` steps."""
+
+    def count(self, metrics: Any) -> None:
+        """Sets those of the job's metrics that only this kind of table has."""
 
     def fill(self, threads: int = 1) -> None:
         """Initializes the rows uniformly between -1/width and 1/width, independently of the number of servers."""
@@ -155,6 +183,18 @@ class Table(nn.Module):
             index = int(outside[0]) * self.settings.servers + self.ordinal
             raise IndexError(f"index {index} is out of range: NUM_EMBEDDINGS={self.settings.num_embeddings}")
 
+    def plan(self, lookups: Sequence[Bags]) -> Plan:
+        """The plan of the next step, which looks these bags up. Changes nothing."""
+        return Plan.of(lookups)
+
+    def changing(self, plan: Plan) -> Tensor:
+        """The rows here that `advance` changes, each once: [rows] int64."""
+        return plan.rows
+
+    def advance(self, plan: Plan, gradient: Tensor) -> None:
+        """Makes the step of the newest `plan`, with the `gradient` [rows, width] of its rows."""
+        self.update(plan.rows, gradient)
+
     @torch.no_grad()
     def update(self, rows: Tensor, gradient: Tensor) -> None:
         """One step of the optimizer with the `gradient` [rows, width] of `rows`, each of which occurs once.
@@ -164,7 +204,15 @@ class Table(nn.Module):
         if self.settings.optimizer == "adagrad":
             self.squares[rows] += gradient.square().mean(1)
             gradient = gradient / self.squares[rows].sqrt_().add_(EPSILON)[:, None]
-        self.weight.index_add_(0, rows, gradient, alpha=-self.settings.lr)
+        self.add(rows, gradient, -self.settings.lr)
+
+    @torch.no_grad()
+    def add(self, rows: Tensor, values: Tensor, factor: float) -> None:
+        """Adds `factor` times `values` [rows, width] to `rows`, each of which occurs once."""
+        self.weight.index_add_(0, rows, values, alpha=factor)
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Is told that `rows` [n] int64 are looked up soon."""
 
 
 def use_large_pages(tensor: Tensor) -> None:

@@ -8,10 +8,12 @@ import contextlib
 import functools
 import io
 import itertools
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rolecall import Context
 from rolecall.jobs.hybrid import HybridSettings, calls, data, messages, model
 from rolecall.jobs.hybrid.data import Data, Samples
+from rolecall.jobs.hybrid.table import BagArrays, Bags
 
+READ_AHEAD = 2  # steps after the following one whose rows servers with tables on disk read ahead
 Answers = list[torch.futures.Future[Any]]  # of all servers
 
 
@@ -47,6 +51,15 @@ def run(context: Context[HybridSettings]) -> None:
                 answer.set_result(trainer.train(command))
             case messages.Evaluate():
                 answer.set_result(trainer.evaluate())
+
+
+@dataclass(frozen=True)
+class Share:
+    """This trainer's `samples` in a step, their bags for each server, and rows of each that are looked up later."""
+
+    samples: Samples
+    arrays: Sequence[BagArrays | None]
+    later: Sequence[np.ndarray | None]
 
 
 class Trainer:
@@ -79,7 +92,7 @@ class Trainer:
     def train(self, command: messages.TrainSteps) -> messages.StepsResult:
         """Makes the steps of a command."""
         sum_of_losses = torch.zeros((), device=self.device)
-        shares = self.data.train.take(command.samples).split(command.counts)
+        shares = self._shares(self.data.train.take(command.samples).split(command.counts))
         share = next(shares, None)
         self._exchange(share)
         for total in command.totals:
@@ -88,7 +101,7 @@ class Trainer:
             with self._phase("lookup"):
                 vectors = self._sum(self._pooled).requires_grad_()
             with self._phase("dense"):
-                labels = share.labels.to(self.device)
+                labels = share.samples.labels.to(self.device)
                 # DDP averages the trainers' gradients, and so do the servers: shares need not be equally large
                 loss = functional.cross_entropy(self.replica(vectors), labels, reduction="sum")
             self.step += 1
@@ -106,15 +119,33 @@ class Trainer:
         self._count()
         return messages.StepsResult(float(sum_of_losses), self._dense_state() if command.with_dense else None)
 
-    def _exchange(self, following: Samples | None, gradient: Tensor | None = None) -> None:
+    def _shares(self, split: Iterator[Samples]) -> Iterator[Share]:
+        """The steps' samples with what the servers are sent; where they read ahead, the rows of further steps too."""
+        depth, ahead = READ_AHEAD if self.settings.hot_rows else 0, deque[tuple[Samples, list[BagArrays]]]()
+        while True:
+            first = not ahead
+            taken = [(samples, [bags.to_arrays() for bags in self._route(samples)])
+                     for samples in itertools.islice(split, 1 + depth - len(ahead))]  # fmt: skip
+            ahead.extend(taken)
+            if not ahead:
+                return
+            later = [np.concatenate(rows) for rows in zip(*([arrays[0] for arrays in each] for _, each in
+                                                            taken[first:]), strict=True)]  # fmt: skip
+            samples, arrays = ahead.popleft()
+            yield Share(samples, arrays, later if later else [None] * len(self.servers))
+
+    def _exchange(self, following: Share | None, gradient: Tensor | None = None) -> None:
         """Sends the servers the gradient [bags, width] of the pooled vectors, and the bags of the following step."""
-        count, values = len(self.servers), None if gradient is None else gradient.cpu().numpy()
-        shares = [bags.to_arrays() for bags in following.bags.route(count)] if following is not None else [None] * count
+        values, none = None if gradient is None else gradient.cpu().numpy(), [None] * len(self.servers)
+        arrays, rows = (following.arrays, following.later) if following else (none, none)
         self._pooled = [
-            self.context.call(server, calls.exchange, self.step, self.context.me.ordinal, values, share,
+            self.context.call(server, calls.exchange, self.step, self.context.me.ordinal, values, share, later,
                               timeout=self.settings.step_timeout)
-            for server, share in zip(self.servers, shares, strict=True)
+            for server, share, later in zip(self.servers, arrays, rows, strict=True)
         ]  # fmt: skip
+
+    def _route(self, samples: Samples) -> list[Bags]:
+        return samples.bags.route(len(self.servers), self.settings.cells)
 
     def _sum(self, answers: Answers) -> Tensor:
         """The servers' shares of pooled vectors, summed: [bags, width]. Raises what pooling raised at a server."""
@@ -165,7 +196,7 @@ class Trainer:
     def _look_up(self, batch: Samples) -> Answers:
         return [
             self.context.call(server, calls.lookup, self.step, share.to_arrays(), timeout=self.settings.step_timeout)
-            for server, share in zip(self.servers, batch.bags.route(len(self.servers)), strict=True)
+            for server, share in zip(self.servers, self._route(batch), strict=True)
         ]
 
     def _correct(self, answers: Answers, labels: Tensor) -> int:

@@ -9,14 +9,16 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from rolecall import RankObject
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard, Working
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 
-Inbox = queue.SimpleQueue[GradientKey | str]  # gradients that a server has all its parts of; names of lost peers
+# gradients that a server has all its parts of; trainers that are at work; names of lost peers
+Inbox = queue.SimpleQueue[GradientKey | Working | str]
 INBOX: RankObject[Inbox] = RankObject()  # the lead's
 SERVER: RankObject[Server] = RankObject()
 SERVER_MODEL: RankObject[ServerModel] = RankObject()
+ENDING: RankObject[queue.SimpleQueue[None]] = RankObject()  # a trainer's: an item for each round to end early
 
 # ---- called by trainers
 
@@ -27,6 +29,11 @@ def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: Batch
     turn. The first part has the report, and its answer the assignment. No gradient: send the parameters.
     """
     return SERVER.get().receive(key, part, gradient, report)
+
+
+def working(trainer: str) -> None:
+    """Tells the lead that `trainer` makes steps (UPDATE_MODE=local)."""
+    INBOX.get().put(Working(trainer))
 
 
 def server_model() -> ServerModel:
@@ -56,6 +63,16 @@ def step(model: rpc.RRef[ServerModel], key: GradientKey, context_id: int, report
 def complete(key: GradientKey) -> None:
     """The calling server has all of its parts of a gradient."""
     INBOX.get().put(key)
+
+
+# ---- called by the lead at the trainers
+
+
+def end_rounds(count: int) -> None:
+    """Ends the trainer's next `count` rounds each at its next step (UPDATE_MODE=local)."""
+    ending = ENDING.get()
+    for _ in range(count):
+        ending.put(None)
 
 
 # ---- called by the lead at the other servers, one at a time

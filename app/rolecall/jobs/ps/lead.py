@@ -13,7 +13,8 @@ from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, data
 from rolecall.jobs.ps.evaluate import log_accuracy
 from rolecall.jobs.ps.ledger import Ledger, Update
-from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard
+from rolecall.jobs.ps.local_drain import Rounds
+from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard, Working
 from rolecall.jobs.ps.patience import Patience
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
@@ -43,10 +44,14 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
     model = ShardedModel(context, server)
     train, test = data.load(s)
     # a trainer computes its next batch while its gradient travels, where the bound on staleness leaves room
-    ahead = 2 if s.update_mode == "async" and s.max_staleness >= 2 * len(trainers) - 1 else 1
+    local = s.update_mode == "local"
+    usual = 1 if local else 2 * len(trainers) - 1  # the staleness of what is computed meanwhile
+    ahead = 2 if s.update_mode in ("async", "local") and s.max_staleness >= usual else 1
     ledger = Ledger(
-        len(train), s.batch_size, s.epochs, s.seed, trainers, s.update_mode == "sync", ahead, s.max_staleness
-    )
+        len(train), s.batch_size * (s.inner_steps if local else 1), s.epochs, s.seed, trainers,
+        s.update_mode in ("sync", "local"), ahead, s.max_staleness, s.backup_trainers, s.late_gradients == "use",
+        s.batch_size if local else 1,
+    )  # fmt: skip
     context.restore({"model": model, "ledger": ledger})
     server.publish(ledger.version)
     for name in trainers:  # in sync all wait for one whose gradient does not come
@@ -56,9 +61,11 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
     patience = Patience(trainers, checked_at)
     evaluator = ThreadPoolExecutor(1)
     evaluation = evaluator.submit(float)  # the newest one, beside the training; this one is done at once
-    samples = s.epochs * len(train)
-    for version in context.steps(until=lambda: ledger.over, work=samples, dataset=s.dataset, update_mode=s.update_mode,
-                                 epoch=ledger.epoch, trainers=len(trainers), parameters=server.total):  # fmt: skip
+    samples, epoch = s.epochs * len(train), ledger.epoch
+    settled = Rounds(context, ledger).closed if local else None
+    for version in context.steps(until=lambda: ledger.over, settled=settled, work=samples, dataset=s.dataset,
+                                 update_mode=s.update_mode, epoch=ledger.epoch, trainers=len(trainers),
+                                 parameters=server.total):  # fmt: skip
         # what has arrived, and the update that is due with it
         update: Update | None = None
         match _next(inbox):
@@ -69,11 +76,16 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                 if arrived[key] == s.servers:
                     del arrived[key]
                     patience.heard([name], time.monotonic())
-                    report, refused = server.shard.report(key), ledger.refused
+                    report, refused, dropped = server.shard.report(key), ledger.refused, ledger.dropped
                     if report.samples:
-                        metrics.ps_staleness_updates.observe(ledger.version - report.version)
+                        staleness = ledger.version - report.version
+                        metrics.ps_staleness_updates.observe(staleness)
+                        metrics.ps_gradients_late.inc(s.backup_trainers > 0 and staleness > 0)
                     update = ledger.take(key, report.version, report.samples)
                     metrics.ps_gradients_refused.inc(ledger.refused - refused)
+                    metrics.ps_gradients_dropped.inc(ledger.dropped - dropped)
+            case Working(name):
+                patience.heard([name], time.monotonic())
             case str(name) if name in ledger.trainers:
                 server.drop(name)
                 arrived = Counter({key: count for key, count in arrived.items() if key.trainer != name})
@@ -95,10 +107,12 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
             model.buffers = report.buffers or model.buffers
         used = sum(report.samples for report in reports)
         begun = ledger.done - used  # samples that came before this update's
-        rate = update.rate * (_cosine(begun / samples) if s.lr_schedule == "cosine" else 1.0)
+        # a difference has its rate from the inner steps that made it
+        rate = 1.0 if local else update.rate * _rate(s, begun / samples)
         order = UpdateShard(ledger.version, update.weights, rate, tuple(update.batches))
         model.update(order, {
-            key: Assignment(ledger.version, batches, model.buffers if key.number == 0 else ())
+            key: Assignment(ledger.version, batches, model.buffers if key.number == 0 else (),
+                            _rate(s, ledger.done / samples))
             for key, batches in update.batches.items()
         })  # fmt: skip
         patience.heard((key.trainer for key in update.batches), time.monotonic())
@@ -110,7 +124,8 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
         loss = sum(report.loss * report.samples for report in reports) / used
         correct = sum(report.correct for report in reports) / used
         context.log(done=ledger.done, loss=loss, epoch=begun // len(train) + 1, ps_train_accuracy_ratio=correct)
-        if ledger.used == 0 and not ledger.over and evaluation.done():
+        ended, epoch = ledger.epoch > epoch, ledger.epoch
+        if ended and not ledger.over and evaluation.done():
             parameters = model.parameters()
             evaluation = evaluator.submit(log_accuracy, context, server.module, test, ledger.epoch, version, parameters,
                                           model.buffers)  # fmt: skip
@@ -122,7 +137,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                           epochs=ledger.epoch, updates=ledger.version, samples=ledger.done)  # fmt: skip
 
 
-def _next(inbox: calls.Inbox) -> GradientKey | str | None:
+def _next(inbox: calls.Inbox) -> GradientKey | Working | str | None:
     """The next of what arrives; None where nothing does for CHECK_SECONDS."""
     try:
         return inbox.get(timeout=CHECK_SECONDS)
@@ -146,8 +161,8 @@ def _give_up_late(context: Context[PsSettings], ledger: Ledger, patience: Patien
     context.require_peers("trainer")
 
 
-def _cosine(progress: float) -> float:
-    """The learning rate over LR when `progress` of the training is done (Loshchilov and Hutter 2017, SGDR, without
-    restarts).
+def _rate(settings: PsSettings, progress: float) -> float:
+    """The learning rate over LR when `progress` of the training is done: 1, or by a half cosine (Loshchilov and Hutter
+    2017, SGDR, without restarts).
     """
-    return 0.5 + 0.5 * math.cos(math.pi * progress)
+    return 0.5 + 0.5 * math.cos(math.pi * progress) if settings.lr_schedule == "cosine" else 1.0

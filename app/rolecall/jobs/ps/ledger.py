@@ -1,4 +1,4 @@
-"""The ledger: which samples of an epoch are used, who computes which, and when an update closes. Pure logic.
+"""The ledger: who computes which samples, and when an update closes. Pure logic.
 
 Every sample counts once an epoch: it is handed out, and it is marked as used together with the update that has its
 gradient. What a trainer has in hand when it is lost is handed out again.
@@ -6,16 +6,12 @@ gradient. What a trainer has in hand when it is lost is handed out again.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
 from rolecall.jobs.ps.messages import GradientKey, Indices
+from rolecall.jobs.ps.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -31,9 +27,10 @@ class Update:
 
 @dataclass
 class _Trainer:
-    """`batches` are in hand, their gradients not yet used; a batch has the number of the gradient that will be computed
-    from it, and gradients may overtake each other. `waiting` are those whose answers are due, `sent` counts those of
-    the open update, `assigned` all batches so far.
+    """`batches` are in hand, as tickets of `Samples`, their gradients not yet used; a batch has the number of the
+    gradient that will be computed from it, and gradients may overtake each other. `waiting` are those whose answers are
+    due, `sent` counts those of the open update, `assigned` all batches so far; `revoked` are numbers of late gradients
+    that will be dropped, since their batches were handed out again.
     """
 
     batches: dict[int, Indices] = field(default_factory=dict)
@@ -41,6 +38,7 @@ class _Trainer:
     waiting: list[GradientKey] = field(default_factory=list)
     sent: int = 0
     ready: bool = False
+    revoked: set[int] = field(default_factory=set)
 
 
 class Ledger:
@@ -48,6 +46,14 @@ class Ledger:
 
     `sync` says whether an update waits for all trainers, or each gradient is one; `ahead` is how many batches a trainer
     has in hand at once. After `epochs` it is over.
+
+    A gradient may be of fewer samples than its batch has: the rest is handed out again. Where an update waits for all
+    and each has a batch more in hand (`ahead` 2), that one may be of the next epoch. Batches are multiples of `grain`
+    samples as far as possible: the trainer's own, smaller batches.
+
+    With `backup` trainers, an update of `sync` waits for all but so many (Chen et al. 2016, Revisiting distributed
+    synchronous SGD, arXiv 1604.00981). The batches of those that are late are handed out again, or, with `use_late`,
+    their gradients are a part of the update that is open when they arrive.
     """
 
     def __init__(
@@ -60,22 +66,31 @@ class Ledger:
         sync: bool,
         ahead: int = 1,
         max_staleness: int = 0,
+        backup: int = 0,
+        use_late: bool = False,
+        grain: int = 1,
     ) -> None:
-        self.samples, self.batch, self.epochs, self.seed = samples, batch, epochs, seed
+        self.samples, self.batch, self.epochs, self.grain = samples, batch, epochs, grain
         self.sync, self.ahead, self.max_staleness = sync, ahead, max_staleness
-        self.version = self.epoch = 0
-        self.refused = 0
+        self.backup, self.use_late = backup, use_late
+        self.version = 0
+        self.refused = self.dropped = 0  # gradients: too stale, and late
         self._trainers = {name: _Trainer() for name in trainers}
         self._gradients: dict[GradientKey, int] = {}  # of the open update, with their samples
-        self._rate = 1.0
-        self._begin_epoch(np.zeros(samples, bool))
+        self._staleness: dict[GradientKey, int] = {}  # of these
+        self._samples = Samples(samples, epochs, seed, early=sync and ahead > 1)
 
     # ---- questions
 
     @property
     def over(self) -> bool:
         """Whether all epochs are done."""
-        return self.epoch >= self.epochs
+        return self._samples.over
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done."""
+        return self._samples.epoch
 
     @property
     def trainers(self) -> list[str]:
@@ -85,17 +100,24 @@ class Ledger:
     @property
     def used(self) -> int:
         """Samples of this epoch that an update has used."""
-        return int(self._used.sum())
+        return self._samples.used
 
     @property
     def done(self) -> int:
         """Samples that updates have used, over all epochs."""
-        return self.epoch * self.samples + (0 if self.over else self.used)
+        return self._samples.done
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has a batch in hand."""
+        return not any(trainer.batches for trainer in self._trainers.values())
 
     def late(self) -> list[str]:
-        """Those who have a batch in hand whose gradient has not come, or who have not reported ready."""
+        """Those who have a batch in hand and have sent no gradient, or who have not reported ready."""
         return [
-            name for name, trainer in self._trainers.items() if not trainer.ready or len(trainer.batches) > trainer.sent
+            name
+            for name, trainer in self._trainers.items()
+            if not trainer.ready or (trainer.batches and not trainer.sent) or trainer.revoked
         ]
 
     def is_ready(self, name: str) -> bool:
@@ -104,16 +126,12 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: how far the training data is used."""
-        used = torch.from_numpy(np.packbits(self._used))
-        return {"epoch": self.epoch, "version": self.version, "used": used, "samples": self.samples}
+        return {"version": self.version, **self._samples.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`. Raises ValueError where it is of other data."""
-        if state["samples"] != self.samples:
-            raise ValueError(f"the checkpoint is of {state['samples']} training samples; DATASET has {self.samples}")
-        self.epoch, self.version = state["epoch"], state["version"]
-        self._begin_epoch(np.unpackbits(state["used"].numpy(), count=self.samples).astype(bool))
-        self._advance_epoch()
+        self._samples.load_state_dict(state)
+        self.version = state["version"]
 
     # ---- events
 
@@ -126,15 +144,19 @@ class Ledger:
             return None  # it was lost meanwhile
         trainer.ready = True
         trainer.waiting.append(key)
-        staleness = 0 if self.sync else self.version - version
-        if samples and staleness > self.max_staleness:
+        staleness = 0 if self.sync and not self.backup else self.version - version
+        if key.number in trainer.revoked:
+            self.dropped += 1
+            trainer.revoked.remove(key.number)
+        elif samples and staleness > self.max_staleness:
             self.refused += 1
-            self._return(trainer.batches.pop(key.number))
+            self._samples.put_back(trainer.batches.pop(key.number))
         elif samples:
-            self._gradients[key] = samples
+            batch = trainer.batches[key.number]
+            trainer.batches[key.number] = batch[:samples]
+            self._samples.put_back(batch[samples:])
+            self._gradients[key], self._staleness[key] = samples, staleness
             trainer.sent += 1
-            # staleness-aware asynchronous SGD (Zhang et al. 2016): without it, momentum and staleness together diverge
-            self._rate = 1 / max(1, staleness)
         return self._close()
 
     def lose(self, name: str) -> Update | None:
@@ -143,59 +165,99 @@ class Ledger:
         if trainer is None:
             return None
         self._gradients = {key: samples for key, samples in self._gradients.items() if key.trainer != name}
+        self._staleness = {key: staleness for key, staleness in self._staleness.items() if key.trainer != name}
         for _, batch in sorted(trainer.batches.items(), reverse=True):
-            self._return(batch)
+            self._samples.put_back(batch)
         return self._close()
 
     # ---- how
 
     def _close(self) -> Update | None:
         """Closes the open update, unless it waits for a trainer. None where nothing changes and nobody is answered."""
-        if self.sync and self.late():
+        weights: dict[GradientKey, float] = {}
+        rate = 1.0
+        if not (self.sync and self._waits()):
+            weights, rate = self._weights()
+            for key in weights:
+                trainer = self._trainers[key.trainer]
+                self._samples.use(trainer.batches.pop(key.number))
+                trainer.sent -= 1
+            self.version += bool(weights)
+            self._gradients, self._staleness = {}, {}
+            self._revoke()
+            self._samples.advance()
+        elif not self.backup:
             return None
-        total = sum(self._gradients.values())
-        weights = {key: samples / total for key, samples in self._gradients.items()}
-        for key in weights:
-            trainer = self._trainers[key.trainer]
-            self._used[trainer.batches.pop(key.number)] = True
-            trainer.sent -= 1
-        self.version += bool(weights)
-        self._gradients = {}
-        self._advance_epoch()
         batches = self._hand_out()
         if not weights and not batches:
             return None
-        return Update(weights, self._rate, batches)
+        return Update(weights, rate, batches)
 
-    def _advance_epoch(self) -> None:
-        """Begins the next epoch where this one is used up."""
-        if self._used.all() and not self.over:
-            self.epoch += 1
-            self._begin_epoch(np.zeros(self.samples, bool))
+    def _waits(self) -> bool:
+        """Whether an update of `sync` waits for a trainer: for any, or for more than the `backup` trainers. Who has
+        nothing to compute is not waited for; a late gradient does not stand for its trainer's next one.
+        """
+        late, stale = len(self.late()), sum(map(bool, self._staleness.values()))
+        if not late or not self.backup:
+            return late > 0
+        return late + stale > self.backup or not self._gradients
 
-    def _begin_epoch(self, used: npt.NDArray[np.bool_]) -> None:
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.samples)
-        self._used = used
-        self._left = deque[int](order[~used[order]].tolist())
+    def _weights(self) -> tuple[dict[GradientKey, float], float]:
+        """The weights of the open update's gradients, and its rate: together the mean by samples, each gradient divided
+        by its staleness (Zhang et al. 2016, staleness-aware async-SGD): without that, momentum and staleness together
+        diverge.
+        """
+        if not self._gradients:
+            return {}, 1.0
+        shares = {key: samples / max(1, self._staleness[key]) for key, samples in self._gradients.items()}
+        total = sum(shares.values())
+        return {key: share / total for key, share in shares.items()}, total / sum(self._gradients.values())
 
-    def _return(self, batch: Indices) -> None:
-        self._left.extendleft(reversed(batch.tolist()))
+    def _revoke(self) -> None:
+        """Takes the batches of those that are late, to hand them out again; with `use_late` only where the rest of the
+        epoch would wait for them.
+        """
+        if not self.backup or (self.use_late and self._samples.left):
+            return
+        for trainer in self._trainers.values():
+            trainer.revoked |= trainer.batches.keys()
+            for _, batch in sorted(trainer.batches.items(), reverse=True):
+                self._samples.put_back(batch)
+            trainer.batches.clear()
 
     def _hand_out(self) -> dict[GradientKey, list[Indices]]:
         """Batches for the trainers that wait, by gradient to answer. Who gets none, and has none in hand, waits on."""
         answers: dict[GradientKey, list[Indices]] = {}
-        waiting = [trainer for trainer in self._trainers.values() if trainer.waiting]
-        for place, trainer in enumerate(waiting):
-            batches: list[Indices] = []
-            while self._left and len(trainer.batches) < self.ahead and not self.over:
-                # all share the end of an epoch where they wait for each other
-                share = -(-len(self._left) // (len(waiting) - place)) if self.sync else self.batch
-                size = min(self.batch, share, len(self._left))
-                batches.append(np.array([self._left.popleft() for _ in range(size)], np.int64))
-                trainer.assigned += 1
-                trainer.batches[trainer.assigned] = batches[-1]
+        waiting = [trainer for trainer in self._trainers.values() if trainer.waiting and not trainer.sent]
+        for trainer in waiting:
+            answers |= {key: [] for key in trainer.waiting}
+        for held in range(self.ahead):  # nobody has two batches before all have one
+            lacking = [trainer for trainer in waiting if len(trainer.batches) == held]
+            for place, trainer in enumerate(lacking):
+                if size := self._size(len(lacking) - place):
+                    batch = self._samples.draw(size)
+                    trainer.assigned += 1
+                    trainer.batches[trainer.assigned] = batch
+                    answers[trainer.waiting[0]].append(batch % self.samples)
+        for trainer in waiting:
             if trainer.batches or self.over:  # nothing more to do is an answer too
-                answers |= {key: [] for key in trainer.waiting}
-                answers[trainer.waiting[0]] = batches
                 trainer.waiting.clear()
+            else:
+                for key in trainer.waiting:
+                    del answers[key]
         return answers
+
+    def _size(self, claims: int) -> int:
+        """The samples of the next batch, 0 where none are left. Where trainers wait for each other, the end of an epoch
+        is shared evenly by the `claims` that are left.
+        """
+        left = self._samples.left
+        if not self.sync:
+            return min(self.batch, left)
+        if self._samples.is_early:  # all share the next epoch, whoever draws from it first
+            having = (any(map(self._samples.is_next, trainer.batches.values())) for trainer in self._trainers.values())
+            claims = max(1, len(self._trainers) - sum(having))
+        share = -(-left // claims)
+        if claims > 1 and share >= self.grain:
+            share = round(share / self.grain) * self.grain
+        return min(self.batch, share, left)

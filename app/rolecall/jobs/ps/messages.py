@@ -49,16 +49,26 @@ class UpdateShard:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the lead assigns a trainer: batches to compute, from parameters of `version` on. No batches: the end."""
+    """What the lead assigns a trainer: batches to compute, from parameters of `version` on. No batches: the end. `rate`
+    is that of its own optimizer, over LR (UPDATE_MODE=local).
+    """
 
     version: int
     batches: list[Indices]
     buffers: tuple[Tensor, ...] = ()
+    rate: float = 1.0
+
+
+class Working(NamedTuple):
+    """A trainer makes steps of a round that takes longer than one gradient."""
+
+    trainer: str
 
 
 class PartAnswer(NamedTuple):
-    """The answer to a part of a gradient: the part's new parameters [elements], which UPDATE_MODE=autograd leaves at
-    the server, and with the first part the trainer's assignment.
+    """The answer to a part of a gradient: the part's new parameters as they travel (see `wire.Receiver`), none where
+    they are unchanged or UPDATE_MODE=autograd leaves them at the server; and with the first part the trainer's
+    assignment.
     """
 
     parameters: Tensor | None

@@ -67,6 +67,13 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def optimizer(parameters: list[nn.Parameter], settings: PsSettings, momentum: float) -> torch.optim.Optimizer:
+    """The optimizer that OPTIMIZER names, with LR; fused: one pass over the parameters."""
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, settings.lr, fused=True)
+    return torch.optim.SGD(parameters, settings.lr, momentum, fused=True)
+
+
 def loss(output: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy [] of outputs [n, classes] and class numbers [n]. Of log-probabilities, which log_softmax
     keeps, it is the tutorial's NLL loss.

@@ -15,7 +15,7 @@ from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, model
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAnswer
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.wire import DTYPES, Encoder
+from rolecall.jobs.ps.wire import Receiver, Sender
 
 DEPTH = 2  # gradients under way at once
 Exchange = dict[int, Future[PartAnswer]]  # a gradient's calls, by part
@@ -47,7 +47,8 @@ class Replica:
             {index: torch.empty(part.stop - part.start) for index, part in enumerate(self.parts) if self._joined(index)}
             for _ in range(1 if self.settings.update_mode == "sync" else DEPTH)
         ]
-        self._encoders = [Encoder(DTYPES[self.settings.wire_dtype], part.stop - part.start) for part in self.parts]
+        self._senders = [Sender(part.stop - part.start, self.settings) for part in self.parts]
+        self._receivers = [Receiver(part.stop - part.start, self.settings) for part in self.parts]
         # by part, those whose gradient the backward pass has yet to compute
         self._missing: list[set[nn.Parameter]] = []
         for parameter in model.trainable(self.model):
@@ -122,7 +123,7 @@ class Replica:
                     whole = buffers[index] if self._joined(index) else part.cpu()
                     if whole.untyped_storage().nbytes() > whole.nbytes:
                         whole = whole.clone()  # RPC sends a tensor's whole memory
-                    self._send(index, self._encoders[index].encode(whole))
+                    self._send(index, self._senders[index].encode(whole))
         parameter.grad = None
 
     def _joined(self, index: int) -> bool:
@@ -134,6 +135,8 @@ class Replica:
         report = self._report if index == 0 else None  # the lead has the first part
         server, key = self._servers[self.parts[index].server], GradientKey(self.context.me.name, self.number)
         sent = self._exchanges[-1]
+        if gradient is not None:
+            self.metrics.ps_payload_bytes.labels("up").inc(gradient.nbytes)
         sent[index] = self.context.call(server, calls.exchange, key, index, gradient, report, timeout=self._deadline)
         if len(sent) == len(self.parts):
             self.number += 1
@@ -149,8 +152,9 @@ class Replica:
         for index in sorted(indices & self._incoming.keys()):
             with self.metrics.ps_wait_seconds.time():
                 parameters, assignment = self._incoming.pop(index).wait()
-            assert parameters is not None
-            self._load(index, parameters)
+            if parameters is not None:
+                self.metrics.ps_payload_bytes.labels("down").inc(parameters.nbytes)
+                self._load(index, self._receivers[index].receive(parameters))
             if assignment is not None:
                 self.version, self._batches = assignment.version, assignment.batches
                 model.load_buffers(self.model, assignment.buffers)
@@ -159,7 +163,7 @@ class Replica:
         """Sets the parameters [elements] of a part. Those that are complete, of the right type and on the right device
         are used as they came.
         """
-        parameters = parameters.to(self.device, torch.float32)
+        parameters = parameters.to(self.device)
         for piece in self._pieces[index]:
             values, parameter = parameters[piece.in_part], piece.parameter
             if values.numel() == parameter.numel():

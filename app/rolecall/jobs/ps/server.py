@@ -47,13 +47,14 @@ class Server:
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Applies an update and answers, one part after the other: the first is what trainers need first."""
         seconds = 0.0
+        self.shard.forget(self.context.lost)
         for part in self.shard.parts:
             with self.context.timer() as timer:
                 self.shard.apply(part, order.weights, order.rate)
             seconds += timer.seconds
             self.publish(order.version)
-            parameters = None if self.server_model else self.shard.copy(part)
-            self.shard.answer(part, order.answered, parameters, assignments)
+            payloads = {} if self.server_model else self.shard.encode(part, order.answered)
+            self.shard.answer(part, order.answered, payloads, assignments)
         self.context.metrics.ps_update_seconds.observe(seconds)
         if order.weights:  # otherwise it only answers: the version is as it was
             self.context.report_step(order.version)

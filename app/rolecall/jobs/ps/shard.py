@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rolecall import Rows, UsageError
-from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.wire import DTYPES
+from rolecall.jobs.ps.wire import WHOLE, decode, has_momentum, is_packed
+from rolecall.jobs.ps.wire_views import Views
 
 STEP = "step"
-STATES = {"adam": {STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}  # by OPTIMIZER, its tensors
+# by OPTIMIZER, its tensors; a momentum of differences is no momentum of gradients, so it has another name
+STATES = {"adam": {STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "local": {"outer_momentum_buffer"}}
 
 
 @dataclass
@@ -48,14 +50,15 @@ class Shard:
         self._restored_step: Tensor | None = None  # Adam's count of updates, of all parts
         self.start, self.stop = parts[0][1].start, parts[-1][1].stop
         self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
-        self._lr = settings.lr
-        self._dtype = DTYPES[settings.wire_dtype]
-        self._sync = settings.update_mode == "sync"
+        self._lr = settings.outer_lr if settings.update_mode == "local" else settings.lr
+        self._prefix = "outer_" if settings.update_mode == "local" else ""  # of the optimizer's tensors
+        self._in_step = settings.update_mode in ("sync", "local") and not settings.backup_trainers
         # each has memory of its own, which is what RPC sends
         self._parameters = {
             index: nn.Parameter(torch.zeros(extent.stop - extent.start)) for index, extent in self.parts.items()
         }
         self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
+        self._views = {index: Views(settings) for index in self.parts}
         self._received: dict[GradientKey, _Received] = {}
         self._lock = threading.Lock()  # of `_received`
 
@@ -82,7 +85,7 @@ class Shard:
         for index, optimizer in self._optimizers.items():
             for name, value in optimizer.state[self._parameters[index]].items():
                 if isinstance(value, Tensor):
-                    columns.setdefault(name, []).append(value)
+                    columns.setdefault(self._prefix + name, []).append(value)
         return {
             name: Rows((tensors[0].view(1),), 1) if name == STEP else Rows(tuple(tensors), self.total, self.start)
             for name, tensors in columns.items()
@@ -94,8 +97,8 @@ class Shard:
         """
         require_same_model(shapes, self._settings, self.total)
         for index, parameter in self._parameters.items():
-            state = {name: torch.zeros(()) if name == STEP else torch.zeros_like(parameter.detach())
-                     for name in shapes if name != "parameters"}  # fmt: skip
+            state = {name.removeprefix(self._prefix): torch.zeros(()) if name == STEP
+                     else torch.zeros_like(parameter.detach()) for name in shapes if name != "parameters"}  # fmt: skip
             self._optimizers[index].state[parameter] = state
         rows = self.rows()
         if STEP in rows:
@@ -142,16 +145,23 @@ class Shard:
         """Drops what a lost trainer sent."""
         with self._lock:
             self._received = {key: received for key, received in self._received.items() if key.trainer != trainer}
+        self.forget([trainer])
+
+    def forget(self, trainers: Collection[str]) -> None:
+        """Drops what was kept of the parameters that lost trainers hold."""
+        for views in self._views.values():
+            views.drop(trainers)
 
     def apply(self, part: int, weights: Mapping[GradientKey, float], rate: float) -> None:
         """One optimizer step of `part` with the weighted sum of the gradients `weights`, at `rate` times LR."""
         parameter, mean, total = self._parameters[part], None, 0.0
         for key, weight in weights.items():
-            gradient = self._received[key].gradients[part]
-            assert gradient is not None
+            payload = self._received[key].gradients[part]
+            assert payload is not None
+            gradient = decode(payload, parameter.numel(), self._settings)
             total += weight
             # the mean so far moves towards the next: one pass less than a sum of weighted gradients takes
-            mean = gradient.float() if mean is None else mean.lerp_(gradient.float(), weight / total)
+            mean = gradient if mean is None else mean.lerp_(gradient, weight / total)
         if mean is not None:
             self._settle()
             self.before(self.parts[part].start, self.parts[part].stop)
@@ -159,34 +169,40 @@ class Shard:
             self._optimizers[part].param_groups[0]["lr"] = self._lr * rate
             self._optimizers[part].step()
             parameter.grad = None
+            if self._optimizers[part].param_groups[0].get("momentum") == 0:
+                self._optimizers[part].state.clear()  # momenta of a checkpoint: by the next they would be long past
 
-    def copy(self, part: int) -> Tensor:
-        """A part's parameters [elements] in WIRE_DTYPE. RPC sends a tensor later, when the next update may have changed
-        it: so it is a copy, but for sync, where all who were sent it answer before there is a next update.
+    def encode(self, part: int, keys: Collection[GradientKey]) -> dict[GradientKey, Tensor]:
+        """What those who wait for `part` under `keys` are sent; see `Receiver`. RPC sends a tensor later, when the next
+        update may have changed it: so it is a copy, but for sync, where all who were sent it answer before there is a
+        next update (all but the BACKUP_TRAINERS: with these, too, it is a copy).
         """
-        return self._parameters[part].detach().to(self._dtype, copy=not self._sync)
+        parameters = self._parameters[part].detach()
+        if is_packed(self._settings):
+            return self._views[part].encode(parameters, keys)
+        return dict.fromkeys(keys, parameters.to(WHOLE[self._settings.wire_dtype], copy=not self._in_step))
 
     def answer(
         self,
         part: int,
         keys: Iterable[GradientKey],
-        parameters: Tensor | None,
+        payloads: Mapping[GradientKey, Tensor],
         assignments: Mapping[GradientKey, Assignment],
     ) -> None:
-        """Sends `parameters` [elements] to those who wait for `part` under `keys`, part 0 with their assignments."""
+        """Sends their `payloads` to those who wait for `part` under `keys`, part 0 with their assignments."""
         for key in keys:
             if received := self._received.get(key):
                 assignment = assignments.get(key) if part == 0 else None
-                received.answers.pop(part).set_result(PartAnswer(parameters, assignment))
+                received.answers.pop(part).set_result(PartAnswer(payloads.get(key), assignment))
                 if not received.answers:
                     del self._received[key]
 
 
 def _optimizer(parameter: nn.Parameter, settings: PsSettings) -> torch.optim.Optimizer:
-    # fused: one pass over the parameters
-    if settings.optimizer == "adam":
-        return torch.optim.Adam([parameter], settings.lr, fused=True)
-    return torch.optim.SGD([parameter], settings.lr, settings.momentum, fused=True)
+    if settings.update_mode == "local":
+        momentum = settings.outer_momentum
+        return torch.optim.SGD([parameter], settings.outer_lr, momentum, nesterov=momentum > 0, fused=True)
+    return model.optimizer([parameter], settings, 0.0 if has_momentum(settings) else settings.momentum)
 
 
 def require_same_model(shapes: Mapping[str, tuple[int, ...]], settings: PsSettings, total: int) -> None:
@@ -197,8 +213,10 @@ def require_same_model(shapes: Mapping[str, tuple[int, ...]], settings: PsSettin
             f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the newest checkpoint in CHECKPOINT_DIR "
             f"{saved[0]}; set what the job was trained with, or another directory"
         )
-    if not shapes.keys() - {"parameters"} <= STATES[settings.optimizer]:
+    local = settings.update_mode == "local"
+    if not shapes.keys() - {"parameters"} <= STATES["local" if local else settings.optimizer]:
+        chosen = "UPDATE_MODE=local" if local else f"UPDATE_MODE={settings.update_mode} OPTIMIZER={settings.optimizer}"
         raise UsageError(
-            f"OPTIMIZER={settings.optimizer}: the newest checkpoint in CHECKPOINT_DIR was made with another one; set "
-            "what the job was trained with, or another directory"
+            f"{chosen}: the newest checkpoint in CHECKPOINT_DIR has another optimizer's state; set what the job was "
+            "trained with, or another directory"
         )

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from rolecall import Context
-from rolecall.jobs.ps import PsSettings, autograd_trainer, data, model
+from rolecall.jobs.ps import PsSettings, autograd_trainer, data, local_trainer, model
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.replica import Replica
 
@@ -18,6 +18,8 @@ def run(context: Context[PsSettings]) -> None:
     torch.set_num_threads(threads(context))
     if context.settings.update_mode == "autograd":
         return autograd_trainer.run(context)
+    if context.settings.update_mode == "local":
+        return local_trainer.run(context)
     metrics, replica = context.metrics, Replica(context)
     with context.phase("loading"):
         train, _ = data.load(context.settings)

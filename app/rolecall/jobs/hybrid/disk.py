@@ -1,0 +1,121 @@
+"""A share of the table that is larger than the memory for it: rows in a file, the hot ones in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid.disk_rows import HotRows, Scratch
+from rolecall.jobs.hybrid.table import Bags, Table
+
+FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
+HINTS = 64  # that wait to be read ahead; more are forgotten
+AHEAD = 256  # rows that are read ahead at once: a lookup waits for no more
+
+
+class DiskTable(Table):
+    """The rows of server `ordinal`, in `scratch`, and `hot` of them in memory.
+
+    Bit for bit the sums and updates of `Table`. Row-wise Adagrad's state, one number a row, stays in memory.
+    """
+
+    def __init__(self, settings: HybridSettings, ordinal: int, scratch: Scratch, hot: int) -> None:
+        super().__init__(settings, ordinal, weight=scratch.rows)
+        self.hot = HotRows(scratch, hot)
+        self._hints: deque[Tensor] = deque(maxlen=HINTS)
+        self._hinted = threading.Condition()
+        self._closed = False
+        self._counted = (0, 0, 0.0)
+        self._reader = threading.Thread(target=self._read_ahead, daemon=True)
+        self._reader.start()
+
+    @torch.no_grad()
+    def forward(self, bags: Bags) -> Tensor:
+        """See `Table.forward`."""
+        self._require_rows(bags.rows)
+        rows = bags.rows
+        if len(rows) > self.hot.most:
+            distinct, inverse = rows.unique(return_inverse=True)
+            if len(distinct) > self.hot.most:  # they do not fit at once
+                return _pool(inverse, self.hot.fetch(distinct), bags)
+        with self.hot.holding(rows) as slots:
+            return _pool(slots, self.hot.values, bags)
+
+    def update(self, rows: Tensor, gradient: Tensor) -> None:
+        """See `Table.update`."""
+        self._require_rows(rows)
+        super().update(rows, gradient)
+
+    def add(self, rows: Tensor, values: Tensor, factor: float) -> None:
+        """See `Table.add`."""
+        for part, share in zip(rows.split(self.hot.most), values.split(self.hot.most), strict=True):
+            with self.hot.holding(part) as slots:
+                self.hot.changed[slots] = True
+                self.hot.values.index_add_(0, slots, share, alpha=factor)
+
+    def fetch(self, rows: Tensor) -> dict[str, Tensor]:
+        """The values of `rows` [n] int64 in ascending order, as a checkpoint holds them."""
+        values = {"weight": self.hot.fetch(rows)}
+        return {**values, "squares": self.squares[rows]} if len(self.squares) else values
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Reads `rows` [n] int64 ahead, in a thread of its own."""
+        with self._hinted:
+            self._hints.append(rows)
+            self._hinted.notify()
+
+    def _read_ahead(self) -> None:
+        torch.set_num_threads(1)
+        while True:
+            with self._hinted:
+                self._hinted.wait_for(lambda: self._hints or self._closed)
+                if not self._hints:
+                    return
+                rows = self._hints.popleft()
+            rows = rows[(rows >= 0) & (rows < len(self.weight))].unique()[: self.hot.most]
+            try:
+                for part in rows.split(AHEAD):
+                    self.hot.bring(part)
+            except Exception:  # the lookup of these rows meets it again, and says so
+                return
+
+    def count(self, metrics: Any) -> None:
+        """Sets those of the job's metrics that only this kind of table has."""
+        now = (self.hot.read, self.hot.written, self.hot.waited)
+        read, written, waited = (one - other for one, other in zip(now, self._counted, strict=True))
+        metrics.hybrid_disk_rows.labels("read").inc(read)
+        metrics.hybrid_disk_rows.labels("written").inc(written)
+        metrics.hybrid_stall_seconds.labels("disk").inc(waited)
+        self._counted = now
+
+    def close_hints(self) -> None:
+        """Reads ahead what was to be, and nothing more."""
+        with self._hinted:
+            self._closed = True
+            self._hinted.notify()
+        self._reader.join()
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self.close_hints()
+        self.hot.close()
+
+
+def open_scratch(settings: HybridSettings, ordinal: int) -> Scratch | None:
+    """Where server `ordinal` keeps its rows; None where all of them are in memory. Raises UsageError."""
+    if not settings.hot_rows:
+        return None
+    rows = len(range(ordinal, settings.num_embeddings, settings.servers))
+    return Scratch(settings.table_dir or settings.checkpoint_dir / FOLDER, rows, settings.embedding_dim)
+
+
+def _pool(rows: Tensor, values: Tensor, bags: Bags) -> Tensor:
+    vectors: Tensor = functional.embedding_bag(rows, values, bags.offsets, mode="sum", include_last_offset=True,
+                                               per_sample_weights=bags.weights)  # fmt: skip
+    return vectors

@@ -1,0 +1,287 @@
+"""A table whose rows are given to ids: to those that come again, until they stay away or others need the room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rolecall import Rows, UsageError
+from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid.hashed_filter import Filter, Marks
+from rolecall.jobs.hybrid.hashed_ids import Ids, initial, mix, owners
+from rolecall.jobs.hybrid.hashed_map import SlotMap
+from rolecall.jobs.hybrid.hashed_saved import columns, sinks
+from rolecall.jobs.hybrid.table import Bags, Plan, Table
+
+BATCH = 16  # rows are evicted a MAX_ROWS / BATCH at a time: finding the oldest reads what was seen when of all
+SWEEPS = 8  # in TTL steps: how often rows whose time is over are removed
+LEAST_SWEEP = 64  # steps between two sweeps
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class HashedPlan(Plan):
+    """What a step does to a table: `rows` are the slots of ids that have a row, before the step or by it.
+
+    First the slots `removed` are freed; then `new_ids` get `new_slots`, with the rows `new_values`. The filter forgets
+    `admitted`, which are those of the new ids, and notes `noted`. `free` and `used` are what is left of the slots.
+    """
+
+    removed: Ids
+    freed: Ids  # those that get no new id
+    new_ids: Ids
+    new_slots: Ids
+    new_values: Tensor
+    admitted: Marks
+    noted: Marks
+    free: Ids
+    used: int
+    evictions: dict[str, int]  # by reason
+
+
+class HashedTable(Table):
+    """The rows of those ids that server `ordinal` is responsible for: `weight` and `squares` [MAX_ROWS, ...] by slot.
+
+    An id's row is born in the step that looks it up for the second time: it takes that step's gradient. Several
+    occurrences in one step are one sighting; a lookup of an evaluation is none. An id without a row counts as 0. A
+    row goes once it was not looked up for TTL steps, or, where there is no room, before all that were looked up later.
+
+    Memory is reserved for MAX_ROWS at once, and taken as slots are used for the first time.
+    """
+
+    _newest: HashedPlan | None = None  # that was carried out
+
+    def __init__(self, settings: HybridSettings, ordinal: int) -> None:
+        """Raises UsageError where there is no memory for MAX_ROWS."""
+        s, most = settings, settings.max_rows
+        try:
+            super().__init__(s, ordinal, most)
+            self._clear()
+        except (RuntimeError, MemoryError) as error:
+            raise UsageError(f"MAX_ROWS={most}: no memory for rows of EMBEDDING_DIM={s.embedding_dim}, or for "
+                             f"FILTER_IDS={s.filter_ids}; set less") from error  # fmt: skip
+
+    def _clear(self) -> None:
+        most = self.settings.max_rows
+        self._map, self.filter = SlotMap(most), Filter(self.settings, self.ordinal)
+        # zeros that nobody has written take no memory
+        self._ids, self._seen = np.zeros(most, np.int64), np.zeros(most, np.int64)  # the step; 0: a free slot
+        self._free: Ids = np.zeros(0, np.int64)  # slots that were used
+        self._used = self._captured = 0  # slots that were ever used; those that the newest capture has
+        self._dropped = 0  # rows of a checkpoint that there was no room for, which no metric has yet
+        self.step = 0
+
+    @property
+    def alive(self) -> int:
+        """How many ids have a row."""
+        return self._used - len(self._free)
+
+    def start(self, step: int) -> None:
+        """Declares the table to be the one after `step` steps."""
+        self.step = step
+
+    def fill(self, threads: int = 1) -> None:
+        """Empties the table: a row is initialized as it is born."""
+        self._clear()
+
+    # ---- lookups
+
+    def _alive(self, slots: Ids) -> NDArray[np.bool_]:
+        """Which of `slots`, -1 for none, have a row whose time is not over in the step after this one."""
+        alive = slots >= 0
+        if self.settings.ttl:
+            alive &= self._seen[slots] + self.settings.ttl > self.step
+        return alive
+
+    def forward(self, bags: Bags) -> Tensor:
+        """The weighted sums of bags of ids: [bags, width]. An id without a row counts as 0."""
+        slots = self._map.find(bags.rows.cpu().numpy())
+        alive = self._alive(slots)
+        if not alive.all():
+            before = torch.from_numpy(np.concatenate([[0], np.cumsum(alive)])).to(bags.offsets.device)
+            mask = torch.from_numpy(alive).to(bags.offsets.device)
+            bags = Bags(bags.rows, before[bags.offsets], None if bags.weights is None else bags.weights[mask])
+            slots = slots[alive]
+        return super().forward(Bags(torch.from_numpy(slots).to(bags.offsets.device), bags.offsets, bags.weights))
+
+    # ---- steps
+
+    def plan(self, lookups: Sequence[Bags]) -> HashedPlan:
+        """The plan of the next step, which looks these bags up. Changes nothing."""
+        whole = Plan.of(lookups)
+        ids = whole.rows.cpu().numpy()
+        slots = self._map.find(ids)
+        alive = self._alive(slots)
+        marks = self.filter.marks(ids)
+        again = ~alive & self.filter.has(marks)
+        noted = marks.where(~alive & ~again)
+
+        over = slots[(slots >= 0) & ~alive]  # forgotten, and seen anew
+        if (every := self._sweep_every) and (self.step + 1) % every == 0:
+            seen = self._seen[: self._used]
+            over = np.flatnonzero((seen > 0) & (seen + self.settings.ttl <= self.step))
+        available = len(self._free) + len(self._ids) - self._used + len(over)
+        oldest = self._oldest(int(again.sum()) - available, np.concatenate([slots[alive], over]))
+        room = available + len(oldest)
+        if again.sum() > room:  # a step that looks more up than there is room for
+            born = np.flatnonzero(again)
+            again[born[np.argsort(mix(ids[born]))[room:]]] = False
+
+        removed = np.concatenate([over, oldest])
+        free = np.concatenate([self._free, removed])
+        count = int(again.sum())
+        reused, used = min(count, len(free)), self._used + max(0, count - len(free))
+        new_slots = np.concatenate([free[len(free) - reused :], np.arange(self._used, used)])
+        slots[again] = new_slots
+        values = torch.from_numpy(initial(ids[again], self.settings.embedding_dim, self.settings.seed))
+
+        kept = torch.from_numpy(alive | again).to(whole.rows.device)
+        lengths = whole.offsets.diff()
+        part = torch.repeat_interleave(kept, lengths)
+        lengths = lengths[kept]
+        return HashedPlan(
+            torch.from_numpy(slots[alive | again]).to(whole.rows.device), whole.bags[part],
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            None if whole.weights is None else whole.weights[part],
+            removed, free[len(self._free) : len(free) - reused], ids[again], new_slots,
+            values.to(whole.rows.device), marks.where(again), noted, free[: len(free) - reused], used,
+            {"ttl": len(over), "max_rows": len(oldest)},
+        )  # fmt: skip
+
+    @property
+    def _sweep_every(self) -> int:
+        return max(LEAST_SWEEP, self.settings.ttl // SWEEPS) if self.settings.ttl else 0
+
+    def _oldest(self, needed: int, but: Ids) -> Ids:
+        """The slots to evict where `needed` more are: a batch of the least recently used, of those that are not `but`.
+
+        Among those of one step the hash of the id decides, so that it does not matter which slots the ids have.
+        """
+        if needed <= 0:
+            return np.zeros(0, np.int64)
+        seen = self._seen[: self._used].copy()
+        seen[seen == 0] = NEVER
+        seen[but] = NEVER
+        count = min(max(needed, len(self._ids) // BATCH), int((seen != NEVER).sum()))
+        return first(seen, self._ids[: self._used], count)
+
+    def changing(self, plan: Plan) -> Tensor:
+        """The slots that `advance` changes and that a checkpoint being written has, each once: [slots] int64."""
+        assert isinstance(plan, HashedPlan)
+        slots = torch.cat([plan.rows.cpu(), torch.from_numpy(plan.freed)])
+        return slots[slots < self._captured]
+
+    def advance(self, plan: Plan, gradient: Tensor) -> None:
+        """Makes the step of the newest `plan`, with the `gradient` [rows, width] of its rows."""
+        assert isinstance(plan, HashedPlan)
+        self.step += 1
+        self._map.remove(self._ids[plan.removed])
+        self._seen[plan.removed] = 0
+        self._free, self._used = plan.free, plan.used
+        self._seen[plan.rows.cpu().numpy()] = self.step
+        self._put(plan.new_ids, plan.new_slots)
+        slots = torch.from_numpy(plan.new_slots).to(self.weight.device)
+        self.weight.detach()[slots] = plan.new_values
+        if len(self.squares):
+            self.squares[slots] = 0
+        self.filter.erase(plan.admitted)
+        self.filter.note(plan.noted)
+        self.update(plan.rows, gradient)
+        self._newest = plan
+
+    def _put(self, ids: Ids, slots: Ids) -> None:
+        """Gives ids their slots. One that finds no place in the map, which is hardly ever, has no row after all."""
+        placed = self._map.insert(ids, slots)
+        self._ids[slots] = ids
+        if not placed.all():
+            self._seen[slots[~placed]] = 0
+            self._free = np.concatenate([self._free, slots[~placed]])
+
+    def count(self, metrics: Any) -> None:
+        """Sets the metrics of hashed tables, for the newest step."""
+        if self._dropped:
+            metrics.hybrid_evictions.labels("max_rows").inc(self._dropped)
+            self._dropped = 0
+        if (plan := self._newest) is not None:
+            metrics.hybrid_births.inc(len(plan.new_ids))
+            for reason, number in plan.evictions.items():
+                metrics.hybrid_evictions.labels(reason).inc(number)
+        metrics.hybrid_table_rows.set(self.alive)
+        metrics.hybrid_filter_fill.set(self.filter.fill)
+
+    # ---- checkpoints
+
+    def rows(self) -> dict[str, Rows]:
+        """What a checkpoint holds: see `hashed_saved`."""
+        self._captured = self._used
+        saved = columns(self._tensors(), self._used, self.ordinal, self.settings.servers)
+        return {**saved, "filter": self.filter.rows(frozen=True)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {"ids": torch.from_numpy(self._ids), "seen": torch.from_numpy(self._seen)}
+        adagrad = {"squares": self.squares} if self.settings.optimizer == "adagrad" else {}
+        return {**tensors, **adagrad, "weight": self.weight.detach()}
+
+    def prepare(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Rows]:
+        """Where the columns of a checkpoint go: those rows that are this server's. Raises UsageError for a checkpoint
+        of another kind of table.
+        """
+        self._clear()  # a newer checkpoint may have been torn
+        rest = {name: shape for name, shape in shapes.items() if name != "filter"}
+        targets = sinks(rest, self.ordinal, self.settings.servers, self._tensors(), self._adopt)
+        return {**targets, "filter": self.filter.rows(frozen=False)}
+
+    def load(self, columns: dict[str, Any]) -> None:
+        """Takes the whole columns of a checkpoint."""
+        targets = self.prepare({name: tuple(tensor.shape) for name, tensor in columns.items()})
+        for name, tensor in columns.items():
+            targets[name].put(tensor, 0, 0, 1)
+
+    def _adopt(self, ids: Ids, seen: Ids) -> Ids:
+        """Gives slots to those `ids` [n] of a checkpoint that are this server's, and frees those of rows that were seen
+        less recently where there is too little room. Returns their slots [n], -1 for one that has none.
+        """
+        places = np.flatnonzero(
+            (seen > 0) & (owners(ids, self.settings.filter_ids, self.settings.servers) == self.ordinal)
+        )
+        if (excess := len(places) + self.alive - len(self._ids)) > 0:
+            here = np.flatnonzero(self._seen[: self._used])
+            out = first(
+                np.concatenate([self._seen[here], seen[places]]), np.concatenate([self._ids[here], ids[places]]), excess
+            )
+            removed = here[out[out < len(here)]]
+            self._map.remove(self._ids[removed])
+            self._seen[removed] = 0
+            self._free = np.concatenate([self._free, removed])
+            places = np.delete(places, out[out >= len(here)] - len(here))
+            self._dropped += excess
+        reused = min(len(places), len(self._free))
+        new = np.arange(self._used, self._used + len(places) - reused)
+        slots = np.concatenate([self._free[len(self._free) - reused :], new])
+        self._free, self._used = self._free[: len(self._free) - reused], self._used + len(new)
+        self._seen[slots] = seen[places]
+        self._put(ids[places], slots)
+        adopted = np.full(len(ids), -1, np.int64)
+        adopted[places] = slots
+        return adopted
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """The ids that have a row [rows] int64, in ascending order, and their rows [rows, width]."""
+        slots = np.flatnonzero(self._alive(np.where(self._seen[: self._used] > 0, np.arange(self._used), -1)))
+        slots = slots[np.argsort(self._ids[slots])]
+        return torch.from_numpy(self._ids[slots]), self.weight.detach()[torch.from_numpy(slots)]
+
+
+def first(seen: Ids, ids: Ids, count: int) -> Ids:
+    """The places [count] of the least recently `seen` [n] of `ids` [n]; of several of one step, by the ids' hashes."""
+    if not count:
+        return np.zeros(0, np.int64)
+    last = np.partition(seen, count - 1)[count - 1]  # the newest of them
+    before, equal = np.flatnonzero(seen < last), np.flatnonzero(seen == last)
+    return np.concatenate([before, equal[np.argsort(mix(ids[equal]))[: count - len(before)]]])

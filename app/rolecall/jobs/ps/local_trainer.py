@@ -1,0 +1,50 @@
+"""The trainer of UPDATE_MODE=local: rounds of INNER_STEPS steps by itself, each of one assigned batch of samples."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+from rolecall import Context
+from rolecall.jobs.ps import PsSettings, calls, data, model
+from rolecall.jobs.ps.local_replica import LocalReplica
+from rolecall.jobs.ps.messages import BatchReport, Indices
+
+
+def run(context: Context[PsSettings]) -> None:
+    """Makes round after round until the epochs are done."""
+    s, metrics, replica = context.settings, context.metrics, LocalReplica(context)
+    with context.phase("loading"):
+        train, _ = data.load(s)
+    assigned, ending = deque[Indices](), calls.ENDING.set(queue.SimpleQueue())
+    told, steps = time.monotonic(), 0
+    replica.ask()
+    while True:
+        assigned += replica.take(wait=not assigned)
+        if not assigned:
+            return  # the epochs are done
+        samples, version, begun = assigned.popleft(), replica.version, time.monotonic()
+        done, loss, correct = 0, 0.0, 0
+        for batch in np.array_split(samples, -(-len(samples) // s.batch_size)):  # of equal size, give or take one
+            with metrics.ps_compute_seconds.time():
+                mean, right = replica.step(*train.batch(torch.from_numpy(batch)))
+            done, loss, correct, steps = done + len(batch), loss + mean * len(batch), correct + right, steps + 1
+            metrics.ps_computed_samples.inc(len(batch))
+            context.report_step(steps)
+            assigned += replica.take(wait=False)
+            now = time.monotonic()
+            if now - told > s.step_timeout / 4:  # a round may take longer than the lead waits for a sign of life
+                context.call(context.members[0], calls.working, context.me.name)
+                told = now
+            if s.round_seconds and now - begun >= s.round_seconds:
+                break
+            if not ending.empty():  # a drain
+                ending.get()
+                break
+        metrics.ps_round_seconds.observe(time.monotonic() - begun)
+        assigned += replica.take(wait=True)
+        replica.send(BatchReport(version, done, loss / done, correct, model.buffers(replica.model)))

@@ -1,0 +1,146 @@
+"""How fast `ps` is with any number of trainers and servers: closed formulas, fed with the costs that `costs_ps`
+measures. `scale_simulation` checks them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+COSTS = Path(__file__).with_name("costs_ps.json")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one processor, but for what is shared: a message of RPC is a call and its answer."""
+
+    call_s: float  # a message without tensors, at its caller
+    serve_s: float  # the same, at the called process
+    tensor_s: float  # a tensor more in it, at either end
+    send_byte_s: float
+    receive_byte_s: float
+    tunnel_message_s: float  # in one of the two tunnels
+    tunnel_byte_s: float
+    apply_s: float  # an element of one gradient joins the mean
+    step_s: float  # an element's optimizer step
+    ledger_s: float  # a gradient, at the lead
+    ledger_trainer_s: float  # sync: for each trainer that the ledger knows, again for each gradient
+    order_key_s: float  # a gradient that an order names, at the lead for each server
+    complete_key_s: float  # one more gradient in a report of several, at the lead
+
+    @staticmethod
+    def load(path: Path = COSTS) -> Costs:
+        """The costs that were measured."""
+        return Costs(**json.loads(path.read_text())["costs"])
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster and what it trains. Links are full duplex; `inf` for one that is not there."""
+
+    trainers: int
+    servers: int
+    parameters: int
+    mode: str = "sync"  # or async
+    compute_s: float = 0.0  # from parameters to a gradient; of `local`, all its inner steps
+    overlap: bool = False  # computes on while its gradient travels, as `local` does
+    bytes_each: float = 4.0  # of a parameter on the wire, either way
+    link_bits_s: float = float("inf")
+    delay_s: float = 0.0  # one way
+    tls: bool = True
+    parts: int = 1  # that a server's share travels in
+    reported: int = 1  # gradients in one report of a server to the lead
+    server_cores: int = 0  # that all servers share; 0: each has its own, and one for its tunnel
+    trainer_cores: int = 0
+
+    @property
+    def share(self) -> float:
+        """Bytes of one server's share of a gradient."""
+        return self.parameters / self.servers * self.bytes_each
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that one push occupies each kind of queue, and one update beside its pushes."""
+
+    trainer: float
+    link: float  # of a server, each way; a trainer's carries all shares, of one push
+    trainer_link: float
+    server_in: float
+    server_out: float
+    tunnel: float
+    lead_in: float  # reports, and the ledger
+    order: float  # at the lead, for all other servers
+    update: float  # at a server: one update of as many gradients
+
+    @staticmethod
+    def of(costs: Costs, plan: Plan) -> Work:
+        """The work of `plan`: of async an update is one gradient."""
+        c, others = costs, plan.servers - 1
+        gradients = plan.trainers if plan.mode == "sync" else 1
+        tls, elements = float(plan.tls), plan.parameters / plan.servers
+        message = 8 * plan.share / plan.link_bits_s
+        tunnel = tls * (2 * plan.parts * c.tunnel_message_s + 2 * plan.share * c.tunnel_byte_s)
+        # servers call the lead, which is one of them, with a gradient or with several; it has its own without a call
+        report = others / plan.reported * (c.serve_s + tls * 2 * c.tunnel_message_s) + others * c.complete_key_s
+        ledger = c.ledger_s + (c.ledger_trainer_s * plan.trainers if plan.mode == "sync" else 0.0)
+        return Work(
+            trainer=plan.servers * (plan.parts * (c.call_s + 2 * c.tensor_s)
+                                    + plan.share * (c.send_byte_s + c.receive_byte_s)),
+            link=message, trainer_link=plan.servers * message,
+            server_in=plan.parts * (c.serve_s + c.tensor_s) + plan.share * c.receive_byte_s + c.call_s / plan.reported,
+            server_out=plan.parts * c.tensor_s + plan.share * c.send_byte_s,
+            tunnel=tunnel, lead_in=report + ledger,
+            order=others * (c.call_s + gradients * c.order_key_s + tls * 2 * c.tunnel_message_s),
+            update=elements * (gradients * c.apply_s + c.step_s),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Pushes a second of all trainers together, and what limits them."""
+
+    pushes_per_s: float
+    limit: str
+    update_s: float  # sync: from one update to the next
+
+
+def formula(costs: Costs, plan: Plan) -> Rate:
+    """The closed formulas. Of sync: the busiest queue's work on all trainers' pushes, both ways, and what nothing
+    overlaps with: the computation, the last trainer's way up, the orders, the update, the delays. While the last trainers are
+    answered, the first ones push again, so both directions of a link are busy at the same time. Of async: the busiest
+    queue. Neither is faster than a push that meets no queue.
+    """
+    w, n = Work.of(costs, plan), plan.trainers
+    server = w.server_in + w.server_out + w.update
+    alone = w.trainer + 2 * w.trainer_link + server + w.lead_in + w.order + 4 * plan.delay_s + w.tunnel
+    if plan.mode == "sync":
+        crowd = _crowd(plan.server_cores, plan.servers)
+        flows = {"trainers' processors": w.trainer * _crowd(plan.trainer_cores, n), "trainers' links": w.trainer_link,
+                 "servers' links": n * w.link, "servers' processors": n * (w.server_in + w.server_out) * crowd,
+                 "tunnels": n * w.tunnel, "the lead": n * (w.lead_in + w.server_in + w.server_out)}  # fmt: skip
+        limit = max(flows, key=lambda name: flows[name])
+        after = {limit: flows[limit], "the lead's orders": w.order, "the update": w.update * crowd}
+        last = w.trainer / 2 + w.trainer_link if n > 1 else 0.0
+        travel = max(sum(after.values()) + last + 4 * plan.delay_s, alone)
+        seconds = max(plan.compute_s, travel) if plan.overlap else plan.compute_s + travel
+        limit = max(after, key=lambda name: after[name])
+        return Rate(n / seconds, "computation" if plan.compute_s >= after[limit] else limit, seconds)
+    busy = {"trainers' processors": w.trainer / (plan.trainer_cores or n), "trainers' links": w.trainer_link / n,
+            "servers' links": w.link, "servers' processors": server * _crowd(plan.server_cores, plan.servers),
+            "tunnels": w.tunnel, "the lead": w.lead_in + w.order + server,
+            "computation": plan.compute_s / n}  # fmt: skip
+    alone = max(alone, plan.compute_s) if plan.overlap else alone + plan.compute_s
+    limit = max(busy, key=lambda name: busy[name])
+    if alone / n > busy[limit]:
+        return Rate(n / alone, "the round trip", 0.0)
+    return Rate(1 / busy[limit], limit, 0.0)
+
+
+def _crowd(cores: int, users: int) -> float:
+    """How many times longer something takes that `users` do at the same time on `cores`; 0: each has its own."""
+    return users / cores if cores else 1.0

@@ -79,9 +79,9 @@ class Settings(BaseSettings):
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, probes and, at rank 0, the page")
     bind_addr: str = Field("", description="name or address that PORT is listened on; empty: every address")
     metrics_bind_addr: str = Field("", description="name or address that METRICS_PORT listens on; empty: BIND_ADDR")
-    tls: Literal["require", "off"] = Field(
+    tls: Literal["require", "always", "off"] = Field(
         "require", description="TLS between ranks: whoever has neither JOB_TOKEN nor a certificate of TLS_CA is "
-        "nobody; off: whoever reaches a port can run code"
+        "nobody; always: of one machine's ranks too; off: whoever reaches a port can run code"
     )  # fmt: skip
     tls_cert: Path | None = Field(None, description="PEM file: this rank's certificate, instead of one from JOB_TOKEN")
     tls_key: Path | None = Field(None, description="PEM file: the key of TLS_CERT")

@@ -140,8 +140,8 @@ def _update_seconds() -> tuple[float, float]:
 
 
 def _tunnel() -> dict[str, float]:
-    """Of one tunnel, by running the job of `costs_job`."""
-    with launch.run(costs_job.__name__, DEADLINE, {}) as running:
+    """Of one tunnel, by running the job of `costs_job` with TLS on one machine, too."""
+    with launch.run(costs_job.__name__, DEADLINE, {"TLS": "always"}) as running:
         deque(running.events(), maxlen=0)
         spent = running.done()
     # a call and its answer pass two tunnels each: four times a tunnel carries a message

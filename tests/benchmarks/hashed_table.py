@@ -128,10 +128,11 @@ def rows_in(size: float, kind: str, width: int, filter_ids: int = 0) -> int:
     return int((size - 2 * filter_ids) / (4 * width + ROW_BYTES[kind]))
 
 
-def accuracy(kind: str, rows: int, filter_ids: int, seed: int) -> float:
+def accuracy(kind: str, rows: int, filter_ids: int, sightings: int, seed: int) -> float:
     """On the test samples, after the default training with a table of `rows` rows, in one process."""
     torch.set_num_threads(1)
-    settings = HybridSettings(table=kind, max_rows=rows, num_embeddings=rows, filter_ids=filter_ids or 1, seed=seed)  # type: ignore[arg-type]
+    settings = HybridSettings(table=kind, max_rows=rows, num_embeddings=rows, filter_ids=filter_ids,
+                              sightings=sightings, seed=seed)  # type: ignore[arg-type]  # fmt: skip
     samples, table = data.load(settings), tables.build(settings, 0)
     model = LocalModel(settings, samples.classes, table)
     table.fill()

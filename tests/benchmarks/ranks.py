@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from rolecall.config import Settings
 from rolecall.job.agent import channels
 from rolecall.job.store import interface
 
@@ -87,7 +88,7 @@ def _worker(
             init_method=f"tcp://{HOST}:{port}",
             rpc_timeout=60,
             _transports=list(transports) or None,
-            _channels=channels(HOST, "cpu") if transports else None,
+            _channels=channels(Settings(master_addr=HOST), "cpu") if transports else None,
         )
         rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
         if rank == 0:

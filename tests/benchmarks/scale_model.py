@@ -85,8 +85,10 @@ class Work:
         tls, elements = float(plan.tls), plan.parameters / plan.servers
         message = 8 * plan.share / plan.link_bits_s
         tunnel = tls * (2 * plan.parts * c.tunnel_message_s + 2 * plan.share * c.tunnel_byte_s)
-        # servers call the lead, which is one of them, with a gradient or with several; it has its own without a call
-        report = others / plan.reported * (c.serve_s + tls * 2 * c.tunnel_message_s) + others * c.complete_key_s
+        # servers call the lead, which is one of them, with a gradient or with several; it has its own without a call.
+        # Its tunnel and its worker are two processes, of which the slower counts
+        called = max(c.serve_s, tls * 2 * c.tunnel_message_s)
+        report = others / plan.reported * called + others * c.complete_key_s
         ledger = c.ledger_s + (c.ledger_trainer_s * plan.trainers if plan.mode == "sync" else 0.0)
         return Work(
             trainer=plan.servers * (plan.parts * (c.call_s + 2 * c.tensor_s)
@@ -95,7 +97,7 @@ class Work:
             server_in=plan.parts * (c.serve_s + c.tensor_s) + plan.share * c.receive_byte_s + c.call_s / plan.reported,
             server_out=plan.parts * c.tensor_s + plan.share * c.send_byte_s,
             tunnel=tunnel, lead_in=report + ledger,
-            order=others * (c.call_s + gradients * c.order_key_s + tls * 2 * c.tunnel_message_s),
+            order=others * max(c.call_s + gradients * c.order_key_s, tls * 2 * c.tunnel_message_s),
             update=elements * (gradients * c.apply_s + c.step_s),
         )  # fmt: skip
 
@@ -111,9 +113,9 @@ class Rate:
 
 def formula(costs: Costs, plan: Plan) -> Rate:
     """The closed formulas. Of sync: the busiest queue's work on all trainers' pushes, both ways, and what nothing
-    overlaps with: the computation, the last trainer's way up, the orders, the update, the delays. While the last trainers are
-    answered, the first ones push again, so both directions of a link are busy at the same time. Of async: the busiest
-    queue. Neither is faster than a push that meets no queue.
+    overlaps with: the computation, the last trainer's way up, the orders, the update, the delays. While the last
+    trainers are answered, the first ones push again, so both directions of a link are busy at the same time. Of async:
+    the busiest queue. Neither is faster than a push that meets no queue.
     """
     w, n = Work.of(costs, plan), plan.trainers
     server = w.server_in + w.server_out + w.update

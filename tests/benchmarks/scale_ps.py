@@ -19,7 +19,7 @@ from rolecall.jobs.ps import PsSettings, model
 from tests.benchmarks.scale_model import COSTS, Costs, Plan, Work, formula
 from tests.benchmarks.scale_simulation import Simulation
 
-UPDATES = 3  # of the large simulation: the first warms up
+UPDATES = 2  # of the large simulation: the first warms up
 LARGE = Plan(1000, 100, 100_000_000, compute_s=1.0, link_bits_s=10e9, delay_s=0.0001)
 INNER_STEPS = 50
 BATCHED = 1000  # gradients in a report
@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     for file in (arguments.costs, arguments.growth):
         if file and not file.is_file():
             parser.error(f"{file}: no such file")
+    if arguments.updates == 1 or arguments.updates < 0:
+        parser.error("--updates: 0, or at least 2: the first warms up")
     console, costs = Console(width=150), Costs.load(arguments.costs)
     if arguments.growth:
         console.print(growth(costs, json.loads(arguments.growth.read_text())))

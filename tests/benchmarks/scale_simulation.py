@@ -50,7 +50,7 @@ class Simulation:
         self._done = 0  # servers that have made the update under way
 
     def run(self, updates: int) -> float:
-        """Pushes a second, after `updates` pushes of each trainer; the first third warms up."""
+        """Pushes a second over `updates` (at least 2) pushes of each trainer, of which the first third warms up."""
         for trainer in range(self.plan.trainers):
             self._computed[trainer] = False
             self._at(self.plan.compute_s, self._compute, trainer)
@@ -59,9 +59,8 @@ class Simulation:
             now, _, what, arguments = heapq.heappop(self._events)
             what(now, *arguments)
         # from the end of one round of pushes to the end of another
-        first = self.pushes[(updates // 3) * self.plan.trainers - 1] if updates >= 3 else 0.0
-        count = len(self.pushes) - (updates // 3) * self.plan.trainers * (updates >= 3)
-        return count / (self.pushes[-1] - first)
+        warm = max(1, updates // 3) * self.plan.trainers
+        return (len(self.pushes) - warm) / (self.pushes[-1] - self.pushes[warm - 1])
 
     def _at(self, when: float, what: Callable[..., None], *arguments: int) -> None:
         self._number += 1

@@ -98,6 +98,10 @@ def text() -> tuple[Windows, Windows]:
     return parts[0], parts[1]
 
 
+# outer steps are few here: more momentum would still be under way at the end
+OUTER = {"OUTER_LR": 0.8, "OUTER_MOMENTUM": 0.5}
+
+
 @dataclass(frozen=True)
 class Task:
     """What is trained: `settings` of every mode, and those of `local` beside them."""
@@ -112,17 +116,17 @@ TASKS = {
     "digits": Task(
         "the tutorial's network, 1.2 million parameters, digits",
         {"EPOCHS": 30},
-        {"INNER_STEPS": 23},  # an epoch's share of one of two trainers
+        {"INNER_STEPS": 23, **OUTER},  # an epoch's share of one of two trainers
     ),
     "large": Task(
         "10 million parameters, digits",
         {"EPOCHS": 12, "MODEL": f"{HERE}:Wide"},
-        {"INNER_STEPS": 23},
+        {"INNER_STEPS": 23, **OUTER},
     ),
     "text": Task(
         "next byte of text, 0.6 million parameters",
         {"EPOCHS": 3, "MODEL": f"{HERE}:NextByte", "DATASET": f"{HERE}:text", "BATCH_SIZE": 64, "LR": 0.1},
-        {"INNER_STEPS": 32},
+        {"INNER_STEPS": 16, "OUTER_LR": 0.8, "OUTER_MOMENTUM": 0.2},
     ),
 }
 # by name, with the settings beside the task's

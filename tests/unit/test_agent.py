@@ -6,13 +6,14 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore, Store, rpc  # type: ignore[attr-defined]
 from torch.distributed.rpc import api
 
+from rolecall.config import Settings
 from rolecall.job import agent
 
 CUDA = torch.device("cuda:0")
@@ -59,22 +60,31 @@ def test_no_rank_goes_on_before_all_have_started(agents: list[tuple[Any, ...]]) 
 
 
 @pytest.mark.parametrize(
-    ("address", "device", "scope", "expected"),
+    ("address", "tls", "device", "scope", "expected"),
     [
-        ("127.0.0.1", "cpu", None, ["cma", "basic"]),
-        ("127.0.0.1", "cpu", "0", ["cma", "basic"]),
-        ("127.0.0.1", "cpu", "1", ["basic"]),
-        ("10.0.0.1", "cpu", None, ["basic"]),
-        ("127.0.0.1", "cuda", None, ["basic", "cuda_basic"]),
+        ("127.0.0.1", "require", "cpu", None, ["cma", "basic"]),
+        ("127.0.0.1", "off", "cpu", "0", ["cma", "basic"]),
+        ("127.0.0.1", "require", "cpu", "1", ["basic"]),
+        ("127.0.0.1", "always", "cpu", None, ["basic"]),
+        ("10.0.0.1", "require", "cpu", None, ["basic"]),
+        ("127.0.0.1", "require", "cuda", None, ["basic", "cuda_basic"]),
     ],
 )
 def test_ranks_of_one_machine_read_tensors_from_each_other_where_nothing_has_to_be_opened_for_it(
-    tmp_path: Path, address: str, device: str, scope: str | None, expected: list[str]
-) -> None:
+    tmp_path: Path, address: str, tls: Literal["require", "always", "off"], device: str, scope: str | None,
+    expected: list[str],
+) -> None:  # fmt: skip
     yama = tmp_path / "ptrace_scope"
     if scope is not None:
         yama.write_text(scope + "\n")
-    assert agent.channels(address, device, yama) == expected
+    assert agent.channels(Settings(master_addr=address, tls=tls), device, yama) == expected
+
+
+def test_memory_that_may_not_be_read_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the system call filters of some containers."""
+    assert agent.reads_memory()
+    monkeypatch.setattr(agent, "reads_memory", lambda: False)
+    assert agent.channels(Settings(master_addr="127.0.0.1"), "cpu", tmp_path / "none") == ["basic"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

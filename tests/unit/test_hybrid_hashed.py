@@ -155,6 +155,29 @@ def test_a_row_takes_the_gradient_of_its_second_sighting_and_an_evaluation_is_no
     assert not values([table], [8, 9]).any()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_with_one_sighting_a_table_is_a_fixed_one_without_shared_rows(weighted: bool) -> None:
+    (table,) = build(1, sightings=1)
+    ids = torch.tensor(IDS[:6])
+    fixed = tables.build(HybridSettings(num_embeddings=6, embedding_dim=WIDTH, lr=0.5), 0)
+    fixed.weight.detach().copy_(torch.from_numpy(hashed_ids.initial(ids.numpy(), WIDTH, table.settings.seed)))
+    for rows in ([0, 1, 0], [2, 1, 5], [0, 1, 2], [3, 3, 4]):
+        lookup = Bags(torch.tensor(rows), torch.tensor([0, 0, 2, 3]), torch.rand(3) if weighted else None)
+        other = Bags(ids[lookup.rows], lookup.offsets, lookup.weights)
+        torch.testing.assert_close(table(other).detach(), fixed(lookup).detach())
+        outer = torch.randn(3, WIDTH)
+        for each, bag in ((table, other), (fixed, lookup)):
+            plan = each.plan([bag])
+            each.advance(plan, plan.gradient(outer))
+    torch.testing.assert_close(values([table], ids.tolist()), fixed.weight.detach())
+    assert table.alive == 6
+
+
+def test_a_table_that_no_memory_is_large_enough_for_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"MAX_ROWS=2147483647: no memory for rows of EMBEDDING_DIM=65536"):
+        build(1, max_rows=2**31 - 1, embedding_dim=65536)
+
+
 def test_a_bag_leaves_out_ids_without_a_row() -> None:
     (table,) = build(1)
     for _ in range(2):

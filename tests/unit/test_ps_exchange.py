@@ -236,7 +236,7 @@ def test_in_local_the_differences_and_what_is_held_back_are_the_rounds(wire: dic
 
 # ---- it learns
 
-ROUNDS, BATCH = 60, 32
+ROUNDS, BATCH = 150, 32
 
 
 def trained(trainers: int, **chosen: Any) -> float:

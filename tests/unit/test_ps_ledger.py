@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import Indices
@@ -345,6 +347,19 @@ def test_backup_does_not_wait_for_a_late_gradient_at_the_end_of_an_epoch() -> No
     assert ledger.take(Key("t2", 1), 0, 4) is None, "there is nothing left for it"
     update = due(ledger.take(Key("t0", 3), 2, 2))
     assert (update.weights, ledger.dropped) == ({("t0", 3): 1.0}, 1), "it has nothing to do: it is not waited for"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        ({"backup_trainers": 2}, "BACKUP_TRAINERS=2: must be less than TRAINERS=2"),
+        ({"backup_trainers": 1, "update_mode": "async"}, "BACKUP_TRAINERS=1: goes with UPDATE_MODE=sync only"),
+        ({"backup_trainers": 1, "update_mode": "local"}, "BACKUP_TRAINERS=1: goes with UPDATE_MODE=sync only"),
+    ],
+)
+def test_backup_trainers_that_cannot_be_are_refused(chosen: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        PsSettings(**chosen)
 
 
 def test_backup_is_bounded_by_the_trainers_that_are_left() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rolecall import Context, Peer, RankObject, UsageError
-from rolecall.jobs.ps import PsSettings, calls, local_drain, local_replica, local_trainer, model
+from rolecall.jobs.ps import PsSettings, calls, lead, local_drain, local_replica, local_trainer, model
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.local_drain import Rounds
 from rolecall.jobs.ps.local_replica import LocalReplica
 from rolecall.jobs.ps.messages import Assignment, BatchReport, Indices
 from rolecall.jobs.ps.messages import GradientKey as Key
+from rolecall.jobs.ps.patience import Patience
 from rolecall.jobs.ps.shard import Shard, require_same_model
 from tests.integration import learning
+from tests.unit.contexts import make
 
 HERE = "tests.integration.learning:"
 TINY = {"model": HERE + "small", "dataset": HERE + "blobs", "lr": 0.1, "batch_size": 8, "lr_schedule": "constant"}
@@ -32,8 +35,8 @@ def settings_of(**changed: Any) -> PsSettings:
 
 
 class Servers:
-    """In place of RPC, the servers and the lead: an update is made once all `names` have sent, by `update`, which
-    answers. Without `rounds` of its own it deals out samples by a ledger, at once.
+    """In place of RPC, the servers and the lead of the trainers `names`. With a `ledger` an update is made as soon as
+    that has it due; otherwise a test has it made by `carry_out`.
     """
 
     def __init__(self, s: PsSettings, names: Iterable[str], ledger: Ledger | None = None) -> None:
@@ -248,6 +251,30 @@ def test_there_is_one_exchange_at_a_time() -> None:
         replica.send(BatchReport(0, 1))
 
 
+@pytest.mark.parametrize("chosen", [{"wire_dtype": "bfloat16"}, {"wire_dtype": "int4"},
+                                    {"wire_dtype": "int8", "top_k": 0.1}])  # fmt: skip
+def test_compressed_all_replicas_hold_the_same_and_come_to_what_the_servers_have(chosen: dict[str, Any]) -> None:
+    names = ["trainer_0", "trainer_1"]
+    servers = Servers(settings_of(outer_momentum=0, **chosen), names)
+    several = replicas(servers)
+    inputs, targets = learning.blobs()[0].tensors
+    apart = []
+    for number in range(1, 60):
+        for place, replica in enumerate(several):
+            if number < 4:
+                replica.step(inputs[place::2], targets[place::2])
+            replica.send(BatchReport(replica.version, 45))
+        keys = [Key(name, number) for name in names]
+        servers.carry_out(dict.fromkeys(keys, 0.5), {key: [] for key in keys})
+        for replica in several:
+            replica.take(wait=True)
+        assert torch.equal(*map(local_of, several))
+        apart.append(float((local_of(several[0]) - servers.flat).abs().max()))
+    assert not torch.equal(servers.flat, servers.start)
+    assert apart[-1] <= max(apart) / 10 or chosen["wire_dtype"] == "bfloat16", "what was held back arrives"
+    assert max(apart) < 0.1
+
+
 # ---- the trainer's loop
 
 
@@ -321,9 +348,31 @@ def test_a_drain_ends_the_open_rounds_at_their_next_step(monkeypatch: pytest.Mon
 
 
 def test_a_long_round_tells_the_lead_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers = trained(monkeypatch, 1, inner_steps=16, step_timeout=20)
-    assert len(servers.heard) >= 5
+    servers = trained(monkeypatch, 0.4, inner_steps=16)  # a few looks a step
+    assert len(servers.heard) >= 15
     assert set(servers.heard) == {"trainer_0"}
+
+
+def test_a_long_round_is_waited_for_while_its_trainer_makes_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one gives a sign of life each second, the other has stopped in the middle of its round."""
+    clock, given_up = Clock(0), list[str]()
+    monkeypatch.setattr(lead, "time", clock)
+    context: Any = make(tmp_path)
+    context.settings = settings_of(step_timeout=20)
+    monkeypatch.setattr(context, "give_up", given_up.append)
+    monkeypatch.setattr(context, "require_peers", lambda role: None)
+    ledger = Ledger(1000, 400, 1, 1, ["alive", "silent"], True, 2)
+    for name in ledger.trainers:
+        ledger.take(Key(name, 0), 0, 0)
+    patience = Patience(ledger.trainers, clock.now)
+    for seconds in range(1, 100):
+        clock.now = float(seconds)
+        patience.heard(["alive"], clock.now)
+        lead._give_up_late(context, ledger, patience)
+        assert (seconds > 20) == bool(given_up)
+    assert set(given_up) == {"silent"}
 
 
 # ---- checkpoints of other modes

@@ -201,8 +201,9 @@ def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
 # ---- answers
 
 
-def test_answers_are_copies_that_later_updates_leave_alone() -> None:
-    shards = make(settings_of(servers=3, update_mode="async"), torch.randn(TOTAL))
+@pytest.mark.parametrize("chosen", [{"update_mode": "async"}, {"update_mode": "sync", "backup_trainers": 1}])
+def test_answers_are_copies_that_later_updates_leave_alone(chosen: dict[str, Any]) -> None:
+    shards = make(settings_of(servers=3, **chosen), torch.randn(TOTAL))
     answers = send(shards, Key("t0", 0), None)
     before = flat_of(shards)
     assignment = Assignment(0, [])

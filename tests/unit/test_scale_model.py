@@ -43,8 +43,8 @@ def test_a_queue_serves_one_thing_at_a_time() -> None:
 def test_formulas_and_simulation_agree(plan: Plan, mode: str, overlap: bool) -> None:
     plan = replace(plan, mode=mode, overlap=overlap)
     simulated = Simulation(COSTS, plan).run(9)
-    # the formulas' phases do not overlap, and their queues are never empty by chance
-    assert 0.75 < simulated / formula(COSTS, plan).pushes_per_s < 1.35
+    # trainers that are answered early compute early, which the formulas leave out
+    assert 0.85 < simulated / formula(COSTS, plan).pushes_per_s < 1.35
 
 
 def test_a_simulation_is_the_same_each_time() -> None:
@@ -66,10 +66,10 @@ def test_a_thin_link_is_the_limit_and_fewer_bytes_help_as_much() -> None:
 
 
 def test_reports_of_many_servers_are_the_limit_of_the_lead() -> None:
-    many = replace(SMALL, trainers=200, servers=50)
+    many = replace(SMALL, trainers=100, servers=40)
     assert formula(COSTS, many).limit == "the lead"
-    together = replace(many, reported=200)
-    assert Simulation(COSTS, together).run(3) > 3 * Simulation(COSTS, many).run(3)
+    together = replace(many, reported=100)
+    assert Simulation(COSTS, together).run(3) > 2 * Simulation(COSTS, many).run(3)
 
 
 def test_inner_steps_hide_the_exchange() -> None:

@@ -357,6 +357,26 @@ def test_a_drain_ends_the_steps_with_a_checkpoint(context: Context, supervisor: 
     assert supervisor.refused == []
 
 
+def test_a_drain_waits_until_what_is_under_way_is_settled(context: Context, tmp_path: Path) -> None:
+    state, asked = context.restore({"sum": 0}), []
+
+    def settled() -> bool:
+        asked.append(context.step)
+        return context.step == 5
+
+    def train() -> None:
+        for step in context.steps(10, settled=settled):
+            state["sum"] += step
+            if step == 3:
+                context.drain()
+
+    with pytest.raises(Drained) as drained:
+        train()
+    assert drained.value.step == 5
+    assert asked == [3, 4, 5], "not before there is a drain"
+    assert saved(tmp_path) == {5: {"sum": 15}}
+
+
 def test_a_drain_whose_checkpoint_cannot_be_written_is_given_up(
     context: Context, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ maps of CUDA devices, and to wait for each other. Here both go through the gener
 
 from __future__ import annotations
 
+import ctypes
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rpc import api, backend_registry
 
+from rolecall.config import Settings
 from rolecall.job.context import Context
 from rolecall.job.store import is_loopback
 from rolecall.trace.stacks import RPC_THREADS
@@ -60,20 +63,28 @@ def _start(
     return agent
 
 
-def channels(master_addr: str, device: str, yama: Path = YAMA) -> list[str]:
+def channels(settings: Settings, device: str, yama: Path = YAMA) -> list[str]:
     """What TensorPipe may send tensors by. Between processes of one machine and user that is `cma`: the receiver copies
     them from the sender's memory (process_vm_readv), past sockets and tunnels. Where the two cannot, it takes `basic`.
     """
     if device == "cuda":
         return ["basic", "cuda_basic"]  # not cuda_ipc, which aborts where a process does not see the other's GPU
     # elsewhere ranks may share a machine but not its network, which a link between them is to be measured through
-    if not is_loopback(master_addr):
+    if settings.tls == "always" or not is_loopback(settings.master_addr):
         return ["basic"]
-    try:
-        # where Yama restricts ptrace, TensorPipe would open this process to every other one of its user
-        return ["cma", "basic"] if yama.read_text().strip() == "0" else ["basic"]
-    except OSError:  # there is no Yama
-        return ["cma", "basic"]
+    # where Yama restricts ptrace, TensorPipe would open this process to every other one of its user
+    if (yama.exists() and yama.read_text().strip() != "0") or not reads_memory():
+        return ["basic"]
+    return ["cma", "basic"]
+
+
+def reads_memory() -> bool:
+    """Whether this process may copy memory of processes, which a container's system call filter can forbid."""
+    read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    vectors = [(ctypes.c_size_t * 2)(ctypes.addressof(each), 1) for each in (target, source)]
+    one = ctypes.c_ulong(1)
+    return read is not None and read(os.getpid(), vectors[0], one, vectors[1], one, ctypes.c_ulong(0)) == 1
 
 
 def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
@@ -84,7 +95,7 @@ def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOpt
         num_worker_threads=RPC_THREADS,
         rpc_timeout=context.settings.connect_timeout,
         _transports=["uv"],
-        _channels=channels(context.settings.master_addr, device),
+        _channels=channels(context.settings, device),
     )
     store.set(f"device-{context.me.rank}", device)
     for peer in context.members if device == "cuda" else ():

@@ -25,8 +25,8 @@ from rolecall.job.shards import Part, Share
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet
 MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is written
-FILE = 2**28  # bytes of a file
-ASIDE = 2**25  # bytes that are set aside; beyond it, changes wait for the disk
+FILE = 2**27  # bytes of a file
+ASIDE = 2**24  # bytes that are set aside; beyond it, changes wait for the disk
 SPAN = 2**22  # marks that are looked at at once
 
 Values = Mapping[str, Tensor]  # of some rows, by column

@@ -37,6 +37,7 @@ class HybridSettings(Settings):
         1_000_000, ge=1, le=2**31 - 1, description="TABLE=hashed: rows of a server at most; the least recently used go"
     )
     ttl: int = Field(0, ge=0, description="TABLE=hashed: steps after which a row that was not looked up goes; 0: never")
+    sightings: int = Field(2, ge=1, le=2, description="TABLE=hashed: 1 or 2, the step with an id that gives it a row")
     filter_ids: int = Field(
         2**24, ge=1, le=2**40, description="TABLE=hashed: ids seen once that are remembered, over all servers"
     )

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.disk_rows import HotRows, Scratch
+from rolecall.jobs.hybrid.disk_rows import PAGE, HotRows, Scratch
 from rolecall.jobs.hybrid.table import Bags, Table
 
 FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
 HINTS = 64  # that wait to be read ahead; more are forgotten
 AHEAD = 256  # rows that are read ahead at once: a lookup waits for no more
+
+
+@dataclass(frozen=True)
+class _FileRows(Rows):
+    """Rows in a file, which `settle` is told of."""
+
+    settle: Callable[[int], None] = lambda size: None
+
+    def put(self, values: Tensor, begin: int, first: int, step: int) -> None:
+        super().put(values, begin, first, step)
+        self.settle(values.nbytes)
+
+    def put_numbered(self, values: Tensor, numbers: Tensor, first: int, step: int) -> None:
+        super().put_numbered(values, numbers, first, step)
+        self.settle(len(values) * PAGE)
 
 
 class DiskTable(Table):
@@ -58,6 +76,19 @@ class DiskTable(Table):
             with self.hot.holding(part) as slots:
                 self.hot.changed[slots] = True
                 self.hot.values.index_add_(0, slots, share, alpha=factor)
+
+    def rows(self) -> dict[str, Rows]:
+        """See `Table.rows`; for reading back from a checkpoint."""
+        rows = super().rows()
+        weight = rows["weight"]
+        return {
+            **rows,
+            "weight": _FileRows(weight.tensors, weight.total, weight.first, weight.step, settle=self.settle),
+        }
+
+    def settle(self, size: int) -> None:
+        """See `Table.settle`."""
+        self.hot.scratch.settle(size)
 
     def fetch(self, rows: Tensor) -> dict[str, Tensor]:
         """The values of `rows` [n] int64 in ascending order, as a checkpoint holds them."""

@@ -23,6 +23,8 @@ LEAST = 8  # rows that are worth a thread
 SPARE = 16  # of the slots, one in so many is kept free
 COLDEST = 8  # of the slots, one in so many is chosen to be freed at a time
 BATCH = 4096  # rows that are written back at once
+PAGE = 4096  # bytes of the file that a changed row has written
+UNSETTLED = 2**24  # bytes that are written before they are on disk
 WAIT = 60.0  # seconds that a lookup waits for a free slot
 NEVER = torch.iinfo(torch.int32).max  # the stamp of a free slot
 
@@ -46,6 +48,7 @@ class Scratch:
                              f"({error.strerror}); make room, or name another directory") from error  # fmt: skip
         self._map.madvise(mmap.MADV_RANDOM)  # no reading ahead: neighbours of a hot row are cold
         self.rows = torch.frombuffer(self._map, dtype=torch.float32)[: rows * width].view(rows, width)
+        self._unsettled = 0
         self._pool = ThreadPoolExecutor(IO_THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
     def read(self, rows: Tensor) -> Tensor:
@@ -67,6 +70,15 @@ class Scratch:
     def write(self, rows: Tensor, values: Tensor) -> None:
         """Sets `rows` [n] int64, each of which occurs once, to `values` [n, width]."""
         self._each(rows, lambda part: self.rows.index_copy_(0, rows[part], values[part]))
+
+    def settle(self, size: int) -> None:
+        """Is told that `size` bytes of pages were changed, and has them on disk from time to time: they count as memory
+        until then, and where that has a limit the kernel may end the process rather than wait for the disk.
+        """
+        self._unsettled += size
+        if self._unsettled >= UNSETTLED:
+            self._unsettled = 0
+            os.fdatasync(self._file.fileno())
 
     def _each(self, rows: Tensor, work: Callable[[slice], object]) -> None:
         """Has the threads do `work` for slices of `rows`: a page fault occupies one, and the disk takes many."""
@@ -230,6 +242,7 @@ class HotRows:
             self._free_count += len(slots)
             self.written += len(order)
             self._lock.notify_all()
+        self.scratch.settle(len(order) * PAGE)
 
     def close(self) -> None:
         """Ends its threads."""

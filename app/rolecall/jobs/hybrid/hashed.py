@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from rolecall import Rows, UsageError
 from rolecall.jobs.hybrid import HybridSettings
@@ -49,7 +50,8 @@ class HashedTable(Table):
     """The rows of those ids that server `ordinal` is responsible for: `weight` and `squares` [MAX_ROWS, ...] by slot.
 
     An id's row is born in the step that looks it up for the second time: it takes that step's gradient. Several
-    occurrences in one step are one sighting; a lookup of an evaluation is none. An id without a row counts as 0. A
+    occurrences in one step are one sighting; a lookup of an evaluation is none. An id without a row counts as 0. With
+    SIGHTINGS=1 rows are born in the first such step, and an id without a row counts as the row that it would get. A
     row goes once it was not looked up for TTL steps, or, where there is no room, before all that were looked up later.
 
     Memory is reserved for MAX_ROWS at once, and taken as slots are used for the first time.
@@ -59,17 +61,15 @@ class HashedTable(Table):
 
     def __init__(self, settings: HybridSettings, ordinal: int) -> None:
         """Raises UsageError where there is no memory for MAX_ROWS."""
-        s, most = settings, settings.max_rows
         try:
-            super().__init__(s, ordinal, most)
+            super().__init__(settings, ordinal, settings.max_rows)
             self._clear()
         except (RuntimeError, MemoryError) as error:
-            raise UsageError(f"MAX_ROWS={most}: no memory for rows of EMBEDDING_DIM={s.embedding_dim}, or for "
-                             f"FILTER_IDS={s.filter_ids}; set less") from error  # fmt: skip
+            size = f"EMBEDDING_DIM={settings.embedding_dim}, or for FILTER_IDS={settings.filter_ids}"
+            raise UsageError(f"MAX_ROWS={settings.max_rows}: no memory for rows of {size}; set less") from error
 
     def _clear(self) -> None:
-        most = self.settings.max_rows
-        self._map, self.filter = SlotMap(most), Filter(self.settings, self.ordinal)
+        self._map, self.filter = SlotMap(most := self.settings.max_rows), Filter(self.settings, self.ordinal)
         # zeros that nobody has written take no memory
         self._ids, self._seen = np.zeros(most, np.int64), np.zeros(most, np.int64)  # the step; 0: a free slot
         self._free: Ids = np.zeros(0, np.int64)  # slots that were used
@@ -100,15 +100,21 @@ class HashedTable(Table):
         return alive
 
     def forward(self, bags: Bags) -> Tensor:
-        """The weighted sums of bags of ids: [bags, width]. An id without a row counts as 0."""
-        slots = self._map.find(bags.rows.cpu().numpy())
+        """The weighted sums of bags of ids: [bags, width]."""
+        ids = bags.rows.cpu().numpy()
+        slots = self._map.find(ids)
         alive = self._alive(slots)
-        if not alive.all():
-            before = torch.from_numpy(np.concatenate([[0], np.cumsum(alive)])).to(bags.offsets.device)
-            mask = torch.from_numpy(alive).to(bags.offsets.device)
-            bags = Bags(bags.rows, before[bags.offsets], None if bags.weights is None else bags.weights[mask])
-            slots = slots[alive]
-        return super().forward(Bags(torch.from_numpy(slots).to(bags.offsets.device), bags.offsets, bags.weights))
+        if alive.all():
+            return super().forward(Bags(torch.from_numpy(slots).to(bags.rows.device), bags.offsets, bags.weights))
+        vectors = super().forward(part(bags, slots, alive))
+        if self.settings.sightings == 1:  # as these rows will be born
+            new = part(bags, np.cumsum(~alive) - 1, ~alive)
+            rows = torch.from_numpy(initial(ids[~alive], self.settings.embedding_dim, self.settings.seed))
+            vectors = vectors + functional.embedding_bag(
+                new.rows, rows.to(new.rows.device), new.offsets, mode="sum", include_last_offset=True,
+                per_sample_weights=new.weights,
+            )  # fmt: skip
+        return vectors
 
     # ---- steps
 
@@ -119,7 +125,7 @@ class HashedTable(Table):
         slots = self._map.find(ids)
         alive = self._alive(slots)
         marks = self.filter.marks(ids)
-        again = ~alive & self.filter.has(marks)
+        again = ~alive if self.settings.sightings == 1 else ~alive & self.filter.has(marks)
         noted = marks.where(~alive & ~again)
 
         over = slots[(slots >= 0) & ~alive]  # forgotten, and seen anew
@@ -130,8 +136,8 @@ class HashedTable(Table):
         oldest = self._oldest(int(again.sum()) - available, np.concatenate([slots[alive], over]))
         room = available + len(oldest)
         if again.sum() > room:  # a step that looks more up than there is room for
-            born = np.flatnonzero(again)
-            again[born[np.argsort(mix(ids[born]))[room:]]] = False
+            asked = np.flatnonzero(again)
+            again[asked[np.argsort(mix(ids[asked]))[room:]]] = False
 
         removed = np.concatenate([over, oldest])
         free = np.concatenate([self._free, removed])
@@ -142,13 +148,12 @@ class HashedTable(Table):
         values = torch.from_numpy(initial(ids[again], self.settings.embedding_dim, self.settings.seed))
 
         kept = torch.from_numpy(alive | again).to(whole.rows.device)
-        lengths = whole.offsets.diff()
-        part = torch.repeat_interleave(kept, lengths)
-        lengths = lengths[kept]
+        elements = torch.repeat_interleave(kept, whole.offsets.diff())
+        lengths = whole.offsets.diff()[kept]
         return HashedPlan(
-            torch.from_numpy(slots[alive | again]).to(whole.rows.device), whole.bags[part],
+            torch.from_numpy(slots[alive | again]).to(whole.rows.device), whole.bags[elements],
             torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            None if whole.weights is None else whole.weights[part],
+            None if whole.weights is None else whole.weights[elements],
             removed, free[len(self._free) : len(free) - reused], ids[again], new_slots,
             values.to(whole.rows.device), marks.where(again), noted, free[: len(free) - reused], used,
             {"ttl": len(over), "max_rows": len(oldest)},
@@ -276,6 +281,14 @@ class HashedTable(Table):
         slots = np.flatnonzero(self._alive(np.where(self._seen[: self._used] > 0, np.arange(self._used), -1)))
         slots = slots[np.argsort(self._ids[slots])]
         return torch.from_numpy(self._ids[slots]), self.weight.detach()[torch.from_numpy(slots)]
+
+
+def part(bags: Bags, rows: Ids, mask: NDArray[np.bool_]) -> Bags:
+    """Those elements of `bags` for which `mask` is set, with `rows` [elements] in place of theirs."""
+    device, chosen = bags.rows.device, torch.from_numpy(mask)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), chosen.cumsum(0)]).to(device)
+    weights = None if bags.weights is None else bags.weights[chosen.to(device)]
+    return Bags(torch.from_numpy(rows[mask]).to(device), before[bags.offsets], weights)
 
 
 def first(seen: Ids, ids: Ids, count: int) -> Ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,16 +150,20 @@ class Table(nn.Module):
     def fill(self, threads: int = 1) -> None:
         """Initializes the rows uniformly between -1/width and 1/width, independently of the number of servers."""
         total, dim = self.settings.num_embeddings, self.settings.embedding_dim
+        kept = threading.local()
 
         @torch.no_grad()
         def fill(begin: int) -> None:
             end = min(begin + INITIAL_ROWS, total)
             generator = torch.Generator().manual_seed(self.settings.seed * 2**20 + begin // INITIAL_ROWS)
-            values = torch.empty(end - begin, dim).uniform_(-1 / dim, 1 / dim, generator=generator)
+            if not hasattr(kept, "block"):  # one a thread: malloc keeps what is freed so fast
+                kept.block = torch.empty(min(INITIAL_ROWS, total), dim)
+            values = kept.block[: end - begin].uniform_(-1 / dim, 1 / dim, generator=generator)
             first = (self.ordinal - begin) % self.settings.servers  # the first of this server's rows among them
             local = values[first :: self.settings.servers]
             place = (begin + first) // self.settings.servers
             self.weight[place : place + len(local)] = local.to(self.weight.device)
+            self.settle(local.nbytes)
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, range(0, total, INITIAL_ROWS)))
@@ -210,6 +215,9 @@ class Table(nn.Module):
     def add(self, rows: Tensor, values: Tensor, factor: float) -> None:
         """Adds `factor` times `values` [rows, width] to `rows`, each of which occurs once."""
         self.weight.index_add_(0, rows, values, alpha=factor)
+
+    def settle(self, size: int) -> None:
+        """Is told that `size` bytes of rows were set, outside of training."""
 
     def prefetch(self, rows: Tensor) -> None:
         """Is told that `rows` [n] int64 are looked up soon."""

@@ -25,8 +25,9 @@ ENDING: RankObject[queue.SimpleQueue[None]] = RankObject()  # a trainer's: an it
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: BatchReport | None) -> Future[PartAnswer]:
-    """Hands over a part [elements] of a gradient; answered with the part's new parameters when it is the trainer's
-    turn. The first part has the report, and its answer the assignment. No gradient: send the parameters.
+    """Hands over a part of a gradient, as it travels (see `wire.Sender`); answered with the part's new parameters when
+    it is the trainer's turn. The first part has the report, and its answer the assignment. No gradient: send the
+    parameters.
     """
     return SERVER.get().receive(key, part, gradient, report)
 

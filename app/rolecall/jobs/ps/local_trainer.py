@@ -14,6 +14,8 @@ from rolecall.jobs.ps import PsSettings, calls, data, model
 from rolecall.jobs.ps.local_replica import LocalReplica
 from rolecall.jobs.ps.messages import BatchReport, Indices
 
+SIGN_SECONDS = 1.0  # between two signs to the lead that steps are made
+
 
 def run(context: Context[PsSettings]) -> None:
     """Makes round after round until the epochs are done."""
@@ -37,7 +39,8 @@ def run(context: Context[PsSettings]) -> None:
             context.report_step(steps)
             assigned += replica.take(wait=False)
             now = time.monotonic()
-            if now - told > s.step_timeout / 4:  # a round may take longer than the lead waits for a sign of life
+            if now - told > min(SIGN_SECONDS, s.step_timeout / 4):
+                # a round may take longer than the lead waits; where this call fails, the exchange does, too
                 context.call(context.members[0], calls.working, context.me.name)
                 told = now
             if s.round_seconds and now - begun >= s.round_seconds:

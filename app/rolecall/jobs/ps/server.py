@@ -38,7 +38,7 @@ class Server:
     def receive(
         self, key: GradientKey, part: int, gradient: Tensor | None, report: BatchReport | None
     ) -> Future[PartAnswer]:
-        """Keeps a part [elements] of a gradient. Answered by the update that the trainer waits for."""
+        """Keeps a part of a gradient, as it travels. Answered by the update that the trainer waits for."""
         answer: Future[PartAnswer] = Future()
         if self.shard.receive(key, part, gradient, answer, report):
             self.complete(key)

@@ -128,7 +128,7 @@ class Shard:
         answer: Future[PartAnswer],
         report: BatchReport | None = None,
     ) -> bool:
-        """Keeps a part [elements] of a gradient. Returns whether all of this shard's parts of it are here."""
+        """Keeps a part of a gradient, as it travels. Returns whether all of this shard's parts of it are here."""
         with self._lock:
             received = self._received.setdefault(key, _Received())
             received.gradients[part], received.answers[part] = gradient, answer

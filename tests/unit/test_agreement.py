@@ -80,7 +80,7 @@ DIFFER = {
     "rl": {"OBSERVERS", "MIN_OBSERVERS", "MAX_OBSERVERS"},
     "ps": {"TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS", "DATA_DIR", "NUM_GPUS"},
     "rnn": {"CORPUS", "EMBEDDING_DEVICE"},
-    "hybrid": set[str](),
+    "hybrid": {"TABLE_DIR"},
     "script": {"SCRIPT"},
 }
 

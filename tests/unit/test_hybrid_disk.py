@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from rolecall import Context, Peer, UsageError, config, telemetry
-from rolecall.job import checkpoint, logged, shardfile, shards
+from rolecall.job import checkpoint, logged, shardfile, shardfiles, shards
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.shard_messages import Written
 from rolecall.job.shardfile import ShardError
@@ -67,6 +68,7 @@ def test_it_is_the_table_in_memory_bit_by_bit(seed: int, optimizer: str, hot: in
     with tempfile.TemporaryDirectory() as directory:
         options = chosen(optimizer=optimizer)
         table, expected = on_disk(options, 0, Path(directory), hot), Table(options, 0)
+        table.hot._clock = 2**31 - 3  # weeks of training
         try:
             table.fill()
             expected.fill()
@@ -103,6 +105,43 @@ def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
     table(bags)
     assert table.hot.read > ROWS - HOT
     assert table.hot.written == 0, "nothing has changed"
+    table.close()
+
+
+def test_what_is_read_or_settled_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk_rows, "BATCH_BYTES", 2**15)
+    scratch = Scratch(tmp_path, 40, 2048)
+    scratch.write(torch.arange(40), torch.arange(40.0)[:, None].expand(-1, 2048))
+    hot, read, asked = disk_rows.HotRows(scratch, 40), scratch.read, list[int]()
+    monkeypatch.setattr(scratch, "read", lambda rows: asked.append(len(rows)) or read(rows))
+    with hot.holding(torch.arange(19)) as slots:
+        assert torch.equal(hot.values[slots][:, 7], torch.arange(19.0))
+    assert asked == [4, 4, 4, 4, 3]
+    scratch.settle_rows(3)
+    assert scratch._unsettled == 3 * 2048 * 4
+    hot.close()
+
+
+def test_reading_ahead_goes_on_after_a_failure_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table, failures = on_disk(chosen(), 0, tmp_path), [TimeoutError(), OSError("broken"), OSError("broken")]
+    table.fill()
+    bring = table.hot.bring
+
+    def failing(rows: Tensor) -> None:
+        if failures:
+            raise failures.pop(0)
+        bring(rows)
+
+    monkeypatch.setattr(table.hot, "bring", failing)
+    with structlog.testing.capture_logs() as lines:
+        for row in range(4):
+            table.prefetch(torch.tensor([row]))
+        table.close_hints()
+    assert [line["log_level"] for line in lines] == ["warning"]
+    assert "broken" in lines[0]["reason"]
+    assert table.hot.read == 1
     table.close()
 
 
@@ -167,12 +206,14 @@ def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.Mo
     for name, value in {"NUM_EMBEDDINGS": "1000000", "TABLE_MEMORY": "100MB"}.items():
         monkeypatch.setenv(name, value)
     options = config.load(HybridSettings)
-    assert options.hot_rows == (100_000_000 - 9 * 1_000_000) // (64 * 4 + 13)
+    assert options.hot_rows == (100_000_000 - 9 * 1_000_000) // (64 * 4 + 17)
     assert not options.model_copy(update={"servers": 4}).hot_rows, "it fits"
     monkeypatch.setenv("TABLE_MEMORY", "9MB")
-    with pytest.raises(UsageError, match="TABLE_MEMORY=9000000: must be at least 9275456 bytes for 1000000 rows"):
+    with pytest.raises(UsageError, match="TABLE_MEMORY=9000000: must be at least 9279552 bytes for 1000000 rows"):
         config.load(HybridSettings)
-    monkeypatch.setenv("TABLE_MEMORY", "100MB")
+    monkeypatch.setenv("NUM_EMBEDDINGS", "100")
+    monkeypatch.setenv("TABLE_MEMORY", "100kB")
+    assert not config.load(HybridSettings).hot_rows, "it fits, though 1024 rows would not"
     monkeypatch.setenv("TABLE", "hashed")
     with pytest.raises(UsageError, match="TABLE_MEMORY goes with TABLE=fixed only"):
         config.load(HybridSettings)
@@ -306,7 +347,11 @@ def test_every_checkpoint_is_what_was_there_at_its_step(
     assert torch.equal(gang(2, 0, generation=3).whole, expected), "the table in memory reads it, too"
 
 
-def test_a_log_has_what_changed_and_shares_the_rest(gang: Callable[..., Gang], tmp_path: Path) -> None:
+def test_a_log_has_what_changed_and_shares_the_rest(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    """In most of the spans nothing has changed."""
+    monkeypatch.setattr(logged, "SPAN", 8)
     first = gang(1)
     assert first.save(busy=False)
     base = new_bytes(tmp_path, 0)
@@ -320,6 +365,20 @@ def test_a_log_has_what_changed_and_shares_the_rest(gang: Callable[..., Gang], t
     first.train(40)
     assert first.save(busy=False)
     assert new_bytes(tmp_path, first.step) == base, "more than half of the rows have changed: a new base"
+
+
+def test_after_many_logs_comes_a_base(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logged, "MOST_LOGS", 2)
+    first, logs = gang(1), []
+    for number in range(8):
+        if number == 5:
+            first = gang(1, generation=2)
+        first.train(1, rows=2)
+        assert first.save(busy=False)
+        logs.append(new_bytes(tmp_path, first.step) < ROWS * 16)
+    assert logs == [False, True, True, False, True, True, False, True]
 
 
 def test_nothing_changed_is_nothing_written(gang: Callable[..., Gang], tmp_path: Path) -> None:
@@ -355,10 +414,11 @@ def test_what_a_failed_checkpoint_had_is_in_the_next(
     assert torch.equal(whole, saved)
 
 
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES])
 def test_a_file_system_without_hard_links_copies(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, error: int
 ) -> None:
-    monkeypatch.setattr(os, "link", MagicMock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    monkeypatch.setattr(os, "link", MagicMock(side_effect=OSError(error, os.strerror(error))))
     first = gang()
     for _ in range(3):
         first.train()
@@ -367,6 +427,45 @@ def test_a_file_system_without_hard_links_copies(
     resumed = gang(generation=2)
     assert resumed.step == step
     assert torch.equal(resumed.whole, saved)
+
+
+def test_files_that_cannot_be_used_again_are_written_anew_next_time(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    first = gang()
+    first.train()
+    assert first.save()
+    monkeypatch.setattr(shardfiles, "share", MagicMock(side_effect=ShardError("it cannot be used again")))
+    first.train()
+    assert not first.save()
+    first.train()
+    saved, step = first.whole, first.step
+    assert first.save()
+    resumed = gang(generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_disk_that_fails_or_hangs_where_it_is_asked_holds_up_no_step(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, hangs: bool
+) -> None:
+    first, released, exists = gang(1, rpc_timeout=1.0), threading.Event(), Path.exists
+    first.train()
+    assert first.save(busy=False)
+
+    def failing(path: Path) -> bool:
+        if not path.name.startswith("embeddings-"):
+            return exists(path)
+        if hangs:
+            return released.wait(60)
+        raise OSError(errno.EIO, "Input/output error")
+
+    first.train()
+    monkeypatch.setattr(Path, "exists", failing)
+    assert first.save(busy=False)
+    released.set()
+    assert new_bytes(tmp_path, first.step) > ROWS * 16, "a base"
 
 
 @pytest.mark.parametrize("mode", ["auto", "stream"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,14 +16,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from rolecall import Rows, UsageError, telemetry
+from rolecall import Context, Peer, Rows, UsageError, telemetry
 from rolecall.job import capture, checkpoint, exporting
 from rolecall.job.capture import Capture
-from rolecall.jobs.hybrid import JOB, HybridSettings, data, evaluate, export, hashed_ids, tables
+from rolecall.jobs.hybrid import JOB, HybridSettings, data, evaluate, export, hashed, hashed_ids, tables
 from rolecall.jobs.hybrid.hashed import HashedTable
 from rolecall.jobs.hybrid.hashed_filter import Filter
 from rolecall.jobs.hybrid.hashed_map import SlotMap
 from rolecall.jobs.hybrid.model import LocalModel
+from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.table import Bags
 from tests.unit import exports
 from tests.unit.test_hybrid_sharded import together
@@ -176,6 +179,28 @@ def test_with_one_sighting_a_table_is_a_fixed_one_without_shared_rows(weighted: 
 def test_a_table_that_no_memory_is_large_enough_for_is_refused() -> None:
     with pytest.raises(UsageError, match=r"MAX_ROWS=2147483647: no memory for rows of EMBEDDING_DIM=65536"):
         build(1, max_rows=2**31 - 1, embedding_dim=65536)
+
+
+def test_a_server_refuses_it_before_it_serves_calls() -> None:
+    me = Peer("ps", 0, 1)
+    context = Context(chosen(max_rows=2**31 - 1, embedding_dim=65536), me, (Peer("master", 0, 0), me), 1, MagicMock())
+    with pytest.raises(UsageError, match=r"MAX_ROWS=2147483647: no memory"):
+        TableServer(context)
+
+
+def test_an_emptied_map_is_gone_before_the_new_one_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    (table,) = build(1)
+    before, seen = weakref.ref(table._map), list[object]()
+    monkeypatch.setattr(hashed, "SlotMap", lambda most: seen.append(before()) or SlotMap(most))
+    table.fill()
+    assert seen == [None]
+
+
+def test_filter_ids_of_a_fixed_table_may_change() -> None:
+    """They are pinned."""
+    fixed = [HybridSettings(filter_ids=each).model_dump()["filter_ids"] for each in (2**10, 2**12)]
+    assert fixed[0] == fixed[1]
+    assert chosen(filter_ids=2**10).model_dump()["filter_ids"] == 2**10
 
 
 def test_a_bag_leaves_out_ids_without_a_row() -> None:
@@ -368,7 +393,12 @@ def test_of_rows_that_there_is_no_room_for_the_least_recently_used_are_left_out(
             make_step(whole, ids[begin : begin + 20])
     columns = {name: rows.tensors[0] for table in whole for name, rows in table.rows().items()}
     small = tables.build(chosen(max_rows=40), 0)
-    small.load({**columns, "filter": torch.zeros(2**18, dtype=torch.int16)})
+    columns["filter"] = torch.zeros(2**18, dtype=torch.int16)
+    targets = small.prepare({name: tuple(tensor.shape) for name, tensor in columns.items()})  # type: ignore[misc]
+    for name, tensor in columns.items():
+        targets[name].put(tensor, 0, 0, 1)
+    for part in (rows.take.__self__ for name, rows in targets.items() if name.endswith((".ids", ".seen"))):  # type: ignore[attr-defined]
+        assert not len(part._ids) + len(part._seen) + len(part._slots), "what was used is dropped"
     small.start(6)
     assert torch.equal(values([small], ids[20:]), values(whole, ids[20:]))  # type: ignore[list-item]
     assert not values([small], ids[:20]).any()  # type: ignore[list-item]

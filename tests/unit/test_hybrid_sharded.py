@@ -129,3 +129,11 @@ def test_a_checkpoint_of_an_earlier_version_is_read(
     whole.start(7)
     expected = [(weight[n::after], squares[n::after]) for n in range(after)]
     torch.testing.assert_close(tables(whole), expected, rtol=0, atol=0)
+
+
+def test_filling_a_share_may_take_a_phase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = together(monkeypatch, tmp_path, 2, step_timeout=5.0, phase_timeout=900.0)
+    call = MagicMock()
+    monkeypatch.setattr(whole.context, "call", call)
+    whole.start(0)
+    assert [each.kwargs["timeout"] for each in call.call_args_list] == [900.0, 900.0]

@@ -102,8 +102,12 @@ class Rows:
         places, offset = rows.div(self.step, rounding_mode="floor"), 0
         for tensor in self.tensors:
             here = (rows % self.step == 0) & (places >= offset) & (places < offset + len(tensor))
-            tensor[(places[here] - offset).to(tensor.device)] = values[here].to(tensor.device)
+            self.set_rows(tensor, places[here] - offset, values[here])
             offset += len(tensor)
+
+    def set_rows(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Sets `rows` [n] int64 of `tensor`, one of those here, to `values` [n, ...]."""
+        tensor[rows.to(tensor.device)] = values.to(tensor.device)
 
 
 class _Column:

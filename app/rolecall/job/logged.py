@@ -10,21 +10,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rolecall.job import shardfiles
 from rolecall.job.capture import BLOCK, Capture, CaptureError, Rows
 from rolecall.job.peers import Peers
 from rolecall.job.shard_messages import Earlier, Order, Problem
-from rolecall.job.shardfile import Column, ShardFile
+from rolecall.job.shardfile import Column, ShardError, ShardFile
 from rolecall.job.shardfiles import NUMBERS
 from rolecall.job.shards import Part, Share
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet
 MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is written
+MOST_LOGS = 64  # after a base: each is a file to link at a checkpoint, and to read at a resume
 FILE = 2**27  # bytes of a file
 ASIDE = 2**24  # bytes that are set aside; beyond it, changes wait for the disk
 SPAN = 2**22  # marks that are looked at at once
@@ -39,6 +42,11 @@ class Chain:
     stem: str
     names: tuple[str, ...]
     logged: int
+
+    @property
+    def logs(self) -> int:
+        """How many checkpoints wrote logs: their stems are in the files' names."""
+        return len({name.rsplit(".", 2)[0] for name in self.names}) - 1
 
 
 class LoggedShare(Share):
@@ -59,6 +67,7 @@ class LoggedShare(Share):
         self._marks = torch.zeros(len(next(iter(rows().values()))), dtype=torch.uint8)
         self._chain: Chain | None = None  # of the newest checkpoint
         self._next: Chain | None = None  # of the one that is written, perhaps
+        self._usable: Chain | None = None  # whose files can be part of the newest order's checkpoint
         super().__init__(context, name, rows, at=at)
 
     def before(self, begin: int, end: int) -> None:
@@ -79,9 +88,11 @@ class LoggedShare(Share):
             else:  # it came to nothing: these rows are not in a checkpoint
                 for marks in self._marks.split(SPAN):
                     marks |= (marks & CAPTURED) >> 1
-            chain = self._chain if self._usable(order) else None
+            chain = self._chain if self._chain is self._usable else None
             changed = int(torch.stack([(marks & CHANGED).sum() for marks in self._marks.split(SPAN)]).sum())
-            if chain is not None and chain.logged + changed > MOST_LOGGED * len(self._marks):
+            if chain is not None and (
+                chain.logged + changed > MOST_LOGGED * len(self._marks) or chain.logs >= MOST_LOGS
+            ):
                 chain = None
             for marks in self._marks.split(SPAN):
                 marks &= CHANGED
@@ -97,17 +108,40 @@ class LoggedShare(Share):
             self._next = Chain(order.stem, (*names, *capture.files), logged)
         return capture
 
-    def _usable(self, order: Order) -> bool:
+    def look(self, order: Order) -> None:
+        """See `Share.look`. A disk that hangs or fails has all rows written anew."""
+        with self._changes:
+            chain = self._next if self._next is not None and self._next.stem in order.kept else self._chain
+        usable: Future[bool] = Future()
+        threading.Thread(target=lambda: usable.set_result(self._has(chain, order)), daemon=True).start()
+        try:
+            self._usable = chain if usable.result(self.context.settings.rpc_timeout / 2) else None
+        except TimeoutError:
+            self._usable = None
+
+    def _has(self, chain: Chain | None, order: Order) -> bool:
         """Whether the chain's files can be part of the order's checkpoint."""
-        chain = self._chain
         if chain is None or order.whole or chain.stem == order.stem or chain.stem not in order.kept:
             return False
-        return not self.direct(order) or all((self.directory / chain.stem / name).exists() for name in chain.names)
+        try:
+            return not self.direct(order) or all((self.directory / chain.stem / name).exists() for name in chain.names)
+        except OSError:
+            return False
 
-    def earlier(self, order: Order, capture: Capture) -> Earlier | None:
-        """See `Share.earlier`."""
+    def earlier(self, order: Order, capture: Capture, direct: bool) -> Earlier | None:
+        """See `Share.earlier`. After files that cannot be used again, the next checkpoint has all rows."""
         assert isinstance(capture, ChangesCapture)
-        return Earlier(capture.chain.stem, capture.chain.names, False) if capture.chain else None
+        if (chain := capture.chain) is None:
+            return None
+        try:
+            for name in chain.names if direct else ():
+                shardfiles.share(self.directory / chain.stem / name, self.directory / order.stem / name)
+        except ShardError:
+            with self._changes:
+                if self._chain is chain:
+                    self._chain = None
+            raise
+        return Earlier(chain.stem, chain.names, direct)
 
     def parts(self, capture: Capture) -> Iterator[Part]:
         """See `Share.parts`."""
@@ -184,7 +218,7 @@ class ChangesCapture(Capture):
         per_block = max(1, BLOCK // self._row_bytes)
         for begin in range(0, len(self._marks), SPAN):
             span = ((self._marks[begin : begin + SPAN] & PENDING) != 0).nonzero()[:, 0] + begin
-            for rows in span.split(per_block):
+            for rows in span.split(per_block) if len(span) else ():
                 values = self._fetch(rows)
                 with self._progress:
                     if self.problem:  # the marks may be those of another capture by now

@@ -23,7 +23,7 @@ from rolecall.job.shardfile import DTYPES, Read, ShardError, ShardFile, blocks, 
 
 NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+NO_COPY = (errno.ENOENT, errno.ENOSPC)  # a copy would fail, too; any other error may be what a link alone meets
 
 
 def shapes(files: Iterable[ShardFile]) -> Shapes:
@@ -105,7 +105,7 @@ def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
 
 
 def share(source: Path, target: Path) -> None:
-    """Gives a file that does not change any more another name, by a hard link, or by a copy where the file system has
+    """Gives a file that does not change any more another name, by a hard link, or by a copy where there can be
     none. Raises ShardError.
     """
     try:
@@ -116,7 +116,7 @@ def share(source: Path, target: Path) -> None:
         try:
             os.link(source, target)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno in NO_COPY:
                 raise
             _copy(source, target)
     except OSError as error:

@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +81,7 @@ class Share:
 
     def begin(self, order: Order) -> None:
         """Captures the rows, now or once the job has made the order's step, and has them sent or written."""
+        self.look(order)
         with self._lock:
             if self._capture is not None:
                 self._capture.give_up("a newer checkpoint was begun")
@@ -95,6 +95,9 @@ class Share:
 
         self._at(order.step, start)
 
+    def look(self, order: Order) -> None:
+        """Looks at the disk for `captured`, which is called where nothing may wait for it."""
+
     def captured(self, order: Order) -> Capture:
         """The rows as they are now."""
         return Capture(self._rows(), self.context.settings.rpc_timeout / 2)
@@ -104,8 +107,10 @@ class Share:
         columns = {name: Column.of(rows) for name, rows in capture.names.items()}
         yield f"{self}.safetensors", columns, capture.read()
 
-    def earlier(self, order: Order, capture: Capture) -> Earlier | None:
-        """The files of an earlier checkpoint that are part of this one."""
+    def earlier(self, order: Order, capture: Capture, direct: bool) -> Earlier | None:
+        """The files of an earlier checkpoint that are part of this one, and are made so here where this rank writes
+        (`direct`). Raises ShardError.
+        """
         return None
 
     def direct(self, order: Order) -> bool:
@@ -115,15 +120,12 @@ class Share:
     def _run(self, order: Order, capture: Capture, items: queue.Queue[Item]) -> None:
         files, folder = [], self.directory / order.stem
         try:
-            direct, earlier = self.direct(order), self.earlier(order, capture)
-            if direct:
+            if direct := self.direct(order):
                 if rundir.read_generation(self.directory.parent).number > order.generation:
                     raise ShardError(f"generation {order.generation} is over: nothing written")
                 rundir.prune_shards(self.directory.parent, {*order.kept, order.stem}, order.dropped)
-            if earlier:
-                for name in earlier.names if direct else ():
-                    shardfiles.share(self.directory / earlier.stem / name, folder / name)
-                self._send(replace(earlier, shared=direct), items)
+            if earlier := self.earlier(order, capture, direct):
+                self._send(earlier, items)
             for name, columns, blocks in self.parts(capture):
                 if direct:
                     files.append(shardfile.write(folder, name, columns, blocks))

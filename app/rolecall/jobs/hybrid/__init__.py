@@ -10,14 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_serializer, model_validator
 
 from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.hybrid.metrics import METRICS
 
 BYTES_OF_A_ROW = 4 + 4 + 1  # in memory of a row on disk
-BYTES_OF_A_SLOT = 4 + 4 + 4 + 1  # in memory of a hot row, beside its values
+BYTES_OF_A_SLOT = 4 + 4 + 8 + 1  # in memory of a hot row, beside its values
 LEAST_HOT_ROWS = 1024
+FILTER_IDS = 2**24
 
 
 class HybridSettings(Settings):
@@ -39,7 +40,7 @@ class HybridSettings(Settings):
     ttl: int = Field(0, ge=0, description="TABLE=hashed: steps after which a row that was not looked up goes; 0: never")
     sightings: int = Field(2, ge=1, le=2, description="TABLE=hashed: 1 or 2, the step with an id that gives it a row")
     filter_ids: int = Field(
-        2**24, ge=1, le=2**40, description="TABLE=hashed: ids seen once that are remembered, over all servers"
+        FILTER_IDS, ge=1, le=2**40, description="TABLE=hashed: ids seen once that are remembered, over all servers"
     )
     table_memory: ByteSize = Field(
         ByteSize(0), description="memory for a server's rows (256MB, 8GiB), which lie on disk; 0: all are in memory"
@@ -68,13 +69,18 @@ class HybridSettings(Settings):
         hot = max(0, int(self.table_memory) - rows * BYTES_OF_A_ROW) // (4 * self.embedding_dim + BYTES_OF_A_SLOT)
         return hot if hot < rows else 0
 
+    @field_serializer("filter_ids")
+    def _pinned_filter_ids(self, value: int) -> int:
+        """A fixed table's checkpoints do not depend on it."""
+        return value if self.table == "hashed" else FILTER_IDS
+
     @model_validator(mode="after")
     def _has_memory(self) -> Self:
         if self.table_memory and self.table == "hashed":
             raise ValueError("TABLE_MEMORY goes with TABLE=fixed only; MAX_ROWS bounds the memory of a hashed table")
         rows = -(-self.num_embeddings // self.servers)
-        least = rows * BYTES_OF_A_ROW + LEAST_HOT_ROWS * (4 * self.embedding_dim + BYTES_OF_A_SLOT)
-        if 0 < self.table_memory < least:
+        least = rows * BYTES_OF_A_ROW + min(rows, LEAST_HOT_ROWS) * (4 * self.embedding_dim + BYTES_OF_A_SLOT)
+        if 0 < self.table_memory < least:  # a share that fits has as much
             problem = f"must be at least {least} bytes for {rows} rows of width {self.embedding_dim} a server"
             raise ValueError(f"TABLE_MEMORY={int(self.table_memory)}: {problem}; set more of it, or more SERVERS")
         return self

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import RankObject
-from rolecall.jobs.hybrid import tables
 from rolecall.jobs.hybrid.messages import Command
 from rolecall.jobs.hybrid.server import SERVER
 from rolecall.jobs.hybrid.table import BagArrays, Bags, Table
@@ -58,10 +57,8 @@ def device() -> str:
 
 
 def build_table() -> Table:
-    """Builds the server's table, for the master's RemoteModule."""
-    server = SERVER.get()
-    server.hold(tables.build(server.settings, server.context.me.ordinal, server.scratch))
-    return server.table
+    """The server's table, for the master's RemoteModule."""
+    return SERVER.get().table
 
 
 def start_training(step: int, fill: bool) -> None:

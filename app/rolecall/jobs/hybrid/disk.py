@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.disk_rows import PAGE, HotRows, Scratch
+from rolecall.jobs.hybrid.disk_rows import HotRows, Scratch
 from rolecall.jobs.hybrid.table import Bags, Table
 
 FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
@@ -22,19 +23,20 @@ HINTS = 64  # that wait to be read ahead; more are forgotten
 AHEAD = 256  # rows that are read ahead at once: a lookup waits for no more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _FileRows(Rows):
-    """Rows in a file, which `settle` is told of."""
+    """The rows of `scratch`, which is told of those that are set."""
 
-    settle: Callable[[int], None] = lambda size: None
+    scratch: Scratch
 
     def put(self, values: Tensor, begin: int, first: int, step: int) -> None:
         super().put(values, begin, first, step)
-        self.settle(values.nbytes)
+        self.scratch.settle(values.nbytes)
 
-    def put_numbered(self, values: Tensor, numbers: Tensor, first: int, step: int) -> None:
-        super().put_numbered(values, numbers, first, step)
-        self.settle(len(values) * PAGE)
+    def set_rows(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
+        order = rows.argsort()  # rows that share a page are one fault
+        self.scratch.write(rows[order], values[order])
+        self.scratch.settle_rows(len(rows))
 
 
 class DiskTable(Table):
@@ -58,12 +60,26 @@ class DiskTable(Table):
         """See `Table.forward`."""
         self._require_rows(bags.rows)
         rows = bags.rows
-        if len(rows) > self.hot.most:
-            distinct, inverse = rows.unique(return_inverse=True)
-            if len(distinct) > self.hot.most:  # they do not fit at once
-                return _pool(inverse, self.hot.fetch(distinct), bags)
+        if len(rows) > self.hot.most and len(rows.unique()) > self.hot.most:  # they do not fit at once
+            return torch.cat([self._pool_apart(part) for part in self._parts(bags)])
         with self.hot.holding(rows) as slots:
             return _pool(slots, self.hot.values, bags)
+
+    def _parts(self, bags: Bags) -> Iterator[Bags]:
+        """`bags` in parts of at most as many elements as rows can be held at once, or of one bag that has more."""
+        begin, count = 0, len(bags.offsets) - 1
+        while begin < count:
+            most = bags.offsets[begin] + self.hot.most
+            end = max(begin + 1, int(torch.searchsorted(bags.offsets, most, right=True)) - 1)
+            offsets = bags.offsets[begin : end + 1]
+            here = slice(int(offsets[0]), int(offsets[-1]))
+            yield Bags(bags.rows[here], offsets - offsets[0], None if bags.weights is None else bags.weights[here])
+            begin = end
+
+    def _pool_apart(self, bags: Bags) -> Tensor:
+        """The sums of `bags` from a copy of their rows, which takes no slots from others."""
+        distinct, inverse = bags.rows.unique(return_inverse=True)
+        return _pool(inverse, self.hot.fetch(distinct), bags)
 
     def update(self, rows: Tensor, gradient: Tensor) -> None:
         """See `Table.update`."""
@@ -81,10 +97,8 @@ class DiskTable(Table):
         """See `Table.rows`; for reading back from a checkpoint."""
         rows = super().rows()
         weight = rows["weight"]
-        return {
-            **rows,
-            "weight": _FileRows(weight.tensors, weight.total, weight.first, weight.step, settle=self.settle),
-        }
+        in_file = _FileRows(weight.tensors, weight.total, weight.first, weight.step, scratch=self.hot.scratch)
+        return {**rows, "weight": in_file}
 
     def settle(self, size: int) -> None:
         """See `Table.settle`."""
@@ -103,6 +117,7 @@ class DiskTable(Table):
 
     def _read_ahead(self) -> None:
         torch.set_num_threads(1)
+        warned = False
         while True:
             with self._hinted:
                 self._hinted.wait_for(lambda: self._hints or self._closed)
@@ -113,8 +128,13 @@ class DiskTable(Table):
             try:
                 for part in rows.split(AHEAD):
                     self.hot.bring(part)
-            except Exception:  # the lookup of these rows meets it again, and says so
-                return
+            except TimeoutError:  # the lookup of these rows meets it again, and says so
+                continue
+            except Exception as error:
+                if not warned:
+                    structlog.get_logger().warning("TABLE_DIR: rows cannot be read ahead; lookups wait for the disk",
+                                                   reason=repr(error))  # fmt: skip
+                warned = True
 
     def count(self, metrics: Any) -> None:
         """Sets those of the job's metrics that only this kind of table has."""

@@ -22,11 +22,11 @@ IO_THREADS = 16  # page faults that the disk has at once
 LEAST = 8  # rows that are worth a thread
 SPARE = 16  # of the slots, one in so many is kept free
 COLDEST = 8  # of the slots, one in so many is chosen to be freed at a time
-BATCH = 4096  # rows that are written back at once
-PAGE = 4096  # bytes of the file that a changed row has written
+BATCH, BATCH_BYTES = 4096, 2**22  # rows, and bytes of them, that are read or written back at once
+PAGE = 4096  # bytes of the file that a changed row has written at least
 UNSETTLED = 2**24  # bytes that are written before they are on disk
 WAIT = 60.0  # seconds that a lookup waits for a free slot
-NEVER = torch.iinfo(torch.int32).max  # the stamp of a free slot
+NEVER = torch.iinfo(torch.int64).max  # the stamp of a free slot
 
 
 class Scratch:
@@ -80,6 +80,10 @@ class Scratch:
             self._unsettled = 0
             os.fdatasync(self._file.fileno())
 
+    def settle_rows(self, count: int) -> None:
+        """As `settle`, for `count` rows here and there."""
+        self.settle(count * max(PAGE, 4 * self.rows.shape[1]))
+
     def _each(self, rows: Tensor, work: Callable[[slice], object]) -> None:
         """Has the threads do `work` for slices of `rows`: a page fault occupies one, and the disk takes many."""
         size = max(LEAST, -(-len(rows) // IO_THREADS))
@@ -107,13 +111,14 @@ class HotRows:
         rows, width = scratch.rows.shape
         self.scratch, self.capacity = scratch, capacity
         self.most = max(1, capacity // 2)  # distinct rows that can be held at once
+        self.batch = max(1, min(BATCH, BATCH_BYTES // (4 * width)))  # rows
         self.values = torch.empty(capacity, width)
         self.changed = torch.zeros(capacity, dtype=torch.bool)  # by slot: not in scratch yet
         self.read, self.written = 0, 0  # rows, since the beginning
         self.waited = 0.0  # seconds that lookups and updates waited for the disk
         self._slots = torch.full((rows,), -1, dtype=torch.int32)  # by row
         self._rows = torch.full((capacity,), -1, dtype=torch.int32)  # by slot
-        self._stamps = torch.full((capacity,), NEVER, dtype=torch.int32)  # by slot: when it was used last
+        self._stamps = torch.full((capacity,), NEVER, dtype=torch.int64)  # by slot: when it was used last
         self._clock = 0
         self._free, self._free_count = torch.arange(capacity, dtype=torch.int32), capacity
         self._wanted = 0  # slots that somebody waits for
@@ -146,7 +151,7 @@ class HotRows:
 
     def bring(self, rows: Tensor) -> None:
         """Has `rows` [n] int64, which occur once each, in memory. They may be gone again when it returns."""
-        for part in rows.split(self.most):
+        for part in rows.split(min(self.most, self.batch)):
             with self._reading:
                 with self._lock:
                     missing = part[self._slots[part] < 0]
@@ -178,13 +183,14 @@ class HotRows:
         """The values [n, width] of `rows` [n] int64 in ascending order, wherever they are; for use outside of memory's
         slots. A row that changes meanwhile has its value before or after.
         """
-        with (
-            self._lock
-        ):  # first those in memory: one that is not has its value in scratch from here on until it changes
+        if not len(rows):
+            return torch.empty(0, self.values.shape[1])
+        # first those in memory: one that is not has its value in scratch from here on until it changes
+        with self._lock:
             slots = self._slots[rows].long()
             places = (slots >= 0).nonzero()[:, 0]
             hot = self.values[slots[places]]
-        begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        begin, end = int(rows[0]), int(rows[-1]) + 1
         if end - begin <= 2 * len(rows):
             values = self.scratch.read_range(begin, end)
             if end - begin > len(rows):
@@ -223,7 +229,7 @@ class HotRows:
             least = max(1, self.capacity // COLDEST)
             self._threshold = min(int(stamps.kthvalue(least).values), NEVER - 1)
             self._cold = (stamps <= self._threshold).nonzero()[:, 0]
-        slots, self._cold = self._cold[:BATCH], self._cold[BATCH:]
+        slots, self._cold = self._cold[: self.batch], self._cold[self.batch :]
         with self._lock:
             stamps = self._stamps[slots]
             slots = slots[stamps <= self._threshold]  # the others were used meanwhile
@@ -242,7 +248,7 @@ class HotRows:
             self._free_count += len(slots)
             self.written += len(order)
             self._lock.notify_all()
-        self.scratch.settle(len(order) * PAGE)
+        self.scratch.settle_rows(len(order))
 
     def close(self) -> None:
         """Ends its threads."""

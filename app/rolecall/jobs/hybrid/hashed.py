@@ -69,6 +69,8 @@ class HashedTable(Table):
             raise UsageError(f"MAX_ROWS={settings.max_rows}: no memory for rows of {size}; set less") from error
 
     def _clear(self) -> None:
+        for name in ("_map", "filter", "_ids", "_seen"):
+            vars(self).pop(name, None)  # its memory goes before that of the new one is taken
         self._map, self.filter = SlotMap(most := self.settings.max_rows), Filter(self.settings, self.ordinal)
         # zeros that nobody has written take no memory
         self._ids, self._seen = np.zeros(most, np.int64), np.zeros(most, np.int64)  # the step; 0: a free slot
@@ -252,14 +254,12 @@ class HashedTable(Table):
         """Gives slots to those `ids` [n] of a checkpoint that are this server's, and frees those of rows that were seen
         less recently where there is too little room. Returns their slots [n], -1 for one that has none.
         """
-        places = np.flatnonzero(
-            (seen > 0) & (owners(ids, self.settings.filter_ids, self.settings.servers) == self.ordinal)
-        )
+        mine = owners(ids, self.settings.filter_ids, self.settings.servers) == self.ordinal
+        places = np.flatnonzero((seen > 0) & mine)
         if (excess := len(places) + self.alive - len(self._ids)) > 0:
             here = np.flatnonzero(self._seen[: self._used])
-            out = first(
-                np.concatenate([self._seen[here], seen[places]]), np.concatenate([self._ids[here], ids[places]]), excess
-            )
+            out = first(np.concatenate([self._seen[here], seen[places]]),
+                        np.concatenate([self._ids[here], ids[places]]), excess)  # fmt: skip
             removed = here[out[out < len(here)]]
             self._map.remove(self._ids[removed])
             self._seen[removed] = 0

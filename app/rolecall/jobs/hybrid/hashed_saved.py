@@ -54,12 +54,16 @@ class Part:
         self._tensors, self._adopt = tensors, adopt
         self._ids, self._seen = np.empty(slots, np.int64), np.empty(slots, np.int64)
         self._slots = np.empty(0, np.int64)  # here, of each slot there, once all of `seen` was read
+        self._left = 0  # rows of other columns that need them
 
     def take(self, name: str) -> Callable[[int, Tensor], None]:
         """What takes the column `name`."""
         if name == "ids":
             return self._take_ids
-        return self._take_seen if name == "seen" else lambda begin, values: self._take(name, begin, values)
+        if name == "seen":
+            return self._take_seen
+        self._left += len(self._ids)
+        return lambda begin, values: self._take(name, begin, values)
 
     def _take_ids(self, begin: int, values: Tensor) -> None:
         self._ids[begin : begin + len(values)] = values.numpy()
@@ -68,12 +72,16 @@ class Part:
         self._seen[begin : begin + len(values)] = values.numpy()
         if begin + len(values) == len(self._seen):
             self._slots = self._adopt(self._ids, self._seen)
+            self._ids = self._seen = np.empty(0, np.int64)  # the next server's take their memory
 
     @torch.no_grad()
     def _take(self, name: str, begin: int, values: Tensor) -> None:
         slots = torch.from_numpy(self._slots[begin : begin + len(values)])
         kept, tensor = slots >= 0, self._tensors[name]
         tensor[slots[kept].to(tensor.device)] = values[kept].to(tensor.device)
+        self._left -= len(values)
+        if not self._left:
+            self._slots = np.empty(0, np.int64)
 
 
 def sinks(shapes: Shapes, ordinal: int, servers: int, tensors: Mapping[str, Tensor], adopt: Adopt) -> dict[str, Rows]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rolecall import Context, LoggedShare, RankObject, Share
-from rolecall.jobs.hybrid import HybridSettings
+from rolecall.jobs.hybrid import HybridSettings, tables
 from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
@@ -29,12 +29,14 @@ def run(context: Context[HybridSettings]) -> None:
 class TableServer:
     """The table after `step` steps, the requests that wait for a later step, and what makes the next one."""
 
-    table: Table  # built by the master's RemoteModule
+    table: Table
     share: Share  # in checkpoints
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        self.scratch = open_scratch(context.settings, context.me.ordinal)  # before a call could lose what this raises
+        # before a call could lose the UsageError that they raise
+        self.scratch = open_scratch(context.settings, context.me.ordinal)
+        self.hold(tables.build(context.settings, context.me.ordinal, self.scratch))
         self.step = 0
         self.failure: Future[None] = Future()  # of work in the pool
         self._trainers = [peer.ordinal for peer in context.peers("trainer")]

@@ -17,7 +17,7 @@ class ShardedTable(Sharded):
     def __init__(self, context: Context[HybridSettings]) -> None:
         """Builds the table at the servers, without values."""
         super().__init__(context, "embeddings", "ps")
-        self._servers, self._timeout = context.peers("ps"), context.settings.step_timeout
+        self._servers = context.peers("ps")
         build: Any = calls.build_table
         devices = dict(context.call_each("ps", calls.device))
         self._tables = [RemoteModule(f"{peer.name}/{devices[peer]}", build) for peer in self._servers]
@@ -28,8 +28,9 @@ class ShardedTable(Sharded):
         """Declares the table to be the one after `step` steps; unless it was restored, it has its initial values. The
         servers' answers say that it is done.
         """
+        timeout = self.context.settings.phase_timeout  # a share that is filled on disk takes as long as the disk does
         return [
-            self.context.call(server, calls.start_training, step, not self.restored, timeout=self._timeout)
+            self.context.call(server, calls.start_training, step, not self.restored, timeout=timeout)
             for server in self._servers
         ]
 

@@ -105,8 +105,9 @@ class Training(Saving[S]):
         if not self.progress.started:
             self.start(self._step, done=self.progress.done, total=work, goal=goal, steps=total, **facts)
         while (total is None or self._step < total) and not (until is not None and until()):
-            if self.due and (settled is None or not self.draining or settled()):
-                self.save()
+            draining = self.draining
+            if self.due and (settled is None or not draining or settled()):
+                self.save(drain=draining)
             self._redo, self._stepping = False, True
             try:
                 with self.pace.step(self._step + 1):

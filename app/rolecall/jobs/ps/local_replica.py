@@ -17,6 +17,8 @@ from rolecall.jobs.ps import PsSettings, calls, model
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAnswer
 from rolecall.jobs.ps.wire import Receiver, Sender
 
+LONGEST = 1e6  # seconds that an answer is waited for; TensorPipe counts milliseconds in 32 bits
+
 
 class LocalReplica:
     """The model and its inner optimizer. At a round's end the difference between the parameters that the round began
@@ -50,7 +52,7 @@ class LocalReplica:
         longest = (s.inner_steps + 2) * s.step_timeout
         if s.round_seconds:
             longest = min(longest, s.round_seconds + 3 * s.step_timeout)
-        self._deadline = longest + s.phase_timeout + s.rpc_timeout
+        self.deadline = min(longest, LONGEST) + s.phase_timeout + s.rpc_timeout
 
     # ---- inner steps
 
@@ -124,6 +126,6 @@ class LocalReplica:
             if payload is not None:
                 self.metrics.ps_payload_bytes.labels("up").inc(payload.nbytes)
             self._exchange[index] = self.context.call(
-                self._servers[part.server], calls.exchange, key, index, payload, first, timeout=self._deadline
+                self._servers[part.server], calls.exchange, key, index, payload, first, timeout=self.deadline
             )
         self.number += 1

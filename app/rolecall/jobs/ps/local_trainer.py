@@ -41,7 +41,7 @@ def run(context: Context[PsSettings]) -> None:
             now = time.monotonic()
             if now - told > min(SIGN_SECONDS, s.step_timeout / 4):
                 # a round may take longer than the lead waits; where this call fails, the exchange does, too
-                context.call(context.members[0], calls.working, context.me.name)
+                context.call(context.members[0], calls.working, context.me.name, timeout=replica.deadline)
                 told = now
             if s.round_seconds and now - begun >= s.round_seconds:
                 break

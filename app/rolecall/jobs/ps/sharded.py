@@ -28,7 +28,8 @@ class ShardedModel(Sharded):
 
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Has every server apply an update and answer; returns once all have."""
-        answers = self._call(calls.update, order)
+        deadline = self.context.settings.step_timeout  # many gradients and views take longer than a short call
+        answers = [self.context.call(peer, calls.update, order, timeout=deadline) for peer in self.others]
         self.server.update(order, assignments)
         self.context.wait_all(answers)
 

@@ -94,7 +94,7 @@ def evaluated(job: Cluster, saved: checkpoint.Snapshot) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("memory", ["0", "210kB"])
+@pytest.mark.parametrize("memory", ["0", "240kB"])
 def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster, memory: str) -> None:
     """Also with the table on disk, beside one in memory."""
     changes = {"EPOCHS": "60", "OPTIMIZER": "adagrad", "LR": "0.02"}

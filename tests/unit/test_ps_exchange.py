@@ -183,7 +183,7 @@ def test_a_server_forgets_the_views_of_those_that_are_lost() -> None:
         gang.update([name], {name: 1.0})
     assert {len(views) for views in shard._views.values()} == {3}
     gang.servers["ps_0"].drop("trainer_0")  # as the lead does
-    gang.servers["ps_0"].context.lose("trainer_1")  # as another server learns of it
+    gang.servers["ps_0"].update(UpdateShard(3, {}, 1.0, (), ("trainer_1",)), {})  # as another server learns of it
     gang.gradient("trainer_2", torch.randn(5, 20), torch.randint(3, (5,)))
     gang.update(["trainer_2"], {"trainer_2": 1.0})
     assert {len(views) for views in shard._views.values()} == {1}

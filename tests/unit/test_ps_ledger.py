@@ -17,6 +17,7 @@ from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import Indices
+from rolecall.jobs.ps.samples import Samples
 
 DEPTH = 2  # a trainer's gradients under way at once
 
@@ -355,6 +356,10 @@ def test_backup_does_not_wait_for_a_late_gradient_at_the_end_of_an_epoch() -> No
         ({"backup_trainers": 2}, "BACKUP_TRAINERS=2: must be less than TRAINERS=2"),
         ({"backup_trainers": 1, "update_mode": "async"}, "BACKUP_TRAINERS=1: goes with UPDATE_MODE=sync only"),
         ({"backup_trainers": 1, "update_mode": "local"}, "BACKUP_TRAINERS=1: goes with UPDATE_MODE=sync only"),
+        (
+            {"backup_trainers": 1, "late_gradients": "use", "max_staleness": 0},
+            "MAX_STALENESS=0: would refuse every late gradient",
+        ),
     ],
 )
 def test_backup_trainers_that_cannot_be_are_refused(chosen: dict[str, Any], problem: str) -> None:
@@ -378,6 +383,19 @@ def test_other_seeds_and_epochs_give_other_orders() -> None:
     assert all(sorted(order) == list(range(24)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
     assert sample_orders(0) == orders[:2]
+
+
+@pytest.mark.parametrize(("epochs", "done"), [(3, 12), (2, 10), (1, 8)])
+def test_fewer_epochs_than_before_count_no_sample_beyond_them(epochs: int, done: int) -> None:
+    samples = Samples(8, 3, 1, early=True)
+    for size in (8, 2):  # of the first two epochs
+        samples.use(samples.draw(size))
+        samples.advance()
+    samples.draw(6)
+    samples.use(samples.draw(2))  # of the third, early
+    resumed = Samples(8, epochs, 1, early=True)
+    resumed.load_state_dict(samples.state_dict())
+    assert resumed.done == done
 
 
 def test_goes_on_after_an_epoch_that_ended_and_stays_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rolecall import Context, Peer, RankObject, UsageError
+from rolecall import Context, Peer, PeerLostError, RankObject, UsageError
 from rolecall.jobs.ps import PsSettings, calls, lead, local_drain, local_replica, local_trainer, model
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.local_drain import Rounds
@@ -50,11 +51,13 @@ class Servers:
         ]
         for shard in self.shards:
             shard.begin_with([self.start])
-        self.heard: list[str] = []  # of trainers at work
+        self.heard: list[Key] = []  # of trainers at work
         self.reports: dict[Key, BatchReport] = {}
         self._whole: Counter[Key] = Counter()
         self.version = 0
         self.drained_after = -1  # the number of a difference
+
+    answers_signs = True
 
     def context(self, name: str) -> Context[PsSettings]:
         members = tuple(Peer("ps", n, n) for n in range(self.settings.servers))
@@ -66,7 +69,9 @@ class Servers:
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
         answer: Future[Any] = Future()
         if function is calls.working:
-            self.heard.append(*args)
+            self.heard.append(Key(*args))
+            if self.answers_signs:
+                answer.set_result(None)
             return answer
         key, part, gradient, report = args
         if report is not None:
@@ -350,7 +355,45 @@ def test_a_drain_ends_the_open_rounds_at_their_next_step(monkeypatch: pytest.Mon
 def test_a_long_round_tells_the_lead_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = trained(monkeypatch, 0.4, inner_steps=16)  # a few looks a step
     assert len(servers.heard) >= 15
-    assert set(servers.heard) == {"trainer_0"}
+    assert set(servers.heard) == {Key("trainer_0", number) for number in (1, 2, 3)}
+
+
+def test_there_is_one_sign_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Servers, "answers_signs", False)
+    servers = trained(monkeypatch, 0.4, inner_steps=16)
+    assert servers.heard == [Key("trainer_0", 1)]
+
+
+def test_a_sign_does_not_stand_for_a_difference_that_does_not_arrive() -> None:
+    ledger = Ledger(1000, 100, 1, 1, ["one", "other"], True, 2)
+    for name in ledger.trainers:
+        ledger.take(Key(name, 0), 0, 0)
+    assert ledger.computes("one", 1)
+    assert not ledger.computes("one", 2), "the first is still on its way"
+    ledger.take(Key("one", 1), 0, 100)
+    assert ledger.computes("one", 2)
+    ledger.lose("one")
+    assert not ledger.computes("one", 2)
+
+
+def test_a_difference_that_is_not_finite_is_reported_as_a_loss_that_is_not() -> None:
+    servers = Servers(settings_of(), ["trainer_0"])
+    [replica] = replicas(servers)
+    next(replica.model.parameters()).data[0] = torch.inf
+    replica.send(BatchReport(0, 1, loss=0.5))
+    assert math.isnan(servers.reports[Key("trainer_0", 1)].loss)
+
+
+def test_a_trainer_that_was_given_up_is_told_so() -> None:
+    servers = Servers(settings_of(wire_dtype="int8"), ["trainer_0"])
+    [replica] = replicas(servers)
+    for shard in servers.shards:
+        for views in shard._views.values():
+            views.drop(["trainer_0"])
+    replica.send(BatchReport(0, 1))
+    servers.carry_out({}, {Key("trainer_0", 1): []})
+    with pytest.raises(PeerLostError, match="given up"):
+        replica.take(wait=True)
 
 
 def test_a_long_round_is_waited_for_while_its_trainer_makes_steps(

@@ -246,6 +246,9 @@ def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
     assert torch.equal(flat_of([shard]), -torch.ones(TOTAL))
     assert not any(one.done() for one in lost.values())
     assert all(one.done() for one in stays.values())
+    for part in shard.parts:  # was on its way
+        assert not shard.receive(Key("t0", 3), part, torch.ones(TOTAL), Future())
+    assert not shard._received
 
 
 def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:
@@ -264,7 +267,9 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     context.lose("trainer_0")
     server.update(UpdateShard(1, dict.fromkeys(keys, 0.5), 1.0, tuple(keys)), {})
     assert torch.equal(answers[1].value()[0], torch.full((len(server.shard.flat),), -1.0))
-    server.update(UpdateShard(1, {}, 1.0, ()), {})  # answers only, as at the start of a generation
+    server.update(UpdateShard(1, {}, 1.0, (), ("trainer_0",)), {})  # answers only, as at the start of a generation
+    server.receive(Key("trainer_0", 2), part, torch.ones(len(server.shard.flat)), None)
+    assert complete == keys, "the lead has told that it is lost"
     assert supervisor.steps == [1]
 
 

@@ -7,6 +7,7 @@ maps of CUDA devices, and to wait for each other. Here both go through the gener
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -81,12 +82,16 @@ def channels(settings: Settings, device: str, yama: Path = YAMA) -> list[str]:
 
 
 def reads_memory() -> bool:
-    """Whether this process may copy memory of processes, which a container's system call filter can forbid."""
-    read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
-    vectors = [(ctypes.c_size_t * 2)(ctypes.addressof(each), 1) for each in (target, source)]
-    one = ctypes.c_ulong(1)
-    return read is not None and read(os.getpid(), vectors[0], one, vectors[1], one, ctypes.c_ulong(0)) == 1
+    """Whether this process may copy memory of another, its parent, which a container's system call filter or a
+    security module can forbid.
+    """
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if read is None:
+        return False
+    target, one = ctypes.create_string_buffer(1), ctypes.c_ulong(1)
+    local, nowhere = (ctypes.c_size_t * 2)(ctypes.addressof(target), 1), (ctypes.c_size_t * 2)(0, 1)
+    read(os.getppid(), local, one, nowhere, one, ctypes.c_ulong(0))
+    return ctypes.get_errno() == errno.EFAULT  # nothing is at address 0; a refusal comes before that
 
 
 def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:

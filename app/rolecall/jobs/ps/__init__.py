@@ -126,6 +126,10 @@ class PsSettings(Settings):
     def _backup(self) -> Self:
         if self.backup_trainers and self.update_mode != "sync":
             raise ValueError(f"BACKUP_TRAINERS={self.backup_trainers}: goes with UPDATE_MODE=sync only; set 0")
+        if self.backup_trainers and self.late_gradients == "use" and not self.max_staleness:
+            raise ValueError(
+                "MAX_STALENESS=0: would refuse every late gradient; set LATE_GRADIENTS=drop, or MAX_STALENESS=1 or more"
+            )
         if self.backup_trainers >= self.trainers:
             raise ValueError(
                 f"BACKUP_TRAINERS={self.backup_trainers}: must be less than TRAINERS={self.trainers}, "

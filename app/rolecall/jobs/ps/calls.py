@@ -32,9 +32,9 @@ def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: Batch
     return SERVER.get().receive(key, part, gradient, report)
 
 
-def working(trainer: str) -> None:
-    """Tells the lead that `trainer` makes steps (UPDATE_MODE=local)."""
-    INBOX.get().put(Working(trainer))
+def working(trainer: str, number: int) -> None:
+    """Tells the lead that `trainer` makes steps of its gradient `number` (UPDATE_MODE=local)."""
+    INBOX.get().put(Working(trainer, number))
 
 
 def server_model() -> ServerModel:

@@ -70,7 +70,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
         update: Update | None = None
         match _next(inbox):
             case GradientKey(name) if name not in ledger.trainers:
-                server.drop(name)  # the trainer was lost meanwhile
+                pass  # the trainer was lost meanwhile
             case GradientKey(name) as key:
                 arrived[key] += 1
                 if arrived[key] == s.servers:
@@ -84,10 +84,11 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                     update = ledger.take(key, report.version, report.samples)
                     metrics.ps_gradients_refused.inc(ledger.refused - refused)
                     metrics.ps_gradients_dropped.inc(ledger.dropped - dropped)
-            case Working(name):
-                patience.heard([name], time.monotonic())
+            case Working(name, number):
+                if ledger.computes(name, number):
+                    patience.heard([name], time.monotonic())
             case str(name) if name in ledger.trainers:
-                server.drop(name)
+                model.drop(name)
                 arrived = Counter({key: count for key, count in arrived.items() if key.trainer != name})
                 metrics.ps_trainers_dropped.inc()
                 update = ledger.lose(name)

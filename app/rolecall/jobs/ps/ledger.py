@@ -120,6 +120,14 @@ class Ledger:
             if not trainer.ready or (trainer.batches and not trainer.sent) or trainer.revoked
         ]
 
+    def computes(self, name: str, number: int) -> bool:
+        """Whether gradient `number` is the next to come of the trainer `name`: none before it is still on its way."""
+        trainer = self._trainers.get(name)
+        if trainer is None:
+            return False
+        missing = (each for each in trainer.batches if GradientKey(name, each) not in self._gradients)
+        return min(missing, default=number) >= number
+
     def is_ready(self, name: str) -> bool:
         """Whether the trainer `name` has reported ready, or sent a gradient."""
         return self._trainers[name].ready

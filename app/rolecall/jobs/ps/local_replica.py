@@ -6,13 +6,15 @@ DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rolecall import Context
+from rolecall import Context, PeerLostError
 from rolecall.jobs.ps import PsSettings, calls, model
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAnswer
 from rolecall.jobs.ps.wire import Receiver, Sender
@@ -80,6 +82,8 @@ class LocalReplica:
         self._snapshot.copy_(self._local)
         for extent, difference in zip(self._extents, self._differences, strict=True):
             difference.copy_(self._base[extent] - self._local[extent])
+        if not all(bool(difference.isfinite().all()) for difference in self._differences):
+            report = replace(report, loss=math.nan)  # the lead ends the training before it is applied
         pairs = zip(self._senders, self._differences, strict=True)
         self._send([sender.encode(difference) for sender, difference in pairs], report)
 
@@ -98,7 +102,8 @@ class LocalReplica:
                 with self.metrics.ps_wait_seconds.time():
                     parameters, assignment = call.wait()
             del self._exchange[index]
-            assert parameters is not None
+            if parameters is None:
+                raise PeerLostError("this trainer was given up")
             self.metrics.ps_payload_bytes.labels("down").inc(parameters.nbytes)
             self._rebase(index, parameters)
             if assignment is not None:

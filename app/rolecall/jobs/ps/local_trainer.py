@@ -8,6 +8,7 @@ from collections import deque
 
 import numpy as np
 import torch
+from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, data, model
@@ -23,7 +24,8 @@ def run(context: Context[PsSettings]) -> None:
     with context.phase("loading"):
         train, _ = data.load(s)
     assigned, ending = deque[Indices](), calls.ENDING.set(queue.SimpleQueue())
-    told, steps = time.monotonic(), 0
+    told, steps, lead = time.monotonic(), 0, context.members[0]
+    sign: Future[None] | None = None  # the newest to the lead
     replica.ask()
     while True:
         assigned += replica.take(wait=not assigned)
@@ -39,9 +41,9 @@ def run(context: Context[PsSettings]) -> None:
             context.report_step(steps)
             assigned += replica.take(wait=False)
             now = time.monotonic()
-            if now - told > min(SIGN_SECONDS, s.step_timeout / 4):
+            if now - told > min(SIGN_SECONDS, s.step_timeout / 4) and (sign is None or sign.done()):
                 # a round may take longer than the lead waits; where this call fails, the exchange does, too
-                context.call(context.members[0], calls.working, context.me.name, timeout=replica.deadline)
+                sign = context.call(lead, calls.working, context.me.name, replica.number, timeout=replica.deadline)
                 told = now
             if s.round_seconds and now - begun >= s.round_seconds:
                 break

@@ -38,13 +38,15 @@ class BatchReport:
 @dataclass(frozen=True)
 class UpdateShard:
     """At every server, one at a time: apply the mean of the gradients in `weights`, which add up to 1 (none: nothing
-    changes), at `rate` times LR, which makes the parameters of `version`; then send them to those in `answered`.
+    changes), at `rate` times LR, which makes the parameters of `version`; then send them to those in `answered`. First
+    drop what the trainers `lost` left.
     """
 
     version: int
     weights: dict[GradientKey, float]
     rate: float
     answered: tuple[GradientKey, ...]
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class Assignment:
 
 
 class Working(NamedTuple):
-    """A trainer makes steps of a round that takes longer than one gradient."""
+    """A trainer makes steps of the round that ends with its gradient `number`, and takes longer than one gradient."""
 
     trainer: str
+    number: int
 
 
 class PartAnswer(NamedTuple):

@@ -38,7 +38,7 @@ class Samples:
     @property
     def done(self) -> int:
         """How many tickets are used."""
-        return self.epoch * self.count + (0 if self.over else int(self._used.sum()))
+        return self.epoch * self.count + int(self._used[: max(0, self.epochs - self.epoch)].sum())
 
     @property
     def left(self) -> int:

@@ -47,7 +47,8 @@ class Server:
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Applies an update and answers, one part after the other: the first is what trainers need first."""
         seconds = 0.0
-        self.shard.forget(self.context.lost)
+        for trainer in order.lost:
+            self.drop(trainer)
         for part in self.shard.parts:
             with self.context.timer() as timer:
                 self.shard.apply(part, order.weights, order.rate)
@@ -65,7 +66,7 @@ class Server:
             self.server_model.publish(version, self.shard.flat)
 
     def drop(self, trainer: str) -> None:
-        """Drops what a lost trainer left."""
+        """Drops what a lost trainer left, and what still comes of it."""
         self.shard.drop(trainer)
         if self.server_model:
             self.server_model.drop(trainer)

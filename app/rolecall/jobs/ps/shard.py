@@ -60,7 +60,8 @@ class Shard:
         self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
         self._views = {index: Views(settings) for index in self.parts}
         self._received: dict[GradientKey, _Received] = {}
-        self._lock = threading.Lock()  # of `_received`
+        self._lost = set[str]()  # trainers
+        self._lock = threading.Lock()  # of `_received` and `_lost`
 
     def begin_with(self, parameters: Iterable[Tensor]) -> None:
         """Takes the shard's elements out of the whole model's `parameters`."""
@@ -130,6 +131,8 @@ class Shard:
     ) -> bool:
         """Keeps a part of a gradient, as it travels. Returns whether all of this shard's parts of it are here."""
         with self._lock:
+            if key.trainer in self._lost:
+                return False  # nobody waits for its answer
             received = self._received.setdefault(key, _Received())
             received.gradients[part], received.answers[part] = gradient, answer
             received.report = report or received.report
@@ -142,15 +145,12 @@ class Shard:
         return report
 
     def drop(self, trainer: str) -> None:
-        """Drops what a lost trainer sent."""
+        """Drops what a lost trainer sent, what still comes of it, and what was kept of the parameters that it holds."""
         with self._lock:
+            self._lost.add(trainer)
             self._received = {key: received for key, received in self._received.items() if key.trainer != trainer}
-        self.forget([trainer])
-
-    def forget(self, trainers: Collection[str]) -> None:
-        """Drops what was kept of the parameters that lost trainers hold."""
         for views in self._views.values():
-            views.drop(trainers)
+            views.drop([trainer])
 
     def apply(self, part: int, weights: Mapping[GradientKey, float], rate: float) -> None:
         """One optimizer step of `part` with the weighted sum of the gradients `weights`, at `rate` times LR."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ class ShardedModel(Sharded):
         self.server = server
         self.others = [peer for peer in context.peers("ps") if peer != context.me]
         self.buffers: tuple[Tensor, ...] = ()
+        self._lost: list[str] = []  # trainers that the other servers have yet to drop
 
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Has every server apply an update and answer; returns once all have."""
+        order, self._lost = replace(order, lost=tuple(self._lost)), []
         deadline = self.context.settings.step_timeout  # many gradients and views take longer than a short call
         answers = [self.context.call(peer, calls.update, order, timeout=deadline) for peer in self.others]
         self.server.update(order, assignments)
         self.context.wait_all(answers)
+
+    def drop(self, trainer: str) -> None:
+        """Drops what a lost trainer left; the other servers do with the next update."""
+        self.server.drop(trainer)
+        self._lost.append(trainer)
 
     def parameters(self) -> Tensor:
         """All parameters [total]."""

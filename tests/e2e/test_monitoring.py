@@ -22,6 +22,7 @@ from tests.integration.cluster import Cluster, ports, until
 SILENT = {
     r"rolecall_rnn_": "no rnn runs here",
     r"rolecall_hybrid_": "no hybrid runs here",
+    r"rolecall_ps_round_seconds": "no trainer has UPDATE_MODE=local",
     r"rolecall_gang_refused_total": "there was no stranger",
     r"rolecall_value": "the built-in jobs declare what they log",
 }

@@ -35,7 +35,7 @@ from tests.benchmarks.display import Display
 ROWS, SAMPLES = 3_000_000, 300_000
 QUICK = 10  # times smaller
 TIMES = 3  # the table's size over that of the memory
-ROWS_SHARE = 0.65  # of the memory is TABLE_MEMORY; the rest is for calls, checkpoints and the page cache
+ROWS_SHARE = 0.5  # of the memory is TABLE_MEMORY; the rest is for the program, calls, checkpoints and the page cache
 STEPS = 1000
 WARM = 200  # steps, of the table in memory
 INTERVAL = 45.0  # seconds between checkpoints of the table on disk
@@ -126,6 +126,11 @@ class Limit:
         """From here on, what process `pid` uses counts."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
+    def require_process(self) -> None:
+        """Raises RuntimeError where the process has ended: its successor is not limited."""
+        if not (self.folder / "cgroup.procs").read_text().split():
+            raise RuntimeError(f"the server ended under its limit of {self._size} bytes, perhaps for want of memory")
+
 
 def server_of(folder: Path) -> int | None:
     """The process whose rows are in a nameless file in `folder`."""
@@ -194,6 +199,7 @@ def on_disk(
             for at, step, event in events(running, on):
                 if not limited.is_set():
                     raise RuntimeError("the server's process was not recognized")
+                limit.require_process()
                 if step >= warm and saved and last[1] < first[1] + STEPS:
                     first, last = first if first[1] else (at, step), (at, step)
                 elif not step and len(saved) < 2:

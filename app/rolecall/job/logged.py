@@ -30,7 +30,7 @@ MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is
 MOST_LOGS = 64  # after a base: each is a file to link at a checkpoint, and to read at a resume
 FILE = 2**27  # bytes of a file
 ASIDE = 2**24  # bytes that are set aside; beyond it, changes wait for the disk
-SPAN = 2**22  # marks that are looked at at once
+SPAN = 2**17  # marks that are looked at at once: the numbers of rows found take 8 bytes each
 
 Values = Mapping[str, Tensor]  # of some rows, by column
 
@@ -89,7 +89,7 @@ class LoggedShare(Share):
                 for marks in self._marks.split(SPAN):
                     marks |= (marks & CAPTURED) >> 1
             chain = self._chain if self._chain is self._usable else None
-            changed = int(torch.stack([(marks & CHANGED).sum() for marks in self._marks.split(SPAN)]).sum())
+            changed = sum(int((marks & CHANGED).count_nonzero()) for marks in self._marks.split(SPAN))
             if chain is not None and (
                 chain.logged + changed > MOST_LOGGED * len(self._marks) or chain.logs >= MOST_LOGS
             ):

@@ -89,7 +89,8 @@ class LoggedShare(Share):
                 for marks in self._marks.split(SPAN):
                     marks |= (marks & CAPTURED) >> 1
             chain = self._chain if self._chain is self._usable else None
-            changed = sum([int((marks & CHANGED).count_nonzero()) for marks in self._marks.split(SPAN)])
+            counts = [(marks & CHANGED).count_nonzero() for marks in self._marks.split(SPAN)]
+            changed = int(torch.stack(counts).sum())
             if chain is not None and (
                 chain.logged + changed > MOST_LOGGED * len(self._marks) or chain.logs >= MOST_LOGS
             ):

@@ -39,7 +39,7 @@ class PsSettings(Settings):
         "none (local)",
     )
     outer_lr: float = Field(0.7, gt=0, le=10, description="learning rate of the servers' optimizer (local)")
-    outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the servers' optimizer (local)")
+    outer_momentum: float = Field(0.5, ge=0, lt=1, description="Nesterov momentum of the servers' optimizer (local)")
     max_staleness: int = Field(
         64,
         ge=0,

@@ -10,8 +10,9 @@ import argparse
 import json
 import os
 import platform
+import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from rolecall import config
-from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps import PsSettings, calls, lead
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
 from rolecall.jobs.ps.model import Part
@@ -46,7 +47,7 @@ def measure() -> Costs:
     per_trainer = max(0.0, (many - few) / 950)
     apply_s, step_s = _update_seconds()
     return Costs(**messages, **_tunnel(), apply_s=apply_s, step_s=step_s, ledger_s=max(0.0, few - 50 * per_trainer),
-                 ledger_trainer_s=per_trainer)  # fmt: skip
+                 ledger_trainer_s=per_trainer, arrived_key_s=_arrived_seconds())  # fmt: skip
 
 
 # ---- messages
@@ -113,6 +114,19 @@ def _ledger_seconds(trainers: int) -> float:
         for name in names:
             ledger.take(GradientKey(name, number), ledger.version, 32)
     return (time.process_time() - started) / (rounds * trainers)
+
+
+def _arrived_seconds() -> float:
+    """Processor seconds of the lead to count a server that has a gradient, once the report is unpickled."""
+    names = [f"trainer_{number}" for number in range(KEYS)]
+    ledger, arrived, servers = Ledger(KEYS, 1, 1, 0, names, True), Counter[GradientKey](), 100
+    inbox, keys = calls.INBOX.set(queue.SimpleQueue()), [GradientKey(name, 1) for name in names]
+    started, whole = time.process_time(), 0
+    for _ in range(servers):
+        calls.complete(keys)
+    while whole < KEYS:
+        whole += lead._next(inbox, ledger, arrived, servers) is not None
+    return (time.process_time() - started) / (servers * KEYS)
 
 
 def _update_seconds() -> tuple[float, float]:

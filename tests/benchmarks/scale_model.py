@@ -27,7 +27,8 @@ class Costs:
     ledger_s: float  # a gradient, at the lead
     ledger_trainer_s: float  # sync: for each trainer that the ledger knows, again for each gradient
     order_key_s: float  # a gradient that an order names, at the lead for each server
-    complete_key_s: float  # one more gradient in a report of several, at the lead
+    complete_key_s: float  # a gradient in a server's report, at the lead: to unpickle it
+    arrived_key_s: float  # the same: to count it
 
     @staticmethod
     def load(path: Path = COSTS) -> Costs:
@@ -53,7 +54,6 @@ class Plan:
     delay_s: float = 0.0  # one way
     tls: bool = True
     parts: int = 1  # that a server's share travels in
-    reported: int = 1  # gradients in one report of a server to the lead
     server_cores: int = 0  # that all servers share; 0: each has its own, and one for its tunnel
     trainer_cores: int = 0
 
@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that one push occupies each kind of queue, and one update beside its pushes."""
+    """Seconds that one push occupies each kind of queue, one report of a server to the lead, and one update."""
 
     trainer: float
     link: float  # of a server, each way; a trainer's carries all shares, of one push
@@ -73,7 +73,10 @@ class Work:
     server_in: float
     server_out: float
     tunnel: float
-    lead_in: float  # reports, and the ledger
+    report_out: float  # a report, at the server; the lead makes itself none
+    report_in: float  # the same, at the lead
+    key_in: float  # a gradient in a report, at the lead
+    ledger: float  # a gradient, at the lead
     order: float  # at the lead, for all other servers
     update: float  # at a server: one update of as many gradients
 
@@ -85,18 +88,16 @@ class Work:
         tls, elements = float(plan.tls), plan.parameters / plan.servers
         message = 8 * plan.share / plan.link_bits_s
         tunnel = tls * (2 * plan.parts * c.tunnel_message_s + 2 * plan.share * c.tunnel_byte_s)
-        # servers call the lead, which is one of them, with a gradient or with several; it has its own without a call.
-        # Its tunnel and its worker are two processes, of which the slower counts
-        called = max(c.serve_s, tls * 2 * c.tunnel_message_s)
-        report = others / plan.reported * called + others * c.complete_key_s
-        ledger = c.ledger_s + (c.ledger_trainer_s * plan.trainers if plan.mode == "sync" else 0.0)
         return Work(
             trainer=plan.servers * (plan.parts * (c.call_s + 2 * c.tensor_s)
                                     + plan.share * (c.send_byte_s + c.receive_byte_s)),
             link=message, trainer_link=plan.servers * message,
-            server_in=plan.parts * (c.serve_s + c.tensor_s) + plan.share * c.receive_byte_s + c.call_s / plan.reported,
+            server_in=plan.parts * (c.serve_s + c.tensor_s) + plan.share * c.receive_byte_s,
             server_out=plan.parts * c.tensor_s + plan.share * c.send_byte_s,
-            tunnel=tunnel, lead_in=report + ledger,
+            tunnel=tunnel, report_out=c.call_s * (others > 0),
+            # the lead's tunnel and its worker are two processes, of which the slower counts
+            report_in=max(c.serve_s, tls * 2 * c.tunnel_message_s), key_in=c.complete_key_s + c.arrived_key_s,
+            ledger=c.ledger_s + (c.ledger_trainer_s * plan.trainers if plan.mode == "sync" else 0.0),
             order=others * max(c.call_s + gradients * c.order_key_s, tls * 2 * c.tunnel_message_s),
             update=elements * (gradients * c.apply_s + c.step_s),
         )  # fmt: skip
@@ -113,20 +114,26 @@ class Rate:
 
 def formula(costs: Costs, plan: Plan) -> Rate:
     """The closed formulas. Of sync: the busiest queue's work on all trainers' pushes, both ways, and what nothing
-    overlaps with: the computation, the last trainer's way up, the orders, the update, the delays. While the last
-    trainers are answered, the first ones push again, so both directions of a link are busy at the same time. Of async:
-    the busiest queue. Neither is faster than a push that meets no queue.
+    overlaps with: the computation, the last trainer's way up, the reports that are under way then and its own, the
+    orders, the update, the delays. While the last trainers are answered, the first ones push again, so both directions
+    of a link are busy at the same time. Of async, where pushes come one by one: the busiest queue, with one report of
+    each server for each. Neither is faster than a push that meets no queue.
     """
     w, n = Work.of(costs, plan), plan.trainers
-    server = w.server_in + w.server_out + w.update
-    alone = w.trainer + 2 * w.trainer_link + server + w.lead_in + w.order + 4 * plan.delay_s + w.tunnel
+    server = w.server_in + w.server_out + w.report_out + w.update
+    once = (plan.servers - 1) * w.report_in  # the lead, for one report of each other server
+    alone = w.trainer + 2 * w.trainer_link + server + once + lead_in(w, plan) + w.order + 4 * plan.delay_s + w.tunnel
     if plan.mode == "sync":
         crowd = _crowd(plan.server_cores, plan.servers)
         flows = {"trainers' processors": w.trainer * _crowd(plan.trainer_cores, n), "trainers' links": w.trainer_link,
                  "servers' links": n * w.link, "servers' processors": n * (w.server_in + w.server_out) * crowd,
-                 "tunnels": n * w.tunnel, "the lead": n * (w.lead_in + w.server_in + w.server_out)}  # fmt: skip
+                 "tunnels": n * w.tunnel, "the lead": n * (lead_in(w, plan) + w.server_in + w.server_out)}  # fmt: skip
+        count = reports(w, plan, max(flows.values()) - flows["the lead"])
+        flows["the lead"] += count * once
+        flows["servers' processors"] += count * w.report_out * crowd
         limit = max(flows, key=lambda name: flows[name])
-        after = {limit: flows[limit], "the lead's orders": w.order, "the update": w.update * crowd}
+        after = {limit: flows[limit], "the last reports": min(n, 2) * once, "the lead's orders": w.order,
+                 "the update": w.update * crowd}  # fmt: skip
         last = w.trainer / 2 + w.trainer_link if n > 1 else 0.0
         travel = max(sum(after.values()) + last + 4 * plan.delay_s, alone)
         seconds = max(plan.compute_s, travel) if plan.overlap else plan.compute_s + travel
@@ -134,13 +141,26 @@ def formula(costs: Costs, plan: Plan) -> Rate:
         return Rate(n / seconds, "computation" if plan.compute_s >= after[limit] else limit, seconds)
     busy = {"trainers' processors": w.trainer / (plan.trainer_cores or n), "trainers' links": w.trainer_link / n,
             "servers' links": w.link, "servers' processors": server * _crowd(plan.server_cores, plan.servers),
-            "tunnels": w.tunnel, "the lead": w.lead_in + w.order + server,
+            "tunnels": w.tunnel, "the lead": once + lead_in(w, plan) + w.order + server - w.report_out,
             "computation": plan.compute_s / n}  # fmt: skip
     alone = max(alone, plan.compute_s) if plan.overlap else alone + plan.compute_s
     limit = max(busy, key=lambda name: busy[name])
     if alone / n > busy[limit]:
         return Rate(n / alone, "the round trip", 0.0)
     return Rate(1 / busy[limit], limit, 0.0)
+
+
+def lead_in(w: Work, plan: Plan) -> float:
+    """Seconds of the lead for one gradient, without the messages that report it."""
+    return (plan.servers - 1) * w.key_in + w.ledger
+
+
+def reports(w: Work, plan: Plan, idle: float) -> float:
+    """How many reports each server makes in an update of sync where the lead has `idle` seconds for them: with all
+    gradients at least, one for each at most.
+    """
+    once = (plan.servers - 1) * w.report_in
+    return min(plan.trainers, max(1.0, idle / once)) if once else 0.0
 
 
 def _crowd(cores: int, users: int) -> float:

@@ -16,13 +16,12 @@ from rich.table import Table
 
 from rolecall import config
 from rolecall.jobs.ps import PsSettings, model
-from tests.benchmarks.scale_model import COSTS, Costs, Plan, Work, formula
+from tests.benchmarks.scale_model import COSTS, Costs, Plan, Work, formula, lead_in
 from tests.benchmarks.scale_simulation import Simulation
 
 UPDATES = 2  # of the large simulation: the first warms up
 LARGE = Plan(1000, 100, 100_000_000, compute_s=1.0, link_bits_s=10e9, delay_s=0.0001)
 INNER_STEPS = 50
-BATCHED = 1000  # gradients in a report
 # what is shown of 1,000 trainers on 100 servers
 PLANS = {
     "sync": LARGE,
@@ -31,8 +30,6 @@ PLANS = {
     "local": replace(LARGE, compute_s=INNER_STEPS * LARGE.compute_s, overlap=True),
     "local, int8": replace(LARGE, compute_s=INNER_STEPS * LARGE.compute_s, overlap=True, bytes_each=1.016),
     "sync, TLS=off": replace(LARGE, tls=False),
-    "sync, one report a server": replace(LARGE, reported=BATCHED),
-    "sync, int8, one report a server": replace(LARGE, bytes_each=1.016, reported=BATCHED),
     "sync, 10 servers": replace(LARGE, servers=10),
 }
 
@@ -59,25 +56,37 @@ def growth(costs: Costs, points: Sequence[dict[str, float | str]]) -> Table:
     return shown
 
 
+def lead_busy(costs: Costs, plan: Plan) -> float:
+    """Seconds of the lead for one push of each trainer, beside its own shard: of `sync` with one report of each server,
+    of `async` with one for each push, which is an update.
+    """
+    work, updates = Work.of(costs, plan), 1 if plan.mode == "sync" else plan.trainers
+    return plan.trainers * lead_in(work, plan) + updates * ((plan.servers - 1) * work.report_in + work.order)
+
+
 def large(costs: Costs, updates: int) -> Table:
     """1,000 trainers on 100 servers, by formula and, with `updates`, by simulation."""
     shown = Table("1,000 trainers, 100 servers", "seconds from push to push", "simulated", "limited by", "lead busy, s",
-                  "a server's CPU, s", "a tunnel's, s", "a server's link, s",
+                  "a server's CPU, s", "a tunnel's, s", "a server's link, s", "gradients in a report, simulated",
                   title="100 million parameters, 10 Gbit/s")  # fmt: skip
     for what, plan in PLANS.items():
         work, rate, n = Work.of(costs, plan), formula(costs, plan), plan.trainers
-        simulated = f"{n / Simulation(costs, plan).run(updates):.1f}" if updates else ""
-        orders = work.order * (1 if plan.mode == "sync" else n)
-        server = n * (work.server_in + work.server_out) + work.update * (1 if plan.mode == "sync" else n)
-        shown.add_row(what, f"{n / rate.pushes_per_s:.1f}", simulated, rate.limit, f"{n * work.lead_in + orders:.2f}",
-                      f"{server:.2f}", f"{n * work.tunnel:.2f}", f"{n * work.link:.2f}")  # fmt: skip
+        simulated = count = ""
+        if updates:
+            simulation = Simulation(costs, plan)
+            simulated = f"{n / simulation.run(updates):.1f}"
+            count = f"{simulation.reported / simulation.reports:.1f}"
+        server = n * (work.server_in + work.server_out)
+        server += (work.report_out + work.update) * (1 if plan.mode == "sync" else n)
+        shown.add_row(what, f"{n / rate.pushes_per_s:.1f}", simulated, rate.limit, f"{lead_busy(costs, plan):.2f}",
+                      f"{server:.2f}", f"{n * work.tunnel:.2f}", f"{n * work.link:.2f}", count)  # fmt: skip
     return shown
 
 
 def lead_limit(costs: Costs, plan: Plan) -> int:
     """The most trainers whose gradients the lead takes in COMPUTE seconds, with as many servers as `plan` has."""
     trainers = 1
-    while (work := Work.of(costs, replace(plan, trainers=trainers))).lead_in * trainers + work.order < plan.compute_s:
+    while lead_busy(costs, replace(plan, trainers=trainers)) < plan.compute_s:
         trainers += 1
     return trainers - 1
 
@@ -99,10 +108,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(growth(costs, json.loads(arguments.growth.read_text())))
     console.print(large(costs, arguments.updates))
     for servers in (1, 10, 100):
-        plan = replace(LARGE, servers=servers)
-        each, batched = lead_limit(costs, plan), lead_limit(costs, replace(plan, reported=BATCHED))
-        console.print(f"{servers} servers: the lead takes the gradients of {each:,} trainers a second, of {batched:,} "
-                      "with one report a server")  # fmt: skip
+        limits = (f"{lead_limit(costs, replace(LARGE, mode=mode, servers=servers)):,} of {mode}"
+                  for mode in ("sync", "async"))  # fmt: skip
+        console.print(f"{servers} servers: the lead takes this many gradients a second: {', '.join(limits)}")
     return 0
 
 

@@ -41,6 +41,9 @@ class Simulation:
         self.pushes: list[float] = []  # when each was answered, whole
         self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
         self._number = 0
+        self.reports = self.reported = 0  # of servers to the lead, and the gradients in them
+        self._unreported: list[list[int]] = [[] for _ in range(s)]  # gradients that the next report will have
+        self._reporting = [False] * s
         self._here = [0] * n  # servers that have reported the trainer's gradient
         self._answered = [0] * n
         self._computed = [True] * n  # the next gradient, where it overlaps
@@ -96,18 +99,40 @@ class Simulation:
         self._at(self.tunnels[server].take(now, self.work.tunnel / 2), self._serve, trainer, server)
 
     def _serve(self, now: float, trainer: int, server: int) -> None:
-        done = self.servers[server].take(now, self.work.server_in)
-        self._at(done + (self.plan.delay_s if server else 0.0), self._report, trainer)
+        self._at(self.servers[server].take(now, self.work.server_in), self._complete, trainer, server)
+
+    def _complete(self, now: float, trainer: int, server: int) -> None:
+        """A server has a gradient, which it reports at once or once the lead has answered its last report."""
+        if server == 0:
+            self._take(now, trainer)
+            return
+        self._unreported[server].append(trainer)
+        if not self._reporting[server]:
+            self._report(now, server)
+
+    def _report(self, now: float, server: int) -> None:
+        trainers, self._unreported[server] = self._unreported[server], []
+        self._reporting[server] = bool(trainers)
+        if trainers:
+            self.reports, self.reported = self.reports + 1, self.reported + len(trainers)
+            sent = self.servers[server].take(now, self.work.report_out)
+            self._at(sent + self.plan.delay_s, self._reported, server, *trainers)
 
     # the lead
 
-    def _report(self, now: float, trainer: int) -> None:
+    def _reported(self, now: float, server: int, *trainers: int) -> None:
+        now = self.servers[0].take(now, self.work.report_in + len(trainers) * self.work.key_in)
+        self._at(now + self.plan.delay_s, self._report, server)
+        for trainer in trainers:
+            self._take(now, trainer)
+
+    def _take(self, now: float, trainer: int) -> None:
         plan = self.plan
-        now = self.servers[0].take(now, self.work.lead_in / plan.servers)
         self._here[trainer] += 1
         if self._here[trainer] < plan.servers:
             return
         self._here[trainer] = 0
+        now = self.servers[0].take(now, self.work.ledger)
         self._open.append(trainer)
         if plan.mode == "async" or len(self._open) == plan.trainers:
             self._queue.append(self._open)

@@ -61,9 +61,11 @@ def step(model: rpc.RRef[ServerModel], key: GradientKey, context_id: int, report
 # ---- called by other servers at the lead
 
 
-def complete(key: GradientKey) -> None:
-    """The calling server has all of its parts of a gradient."""
-    INBOX.get().put(key)
+def complete(keys: list[GradientKey]) -> None:
+    """The calling server has all of its parts of these gradients."""
+    inbox = INBOX.get()
+    for key in keys:
+        inbox.put(key)
 
 
 # ---- called by the lead at the trainers

@@ -16,6 +16,7 @@ from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.local_drain import Rounds
 from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard, Working
 from rolecall.jobs.ps.patience import Patience
+from rolecall.jobs.ps.reports import Reports
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 from rolecall.jobs.ps.sharded import ShardedModel
@@ -27,7 +28,7 @@ def run(context: Context[PsSettings]) -> dict[str, Any] | None:
     """Serves a shard of the parameters; at rank 0, trains until the epochs are done."""
     if context.rank == 0:
         return lead(context)
-    calls.SERVER.set(Server(context, lambda key: context.call(context.members[0], calls.complete, key)))
+    calls.SERVER.set(Server(context, Reports(context).add))
     return None  # the rest is calls
 
 
@@ -56,7 +57,7 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
     server.publish(ledger.version)
     for name in trainers:  # in sync all wait for one whose gradient does not come
         context.on_disconnect(name, context.give_up)
-    arrived = Counter[GradientKey]()  # how many servers have all their parts of a gradient
+    arrived = Counter[GradientKey]()  # by gradient that some servers have all their parts of, how many
     checked_at = time.monotonic()
     patience = Patience(trainers, checked_at)
     evaluator = ThreadPoolExecutor(1)
@@ -68,26 +69,21 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                                  parameters=server.total):  # fmt: skip
         # what has arrived, and the update that is due with it
         update: Update | None = None
-        match _next(inbox):
-            case GradientKey(name) if name not in ledger.trainers:
-                pass  # the trainer was lost meanwhile
+        match _next(inbox, ledger, arrived, s.servers):
             case GradientKey(name) as key:
-                arrived[key] += 1
-                if arrived[key] == s.servers:
-                    del arrived[key]
-                    patience.heard([name], time.monotonic())
-                    report, refused, dropped = server.shard.report(key), ledger.refused, ledger.dropped
-                    if report.samples:
-                        staleness = ledger.version - report.version
-                        metrics.ps_staleness_updates.observe(staleness)
-                        metrics.ps_gradients_late.inc(s.backup_trainers > 0 and staleness > 0)
-                    update = ledger.take(key, report.version, report.samples)
-                    metrics.ps_gradients_refused.inc(ledger.refused - refused)
-                    metrics.ps_gradients_dropped.inc(ledger.dropped - dropped)
+                patience.heard([name], time.monotonic())
+                report, refused, dropped = server.shard.report(key), ledger.refused, ledger.dropped
+                if report.samples:
+                    staleness = ledger.version - report.version
+                    metrics.ps_staleness_updates.observe(staleness)
+                    metrics.ps_gradients_late.inc(s.backup_trainers > 0 and staleness > 0)
+                update = ledger.take(key, report.version, report.samples)
+                metrics.ps_gradients_refused.inc(ledger.refused - refused)
+                metrics.ps_gradients_dropped.inc(ledger.dropped - dropped)
             case Working(name, number):
                 if ledger.computes(name, number):
                     patience.heard([name], time.monotonic())
-            case str(name) if name in ledger.trainers:
+            case str(name) if ledger.has(name):
                 model.drop(name)
                 arrived = Counter({key: count for key, count in arrived.items() if key.trainer != name})
                 metrics.ps_trainers_dropped.inc()
@@ -138,12 +134,26 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
                           epochs=ledger.epoch, updates=ledger.version, samples=ledger.done)  # fmt: skip
 
 
-def _next(inbox: calls.Inbox) -> GradientKey | Working | str | None:
-    """The next of what arrives; None where nothing does for CHECK_SECONDS."""
-    try:
-        return inbox.get(timeout=CHECK_SECONDS)
-    except queue.Empty:
-        return None
+def _next(
+    inbox: calls.Inbox, ledger: Ledger, arrived: Counter[GradientKey], servers: int
+) -> GradientKey | Working | str | None:
+    """The next of what arrives, a gradient with the last of the `servers` that have it; None where nothing does within
+    CHECK_SECONDS. What comes of a lost trainer is left out.
+    """
+    until = time.monotonic() + CHECK_SECONDS
+    while (left := until - time.monotonic()) > 0:
+        try:
+            event = inbox.get(timeout=left)
+        except queue.Empty:
+            break
+        if not isinstance(event, GradientKey):
+            return event
+        if ledger.has(event.trainer):
+            arrived[event] += 1
+            if arrived[event] == servers:
+                del arrived[event]
+                return event
+    return None
 
 
 def _give_up_late(context: Context[PsSettings], ledger: Ledger, patience: Patience) -> None:

@@ -97,6 +97,10 @@ class Ledger:
         """Those that are not lost."""
         return list(self._trainers)
 
+    def has(self, name: str) -> bool:
+        """Whether the trainer `name` is there, and not lost."""
+        return name in self._trainers
+
     @property
     def used(self) -> int:
         """Samples of this epoch that an update has used."""

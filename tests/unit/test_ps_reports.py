@@ -1,0 +1,145 @@
+"""The reports of a server of ps to the lead, and what the lead does with them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from structlog.testing import capture_logs
+from torch.futures import Future
+
+from rolecall import Context, Peer, RankObject
+from rolecall.jobs.ps import PsSettings, calls, lead
+from rolecall.jobs.ps.ledger import Ledger
+from rolecall.jobs.ps.messages import GradientKey as Key
+from rolecall.jobs.ps.messages import Working
+from rolecall.jobs.ps.reports import Reports
+
+MEMBERS = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
+KEYS = [Key("trainer_0", number) for number in range(6)]
+
+
+class Transport:
+    """Keeps the calls, which the test answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Callable[..., Any], list[Key]]] = []
+        self.answers: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        self.error: Exception | None = None  # raised by the next call
+        self.under_way = self.most = 0
+
+    def call(self, to: str, function: Callable[..., Any], keys: list[Key], timeout: float) -> Future[None]:
+        error, self.error = self.error, None
+        if error:
+            raise error
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.calls.append((to, function, keys))
+        self.answers.put(answer := Future[None]())
+        return answer
+
+    def answer(self) -> None:
+        """Answers the oldest call, once there is one."""
+        answer = self.answers.get(timeout=30)
+        self.under_way -= 1
+        answer.set_result(None)
+
+    @property
+    def keys(self) -> list[list[Key]]:
+        return [keys for _, _, keys in self.calls]
+
+
+def make() -> tuple[Reports, Transport]:
+    context = Context(PsSettings(job="ps", servers=2), MEMBERS[1], MEMBERS, 1, MagicMock())
+    context.transport = transport = Transport()  # type: ignore[assignment]
+    return Reports(context), transport
+
+
+def test_an_idle_lead_hears_of_each_gradient_at_once() -> None:
+    reports, transport = make()
+    for key in KEYS[:3]:
+        reports.add(key)
+        transport.answer()
+    assert transport.calls == [("ps_0", calls.complete, [key]) for key in KEYS[:3]]
+
+
+def test_what_comes_while_a_report_is_under_way_goes_with_the_next_one() -> None:
+    reports, transport = make()
+    for key in KEYS[:4]:
+        reports.add(key)
+    assert transport.keys == [KEYS[:1]]
+    transport.answer()
+    reports.add(KEYS[4])
+    assert transport.keys == [KEYS[:1], KEYS[1:4]]
+    transport.answer()
+    transport.answer()
+    assert transport.keys == [KEYS[:1], KEYS[1:4], KEYS[4:5]]
+    reports.add(KEYS[5])
+    assert transport.keys[3:] == [KEYS[5:]], "nothing was under way"
+
+
+def test_a_report_that_fails_is_logged_and_does_not_hold_up_the_next_one() -> None:
+    reports, transport = make()
+    for key in KEYS[:3]:
+        reports.add(key)
+    with capture_logs() as logs:
+        transport.answers.get_nowait().set_exception(RuntimeError("no answer\nwithin 30 s"))
+    assert [(line["log_level"], line["gradients"], line["problem"]) for line in logs] == [("warning", 1, "no answer")]
+    assert transport.keys == [KEYS[:1], KEYS[1:3]], "not twice: the lead may have heard it"
+    transport.answer()
+
+
+def test_a_report_that_cannot_be_sent_is_logged_and_does_not_hold_up_the_next_one() -> None:
+    reports, transport = make()
+    transport.error = RuntimeError("not connected")
+    with capture_logs() as logs:
+        reports.add(KEYS[0])
+        reports.add(KEYS[1])
+        reports.add(KEYS[2])
+        transport.error = RuntimeError()
+        transport.answer()  # from an RPC thread, where nobody would see what is raised
+        reports.add(KEYS[3])
+    assert [line["problem"] for line in logs] == ["not connected", "RuntimeError"]
+    assert transport.keys == [KEYS[1:2], KEYS[3:4]]
+
+
+def test_threads_report_each_gradient_once_and_in_their_order() -> None:
+    reports, transport = make()
+    threads, each = 8, 400
+    adding = [threading.Thread(target=lambda name=name: [reports.add(Key(name, number)) for number in range(each)])
+              for name in map(str, range(threads))]  # fmt: skip
+    for thread in adding:
+        thread.start()
+    while sum(map(len, transport.keys)) < threads * each or not transport.answers.empty():
+        transport.answer()  # this thread is RPC's
+    for thread in adding:
+        thread.join(30)
+    assert transport.most == 1, "one report at a time"
+    sent = [key for keys in transport.keys for key in keys]
+    for name in map(str, range(threads)):
+        assert [key.number for key in sent if key.trainer == name] == list(range(each))
+    assert len(sent) == threads * each
+
+
+def test_the_lead_takes_a_gradient_with_the_last_server_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "INBOX", RankObject[calls.Inbox]())
+    inbox, arrived = calls.INBOX.set(queue.SimpleQueue()), Counter[Key]()
+    ledger = Ledger(100, 4, 1, 1, ["trainer_0", "trainer_1"], sync=True)
+    one, two, three = Key("trainer_0", 1), Key("trainer_1", 1), Key("trainer_0", 2)
+    calls.complete([one, two])
+    calls.complete([two, one, three])
+    calls.working("trainer_0", 3)
+    assert [lead._next(inbox, ledger, arrived, 2) for _ in range(3)] == [two, one, Working("trainer_0", 3)]
+    assert arrived == {three: 1}
+    ledger.lose("trainer_0")
+    calls.complete([three, Key("trainer_1", 2)])
+    inbox.put("trainer_0")
+    assert lead._next(inbox, ledger, arrived, 2) == "trainer_0"
+    assert arrived == {three: 1, Key("trainer_1", 2): 1}, "of a lost trainer nothing counts any more"
+    monkeypatch.setattr(lead, "CHECK_SECONDS", 0.01)
+    assert lead._next(inbox, ledger, arrived, 2) is None

@@ -28,7 +28,7 @@ from rolecall.job.shardfile import ShardError
 from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
 from rolecall.jobs.hybrid import sharded as module
 from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
-from rolecall.jobs.hybrid.disk_rows import Scratch
+from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags, Table
@@ -108,17 +108,15 @@ def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
     table.close()
 
 
-def test_what_is_read_or_settled_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_read_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk_rows, "BATCH_BYTES", 2**15)
     scratch = Scratch(tmp_path, 40, 2048)
-    scratch.write(torch.arange(40), torch.arange(40.0)[:, None].expand(-1, 2048))
     hot, read, asked = disk_rows.HotRows(scratch, 40), scratch.read, list[int]()
+    hot.set(torch.arange(40), torch.arange(40.0)[:, None].expand(-1, 2048))
     monkeypatch.setattr(scratch, "read", lambda rows: asked.append(len(rows)) or read(rows))
     with hot.holding(torch.arange(19)) as slots:
         assert torch.equal(hot.values[slots][:, 7], torch.arange(19.0))
     assert asked == [4, 4, 4, 4, 3]
-    scratch.settle_rows(3)
-    assert scratch._unsettled == 3 * 2048 * 4
     hot.close()
 
 
@@ -172,7 +170,7 @@ def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_what_freeing_a_slot_raises_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path, 4)
     table.fill()
-    monkeypatch.setattr(table.hot.scratch, "write", MagicMock(side_effect=OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(table.hot.scratch, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
     for row in range(4):
         table.update(torch.tensor([row]), torch.ones(1, WIDTH))
     with pytest.raises(OSError, match="broken"):
@@ -186,7 +184,7 @@ def test_what_freeing_a_slot_raises_is_raised_by_who_waits(monkeypatch: pytest.M
 def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = chosen(table_dir=tmp_path / "rows", table_memory=200_000).model_copy(update={"num_embeddings": 10_000})
     monkeypatch.setattr(os, "posix_fallocate", MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(UsageError, match=r"TABLE_DIR=.*rows: the 120000 bytes of .*No space left on device"):
+    with pytest.raises(UsageError, match=r"TABLE_DIR=.*rows: the \d+ bytes of .*No space left on device"):
         open_scratch(options, 0)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"TABLE_DIR=.*file"):
@@ -195,8 +193,9 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_scratch_has_no_name_so_runs_cannot_meet(tmp_path: Path) -> None:
     one, two = Scratch(tmp_path, 10, 2), Scratch(tmp_path, 10, 2)
-    one.write(torch.arange(10), torch.ones(10, 2))
-    assert not two.rows.any()
+    places = one.append(torch.arange(10), torch.ones(10, 2))
+    assert one.read(places).all()
+    assert not two.read(places).any()
     assert list(tmp_path.iterdir()) == []
     one.close()
     two.close()
@@ -206,10 +205,10 @@ def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.Mo
     for name, value in {"NUM_EMBEDDINGS": "1000000", "TABLE_MEMORY": "100MB"}.items():
         monkeypatch.setenv(name, value)
     options = config.load(HybridSettings)
-    assert options.hot_rows == (100_000_000 - 9 * 1_000_000) // (64 * 4 + 17)
+    assert options.hot_rows == (100_000_000 - 9 * 1_000_000) // (64 * 4 + 21)
     assert not options.model_copy(update={"servers": 4}).hot_rows, "it fits"
     monkeypatch.setenv("TABLE_MEMORY", "9MB")
-    with pytest.raises(UsageError, match="TABLE_MEMORY=9000000: must be at least 9279552 bytes for 1000000 rows"):
+    with pytest.raises(UsageError, match="TABLE_MEMORY=9000000: must be at least 9283648 bytes for 1000000 rows"):
         config.load(HybridSettings)
     monkeypatch.setenv("NUM_EMBEDDINGS", "100")
     monkeypatch.setenv("TABLE_MEMORY", "100kB")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +50,9 @@ class Chain:
 
 
 class LoggedShare(Share):
-    """As a `Share`, of rows that are fetched: `fetch(rows)` has the values of `rows` [n] int64 here, in ascending
-    order, by name. It is called in any thread; what changes meanwhile may have either value. `rows()` is for reading
-    back.
+    """As a `Share`, of rows that are fetched: `fetch(rows)` has the values of `rows` [n] int64 here by name. It is
+    called in any thread; what changes meanwhile may have either value. `together()` has numbers of rows, those [n] at a
+    time that are fetched fastest together; not necessarily all rows, nor each once. `rows()` is for reading back.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class LoggedShare(Share):
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
         fetch: Callable[[Tensor], Values],
+        together: Callable[[], Iterable[Tensor]] = tuple,
         at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin(),
     ) -> None:
-        self._fetch, self._changes = fetch, threading.Condition()
+        self._fetch, self._together, self._changes = fetch, together, threading.Condition()
         self._marks = torch.zeros(len(next(iter(rows().values()))), dtype=torch.uint8)
         self._chain: Chain | None = None  # of the newest checkpoint
         self._next: Chain | None = None  # of the one that is written, perhaps
@@ -104,7 +105,7 @@ class LoggedShare(Share):
             count = changed if chain else len(self._marks)
             patience = self.context.settings.rpc_timeout / 2
             capture = ChangesCapture(f"{self}.{order.stem}", columns, count, self._marks, self._changes, self._fetch,
-                                     chain, patience)  # fmt: skip
+                                     self._together, chain, patience)  # fmt: skip
             names, logged = (chain.names, chain.logged + changed) if chain else ((), 0)
             self._next = Chain(order.stem, (*names, *capture.files), logged)
         return capture
@@ -175,11 +176,13 @@ class ChangesCapture(Capture):
         marks: Tensor,
         changes: threading.Condition,
         fetch: Callable[[Tensor], Values],
+        together: Callable[[], Iterable[Tensor]],
         chain: Chain | None,
         patience: float,
     ) -> None:
         super().__init__({}, patience)
         self._progress, self._marks, self._fetch, self._left = changes, marks, fetch, count
+        self._together = together
         self.chain = chain
         # the largest column is written as it comes, the others after it
         self._sorted = dict(sorted(columns.items(), key=lambda each: -each[1].bytes))
@@ -217,8 +220,7 @@ class ChangesCapture(Capture):
     def _chunks(self) -> Iterator[tuple[Tensor, Values]]:
         """All rows, some at a time, with their values. Raises CaptureError."""
         per_block = max(1, BLOCK // self._row_bytes)
-        for begin in range(0, len(self._marks), SPAN):
-            span = ((self._marks[begin : begin + SPAN] & PENDING) != 0).nonzero()[:, 0] + begin
+        for span in self._spans():
             for rows in span.split(per_block) if len(span) else ():
                 values = self._fetch(rows)
                 with self._progress:
@@ -228,6 +230,13 @@ class ChangesCapture(Capture):
                 yield claimed
                 yield from self._drain()
         yield from self._drain()
+
+    def _spans(self) -> Iterator[Tensor]:
+        """All rows that are still to be written when it comes to them, some at a time."""
+        for rows in self._together():
+            yield rows[(self._marks[rows] & PENDING) != 0]
+        for begin in range(0, len(self._marks), SPAN):
+            yield ((self._marks[begin : begin + SPAN] & PENDING) != 0).nonzero()[:, 0] + begin
 
     def _drain(self) -> Iterator[tuple[Tensor, Values]]:
         """What was set aside."""

@@ -16,7 +16,7 @@ from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.hybrid.metrics import METRICS
 
 BYTES_OF_A_ROW = 4 + 4 + 1  # in memory of a row on disk
-BYTES_OF_A_SLOT = 4 + 4 + 8 + 1  # in memory of a hot row, beside its values
+BYTES_OF_A_SLOT = 4 + 4 + 4 + 8 + 1  # in memory of a hot row, beside its values
 LEAST_HOT_ROWS = 1024
 FILTER_IDS = 2**24
 

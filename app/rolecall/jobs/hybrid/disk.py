@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.disk_rows import HotRows, Scratch
+from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.jobs.hybrid.disk_rows import HotRows
 from rolecall.jobs.hybrid.table import Bags, Table
 
 FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
@@ -27,19 +28,16 @@ KEPT = 2**20  # bytes of freed memory that are kept in one piece
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FileRows(Rows):
-    """The rows of `scratch`, which is told of those that are set."""
+class _RowsOnDisk(Rows):
+    """Rows that are set in `hot`; their tensor has only their shape."""
 
-    scratch: Scratch
+    hot: HotRows
 
     def put(self, values: Tensor, begin: int, first: int, step: int) -> None:
-        super().put(values, begin, first, step)
-        self.scratch.settle(values.nbytes)
+        self.put_numbered(values, torch.arange(begin, begin + len(values)), first, step)
 
     def set_rows(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
-        order = rows.argsort()  # rows that share a page are one fault
-        self.scratch.write(rows[order], values[order])
-        self.scratch.settle_rows(len(rows))
+        self.hot.set(rows, values)
 
 
 class DiskTable(Table):
@@ -50,7 +48,7 @@ class DiskTable(Table):
 
     def __init__(self, settings: HybridSettings, ordinal: int, scratch: Scratch, hot: int) -> None:
         _return_memory()
-        super().__init__(settings, ordinal, weight=scratch.rows)
+        super().__init__(settings, ordinal, weight=torch.zeros(()).expand(scratch.rows, scratch.width))
         self.hot = HotRows(scratch, hot)
         self._hints: deque[Tensor] = deque(maxlen=HINTS)
         self._hinted = threading.Condition()
@@ -101,15 +99,19 @@ class DiskTable(Table):
         """See `Table.rows`; for reading back from a checkpoint."""
         rows = super().rows()
         weight = rows["weight"]
-        in_file = _FileRows(weight.tensors, weight.total, weight.first, weight.step, scratch=self.hot.scratch)
-        return {**rows, "weight": in_file}
+        on_disk = _RowsOnDisk(weight.tensors, weight.total, weight.first, weight.step, hot=self.hot)
+        return {**rows, "weight": on_disk}
 
-    def settle(self, size: int) -> None:
-        """See `Table.settle`."""
-        self.hot.scratch.settle(size)
+    def set(self, begin: int, values: Tensor) -> None:
+        """See `Table.set`."""
+        self.hot.set(torch.arange(begin, begin + len(values)), values)
+
+    def by_place(self) -> Iterator[Tensor]:
+        """See `HotRows.by_place`."""
+        return self.hot.by_place()
 
     def fetch(self, rows: Tensor) -> dict[str, Tensor]:
-        """The values of `rows` [n] int64 in ascending order, as a checkpoint holds them."""
+        """The values of `rows` [n] int64, as a checkpoint holds them."""
         values = {"weight": self.hot.fetch(rows)}
         return {**values, "squares": self.squares[rows]} if len(self.squares) else values
 
@@ -128,9 +130,9 @@ class DiskTable(Table):
                 if not self._hints:
                     return
                 rows = self._hints.popleft()
-            rows = rows[(rows >= 0) & (rows < len(self.weight))].unique()[: self.hot.most]
+            rows = rows[(rows >= 0) & (rows < len(self.weight))]
             try:
-                for part in rows.split(AHEAD):
+                for part in self.hot.missing(rows)[: self.hot.most].split(AHEAD):
                     self.hot.bring(part)
             except TimeoutError:  # the lookup of these rows meets it again, and says so
                 continue

@@ -136,10 +136,13 @@ class Table(nn.Module):
 
     def load(self, columns: dict[str, Any]) -> None:
         """Takes the whole tensors of a checkpoint. Raises KeyError or RuntimeError where they do not fit."""
-        columns = {"squares": torch.empty(0), **columns}
-        if isinstance(columns["weight"], list):  # in pieces, of an earlier version
-            columns["weight"] = torch.cat(columns["weight"])
-        self.load_state_dict(columns)
+        weight, squares = columns["weight"], columns.get("squares", torch.empty(0))
+        if isinstance(weight, list):  # in pieces, of an earlier version
+            weight = torch.cat(weight)
+        if weight.shape != self.weight.shape or columns.keys() - {"weight", "squares"}:
+            raise RuntimeError(f"its {', '.join(columns)} are not those of {tuple(self.weight.shape)} rows")
+        self.load_state_dict({"squares": squares}, strict=False)
+        self.set(0, weight)
 
     def start(self, step: int) -> None:
         """Declares the table to be the one after `step` steps."""
@@ -161,9 +164,7 @@ class Table(nn.Module):
             values = kept.block[: end - begin].uniform_(-1 / dim, 1 / dim, generator=generator)
             first = (self.ordinal - begin) % self.settings.servers  # the first of this server's rows among them
             local = values[first :: self.settings.servers]
-            place = (begin + first) // self.settings.servers
-            self.weight[place : place + len(local)] = local.to(self.weight.device)
-            self.settle(local.nbytes)
+            self.set((begin + first) // self.settings.servers, local)
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, range(0, total, INITIAL_ROWS)))
@@ -216,8 +217,10 @@ class Table(nn.Module):
         """Adds `factor` times `values` [rows, width] to `rows`, each of which occurs once."""
         self.weight.index_add_(0, rows, values, alpha=factor)
 
-    def settle(self, size: int) -> None:
-        """Is told that `size` bytes of rows were set, outside of training."""
+    @torch.no_grad()
+    def set(self, begin: int, values: Tensor) -> None:
+        """Sets the rows from `begin` on to `values` [rows, width], outside of training."""
+        self.weight[begin : begin + len(values)] = values.to(self.weight.device)
 
     def prefetch(self, rows: Tensor) -> None:
         """Is told that `rows` [n] int64 are looked up soon."""

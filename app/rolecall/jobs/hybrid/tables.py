@@ -6,7 +6,7 @@ from typing import Any
 
 from rolecall.jobs.hybrid import HybridSettings, hashed_saved
 from rolecall.jobs.hybrid.disk import DiskTable
-from rolecall.jobs.hybrid.disk_rows import Scratch
+from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.hashed import HashedTable
 from rolecall.jobs.hybrid.table import Table
 

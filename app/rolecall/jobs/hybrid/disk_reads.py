@@ -1,0 +1,161 @@
+"""Many small reads of a file at once."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DEPTH = 256  # reads that the disk has at once
+THREADS = 16  # that read, where the kernel takes no reads to be done meanwhile
+WAIT = 60.0  # seconds for DEPTH reads
+# Linux's system calls io_setup, io_destroy, io_getevents and io_submit
+CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+# Linux's aio_abi.h: struct iocb, whose operation 0 is a read at an offset, and struct io_event
+REQUEST = np.dtype([("data", "u8"), ("key", "u4"), ("flags", "u4"), ("operation", "u2"), ("priority", "i2"),
+                    ("file", "u4"), ("buffer", "u8"), ("size", "u8"), ("offset", "i8"), ("reserved", "u8"),
+                    ("event_flags", "u4"), ("event_file", "u4")])  # fmt: skip
+EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second", "i8")])
+
+
+class Reads(Protocol):
+    """Reads pieces of `size` bytes. One thread at a time may call."""
+
+    def read(self, offsets: np.ndarray) -> Tensor:
+        """The pieces [n, size] uint8 at `offsets` [n] int64, at most DEPTH, valid until the next call. Raises OSError;
+        TimeoutError where the disk hangs.
+        """
+
+    def close(self) -> None:
+        """Gives back what it has of the system."""
+
+
+def aligned(size: int) -> Tensor:
+    """Memory [size] uint8 that a disk can fill directly: it begins at a page."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def bytes_of(memory: Tensor) -> memoryview:
+    """The bytes of `memory` [n] uint8, to be read and written."""
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+class KernelReads:
+    """`Reads` of a file that was opened with O_DIRECT, by Linux's asynchronous I/O: a system call begins all of them,
+    and another waits. Threads would take five times the processor time, and the interpreter's lock twice for each read.
+
+    Raises OSError where there is no such thing.
+    """
+
+    def __init__(self, file: int, size: int) -> None:
+        if platform.system() != "Linux" or platform.machine() not in CALLS:
+            raise OSError(errno.ENOSYS, "no asynchronous I/O")
+        self._setup, self._destroy, self._getevents, self._submit = CALLS[platform.machine()]
+        self._call: Any = ctypes.CDLL(None, use_errno=True).syscall
+        self._call.restype = ctypes.c_long
+        self._context = ctypes.c_ulong(0)
+        self._checked(self._setup, DEPTH, ctypes.addressof(self._context))
+        self._pieces = aligned(DEPTH * size).view(DEPTH, size)
+        self._requests = np.zeros(DEPTH, REQUEST)
+        self._requests["file"], self._requests["size"] = file, size
+        self._requests["buffer"] = self._pieces.data_ptr() + size * np.arange(DEPTH)
+        self._pointers = self._requests.ctypes.data + REQUEST.itemsize * np.arange(DEPTH, dtype=np.uint64)
+        self._events = np.zeros(DEPTH, EVENT)
+        self._problem: OSError | None = None  # after which memory may still be written to
+
+    def _checked(self, number: int, *args: int) -> int:
+        result = int(self._call(ctypes.c_long(number), *map(ctypes.c_long, args)))
+        if result < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return result
+
+    def read(self, offsets: np.ndarray) -> Tensor:
+        """See `Reads.read`."""
+        if self._problem:
+            raise self._problem
+        count = len(offsets)
+        self._requests["offset"][:count] = offsets
+        begun = 0
+        try:
+            while begun < count:
+                pointers = self._pointers[begun:].ctypes.data
+                begun += self._checked(self._submit, self._context.value, count - begun, pointers)
+            self._wait(count)
+        except OSError as error:
+            self._problem = error
+            raise
+        return self._pieces[:count]
+
+    def _wait(self, count: int) -> None:
+        deadline = time.monotonic() + WAIT
+        done = 0
+        while done < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"TABLE_DIR: no row was read for {WAIT:g} s; is its disk hanging?")
+            limit = np.array([int(left), int(left % 1 * 1e9)], dtype=np.int64)
+            try:
+                done += self._checked(self._getevents, self._context.value, count - done, count - done,
+                                      self._events[done:].ctypes.data, limit.ctypes.data)  # fmt: skip
+            except InterruptedError:
+                continue
+        results = self._events["result"][:count]
+        if (wrong := results[results != self._pieces.shape[1]]).size:
+            number = -int(wrong[0]) if wrong[0] < 0 else errno.EIO  # fewer bytes than asked for
+            raise OSError(number, f"TABLE_DIR: rows cannot be read ({os.strerror(number)})")
+
+    def close(self) -> None:
+        """See `Reads.close`."""
+        if not self._problem:
+            self._checked(self._destroy, self._context.value)
+
+
+class ThreadReads:
+    """`Reads` by threads, of any file."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self._file = file
+        self._pieces = aligned(DEPTH * size).view(DEPTH, size)
+        self._views = [bytes_of(piece) for piece in self._pieces]
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def read(self, offsets: np.ndarray) -> Tensor:
+        """See `Reads.read`."""
+        places = offsets.tolist()
+
+        def read(first: int) -> None:
+            for number in range(first, len(places), THREADS):
+                read_fully(self._file, self._views[number], places[number])
+
+        list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
+        return self._pieces[: len(places)]
+
+    def close(self) -> None:
+        """See `Reads.close`."""
+        self._pool.shutdown()
+
+
+def read_fully(file: int, view: memoryview, offset: int) -> None:
+    """Fills `view` with what `file` has at `offset`. Raises OSError."""
+    while len(view):
+        count = os.preadv(file, [view], offset)
+        if not count:
+            raise OSError(errno.EIO, "TABLE_DIR: the file of the rows is shorter than it was")
+        view, offset = view[count:], offset + count
+
+
+def write_fully(file: int, view: memoryview, offset: int) -> None:
+    """Writes `view` to `file` at `offset`. Raises OSError."""
+    while len(view):
+        count = os.pwritev(file, [view], offset)
+        view, offset = view[count:], offset + count

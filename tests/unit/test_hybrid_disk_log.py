@@ -1,0 +1,251 @@
+"""The log in which a table past memory lies: what is read is what was written last, wherever it has moved to."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from torch import Tensor
+
+from rolecall.jobs.hybrid import HybridSettings, disk_file, disk_log, disk_reads
+from rolecall.jobs.hybrid.disk import DiskTable
+from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.jobs.hybrid.disk_reads import DEPTH, KernelReads, ThreadReads
+from rolecall.jobs.hybrid.disk_rows import NO_PLACE, HotRows
+
+ROWS, WIDTH = 3000, 3
+
+
+@pytest.fixture(params=["direct", "large blocks", "threads", "page cache"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the file is read and written: as other disks, kernels and file systems have it."""
+    if request.param == "large blocks":
+        monkeypatch.setattr(disk_file, "BLOCKS", (4096,))
+    elif request.param == "threads":
+        monkeypatch.setattr(disk_reads, "CALLS", {})
+    elif request.param == "page cache":
+        monkeypatch.setattr(disk_file, "_open_directly", lambda file: (None, 512))
+    return str(request.param)
+
+
+@pytest.fixture
+def hot(tmp_path: Path, way: str) -> Iterator[HotRows]:
+    """Its segments are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_log, "LEAST_BLOCKS", 2)
+        each = HotRows(Scratch(tmp_path, ROWS, WIDTH), 200)
+    yield each
+    each.close()
+
+
+def values_of(rows: Tensor, turn: int = 0) -> Tensor:
+    return rows[:, None] + torch.tensor([0.0, 0.25, 0.5]) + 10_000 * turn
+
+
+def counted(hot: HotRows) -> Tensor:
+    """Records that count, by segment, from where each row is."""
+    slots = hot._slots.long()
+    places = torch.where(slots >= 0, hot._places[slots.clamp(min=0)].long(), -1 - slots)
+    return torch.bincount(hot.scratch.segment_of(places[places != NO_PLACE]), minlength=hot.scratch.segments).int()
+
+
+def test_rows_that_change_again_and_again_are_what_they_were_set_to(hot: HotRows) -> None:
+    """Segments are written several times, most of them while other rows of them still count."""
+    generator = torch.Generator().manual_seed(1)
+    expected = values_of(torch.arange(ROWS))
+    hot.set(torch.arange(ROWS), expected)
+    for turn in range(1, 120):
+        rows = torch.randperm(ROWS // 4, generator=generator)[:90]  # some, so that the others have to move
+        rows = torch.cat([rows, torch.randint(ROWS // 4, ROWS, (10,), generator=generator).unique()])
+        with hot.holding(rows) as slots:
+            assert torch.equal(hot.values[slots], expected[rows])
+            if turn % 3:  # else they are only looked up
+                hot.changed[slots] = True
+                hot.values[slots] = expected[rows] = values_of(rows, turn)
+        if not turn % 10:
+            assert torch.equal(hot.fetch(torch.arange(ROWS)), expected)
+    with hot._writing, hot._lock:
+        assert torch.equal(hot.scratch.live, counted(hot))
+    assert int(hot.scratch.uses.sum()) > 2 * hot.scratch.segments
+    assert torch.equal(hot.fetch(torch.arange(ROWS)), expected)
+
+
+def test_by_place_has_all_rows_on_disk_once(hot: HotRows) -> None:
+    hot.set(torch.arange(ROWS), values_of(torch.arange(ROWS)))
+    hot.set(torch.arange(0, ROWS, 7), values_of(torch.arange(0, ROWS, 7)))
+    with hot.holding(torch.arange(5)):
+        parts = list(hot.by_place())
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(5, ROWS))
+    together = [rows for rows in parts if len(rows)]
+    assert len(together) <= hot.scratch.segments
+    places = [-1 - hot._slots[rows].long() for rows in together]
+    assert all(int(each.max() - each.min()) < hot.scratch.segment for each in places)
+
+
+def test_a_record_that_is_overwritten_while_it_is_read_is_read_again(
+    hot: HotRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot.set(torch.arange(ROWS), values_of(torch.arange(ROWS)))
+    read, rows, turns = hot.scratch.read, torch.arange(5), [1]
+
+    def read_late(places: Tensor) -> Tensor:
+        if len(turns) == 1:
+            segment = int(hot.scratch.segment_of(places[:1]))
+            uses = int(hot.scratch.uses[segment])
+            with hot._writing:
+                hot._reclaim(segment)  # they move
+            while int(hot.scratch.uses[segment]) == uses:  # others are written where they were
+                hot.set(torch.arange(5, ROWS), values_of(torch.arange(5, ROWS), turns[-1]))
+                turns.append(turns[-1] + 1)
+        return read(places)
+
+    monkeypatch.setattr(hot.scratch, "read", read_late)
+    assert torch.equal(hot.fetch(rows), values_of(rows))
+    assert len(turns) > 1
+
+
+def test_a_row_that_moves_while_it_comes_into_memory_is_forgotten_there(hot: HotRows) -> None:
+    """What it has on disk is then counted where it is, and freed with its slot."""
+    hot.set(torch.arange(ROWS), values_of(torch.arange(ROWS)))
+    take = hot._take
+
+    def take_late(count: int) -> Tensor:
+        hot._lock.release()  # as it does where it waits for a slot
+        with hot._writing:
+            hot._reclaim(int(hot.scratch.segment_of(-1 - hot._slots[:1])))
+        hot._lock.acquire()
+        return take(count)
+
+    before = hot._slots[:5].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hot, "_take", take_late)
+        hot.bring(torch.arange(5))
+    with hot.holding(torch.arange(5)) as slots:
+        assert torch.equal(hot.values[slots], values_of(torch.arange(5)))
+        assert not torch.equal(-1 - hot._places[slots], before), "they have moved"
+    for begin in range(5, 2000, 100):
+        hot.bring(torch.arange(begin, begin + 100))
+    with hot._writing, hot._lock:
+        assert torch.equal(hot.scratch.live, counted(hot))
+    assert torch.equal(hot.fetch(torch.arange(5)), values_of(torch.arange(5)))
+
+
+def test_rows_in_memory_can_be_set(hot: HotRows) -> None:
+    hot.set(torch.arange(ROWS), values_of(torch.arange(ROWS)))
+    with hot.holding(torch.arange(10)) as slots:
+        hot.changed[slots] = True
+        hot.values[slots] = -1.0
+    hot.set(torch.arange(ROWS), values_of(torch.arange(ROWS), 1))
+    assert torch.equal(hot.fetch(torch.arange(ROWS)), values_of(torch.arange(ROWS), 1))
+    assert torch.equal(hot.scratch.live, counted(hot))
+
+
+def test_a_row_that_was_never_set_is_no_row(hot: HotRows) -> None:
+    hot.set(torch.arange(10), values_of(torch.arange(10)))
+    with pytest.raises(RuntimeError, match="looked up before they are set"):
+        hot.fetch(torch.tensor([9, 10]))
+
+
+def test_which_way_it_takes(tmp_path: Path, way: str) -> None:
+    with structlog.testing.capture_logs() as lines:
+        file = disk_file.RecordFile(tmp_path, 3)
+    kinds = {type(file._readers.get()) for _ in range(disk_file.READERS)}
+    if way in ("direct", "large blocks") and file._direct is None:
+        pytest.skip("a file system without direct reads")
+    assert kinds == {KernelReads if way in ("direct", "large blocks") else ThreadReads}
+    assert [line["log_level"] for line in lines] == (["warning"] * disk_file.READERS if way == "threads" else [])
+    assert file.block == (4096 if way == "large blocks" else 512)
+    assert file.stride == 16
+
+
+@pytest.mark.parametrize(("width", "stride"), [(1, 4), (5, 32), (64, 256), (100, 512), (129, 1024), (1000, 4096)])
+def test_a_record_touches_no_more_blocks_than_it_needs(tmp_path: Path, width: int, stride: int) -> None:
+    file = disk_file.RecordFile(tmp_path, width)
+    assert file.stride == (stride if file.block == 512 else file.stride)
+    assert file.stride % file.block == 0 or file.block % file.stride == 0
+    file.reserve(2000 * file.stride)
+    records = torch.randn(600, width)
+    begin = 3 * file.blocks_begin
+    file.write(begin, records)
+    places = torch.randperm(600) + begin
+    assert len(places) > 2 * DEPTH
+    assert torch.equal(file.read(places), records[places - begin])
+    assert torch.equal(file.read_range(begin, begin + 600), records)
+    file.close()
+
+
+# ---- what a disk does wrong
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[int]:
+    """A file of 8 blocks, opened directly where that is possible."""
+    path = tmp_path / "data"
+    path.write_bytes(np.arange(8 * 4096 // 4, dtype=np.int32).tobytes())
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        pytest.skip("a file system without direct reads")
+    yield file
+    os.close(file)
+
+
+@pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
+def test_reads_are_of_their_offsets(kind: Any, data: int) -> None:
+    reads = kind(data, 4096)
+    for offsets in ([], [3], [7, 0, 0, 5], [1, 2] * (DEPTH // 2)):
+        pieces = reads.read(4096 * np.array(offsets, dtype=np.int64)).view(torch.int32)
+        assert pieces[:, 0].tolist() == [1024 * offset for offset in offsets]
+        assert pieces[:, -1].tolist() == [1024 * offset + 1023 for offset in offsets]
+    reads.close()
+
+
+@pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
+def test_what_cannot_be_read_is_an_error_that_names_the_setting(kind: Any, data: int) -> None:
+    reads = kind(data, 4096)
+    with pytest.raises(OSError, match="TABLE_DIR"):
+        reads.read(4096 * np.array([2, 8], dtype=np.int64))  # behind its end
+
+
+def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_reads, "WAIT", 0.0)
+    reads = KernelReads(data, 4096)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="TABLE_DIR: no row was read for 0 s; is its disk hanging"):
+            reads.read(np.zeros(1, dtype=np.int64))
+
+
+def test_a_kernel_that_forbids_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelReads, "_checked", MagicMock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
+    with structlog.testing.capture_logs() as lines:
+        scratch = Scratch(tmp_path, 10, 2)
+    if scratch.file._direct is None:
+        pytest.skip("a file system without direct reads")
+    assert "not permitted" in lines[0]["reason"]
+    places = scratch.append(torch.arange(10), torch.ones(10, 2))
+    assert scratch.read(places).all()
+    scratch.close()
+
+
+# ---- the table
+
+
+def test_a_whole_table_of_an_earlier_version_is_taken(tmp_path: Path) -> None:
+    options = HybridSettings(num_embeddings=40, embedding_dim=2)
+    table = DiskTable(options, 0, Scratch(tmp_path, 40, 2), 8)
+    weight = torch.randn(40, 2)
+    table.load({"weight": [weight[:15], weight[15:]], "squares": torch.arange(40.0)})
+    assert torch.equal(table.fetch(torch.arange(40))["weight"], weight)
+    assert table.squares[7] == 7
+    for columns in ({"weight": weight[1:]}, {"weight": weight}, {"weight": weight, "ids": torch.arange(40)}):
+        with pytest.raises(RuntimeError):
+            table.load(columns)
+    table.close()

@@ -35,7 +35,7 @@ from tests.benchmarks.display import Display
 ROWS, SAMPLES = 3_000_000, 300_000
 QUICK = 10  # times smaller
 TIMES = 3  # the table's size over that of the memory
-ROWS_SHARE = 0.5  # of the memory is TABLE_MEMORY; the rest is for the program, calls, checkpoints and the page cache
+ROWS_SHARE = 0.6  # of the memory is TABLE_MEMORY; the rest is for the program, calls and checkpoints
 STEPS = 1000
 WARM = 200  # steps, of the table in memory
 INTERVAL = 45.0  # seconds between checkpoints of the table on disk

@@ -128,6 +128,11 @@ def rows_in(size: float, kind: str, width: int, filter_ids: int = 0) -> int:
     return int((size - 2 * filter_ids) / (4 * width + ROW_BYTES[kind]))
 
 
+def training_ids() -> int:
+    """Distinct ids in the samples of the default training."""
+    return len(data.load(HybridSettings(table="hashed")).train.bags.rows.unique())
+
+
 def accuracy(kind: str, rows: int, filter_ids: int, sightings: int, seed: int) -> float:
     """On the test samples, after the default training with a table of `rows` rows, in one process."""
     torch.set_num_threads(1)

@@ -199,7 +199,7 @@ def test_the_examples_of_the_page_on_jobs_finish(
     cluster: MakeCluster, name: str, settings: dict[str, str], score: str
 ) -> None:
     """Their code is in docs/job.md."""
-    job = cluster(JOB=f"examples/{name}.py", **settings).start(2)
+    job = cluster(JOB=f"examples/{name}.py", **settings).start(2, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
     summary = json.loads((job.checkpoints / "summary.json").read_text())
     assert (summary["job"], summary["state"], summary["curve"]["label"]) == (name, "finished", score)

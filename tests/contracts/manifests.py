@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from kubernetes_validate import utils as kubernetes_schemas
 
 from rolecall import new
 from rolecall.config import Settings
@@ -31,6 +34,11 @@ INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 POD_INDEX = "apps.kubernetes.io/pod-index"  # a StatefulSet's controller sets it, from Kubernetes 1.28 on
 Object = dict[str, Any]
+# the same objects as with SafeLoader, in a tenth of the time; a PyYAML without libyaml has none
+FAST_LOADER: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# each validation would look for the versions that there are, and read a megabyte of definitions
+kubernetes_schemas.all_versions = functools.cache(kubernetes_schemas.all_versions)
+kubernetes_schemas.schema_contents = functools.cache(kubernetes_schemas.schema_contents)
 
 
 def kubectl() -> str:
@@ -43,19 +51,35 @@ def kubectl() -> str:
 def render(directory: Path) -> list[Object]:
     """The objects of the kustomization in `directory`."""
     done = subprocess.run(
-        [kubectl(), "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False
-    )
+        [kubectl(), "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "GOGC": "off"},  # it ends before a collection pays
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.load_all(done.stdout, FAST_LOADER))
+
+
+@contextlib.contextmanager
+def folder_of(name: str) -> Iterator[Path]:
+    """An overlay's folder; of a new job's, one that is written for the time of the context."""
+    if name != NEW:
+        yield K8S / name
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        yield new.write("fresh_job", Path(parent))[0].parent
 
 
 @functools.cache
 def overlay(name: str) -> Overlay:
     """An overlay by its folder: of k8s/, or a path."""
-    if name != NEW:
-        return Overlay(name, render(K8S / name))
-    with tempfile.TemporaryDirectory() as parent:
-        return Overlay(name, render(new.write("fresh_job", Path(parent))[0].parent))
+    with folder_of(name) as folder:
+        return Overlay(name, render(folder))
+
+
+@functools.cache
+def copied(name: str, **names: str) -> Overlay:
+    """An overlay once more, as an outer kustomization with these fields names it."""
+    with folder_of(name) as folder, tempfile.TemporaryDirectory() as directory:
+        return Overlay(name, extended(Path(directory), folder, **names))
 
 
 def extended(directory: Path, base: Path, **fields: Any) -> list[Object]:

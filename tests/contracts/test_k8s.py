@@ -28,7 +28,9 @@ from tests.contracts.manifests import (
     OVERLAYS,
     Overlay,
     RankSet,
+    copied,
     extended,
+    folder_of,
     overlay,
     render,
 )
@@ -424,20 +426,16 @@ def test_the_network_is_the_wall(rendered: Overlay) -> None:
 # ---- copies of a job in one namespace
 
 
-VARIANTS = {"prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"},
-            "both": {"namePrefix": "b-", "nameSuffix": "-two"}}  # fmt: skip
-
-
-def folder_of(name: str, directory: Path) -> Path:
-    """An overlay's folder; of a new job's, in `directory`."""
-    return new.write("fresh_job", directory)[0].parent if name == NEW else K8S / name
+VARIANTS: dict[str, dict[str, str]] = {
+    "prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"},
+    "both": {"namePrefix": "b-", "nameSuffix": "-two"},
+}  # fmt: skip
 
 
 @pytest.fixture(params=VARIANTS)
-def copy(request: pytest.FixtureRequest, overlay_name: str, tmp_path: Path) -> Overlay:
+def copy(request: pytest.FixtureRequest, overlay_name: str) -> Overlay:
     """An overlay once more, as an outer kustomization names it."""
-    folder = folder_of(overlay_name, tmp_path)
-    return Overlay(overlay_name, extended(tmp_path / "copy", folder, **VARIANTS[request.param]))
+    return copied(overlay_name, **VARIANTS[request.param])
 
 
 def selectors(rendered: Overlay) -> list[dict[str, Any]]:
@@ -535,7 +533,8 @@ def test_an_instance_label_of_ones_own_is_followed(rendered: Overlay, tmp_path: 
     labels = [{"pairs": {INSTANCE: "mine"}, "includeSelectors": True}]
     if rendered.name not in OVERLAYS:
         return
-    renamed = Overlay("mine", extended(tmp_path / "mine", folder_of(rendered.name, tmp_path), labels=labels))
+    with folder_of(rendered.name) as folder:
+        renamed = Overlay("mine", extended(tmp_path / "mine", folder, labels=labels))
     names = names_in(renamed)
     assert names["labels"] == names["INSTANCE"] == {"mine"}
     # which are still the Service's and the Secret's

@@ -46,17 +46,23 @@ def job(request: pytest.FixtureRequest) -> Ending:
 
 
 @pytest.fixture
-def layered(tmp_path: Path) -> Any:
-    """Renders a kustomization over k8s/."""
+def lay(tmp_path: Path) -> Any:
+    """Writes a kustomization over k8s/."""
     shutil.copytree(K8S, tmp_path / "k8s")
 
-    def make(text: str, name: str = "mine") -> Ending:
+    def write(text: str, name: str = "mine") -> Path:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "pi.py").touch()
         (tmp_path / name / "kustomization.yaml").write_text(text)
-        return rendered_in(tmp_path / name)
+        return tmp_path / name
 
-    return make
+    return write
+
+
+@pytest.fixture
+def layered(lay: Any) -> Any:
+    """Renders a kustomization over k8s/."""
+    return lambda text: rendered_in(lay(text))
 
 
 def source(job: Ending) -> str:
@@ -344,12 +350,10 @@ def test_the_policy_selects_its_own_pods_only(job: Ending) -> None:
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_two_copies_share_nothing(name: str, layered: Any) -> None:
-    layered(
-        f"namePrefix: a-\nnameSuffix: -x\nresources: [../k8s/{name}]\ncomponents: [../k8s/components/podgroup]\n", "a"
-    )
-    layered(f"namePrefix: b-\nresources: [../k8s/{name}]\n", "b")
-    both = layered("resources: [../a, ../b]\n")
+def test_two_copies_share_nothing(name: str, lay: Any) -> None:
+    lay(f"namePrefix: a-\nnameSuffix: -x\nresources: [../k8s/{name}]\ncomponents: [../k8s/components/podgroup]\n", "a")
+    lay(f"namePrefix: b-\nresources: [../k8s/{name}]\n", "b")
+    both = rendered_in(lay("resources: [../a, ../b]\n"))
     plain = ending(name)
     names = [(item["kind"], item["metadata"]["name"]) for item in both.objects]
     assert len(names) == len(set(names)) == 2 * len(plain.objects) + 1
@@ -453,10 +457,11 @@ def test_every_example_is_rendered_or_validated() -> None:
 
 
 @pytest.mark.parametrize("number", KUSTOMIZATIONS)
-def test_the_documented_overlays_render(number: int, layered: Any) -> None:
+def test_the_documented_overlays_render(number: int, lay: Any) -> None:
     for earlier in (*[one for one in KUSTOMIZATIONS if one < number], number):  # one may stand on another
         path, text = BLOCKS[earlier]
-        after = layered(text, path.partition("/")[0])
+        folder = lay(text, path.partition("/")[0])
+    after = rendered_in(folder)
     plain = re.search(r"\.\./k8s/(\w+-\w+)$", text, re.MULTILINE)
     if plain:
         assert after.objects != ending(plain[1]).objects

@@ -29,7 +29,7 @@ BASE = f"sha256:{'d' * 64}"
 FOLDERS = sorted(path.parent.name for path in K8S.glob("*/kustomization.yaml") if path.parent.name != "base")
 
 # in place of docker and oras: notes its arguments, fails where it is told to, and answers as a registry with the image
-STAND_IN = f"""#!{sys.executable}
+STAND_IN = f"""#!{sys.executable} -IS
 import json, os, sys
 said, plan = sys.argv[1:], json.loads(os.environ["PLAN"])
 with open(os.environ["NOTES"], "a") as notes:
@@ -384,12 +384,21 @@ def images(value: Any) -> Iterator[str]:
             yield from images(item)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_printed_lines_replace_every_image(tmp_path: Path, machine: Machine, folder: str) -> None:
+@pytest.fixture(scope="module")
+def of_both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The lines for the images of both builds of torch."""
+    machine = Machine(tmp_path_factory.mktemp("both"))
     machine.driver = "docker-container"  # the fastest way to the lines, which are the same for all
-    of_cpu = printed(machine.push())
+    return printed(machine.push()), printed(machine.push(TORCH="cuda"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_printed_lines_replace_every_image(
+    tmp_path: Path, of_both: tuple[list[dict[str, str]], list[dict[str, str]]], folder: str
+) -> None:
+    of_cpu, of_cuda = of_both
     assert of_cpu == [{"name": "rolecall", "newName": NAME, "digest": DIGEST["index"]}]
-    of_cuda = [{**line, "digest": BASE} for line in printed(machine.push(TORCH="cuda"))]
+    of_cuda = [{**line, "digest": BASE} for line in of_cuda]
     before = list(images(render(K8S / folder)))
     assert before
     objects = extended(tmp_path / "overlay", K8S / folder, images=[*of_cuda, *of_cpu])

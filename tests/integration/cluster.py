@@ -22,6 +22,7 @@ import psutil
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from rolecall import config
 from rolecall.job import registry
 from rolecall.rank.zygote import Zygote
 from rolecall.run import history, rundir
@@ -268,11 +269,17 @@ class Cluster:
         self.ranks[rank.name] = rank
         return rank
 
-    def start(self, count: int = 2) -> Cluster:
-        """Start rank 0, all of the other roles but the last one, and `count` members of that."""
+    def start(self, count: int = 2, described: bool = False) -> Cluster:
+        """Start rank 0, all of the other roles but the last one, and `count` members of that.
+
+        Where they are `described`, they know a user's job as those of `rolecall run` do; otherwise each asks a process
+        of its own, which imports torch for it.
+        """
         if counter(self.others):
             self.settings.setdefault(counter(self.others), str(count))
         self.count = count
+        if described:
+            self.settings[config.DESCRIPTION] = self._description()
         for role in self.job.roles[:-1]:
             # a setting's default is 1 here
             for ordinal in range(int(self.settings.get(counter(role), 1 if counter(role) else role.count))):
@@ -280,6 +287,14 @@ class Cluster:
         for ordinal in range(count):
             self.add(self.others.name, ordinal).start()
         return self
+
+    def _description(self) -> str:
+        assert self.server is not None
+        file, log = self.directory / "description", self.directory / "describe.log"
+        arguments = ["describe", "--output", str(file), self.settings["JOB"]]
+        process = warm.Process(self.server, {**os.environ, **self.settings}, log, arguments)
+        assert process.wait(DEADLINE) == 0, log.read_text()
+        return file.read_text()
 
     @property
     def first(self) -> Rank:

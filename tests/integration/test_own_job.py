@@ -158,7 +158,7 @@ def test_a_mistake_in_a_function_is_a_line_of_the_file(
     cluster: MakeCluster, tmp_path: Path, old: str, new: str, problem: str
 ) -> None:
     (tmp_path / FILE.name).write_text(TEXT.replace(old, new))
-    job = cluster(JOB=str(tmp_path / FILE.name)).start(1)
+    job = cluster(JOB=str(tmp_path / FILE.name)).start(1, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [2, 2]
     assert f"{FILE.name}:{line_of(old)}: " in job.first.text()
     assert problem in job.first.text()
@@ -176,7 +176,7 @@ def test_a_mistake_in_a_function_is_a_line_of_the_file(
 def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Path, bug: str, says: str) -> None:
     broken = TEXT.replace("        context.log(", f"        {bug}\n        context.log(")
     (tmp_path / FILE.name).write_text(broken)
-    job = cluster(JOB=str(tmp_path / FILE.name), MAX_FAILURES="1").start(1)
+    job = cluster(JOB=str(tmp_path / FILE.name), MAX_FAILURES="1").start(1, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [3, 3]
     for rank in job.ranks.values():
         assert "the job failed" in rank.text()
@@ -199,7 +199,7 @@ def test_the_examples_of_the_page_on_jobs_finish(
     cluster: MakeCluster, name: str, settings: dict[str, str], score: str
 ) -> None:
     """Their code is in docs/job.md."""
-    job = cluster(JOB=f"examples/{name}.py", **settings).start(2)
+    job = cluster(JOB=f"examples/{name}.py", **settings).start(2, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
     summary = json.loads((job.checkpoints / "summary.json").read_text())
     assert (summary["job"], summary["state"], summary["curve"]["label"]) == (name, "finished", score)

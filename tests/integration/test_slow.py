@@ -13,7 +13,7 @@ FILE = ROOT / "tests" / "integration" / "sluggish.py"
 def test_workers_that_load_are_waited_for_and_a_stuck_lead_is_replaced(cluster: MakeCluster) -> None:
     job = cluster(
         JOB=str(FILE), RPC_TIMEOUT="1", STUCK_SECONDS="2", CHECKPOINT_INTERVAL="3600", LOG_INTERVAL="100000"
-    ).start(2)
+    ).start(2, described=True)
     until(lambda: job.member(0).metric("phase", state="loading"), "a worker that loads")
     until(lambda: job.first.metric("worker_restarts_total", cause="stuck") == 1, "the stuck worker to be replaced")
     job.is_whole()

@@ -21,7 +21,8 @@ def ask(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("JOB_TOKEN", TOKEN)
 
     def start(kind: str) -> Callable[..., str]:
-        job = cluster(JOB=str(FILE), KIND=kind, LEASE_SECONDS="60", RPC_TIMEOUT="120", STUCK_SECONDS="600").start(2)
+        job = cluster(JOB=str(FILE), KIND=kind, LEASE_SECONDS="60", RPC_TIMEOUT="120", STUCK_SECONDS="600")
+        job.start(2, described=True)
         until(lambda: job.members() == 2 and job.first.metric("worker_state", state="running"), "all ranks' start")
 
         def asked(text: str, *words: str) -> str:

@@ -23,7 +23,7 @@ ValueError: on purpose"""
 
 
 def start(cluster: MakeCluster, **settings: str) -> Cluster:
-    return cluster(JOB=str(FILE), CHECKPOINT_INTERVAL="0.5", LOG_INTERVAL="1000", **settings).start(2)
+    return cluster(JOB=str(FILE), CHECKPOINT_INTERVAL="0.5", LOG_INTERVAL="1000", **settings).start(2, described=True)
 
 
 def stop(job: Cluster) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from rolecall.rank.zygote import Zygote
@@ -17,9 +18,9 @@ from rolecall.rank.zygote import Zygote
 class Process:
     """A rank's process, with what is used of `subprocess.Popen`."""
 
-    def __init__(self, zygote: Zygote, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, zygote: Zygote, environment: dict[str, str], log: Path, arguments: Sequence[str] = ()) -> None:
         with log.open("ab") as file:
-            self._forked = zygote.fork([], environment, file.fileno(), file.fileno())
+            self._forked = zygote.fork(arguments, environment, file.fileno(), file.fileno())
         self.pid = self._forked.pid
 
     @property

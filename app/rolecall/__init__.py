@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rolecall.job.exported import Exported
     from rolecall.job.kept import keep, versions
     from rolecall.job.logged import LoggedShare
+    from rolecall.job.memory import keep_freed_memory
     from rolecall.job.program import Program
     from rolecall.job.progress_bar import ProgressBar, track
     from rolecall.job.rpc import RankObject
@@ -32,8 +33,7 @@ __all__ = [
     "Context", "Drained", "Epochs", "Exported", "Job", "LoggedShare", "Metric", "Peer", "PeerLostError", "PerRank",
     "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings",
     "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "keep",
-    "standard_library", "track",
-    "versions",
+    "keep_freed_memory", "standard_library", "track", "versions",
 ]  # fmt: skip
 
 _MODULES = {
@@ -45,6 +45,7 @@ _MODULES = {
     "job.exported": ("Exported",),
     "job.kept": ("keep", "versions"),
     "job.logged": ("LoggedShare",),
+    "job.memory": ("keep_freed_memory",),
     "job.program": ("Program",),
     "job.progress_bar": ("ProgressBar", "track"),
     "job.rpc": ("RankObject",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,17 @@ def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, mon
     for _ in range(2):
         with pytest.raises(TimeoutError, match="TABLE_DIR: no row was read for 0 s; is its disk hanging"):
             reads.read(np.zeros(1, dtype=np.int64))
+
+
+def test_a_disk_that_hangs_is_named_where_threads_read(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = threading.Event()
+    monkeypatch.setattr(disk_reads, "WAIT", 0.01)
+    monkeypatch.setattr(disk_reads, "read_fully", lambda *args: hanging.wait(60))
+    reads = ThreadReads(data, 4096)
+    with pytest.raises(TimeoutError, match=r"TABLE_DIR: no row was read for 0\.01 s; is its disk hanging"):
+        reads.read(np.zeros(1, dtype=np.int64))
+    hanging.set()
+    reads.close()
 
 
 def test_a_kernel_that_forbids_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 
 import numpy as np
 import torch
 
 from rolecall.job.context import mixed_seed
+from rolecall.job.memory import keep_freed_memory
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+KEPT = 2**29  # bytes of freed memory
 
 
 def keep_memory() -> None:
-    """Has glibc keep up to 512 MiB of freed memory for new tensors. Without effect on other C libraries.
-
-    By default glibc returns megabytes to the system and requests them again at every step, page by page, which takes a
-    fifth of a step of the ConvNet.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 2**28)
-        mallopt(M_TRIM_THRESHOLD, 2**29)
+    """Has the process keep freed memory for new tensors."""
+    keep_freed_memory(KEPT)
 
 
 def seed(seed: int, rank: int, generation: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rolecall import Rows
+from rolecall import Rows, keep_freed_memory
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.disk_rows import HotRows
@@ -23,8 +22,7 @@ from rolecall.jobs.hybrid.table import Bags, Table
 FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
 HINTS = 64  # that wait to be read ahead; more are forgotten
 AHEAD = 256  # rows that are read ahead at once: a lookup waits for no more
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-KEPT = 2**20  # bytes of freed memory that are kept in one piece
+KEPT = 2**21  # bytes of freed memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ class DiskTable(Table):
     """
 
     def __init__(self, settings: HybridSettings, ordinal: int, scratch: Scratch, hot: int) -> None:
-        _return_memory()
+        keep_freed_memory(KEPT)  # a checkpoint's blocks between smaller things would leave gaps of a hundred megabytes
         super().__init__(settings, ordinal, weight=torch.zeros(()).expand(scratch.rows, scratch.width))
         self.hot = HotRows(scratch, hot)
         self._hints: deque[Tensor] = deque(maxlen=HINTS)
@@ -170,16 +168,6 @@ def open_scratch(settings: HybridSettings, ordinal: int) -> Scratch | None:
         return None
     rows = len(range(ordinal, settings.num_embeddings, settings.servers))
     return Scratch(settings.table_dir or settings.checkpoint_dir / FOLDER, rows, settings.embedding_dim)
-
-
-def _return_memory() -> None:
-    """Has glibc return freed memory at once, which a worker otherwise keeps for speed: blocks of a checkpoint between
-    smaller things would leave gaps of a hundred megabytes. Without effect on other C libraries.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, KEPT)
-        mallopt(M_TRIM_THRESHOLD, KEPT)
 
 
 def _pool(rows: Tensor, values: Tensor, bags: Bags) -> Tensor:

@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,6 +49,11 @@ def bytes_of(memory: Tensor) -> memoryview:
     """The bytes of `memory` [n] uint8, to be read and written."""
     array: Any = memory.numpy()
     return memoryview(array)
+
+
+def hangs() -> TimeoutError:
+    """What is raised where a disk does not answer."""
+    return TimeoutError(f"TABLE_DIR: no row was read for {WAIT:g} s; is its disk hanging?")
 
 
 class KernelReads:
@@ -102,7 +108,7 @@ class KernelReads:
         while done < count:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"TABLE_DIR: no row was read for {WAIT:g} s; is its disk hanging?")
+                raise hangs()
             limit = np.array([int(left), int(left % 1 * 1e9)], dtype=np.int64)
             try:
                 done += self._checked(self._getevents, self._context.value, count - done, count - done,
@@ -137,7 +143,10 @@ class ThreadReads:
             for number in range(first, len(places), THREADS):
                 read_fully(self._file, self._views[number], places[number])
 
-        list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
+        try:
+            list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
+        except FutureTimeoutError as error:
+            raise hangs() from error
         return self._pieces[: len(places)]
 
     def close(self) -> None:

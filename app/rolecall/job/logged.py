@@ -61,8 +61,8 @@ class LoggedShare(Share):
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
         fetch: Callable[[Tensor], Values],
-        together: Callable[[], Iterable[Tensor]] = tuple,
         at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin(),
+        together: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._fetch, self._together, self._changes = fetch, together, threading.Condition()
         self._marks = torch.zeros(len(next(iter(rows().values()))), dtype=torch.uint8)

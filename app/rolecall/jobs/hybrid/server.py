@@ -54,9 +54,8 @@ class TableServer:
     def hold(self, table: Table) -> None:
         """Takes the table that this server holds."""
         if isinstance(table, DiskTable):
-            share: Share = LoggedShare(
-                self.context, "embeddings", table.rows, table.fetch, table.by_place, self._save_at
-            )
+            share: Share = LoggedShare(self.context, "embeddings", table.rows, table.fetch, self._save_at,
+                                       table.by_place)  # fmt: skip
         else:
             share = Share(self.context, "embeddings", table.rows, table.prepare, at=self._save_at)
         self.table, self.share = table, share

@@ -366,6 +366,29 @@ def test_a_log_has_what_changed_and_shares_the_rest(
     assert new_bytes(tmp_path, first.step) == base, "more than half of the rows have changed: a new base"
 
 
+def test_what_is_set_aside_is_written_while_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]
+) -> None:
+    """Finding rows can take long where none of them are to be written; updates wait for it no longer than for those."""
+    monkeypatch.setattr(logged, "ASIDE", 200)
+    first = gang(1)
+    server = first.servers[0]
+    changing = threading.Thread(target=first.train, args=(20,))
+
+    def together() -> Iterator[Tensor]:
+        while server._saved_step < 0:
+            yield torch.empty(0, dtype=torch.int64)
+        changing.start()
+        while changing.is_alive():
+            yield torch.empty(0, dtype=torch.int64)
+
+    monkeypatch.setattr(server.share, "_together", together)
+    saved = first.whole
+    assert first.save(busy=False)
+    changing.join()
+    assert torch.equal(newest(first.master.settings.checkpoint_dir)[1], saved)
+
+
 def test_after_many_logs_comes_a_base(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from rolecall import UsageError
 from rolecall.jobs.hybrid import HybridSettings, disk_file, disk_log, disk_reads
 from rolecall.jobs.hybrid.disk import DiskTable
 from rolecall.jobs.hybrid.disk_log import Scratch
@@ -29,7 +30,7 @@ ROWS, WIDTH = 3000, 3
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the file is read and written: as other disks, kernels and file systems have it."""
     if request.param == "large blocks":
-        monkeypatch.setattr(disk_file, "BLOCKS", (4096,))
+        monkeypatch.setattr(disk_file, "BLOCK", 4096)
     elif request.param == "threads":
         monkeypatch.setattr(disk_reads, "CALLS", {})
     elif request.param == "page cache":
@@ -98,14 +99,14 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_read_again(
     read, rows, turns = hot.scratch.read, torch.arange(5), [1]
 
     def read_late(places: Tensor) -> Tensor:
-        if len(turns) == 1:
-            segment = int(hot.scratch.segment_of(places[:1]))
-            uses = int(hot.scratch.uses[segment])
-            with hot._writing:
-                hot._reclaim(segment)  # they move
-            while int(hot.scratch.uses[segment]) == uses:  # others are written where they were
-                hot.set(torch.arange(5, ROWS), values_of(torch.arange(5, ROWS), turns[-1]))
-                turns.append(turns[-1] + 1)
+        monkeypatch.setattr(hot.scratch, "read", read)
+        segment = int(hot.scratch.segment_of(places[:1]))
+        uses = int(hot.scratch.uses[segment])
+        with hot._writing:
+            hot._reclaim(segment)  # they move
+        while int(hot.scratch.uses[segment]) == uses:  # others are written where they were
+            hot.set(torch.arange(5, ROWS), values_of(torch.arange(5, ROWS), turns[-1]))
+            turns.append(turns[-1] + 1)
         return read(places)
 
     monkeypatch.setattr(hot.scratch, "read", read_late)
@@ -163,8 +164,21 @@ def test_which_way_it_takes(tmp_path: Path, way: str) -> None:
         pytest.skip("a file system without direct reads")
     assert kinds == {KernelReads if way in ("direct", "large blocks") else ThreadReads}
     assert [line["log_level"] for line in lines] == (["warning"] * disk_file.READERS if way == "threads" else [])
-    assert file.block == (4096 if way == "large blocks" else 512)
+    assert file.block in ((4096,) if way == "large blocks" else (512,) if way == "page cache" else (512, 4096))
     assert file.stride == 16
+
+
+def test_a_file_system_that_does_not_say_its_blocks_is_given_usual_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_file.ctypes, "CDLL", lambda name: object())
+    with (tmp_path / "file").open("wb") as file:
+        assert disk_file._alignment(file.fileno()) == 4096
+
+
+def test_more_rows_than_places_have_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"NUM_EMBEDDINGS: 1500000000 rows of a server .* set more SERVERS"):
+        Scratch(tmp_path, 1_500_000_000, 1)
 
 
 @pytest.mark.parametrize(("width", "stride"), [(1, 4), (5, 32), (64, 256), (100, 512), (129, 1024), (1000, 4096)])
@@ -212,8 +226,46 @@ def test_reads_are_of_their_offsets(kind: Any, data: int) -> None:
 @pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
 def test_what_cannot_be_read_is_an_error_that_names_the_setting(kind: Any, data: int) -> None:
     reads = kind(data, 4096)
-    with pytest.raises(OSError, match="TABLE_DIR"):
+    with pytest.raises(OSError, match="TABLE_DIR: rows cannot be read"):
         reads.read(4096 * np.array([2, 8], dtype=np.int64))  # behind its end
+    assert int(reads.read(np.array([4096])).view(torch.int32)[0, 0]) == 1024, "another place can be read"
+    reads.close()
+
+
+def test_what_cannot_be_written_is_an_error_that_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = Scratch(tmp_path, 10, 2)
+    full = MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(disk_reads.os, "pwritev", full)
+    with pytest.raises(OSError, match=r"TABLE_DIR: rows cannot be written \(No space left on device\)"):
+        scratch.append(torch.arange(10), torch.ones(10, 2))
+
+
+def test_threads_that_read_late_change_no_later_pieces(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a read that has failed."""
+    read, begun, late, ended = disk_reads.read_fully, threading.Event(), threading.Event(), threading.Event()
+
+    def read_late(file: int, view: memoryview, offset: int) -> None:
+        if offset == 4096:
+            begun.wait(60)
+            raise OSError(errno.EIO, "broken")
+        if offset == 0:
+            begun.set()
+            late.wait(60)
+        read(file, view, offset)
+        if offset == 0:
+            ended.set()
+
+    monkeypatch.setattr(disk_reads, "read_fully", read_late)
+    reads = ThreadReads(data, 4096)
+    with pytest.raises(OSError, match="broken"):
+        reads.read(4096 * np.array([1, 0]))
+    pieces = reads.read(4096 * np.array([2, 3])).view(torch.int32)
+    late.set()
+    assert ended.wait(60)
+    assert pieces[:, 0].tolist() == [2048, 3072]
+    reads.close()
 
 
 def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, monkeypatch: pytest.MonkeyPatch) -> None:

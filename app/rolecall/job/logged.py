@@ -30,6 +30,7 @@ MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is
 MOST_LOGS = 64  # after a base: each is a file to link at a checkpoint, and to read at a resume
 FILE = 2**27  # bytes of a file
 ASIDE = 2**24  # bytes that are set aside; beyond it, changes wait for the disk
+TOGETHER = 8  # where fewer than one in so many rows are written, they are fetched in the order of their numbers
 SPAN = 2**17  # marks that are looked at at once: the numbers of rows found take 8 bytes each
 
 Values = Mapping[str, Tensor]  # of some rows, by column
@@ -52,7 +53,8 @@ class Chain:
 class LoggedShare(Share):
     """As a `Share`, of rows that are fetched: `fetch(rows)` has the values of `rows` [n] int64 here by name. It is
     called in any thread; what changes meanwhile may have either value. `together()` has numbers of rows, those [n] at a
-    time that are fetched fastest together; not necessarily all rows, nor each once. `rows()` is for reading back.
+    time that are fetched fastest together; not necessarily all rows, nor each once. A checkpoint of many rows goes
+    through it. `rows()` is for reading back.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class ChangesCapture(Capture):
     ) -> None:
         super().__init__({}, patience)
         self._progress, self._marks, self._fetch, self._left = changes, marks, fetch, count
-        self._together = together
+        self._together, self._count = together, count
         self.chain = chain
         # the largest column is written as it comes, the others after it
         self._sorted = dict(sorted(columns.items(), key=lambda each: -each[1].bytes))
@@ -229,11 +231,12 @@ class ChangesCapture(Capture):
                     claimed = self._claim(rows, values)
                 yield claimed
                 yield from self._drain()
+            yield from self._drain()  # also where nothing of a span is to be written
         yield from self._drain()
 
     def _spans(self) -> Iterator[Tensor]:
         """All rows that are still to be written when it comes to them, some at a time."""
-        for rows in self._together():
+        for rows in self._together() if TOGETHER * self._count >= len(self._marks) else ():
             yield rows[(self._marks[rows] & PENDING) != 0]
         for begin in range(0, len(self._marks), SPAN):
             yield ((self._marks[begin : begin + SPAN] & PENDING) != 0).nonzero()[:, 0] + begin

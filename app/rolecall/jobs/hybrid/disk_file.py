@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import tempfile
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from rolecall import UsageError
 from rolecall.jobs.hybrid.disk_reads import (
-    DEPTH,
     KernelReads,
     Reads,
     ThreadReads,
@@ -23,7 +23,8 @@ from rolecall.jobs.hybrid.disk_reads import (
     write_fully,
 )
 
-BLOCKS = (512, 4096)  # bytes that disks read and write at least
+BLOCK, USUAL_BLOCK = 512, 4096  # bytes that disks read and write at least, and those that none refuses
+STATX_DIOALIGN, AT_EMPTY_PATH = 0x2000, 0x1000  # Linux's stat.h and fcntl.h
 READERS = 2  # that read at the same time: a step, and a checkpoint
 PATIENCE = 120.0  # seconds that another waits for them
 
@@ -81,7 +82,7 @@ class RecordFile:
         except queue.Empty as error:
             raise TimeoutError(f"TABLE_DIR: nothing was read for {PATIENCE:g} s; is its disk hanging?") from error
         try:
-            for some, target in zip(places.split(DEPTH), records.split(DEPTH), strict=True):
+            for some, target in zip(places.split(reads.depth), records.split(reads.depth), strict=True):
                 pieces = reads.read((some // self._shared * self._shared * self.stride).numpy())
                 words = pieces.view(torch.float32).view(len(some), self._shared, self.stride // 4)
                 target.copy_(words[torch.arange(len(some)), some % self._shared, : self.width])
@@ -137,12 +138,21 @@ def _open_directly(file: int) -> tuple[int | None, int]:
     try:
         direct = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):  # without O_DIRECT: another system
-        return None, BLOCKS[0]
-    for block in BLOCKS:
-        try:
-            write_fully(direct, bytes_of(aligned(block)), 0)
-            return direct, block
-        except OSError:
-            continue
-    os.close(direct)
-    return None, BLOCKS[0]
+        return None, BLOCK
+    block = max(BLOCK, _alignment(direct))
+    try:
+        write_fully(direct, bytes_of(aligned(block)), 0)
+        return direct, block
+    except OSError:
+        os.close(direct)
+        return None, BLOCK
+
+
+def _alignment(file: int) -> int:
+    """Bytes of a block, as the file system says, which may take the page cache for less; Linux 6.1 and newer know."""
+    statx, answer = getattr(ctypes.CDLL(None), "statx", None), bytearray(256)
+    buffer = (ctypes.c_char * len(answer)).from_buffer(answer)
+    if statx is None or statx(file, b"", AT_EMPTY_PATH, STATX_DIOALIGN, buffer):
+        return USUAL_BLOCK
+    mask, offset_alignment = int.from_bytes(answer[:4], "little"), int.from_bytes(answer[0x9C:0xA0], "little")
+    return offset_alignment if mask & STATX_DIOALIGN and offset_alignment else USUAL_BLOCK

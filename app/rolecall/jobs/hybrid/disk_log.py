@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rolecall import UsageError
 from rolecall.jobs.hybrid.disk_file import RecordFile
 
 SEGMENT_BYTES = 2**20
@@ -16,12 +17,15 @@ LEAST_BLOCKS = 16  # of a segment: what is left of a block by what was written a
 ROOM = 1.5  # records in the file for each row: with less, more rows have to be moved
 SPARE = 4  # segments
 DENSE = 16  # a segment of which one in so many records is wanted is read as a whole
+MOST_RECORDS = 2**31 - 1
 NOBODY = -1
 
 
 class Scratch:
     """A log of `rows` rows of `width` float32 in segments, for one writer at a time. The newest record of a row counts;
     who writes knows where it is. A segment without any that counts is written again.
+
+    Raises UsageError where the disk has no room for them, or where they are too many.
 
     Log-structured: Rosenblum and Ousterhout 1992, "The design and implementation of a log-structured file system".
     """
@@ -33,6 +37,9 @@ class Scratch:
         most = min(SEGMENT_BYTES // self.file.stride, -(-rows // SEGMENTS))
         self.segment = max(LEAST_BLOCKS, -(-most // aligned)) * aligned  # records
         self.segments = int(ROOM * -(-max(1, rows) // self.segment)) + SPARE
+        if self.segments * self.segment > MOST_RECORDS:
+            raise UsageError(f"NUM_EMBEDDINGS: {rows} rows of a server are too many for a table past memory, which has "
+                             f"{ROOM:g} records a row, {MOST_RECORDS} at most; set more SERVERS")  # fmt: skip
         self._owner_bytes = -(-4 * self.segment // self.file.block) * self.file.block
         self.file.reserve(self.segments * (self.segment * self.file.stride + self._owner_bytes))
         self.live = torch.zeros(self.segments, dtype=torch.int32)  # records that count, by segment

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DEPTH = 256  # reads that the disk has at once
+DEPTH, DEPTH_BYTES = 256, 2**22  # reads that the disk has at once, and bytes of them
 THREADS = 16  # that read, where the kernel takes no reads to be done meanwhile
 WAIT = 60.0  # seconds for DEPTH reads
 # Linux's system calls io_setup, io_destroy, io_getevents and io_submit
@@ -29,11 +29,13 @@ EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second"
 
 
 class Reads(Protocol):
-    """Reads pieces of `size` bytes. One thread at a time may call."""
+    """Reads pieces of `size` bytes, at most `depth` at once. One thread at a time may call."""
+
+    depth: int
 
     def read(self, offsets: np.ndarray) -> Tensor:
-        """The pieces [n, size] uint8 at `offsets` [n] int64, at most DEPTH, valid until the next call. Raises OSError;
-        TimeoutError where the disk hangs.
+        """The pieces [n, size] uint8 at `offsets` [n] int64, valid until the next call. Raises OSError; TimeoutError
+        where the disk hangs.
         """
 
     def close(self) -> None:
@@ -43,6 +45,11 @@ class Reads(Protocol):
 def aligned(size: int) -> Tensor:
     """Memory [size] uint8 that a disk can fill directly: it begins at a page."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def depth_of(size: int) -> int:
+    """How many pieces of `size` bytes are read at once."""
+    return max(1, min(DEPTH, DEPTH_BYTES // size))
 
 
 def bytes_of(memory: Tensor) -> memoryview:
@@ -70,13 +77,14 @@ class KernelReads:
         self._call: Any = ctypes.CDLL(None, use_errno=True).syscall
         self._call.restype = ctypes.c_long
         self._context = ctypes.c_ulong(0)
-        self._checked(self._setup, DEPTH, ctypes.addressof(self._context))
-        self._pieces = aligned(DEPTH * size).view(DEPTH, size)
-        self._requests = np.zeros(DEPTH, REQUEST)
+        self.depth = depth = depth_of(size)
+        self._checked(self._setup, depth, ctypes.addressof(self._context))
+        self._pieces = aligned(depth * size).view(depth, size)
+        self._requests = np.zeros(depth, REQUEST)
         self._requests["file"], self._requests["size"] = file, size
-        self._requests["buffer"] = self._pieces.data_ptr() + size * np.arange(DEPTH)
-        self._pointers = self._requests.ctypes.data + REQUEST.itemsize * np.arange(DEPTH, dtype=np.uint64)
-        self._events = np.zeros(DEPTH, EVENT)
+        self._requests["buffer"] = self._pieces.data_ptr() + size * np.arange(depth)
+        self._pointers = self._requests.ctypes.data + REQUEST.itemsize * np.arange(depth, dtype=np.uint64)
+        self._events = np.zeros(depth, EVENT)
         self._problem: OSError | None = None  # after which memory may still be written to
 
     def _checked(self, number: int, *args: int) -> int:
@@ -97,9 +105,15 @@ class KernelReads:
                 pointers = self._pointers[begun:].ctypes.data
                 begun += self._checked(self._submit, self._context.value, count - begun, pointers)
             self._wait(count)
-        except OSError as error:
+        except TimeoutError as error:
             self._problem = error
             raise
+        except OSError as error:
+            self._problem = unusable("read", error.errno)
+            raise self._problem from error
+        results = self._events["result"][:count]
+        if (wrong := results[results != self._pieces.shape[1]]).size:  # fewer bytes than asked for, or an error
+            raise unusable("read", -int(wrong[0]) if wrong[0] < 0 else errno.EIO)
         return self._pieces[:count]
 
     def _wait(self, count: int) -> None:
@@ -115,10 +129,6 @@ class KernelReads:
                                       self._events[done:].ctypes.data, limit.ctypes.data)  # fmt: skip
             except InterruptedError:
                 continue
-        results = self._events["result"][:count]
-        if (wrong := results[results != self._pieces.shape[1]]).size:
-            number = -int(wrong[0]) if wrong[0] < 0 else errno.EIO  # fewer bytes than asked for
-            raise OSError(number, f"TABLE_DIR: rows cannot be read ({os.strerror(number)})")
 
     def close(self) -> None:
         """See `Reads.close`."""
@@ -130,41 +140,56 @@ class ThreadReads:
     """`Reads` by threads, of any file."""
 
     def __init__(self, file: int, size: int) -> None:
-        self._file = file
-        self._pieces = aligned(DEPTH * size).view(DEPTH, size)
-        self._views = [bytes_of(piece) for piece in self._pieces]
+        self._file, self._size, self.depth = file, size, depth_of(size)
         self._pool = ThreadPoolExecutor(THREADS)
 
     def read(self, offsets: np.ndarray) -> Tensor:
         """See `Reads.read`."""
         places = offsets.tolist()
+        # anew each time: after an error, threads may still write to it
+        pieces = aligned(max(1, len(places)) * self._size).view(-1, self._size)[: len(places)]
+        views = [bytes_of(piece) for piece in pieces]
 
         def read(first: int) -> None:
             for number in range(first, len(places), THREADS):
-                read_fully(self._file, self._views[number], places[number])
+                read_fully(self._file, views[number], places[number])
 
         try:
             list(self._pool.map(read, range(min(THREADS, len(places))), timeout=WAIT))
         except FutureTimeoutError as error:
+            self.close()
+            self._pool = ThreadPoolExecutor(THREADS)  # the other's threads may hang for long
             raise hangs() from error
-        return self._pieces[: len(places)]
+        return pieces
 
     def close(self) -> None:
         """See `Reads.close`."""
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_fully(file: int, view: memoryview, offset: int) -> None:
     """Fills `view` with what `file` has at `offset`. Raises OSError."""
     while len(view):
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise OSError(errno.EIO, "TABLE_DIR: the file of the rows is shorter than it was")
+        try:
+            count = os.preadv(file, [view], offset)
+        except OSError as error:
+            raise unusable("read", error.errno) from error
+        if not count:  # the file is shorter than it was
+            raise unusable("read", errno.EIO)
         view, offset = view[count:], offset + count
 
 
 def write_fully(file: int, view: memoryview, offset: int) -> None:
     """Writes `view` to `file` at `offset`. Raises OSError."""
     while len(view):
-        count = os.pwritev(file, [view], offset)
+        try:
+            count = os.pwritev(file, [view], offset)
+        except OSError as error:
+            raise unusable("written", error.errno) from error
         view, offset = view[count:], offset + count
+
+
+def unusable(what: str, number: int | None) -> OSError:
+    """The error `number` of a file whose rows cannot be `what`: read or written."""
+    number = number or errno.EIO
+    return OSError(number, f"TABLE_DIR: rows cannot be {what} ({os.strerror(number)}); is its disk full or broken?")

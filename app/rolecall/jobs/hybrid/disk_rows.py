@@ -102,9 +102,10 @@ class HotRows:
         self._wanted = count
         if self._free_count < max(count, self.capacity // SPARE):
             self._lock.notify_all()
-        if not self._lock.wait_for(lambda: self._free_count >= count or self._problem is not None, WAIT):
-            raise TimeoutError(f"TABLE_DIR: no row was written back for {WAIT:g} s; is its disk hanging?")
+        in_time = self._lock.wait_for(lambda: self._free_count >= count or self._problem is not None, WAIT)
         self._wanted = 0
+        if not in_time:
+            raise TimeoutError(f"TABLE_DIR: no row was written back for {WAIT:g} s; is its disk hanging?")
         if self._problem is not None:
             raise self._problem
         self._free_count -= count
@@ -114,28 +115,26 @@ class HotRows:
         """The values [n, width] of `rows` [n] int64, wherever they are; takes no slots. A row that changes meanwhile
         has its value before or after. Raises RuntimeError for a row that was never set.
         """
-        values = torch.empty(len(rows), self.scratch.width)
-        while True:
+        values, left = torch.empty(len(rows), self.scratch.width), torch.arange(len(rows))
+        while len(left):
             with self._lock:
-                slots = self._slots[rows]
-                hot, cold = (slots >= 0).nonzero()[:, 0], (slots < 0).nonzero()[:, 0]
-                values[hot] = self.values[slots[hot].long()]
-                places = -1 - slots[cold].long()
-                if len(places) and int(places.max()) == -1 - NOWHERE:
-                    raise RuntimeError("rows of the table are looked up before they are set")
-                segments = self.scratch.segment_of(places)
+                slots = self._slots[rows[left]]
+                hot, cold = slots >= 0, slots < 0
+                values[left[hot]] = self.values[slots[hot].long()]
+                left, places = left[cold], -1 - slots[cold].long()
+                segments = self.scratch.segment_of(places.clamp(max=self.scratch.segments * self.scratch.segment - 1))
                 uses = self.scratch.uses[segments]
-            if not len(cold):
-                return values
-            values[cold] = self.scratch.read(places)
-            if torch.equal(self.scratch.uses[segments], uses):  # else other rows may have been written there
-                return values
+            if len(places) and int(places.max()) == -1 - NOWHERE:
+                raise RuntimeError("rows of the table are looked up before they are set")
+            values[left] = self.scratch.read(places)
+            left = left[self.scratch.uses[segments] != uses]  # other rows may have been written there
+        return values
 
     def by_place(self) -> Iterator[Tensor]:
         """Rows [n] int64 on disk, those that lie next to each other at a time: reading them together is fast. Those
         that move meanwhile may come twice or not at all.
         """
-        for segment in range(self.scratch.segments):
+        for segment in self.scratch.live.nonzero()[:, 0].tolist():
             rows, places = self.scratch.owners(segment)
             yield rows[self._slots[rows] == -1 - places]
 
@@ -143,7 +142,7 @@ class HotRows:
 
     def set(self, rows: Tensor, values: Tensor) -> None:
         """Sets `rows` [n] int64, each of which occurs once, to `values` [n, width], on disk. Raises OSError."""
-        with self._writing:
+        with self._reading, self._writing:  # nothing comes into memory as it was before
             for some, part in zip(rows.split(self.scratch.segment), values.split(self.scratch.segment), strict=True):
                 self._set(some, part)
 
@@ -180,9 +179,7 @@ class HotRows:
             self._release(places[hot])
             cold = slots == -1 - places
         rows, places = rows[cold], places[cold]
-        begin = segment * self.scratch.segment
-        values = self.scratch.file.read_range(begin, begin + self.scratch.segment)[places - begin]
-        to = self.scratch.append(rows, values)
+        to = self.scratch.append(rows, self.scratch.read(places))
         with self._lock:
             slots = self._slots[rows].long()
             hot = slots >= 0  # read from there meanwhile

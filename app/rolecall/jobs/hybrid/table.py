@@ -140,7 +140,8 @@ class Table(nn.Module):
         if isinstance(weight, list):  # in pieces, of an earlier version
             weight = torch.cat(weight)
         if weight.shape != self.weight.shape or columns.keys() - {"weight", "squares"}:
-            raise RuntimeError(f"its {', '.join(columns)} are not those of {tuple(self.weight.shape)} rows")
+            raise RuntimeError(f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "
+                               f"where {tuple(self.weight.shape)} and Adagrad's squares are expected")  # fmt: skip
         self.load_state_dict({"squares": squares}, strict=False)
         self.set(0, weight)
 

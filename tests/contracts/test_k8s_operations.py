@@ -14,7 +14,7 @@ import yaml
 
 from rolecall.job import registry
 from tests.contracts.asked import SAMPLES, SELECTOR
-from tests.contracts.containers import ROOT
+from tests.contracts.containers import ROOT, image_environment
 from tests.contracts.manifests import COMPONENT, K8S, Object, Overlay, RankSet, extended, render
 from tests.contracts.test_k8s import CUSTOM, KUBERNETES
 
@@ -266,3 +266,21 @@ def test_no_documented_file_is_left_out() -> None:
     assert len(KUSTOMIZATIONS) == 5
     assert sum(len(REMOTE.findall(text)) for _, text in KUSTOMIZATIONS) == 2
     assert [path for path in re.findall(r"k8s/components/[a-z.-]+", PAGE) if not (ROOT / path).exists()] == []
+
+
+# ---- other pages
+
+
+def test_the_overlay_of_a_table_past_memory_gives_each_server_a_volume_of_its_own(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "hybrid.md").read_text()
+    ((path, text),) = re.findall(r"^```yaml\n# (\S+)\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_text(text)
+    objects = checked(render((tmp_path / path).parent))
+    (server,) = (item["spec"]["template"]["spec"] for item in objects if item["metadata"]["name"] == "hybrid-ps"
+                 and item["kind"] == "StatefulSet")  # fmt: skip
+    (volume,) = (each for each in server["volumes"] if "ephemeral" in each)
+    mounted = {each["name"]: each["mountPath"] for each in server["containers"][0]["volumeMounts"]}
+    assert mounted[volume["name"]] == image_environment()["CHECKPOINT_DIR"]
+    assert any(item["kind"] == "ConfigMap" and "TABLE_MEMORY" in item["data"] for item in objects)

@@ -232,7 +232,6 @@ class ChangesCapture(Capture):
                 yield claimed
                 yield from self._drain()
             yield from self._drain()  # also where nothing of a span is to be written
-        yield from self._drain()
 
     def _spans(self) -> Iterator[Tensor]:
         """All rows that are still to be written when it comes to them, some at a time."""

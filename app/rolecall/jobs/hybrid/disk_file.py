@@ -20,12 +20,13 @@ from rolecall.jobs.hybrid.disk_reads import (
     aligned,
     bytes_of,
     read_fully,
+    unusable,
     write_fully,
 )
 
 BLOCK, USUAL_BLOCK = 512, 4096  # bytes that disks read and write at least, and those that none refuses
 STATX_DIOALIGN, AT_EMPTY_PATH = 0x2000, 0x1000  # Linux's stat.h and fcntl.h
-READERS = 2  # that read at the same time: a step, and a checkpoint
+READERS = 2  # that read at the same time, such as a step and a checkpoint; others wait
 PATIENCE = 120.0  # seconds that another waits for them
 
 
@@ -113,7 +114,10 @@ class RecordFile:
         blocks[: len(data)] = data
         write_fully(self._any, bytes_of(blocks), offset)
         if self._direct is None:  # what is not on disk counts as memory, and where that has a limit a process may end
-            os.fdatasync(self._file.fileno())
+            try:
+                os.fdatasync(self._file.fileno())
+            except OSError as error:
+                raise unusable("written", error.errno) from error
 
     @property
     def _any(self) -> int:

@@ -8,6 +8,7 @@ import mmap
 import os
 import platform
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
@@ -169,23 +170,22 @@ class ThreadReads:
 
 def read_fully(file: int, view: memoryview, offset: int) -> None:
     """Fills `view` with what `file` has at `offset`. Raises OSError."""
-    while len(view):
-        try:
-            count = os.preadv(file, [view], offset)
-        except OSError as error:
-            raise unusable("read", error.errno) from error
-        if not count:  # the file is shorter than it was
-            raise unusable("read", errno.EIO)
-        view, offset = view[count:], offset + count
+    _fully(os.preadv, "read", file, view, offset)
 
 
 def write_fully(file: int, view: memoryview, offset: int) -> None:
     """Writes `view` to `file` at `offset`. Raises OSError."""
+    _fully(os.pwritev, "written", file, view, offset)
+
+
+def _fully(transfer: Callable[[int, Any, int], int], what: str, file: int, view: memoryview, offset: int) -> None:
     while len(view):
         try:
-            count = os.pwritev(file, [view], offset)
+            count = transfer(file, [view], offset)
         except OSError as error:
-            raise unusable("written", error.errno) from error
+            raise unusable(what, error.errno) from error
+        if not count:  # the file is shorter than it was
+            raise unusable(what, errno.EIO)
         view, offset = view[count:], offset + count
 
 

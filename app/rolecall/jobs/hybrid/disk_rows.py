@@ -121,11 +121,11 @@ class HotRows:
                 slots = self._slots[rows[left]]
                 hot, cold = slots >= 0, slots < 0
                 values[left[hot]] = self.values[slots[hot].long()]
+                if bool((slots == NOWHERE).any()):
+                    raise RuntimeError("rows of the table are looked up before they are set")
                 left, places = left[cold], -1 - slots[cold].long()
-                segments = self.scratch.segment_of(places.clamp(max=self.scratch.segments * self.scratch.segment - 1))
+                segments = self.scratch.segment_of(places)
                 uses = self.scratch.uses[segments]
-            if len(places) and int(places.max()) == -1 - NOWHERE:
-                raise RuntimeError("rows of the table are looked up before they are set")
             values[left] = self.scratch.read(places)
             left = left[self.scratch.uses[segments] != uses]  # other rows may have been written there
         return values
@@ -173,8 +173,7 @@ class HotRows:
         rows, places = self.scratch.owners(segment)
         with self._lock:
             slots = self._slots[rows].long()
-            hot = slots >= 0
-            hot[hot.clone()] = self._places[slots[hot]] == places[hot]
+            hot = (slots >= 0) & (self._places[slots.clamp(min=0)] == places)
             self.changed[slots[hot]], self._places[slots[hot]] = True, NO_PLACE
             self._release(places[hot])
             cold = slots == -1 - places

@@ -16,7 +16,7 @@ class Reports:
     next one. So a lead that is idle hears of each at once, and one that is busy gets fewer, longer messages.
 
     A call that fails is logged, counted under `rolecall_rpc_failures_total`, and not repeated, since the lead may have
-    heard it: a lead that is lost ends the generation, and another one gives up the trainers whose gradients it lacks.
+    heard it. A lead that is lost ends the generation; one that is not gives up trainers whose gradients do not come.
 
     Any thread may `add`.
     """

@@ -1,7 +1,8 @@
 """What a gang costs rank 0 at 30, 300, 1,000 and 3,000 members, and how fast its orders reach them: `make bench-scale`.
 
 A real coordinator in a process of its own; a second process speaks for all members over HTTP on loopback, with the real
-`Member` and its messages. They join, beat, die and finish. With BENCH_JSON=FILE each figure is written as it comes.
+`Member` and its messages. They join, beat, die, leave and finish. With BENCH_JSON=FILE each figure is written as it
+comes.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Size:
     elastic_fanout_s: float | None = None
     fixed_fanout_s: float | None = None
     regroup_s: float | None = None
+    leave_fanout_s: float | None = None
+    left_s: float | None = None
     silent_fanout_s: float | None = None
     finish_s: float | None = None
     failures: int = 0
@@ -152,10 +155,13 @@ class Bench:
         died_at, again = time.monotonic() - size.fixed_fanout_s, crowd.when_all(lambda each: _generation(each) == 2)
         size.regroup_s = await self._part("the next generation", again) - died_at
         self._keep()
-        size.silent_fanout_s = await self._silence(crowd.speakers[-2])
+        leaver, silent = crowd.speakers[-3], crowd.speakers[-2]
+        size.leave_fanout_s, size.left_s = await self._leave(leaver)
+        self._keep()
+        size.silent_fanout_s = await self._silence(silent, leaver)
         self._keep()
         first, ended_at = crowd.speakers[0], time.monotonic()
-        over = crowd.when_all(lambda each: _kind(each) == "finished", but=[crowd.speakers[-2]])
+        over = crowd.when_all(lambda each: _kind(each) == "finished", but=[silent, leaver])
         first.worker_ends("finished")
         size.finish_s = await self._part("the end", over) - ended_at
         self._keep()
@@ -185,10 +191,23 @@ class Bench:
         self._keep()
         return seconds
 
-    async def _silence(self, victim: Speaker) -> float:
-        """From the end of the lease of a member that falls silent to the last order."""
-        last = self.crowd.when_all(lambda each: each.directive is not None and victim.key in each.directive.lost,
-                                   [victim])  # fmt: skip
+    async def _leave(self, leaver: Speaker) -> tuple[float, float]:
+        """From the SIGTERM of an elastic member to the last order, and to its own end."""
+        last, left_at = self._told_of(leaver), time.monotonic()
+        leaver.leave()
+        told = await self._part("a member that leaves", last) - left_at
+        await self._part("the end of a member that leaves", self.crowd.ended(leaver))
+        if leaver.member.exit_code != 0:
+            raise RuntimeError(f"{self.measured.part}: exit code {leaver.member.exit_code}")
+        return told, time.monotonic() - left_at
+
+    def _told_of(self, gone: Speaker, *but: Speaker) -> asyncio.Future[float]:
+        return self.crowd.when_all(lambda each: each.directive is not None and gone.key in each.directive.lost,
+                                   [gone, *but])  # fmt: skip
+
+    async def _silence(self, victim: Speaker, left: Speaker) -> float:
+        """From the end of the lease of a member that falls silent to the last order; `left` gets none."""
+        last = self._told_of(victim, left)
         fell_silent_at = self.crowd.silence(victim)
         return await self._part("a member that falls silent", last) - fell_silent_at - LEASE
 
@@ -256,14 +275,16 @@ def _line(size: Size) -> str:
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
     table = Table("members", "join s", "beats/s", "CPU us/beat", "core", "kB/member", "elastic dies, last order s",
-                  "fixed dies, last order s", "regrouped s", "silent, last order s", "finish s",
+                  "fixed dies, last order s", "regrouped s", "one leaves, last order s", "it ends s",
+                  "silent, last order s", "finish s",
                   title=f"LEASE_SECONDS={LEASE:g}")  # fmt: skip
     for members, size in measured.sizes.items():
         row = (
             (size.join_s, "{:.2f}"), (size.beats_per_s, "{:.0f}"), (size.cpu_us_per_beat, "{:.0f}"),
             (size.core_share, "{:.3f}"), (size.bytes_per_member and size.bytes_per_member / 1000, "{:.1f}"),
             (size.elastic_fanout_s, "{:.2f}"), (size.fixed_fanout_s, "{:.2f}"), (size.regroup_s, "{:.2f}"),
-            (size.silent_fanout_s, "{:.2f}"), (size.finish_s, "{:.2f}"),
+            (size.leave_fanout_s, "{:.2f}"), (size.left_s, "{:.2f}"), (size.silent_fanout_s, "{:.2f}"),
+            (size.finish_s, "{:.2f}"),
         )  # fmt: skip
         table.add_row(f"{members:,}", *("" if value is None else text.format(value) for value, text in row))
     for column in table.columns:

@@ -131,6 +131,11 @@ class Speaker:
         self.worker = WorkerStatus(self.worker.generation, state, outcome)  # type: ignore[arg-type]
         self.news()
 
+    def leave(self) -> None:
+        """Its supervisor is sent SIGTERM."""
+        self.member.leave(time.monotonic())
+        self.news()
+
     def news(self) -> None:
         """Its heartbeat goes out at once."""
         if self._changed and not self._changed.done():
@@ -171,6 +176,10 @@ class Crowd:
         """`speaker` falls silent. Returns when its last beat was sent (monotonic seconds)."""
         self._tasks[speaker].cancel()
         return speaker.sent_at
+
+    async def ended(self, speaker: Speaker) -> None:
+        """Waits until `speaker` has ended."""
+        await asyncio.wait({self._tasks[speaker]})
 
     def ordered(self, speaker: Speaker, now: float) -> None:
         """`speaker` has a new directive."""

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from rolecall import config, fields
 from rolecall.config import Settings, UsageError, __version__
 from rolecall.gang.protocol import USAGE, Agreement, RoleSpec
-from rolecall.job import flags, registry
+from rolecall.job import flags, preflight, registry
 from rolecall.job.spec import Job
 
 MOST_VALUE = 200  # characters of a setting in a heartbeat
@@ -104,11 +104,14 @@ def digest(values: Any) -> str:
 
 def describe(target: str, arguments: Sequence[str] = (), replaced: Mapping[str, Any] | None = None) -> Description:
     """Describes `target`, in this process, with the settings that flags in `arguments` change, and with those in
-    `replaced`, by field, in the place of the environment's. Raises UsageError, and SystemExit for a request for help.
+    `replaced`, by field, in the place of the environment's. Raises UsageError, also for what no worker could do with a
+    user's file, and SystemExit for a request for help.
     """
     given = flags.parse(registry.get(target), target, arguments)
     variables = {name.lower(): value for name, value in given.variables.items()}
     job, settings = registry.load(target, **{**variables, **(replaced or {})})
+    if target not in registry.JOBS:
+        preflight.require_sound(job, registry.module_of(target))
     roles = registry.roles(job, settings)
     values = {name: field for name, field in job.settings.model_fields.items() if name not in Settings.model_fields}
     secrets = tuple(name for name, field in values.items() if fields.is_secret(field))

@@ -24,6 +24,7 @@ Lost = Literal["skip", "raise", "answer"]
 REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
 # frames between a call and the function that is called, and their source
 TORCH_FRAMES = re.compile(r'  File "[^"]*(?:torch/distributed/rpc/|rolecall/job/tracing)[^"]*", line .*\n(?:    .*\n)*')
+NOT_IMPORTABLE = "cannot be called at a peer: define it with `def` at the top of a module"
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
@@ -121,7 +122,7 @@ class Peers(Generic[S]):
                    lost: Lost | None) -> Iterator[tuple[Peer, Any]]:  # fmt: skip
         spec = next((each for each in (self.job.roles if self.job else ()) if each.name == role), None)
         if self.job and spec is None:
-            raise UsageError(f"no role {role!r} in this job ({', '.join(each.name for each in self.job.roles)})")
+            raise UsageError(self.job.no_role(role))
         lost = lost or ("skip" if spec and spec.elastic else "raise")
         self.require_peers(role)
         answers: Answers = queue.SimpleQueue()
@@ -234,7 +235,7 @@ def require_importable(function: Callable[..., Any]) -> None:
         pickle.dumps(function)
     except Exception as error:  # of several kinds
         name = getattr(function, "__qualname__", repr(function))
-        raise UsageError(f"{name} cannot be called at a peer: define it with `def` at the top of a module") from error
+        raise UsageError(f"{name} {NOT_IMPORTABLE}") from error
 
 
 def remote_error(error: Exception) -> Exception:

@@ -84,6 +84,10 @@ class Job:
         """A role's count, minimum or maximum, with `settings` filled in."""
         return value if isinstance(value, int) else int(getattr(settings, value.lower()))
 
+    def no_role(self, name: str) -> str:
+        """What is wrong where `name` is used as a role's."""
+        return f"no role {name!r} in this job ({', '.join(role.name for role in self.roles)})"
+
     def _problems_of_settings(self) -> Iterator[str]:
         cls = self.settings
         if Settings not in getattr(cls, "__mro__", ()):

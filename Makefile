@@ -213,8 +213,8 @@ bench-table: $(READY) ## measures the hybrid job's speed with a table three time
 bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
 	$(BIN)/python -m tests.benchmarks.bench_checkpoint --scale $(or $(SCALE),1)
 
-bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (12 minutes; BENCH_JSON=FILE PAIRS=3 ONLY=rtt,ps)
-	$(BIN)/python -m tests.benchmarks.bench_tls --rounds $(or $(PAIRS),3) $(if $(ONLY),--only "$(ONLY)")
+bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=rtt,ps)
+	$(BIN)/python -m tests.benchmarks.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
 bench-trace: $(READY) ## measures what traces cost: without any tracing code, off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
 	$(BIN)/python -m tests.benchmarks.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")

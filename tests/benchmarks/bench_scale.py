@@ -39,6 +39,20 @@ DEADLINE = 120.0  # seconds for a part
 GROWTH_BAR = 1.5  # CPU a beat at 1,000 members over that at 30, at most
 CORE_BAR = 0.25  # of a core at 1,000 members, at most
 FANOUT_BAR = 1.0  # seconds at 1,000 members, at most
+ROWS = (  # of the table: what, the field of `Size`, its format
+    ("all have joined", "join_s", "{:.2f} s"),
+    ("beats a second", "beats_per_s", "{:,.0f}"),
+    ("CPU a beat", "cpu_us_per_beat", "{:.0f} us"),
+    ("of a core", "core_share", "{:.3f}"),
+    ("memory a member", "bytes_per_member", "{:,.0f} B"),
+    ("an elastic member dies: the last order", "elastic_fanout_s", "{:.2f} s"),
+    ("a fixed member dies: the last order", "fixed_fanout_s", "{:.2f} s"),
+    ("the next generation", "regroup_s", "{:.2f} s"),
+    ("a member leaves: the last order", "leave_fanout_s", "{:.2f} s"),
+    ("it has ended", "left_s", "{:.2f} s"),
+    ("a member falls silent: the last order, after its lease", "silent_fanout_s", "{:.2f} s"),
+    ("the end", "finish_s", "{:.2f} s"),
+)
 T = TypeVar("T")
 
 
@@ -193,13 +207,13 @@ class Bench:
 
     async def _leave(self, leaver: Speaker) -> tuple[float, float]:
         """From the SIGTERM of an elastic member to the last order, and to its own end."""
-        last, left_at = self._told_of(leaver), time.monotonic()
+        last, ended, left_at = self._told_of(leaver), self.crowd.ended(leaver), time.monotonic()
         leaver.leave()
-        told = await self._part("a member that leaves", last) - left_at
-        await self._part("the end of a member that leaves", self.crowd.ended(leaver))
+        told_at = await self._part("a member that leaves", last)
+        ended_at = await self._part("the end of a member that leaves", ended)
         if leaver.member.exit_code != 0:
             raise RuntimeError(f"{self.measured.part}: exit code {leaver.member.exit_code}")
-        return told, time.monotonic() - left_at
+        return told_at - left_at, ended_at - left_at
 
     def _told_of(self, gone: Speaker, *but: Speaker) -> asyncio.Future[float]:
         return self.crowd.when_all(lambda each: each.directive is not None and gone.key in each.directive.lost,
@@ -274,20 +288,11 @@ def _line(size: Size) -> str:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    table = Table("members", "join s", "beats/s", "CPU us/beat", "core", "kB/member", "elastic dies, last order s",
-                  "fixed dies, last order s", "regrouped s", "one leaves, last order s", "it ends s",
-                  "silent, last order s", "finish s",
-                  title=f"LEASE_SECONDS={LEASE:g}")  # fmt: skip
-    for members, size in measured.sizes.items():
-        row = (
-            (size.join_s, "{:.2f}"), (size.beats_per_s, "{:.0f}"), (size.cpu_us_per_beat, "{:.0f}"),
-            (size.core_share, "{:.3f}"), (size.bytes_per_member and size.bytes_per_member / 1000, "{:.1f}"),
-            (size.elastic_fanout_s, "{:.2f}"), (size.fixed_fanout_s, "{:.2f}"), (size.regroup_s, "{:.2f}"),
-            (size.leave_fanout_s, "{:.2f}"), (size.left_s, "{:.2f}"), (size.silent_fanout_s, "{:.2f}"),
-            (size.finish_s, "{:.2f}"),
-        )  # fmt: skip
-        table.add_row(f"{members:,}", *("" if value is None else text.format(value) for value, text in row))
-    for column in table.columns:
+    table = Table("members", *(f"{members:,}" for members in measured.sizes), title=f"LEASE_SECONDS={LEASE:g}")
+    for what, name, text in ROWS:
+        values = (getattr(size, name) for size in measured.sizes.values())
+        table.add_row(what, *("" if value is None else text.format(value) for value in values))
+    for column in table.columns[1:]:
         column.justify = "right"
     return [table]
 

@@ -177,9 +177,11 @@ class Crowd:
         self._tasks[speaker].cancel()
         return speaker.sent_at
 
-    async def ended(self, speaker: Speaker) -> None:
-        """Waits until `speaker` has ended."""
-        await asyncio.wait({self._tasks[speaker]})
+    def ended(self, speaker: Speaker) -> asyncio.Future[float]:
+        """When `speaker` has ended (monotonic seconds)."""
+        at: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._tasks[speaker].add_done_callback(lambda _: at.set_result(time.monotonic()))
+        return at
 
     def ordered(self, speaker: Speaker, now: float) -> None:
         """`speaker` has a new directive."""

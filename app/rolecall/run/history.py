@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rolecall.run import rundir
+from rolecall.run import files
 
 BOUNDS = ("low", "high")  # of the scores, where a job says how they spread
 CURVES = ("score", *BOUNDS, "loss", "done")
@@ -243,7 +243,7 @@ def read(directory: Path) -> History:
     """
     history = History()
     try:
-        lines = (directory / rundir.HISTORY).read_bytes().splitlines()
+        lines = (directory / files.HISTORY).read_bytes().splitlines()
     except FileNotFoundError:
         return history
     for line in lines:

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from rolecall.run import history, rundir
+from rolecall.run import files, history
 from rolecall.run.history import History, Point
 
 SECONDS = 60  # a fail-safe: the supervisor may have ended
@@ -145,10 +145,10 @@ def main(arguments: list[str]) -> int:
         return 0  # the supervisor has ended
     signal.alarm(SECONDS)
     directory = Path(arguments[-1])
-    run, summary = history.read(directory), json.loads((directory / rundir.SUMMARY).read_text())
+    run, summary = history.read(directory), json.loads((directory / files.SUMMARY).read_text())
     content = io.BytesIO()
     draw(run, summary).savefig(content, format="png")
-    rundir.write_atomically(directory / rundir.CURVE, content.getvalue())
+    files.write_atomically(directory / files.CURVE, content.getvalue())
     return 0
 
 

@@ -18,6 +18,11 @@ from pydantic import TypeAdapter
 
 from rolecall.config import UsageError
 from rolecall.gang.protocol import Budget, Key
+from rolecall.run.files import CURVE as CURVE
+from rolecall.run.files import HISTORY as HISTORY
+from rolecall.run.files import SUMMARY as SUMMARY
+from rolecall.run.files import sync_directory as sync_directory
+from rolecall.run.files import write_atomically as write_atomically
 from rolecall.trace.records import FOLDER as TRACE
 
 COORDINATOR_LOCK = ".coordinator.lock"
@@ -25,9 +30,6 @@ WRITER_LOCK = ".writer.lock"
 GENERATION = "generation.json"
 DONE = "DONE"
 FAILED = "FAILED"
-HISTORY = "history.jsonl"
-SUMMARY = "summary.json"
-CURVE = "curve.png"
 PAGE = "page.html"
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
@@ -189,32 +191,6 @@ def prune_shards(directory: Path, kept: Collection[str], dropped: Collection[str
         for folder in (directory / SHARDS).iterdir():
             if folder.name not in kept and (folder.name in dropped or folder.name > min(kept, default="~")):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """Writes `parts` to a file that after a crash at any moment is either complete or as it was. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError:
-        with contextlib.suppress(OSError):  # the write's own error says more
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def sync_directory(directory: Path) -> None:
-    """Has the names in `directory` on disk. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class TakenError(UsageError):

@@ -342,6 +342,41 @@ def test_the_adaptive_rate_follows_the_divergence(kl: float, factor: float) -> N
     assert learner._is_too_far(0.1)
 
 
+def acted(learner: Learner, seed: int, noise: float) -> Trajectory:
+    """What `learner` may have done, with random actions, where rewards are 1000 but for `noise`."""
+    trajectory, random = random_trajectory(seed, 50, 8), np.random.default_rng(seed)
+    rows = torch.from_numpy(trajectory.observations[:-1]).flatten(0, 1)
+    actions = torch.from_numpy(trajectory.actions).flatten()
+    with torch.no_grad():
+        likely = learner.model.actions.log_probability(learner.model(rows)[0], actions).numpy()
+    rewards = np.where(trajectory.experience, 1000 + noise * random.normal(size=(50, 8)), 0).astype(np.float32)
+    return changed(trajectory, log_probabilities=likely.reshape(50, 8), rewards=rewards)
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("constant", 2), ("adaptive", 20)])
+def test_where_all_returns_are_alike_the_policy_stays(schedule: str, least: float) -> None:
+    """Their differences are normalised, however small: it would wander away from the best one."""
+
+    def wanders(noise: float) -> tuple[float, Learner]:
+        learner = make(lr_schedule=schedule, lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
+        before = copy.deepcopy(learner.model)
+        for seed in range(20):
+            learner.update([acted(learner, seed, noise)])
+        rows = torch.from_numpy(random_trajectory(99, 100, 8).observations).flatten(0, 1)
+        with torch.no_grad():
+            one, other = (model(rows)[0].log_softmax(-1) for model in (before, learner.model))
+        return float((one.exp() * (one - other)).sum(-1).mean()), learner
+
+    (free, varied), (held, alike) = wanders(100.0), wanders(0.01)
+    assert held < free / least
+    assert varied._target_kl == 0.01  # above the noise nothing changes
+    if schedule == "adaptive":
+        rate = alike.rate
+        assert rate < 1e-4
+        alike.update([acted(alike, 1, 100.0)])  # failures are a signal again
+        assert alike.rate > 3 * rate
+
+
 def test_an_older_policy_that_acted_is_no_divergence() -> None:
     """With PIPELINE, the update before this one has moved the policy already."""
     learner = make(lr=1e-6, lr_schedule="adaptive", target_kl=0.02, epochs=3)

@@ -1,4 +1,4 @@
-"""The files of a run's report, and how files are written whole. It imports little: the picture's process needs no more."""
+"""The files of a run's report, and how files are written whole. The picture's process imports no more than this."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ TOLERATED = 2.0  # times TARGET_KL, or as small a part of it: beyond, the adapti
 FACTOR = 1.5  # by which it does
 RATES = (1e-5, 3e-3)  # least and most of it
 TOO_FAR = 4.0  # times TARGET_KL: the policy that acted says little about this one
+NOISE = 0.005  # of the returns: smaller advantages are mostly the critic's errors
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
 DECAY = 0.95  # of the returns' mean and variance, that values are normalised by
 
@@ -69,6 +70,7 @@ class Learner:
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
+        self._target_kl = choices.target_kl
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
@@ -90,6 +92,9 @@ class Learner:
         explained = _explained(samples.returns[used], samples.values[used])
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
+        # normalised, noise weighs as much as a signal: a policy that cannot improve would wander away by TARGET_KL
+        signal = float(deviation / (NOISE * samples.returns[used].square().mean().sqrt() + 1e-8))
+        self._target_kl = self.choices.target_kl * min(1.0, signal**2)
         self._normalise(samples.returns[used])
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, what the loss takes
         samples.returns = (samples.returns - self._mean) / self._scale
@@ -127,12 +132,12 @@ class Learner:
 
     def _is_too_far(self, kl: float) -> bool:
         """Whether the passes end, after one whose last minibatch had diverged by `kl`. Adapts the learning rate."""
-        target = self.choices.target_kl
+        target = self._target_kl
         if self.choices.lr_schedule == "adaptive":  # Schulman et al. 2017 adapt a penalty in this way
             rate = self.rate * (1 / FACTOR if kl > target * TOLERATED else FACTOR if kl < target / TOLERATED else 1)
             low, high = min(RATES[0], self.choices.lr), max(RATES[1], self.choices.lr)  # LR is where it starts
             self._set_rate(min(max(rate, low), high))
-        return bool(target) and kl > target * TOO_FAR
+        return bool(self.choices.target_kl) and kl > target * TOO_FAR
 
     @property
     def rate(self) -> float:

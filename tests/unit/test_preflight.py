@@ -21,7 +21,7 @@ import torch
 from rolecall import Context, Job, Role, Settings, UsageError
 
 STEP, SEED = 1, object()
-square = lambda x: x * x
+square = triple = lambda x: 3 * x
 
 
 class Tally:
@@ -60,6 +60,10 @@ def lead(context, other=None):
     kept, pair = Tally(), 1
     pair, kept = Kept(), 2
     def inside(): return 0
+    @partial
+    def replaced(): return 0
+    class Holder:
+        def work(self): square = lambda: 1
     named = lambda: 0
     {line}
 
@@ -69,6 +73,7 @@ def helper(peers: "Context[Settings]"):
 
 
 JOB = Job([Role("lead", lead), Role("worker", count=2)])
+OTHER = Job([Role("lead", lead), Role("helper", count=2)])
 """
 PLACE = HEAD[: HEAD.index("{line}")].count("\n") + 1
 CALL = "cannot be called at a peer: define it with `def` at the top of a module"
@@ -93,18 +98,17 @@ def look(line: str = "pass", helped: str = "pass") -> None:
     [
         ('context.call_all("worker", lambda: 1)', f"<lambda> {CALL}"),
         ("context.call(other, function=lambda: 1)", f"<lambda> {CALL}"),
-        ('list(context.call_each("worker", square, 3))', f"<lambda> {CALL}"),
+        ('list(context.call_each("worker", triple, 3))', f"<lambda> {CALL}"),
         ('context.call_all("worker", inside)', f"inside {CALL}"),
         ('context.call_all("worker", named)', f"<lambda> {CALL}"),
         ('context.call_all("workers", work, 1)', "no role 'workers' in this job (lead, worker)"),
-        ('context.peers("workers")', "no role 'workers' in this job (lead, worker)"),
         ('context.restore({"tally": Tally()})', "tally is a given.Tally, which a checkpoint cannot hold: give it"),
         ('context.restore({"tally": local})', "tally is a given.Tally, which a checkpoint cannot hold"),
         ('context.restore(state={"hits": random})', "hits is a builtins.module, which a checkpoint cannot hold"),
         ('context.restore({"last": collections.deque()})', "last is a collections.deque, which a checkpoint cannot"),
         ('context.restore({"rule": lambda: 0})', "rule is a builtins.function, which a checkpoint cannot hold"),
         ('context.restore({"rule": inside})', "rule is a builtins.function, which a checkpoint cannot hold"),
-        ('context.restore({"rule": work})', "rule is a builtins.function, which a checkpoint cannot hold"),
+        ('context.restore({"rule": set_seed})', "rule is a builtins.function, which a checkpoint cannot hold"),
         ('context.restore({"kind": Kept})', "kind is a builtins.type, which a checkpoint cannot hold"),
     ],
 )
@@ -126,6 +130,9 @@ def test_a_function_that_takes_a_context_is_looked_at_too() -> None:
         'context.call_all("worker", math.sqrt, 4.0)',
         'context.call_all("worker", torch.ones, 4)',
         'context.call_all("worker", partial(work, 1))',
+        'context.call_all("worker", replaced)',
+        'context.call_all("helper", work, 1)',
+        'context.peers("workers")',
         'context.call_all(*("worker", lambda: 1))',
         "context.call(other, Tally)",
         "context.call_all(other, other)",

@@ -21,7 +21,7 @@ from rolecall.job.peers import NOT_IMPORTABLE, require_importable
 from rolecall.job.spec import Job
 
 CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
-OF_ROLES = ("call_each", "call_all", "peers", "require_peers", "join_group")  # whose first one is a role
+OF_ROLES = ("call_each", "call_all")  # which raise where their first one is no role
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 UNKNOWN = object()
 
@@ -60,8 +60,15 @@ class _Body:
     def __init__(self, job: Job, function: Function, context: str, module: ModuleType, tree: ast.Module) -> None:
         self.job, self.function, self.context, self.module = job, function, context, module
         self.bound = defaultdict[str, list[ast.AST | None]](list)  # a name in this function, to what may be in it
+        inner = {
+            node for scope in ast.walk(function)
+            if isinstance(scope, Function | ast.Lambda | ast.ClassDef) and scope is not function
+            for node in ast.walk(scope) if node is not scope
+        }  # whose names are others than this function's  # fmt: skip
         for node in ast.walk(function):
-            if isinstance(node, Function) and node is not function:
+            if node in inner:
+                continue
+            if isinstance(node, Function) and node is not function and not node.decorator_list:
                 self.bound[node.name].append(node)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
                 self.bound[node.targets[0].id].append(node.value)
@@ -91,7 +98,8 @@ class _Body:
         raise UsageError(f"{path}:{getattr(at, 'lineno', 0)}: {problem}")
 
     def _check_role(self, given: ast.Constant) -> None:
-        if given.value not in [role.name for role in self.job.roles]:
+        jobs = [self.job, *(value for value in vars(self.module).values() if isinstance(value, Job))]
+        if given.value not in {role.name for job in jobs for role in job.roles}:  # a file may have several jobs
             self._refuse(given, self.job.no_role(str(given.value)))
 
     def _check_call(self, given: ast.expr | None) -> None:

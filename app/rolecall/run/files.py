@@ -1,4 +1,4 @@
-"""The files of a run's report, and how files are written whole. The picture's process imports no more than this."""
+"""The files of a run's report, and how files are written whole. It imports little, for the picture's process."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -295,6 +295,16 @@ class Cluster:
         process = warm.Process(self.server, {**os.environ, **self.settings}, log, arguments)
         assert process.wait(DEADLINE) == 0, log.read_text()
         return file.read_text()
+
+    def evaluated(self, saved: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """What `rolecall eval` says of a checkpoint, with rank 0's environment if no other."""
+        assert self.server is not None
+        output, log = self.directory / "evaluated.json", self.directory / "eval.log"
+        output.unlink(missing_ok=True)
+        words = ["eval", self.settings["JOB"], "--checkpoint", str(saved), "--json", *arguments]
+        process = warm.Process(self.server, environment or self.first.environment, log, words, output)
+        assert process.wait(DEADLINE) == 0, log.read_text()
+        return dict(json.loads(output.read_text()))
 
     @property
     def first(self) -> Rank:

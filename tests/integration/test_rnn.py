@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +63,7 @@ def in_one_process(chosen: RnnSettings) -> LanguageModel:
 
 def test_it_is_one_process(cluster: MakeCluster) -> None:
     changes = {**SHORT, "EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
-    last = finished(cluster(JOB="rnn", cold={"ps-0", "trainer-0"}, **changes).start(1))
+    last = finished(cluster(JOB="rnn", cold={"trainer-0"}, **changes).start(1))
     expected = in_one_process(settings(**changes))
     assert last.step > 5
     weights = {**last.state, "lstm": last.state["trainer"]["lstm"]}
@@ -83,31 +80,13 @@ def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(clust
     assert len(history) == 3
     assert history[-1][1] < history[0][1]
     assert done["perplexity"] == pytest.approx(math.exp(history[-1][1]))
-    assert evaluated(job, last)["perplexity"] == pytest.approx(done["perplexity"], rel=1e-4)
-    written = evaluated(job, last, "--prompt", "the ")["text"]
+    assert job.evaluated(last.path)["perplexity"] == pytest.approx(done["perplexity"], rel=1e-4)
+    written = job.evaluated(last.path, "--prompt", "the ")["text"]
     assert written.startswith("the ")
     assert len(corpus.WORD.findall(written)) >= 10
     assert "sample" in job.member(0).text()
     assert f"Finished: validation perplexity {done['perplexity']:.2f} after 3 epochs" in job.first.text()
     assert all("[error" not in rank.text() for rank in job.ranks.values())
-
-
-def evaluated(job: Cluster, snapshot: checkpoint.Snapshot, *arguments: str) -> dict[str, Any]:
-    """What `python -m rolecall eval` says of a checkpoint."""
-    command = [
-        sys.executable,
-        "-m",
-        "rolecall",
-        "eval",
-        "rnn",
-        "--checkpoint",
-        str(snapshot.path),
-        "--json",
-        *arguments,
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=job.first.environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
 
 
 def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:

@@ -9,18 +9,25 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rolecall.rank.zygote import Zygote
 
 
 class Process:
-    """A rank's process, with what is used of `subprocess.Popen`."""
+    """A rank's process or a command's, with what is used of `subprocess.Popen`; `output` where it is not the log's."""
 
-    def __init__(self, zygote: Zygote, environment: dict[str, str], log: Path, arguments: Sequence[str] = ()) -> None:
-        with log.open("ab") as file:
-            self._forked = zygote.fork(arguments, environment, file.fileno(), file.fileno())
+    def __init__(
+        self,
+        zygote: Zygote,
+        environment: Mapping[str, str],
+        log: Path,
+        arguments: Sequence[str] = (),
+        output: Path | None = None,
+    ) -> None:
+        with log.open("ab") as errors, (output or log).open("ab") as file:
+            self._forked = zygote.fork(arguments, environment, file.fileno(), errors.fileno())
         self.pid = self._forked.pid
 
     @property

@@ -12,8 +12,8 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, nn
 
 from rolecall.jobs.rl import model
-from rolecall.jobs.rl.actor import NOISE_STEPS, Actor, Memory
-from rolecall.jobs.rl.distributions import LOG_STD, Categorical
+from rolecall.jobs.rl.actor import Actor, Memory
+from rolecall.jobs.rl.distributions import LOG_STD_SDE, Categorical
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.spaces import Space
@@ -110,7 +110,7 @@ def test_without_a_memory_nothing_is_carried() -> None:
     before = snapshot(memory)
     actor.act(rows(1, 3), going(3), [memory])
     assert torch.equal(memory.state, before.state)
-    assert (memory.noise, memory.age) == (None, 0)
+    assert memory.noise is None
 
 
 def test_a_loaded_policy_acts() -> None:
@@ -225,12 +225,10 @@ def test_the_same_state_has_the_same_action_until_the_noise_is_drawn_anew() -> N
     actor = sde()
     memory, seen = actor.remember(3), rows(1, 3)
     assert not memory.empty
-    actions = [actor.act(seen, going(3), [memory]).actions for _ in range(2 * NOISE_STEPS + 1)]
-    for step, chosen in enumerate(actions):
-        first = actions[step - step % NOISE_STEPS]
-        np.testing.assert_allclose(chosen, first, atol=1e-6)
-    for one, other in ((0, NOISE_STEPS), (NOISE_STEPS, 2 * NOISE_STEPS), (0, 2 * NOISE_STEPS)):
-        assert not np.allclose(actions[one], actions[other])
+    first, second = actor.act(seen, going(3), [memory]).actions, actor.act(seen, going(3), [memory]).actions
+    np.testing.assert_allclose(first, second, atol=1e-6)
+    actor.refresh(memory)
+    assert not np.allclose(first, actor.act(seen, going(3), [memory]).actions)
 
 
 def test_refresh_draws_it_anew_with_the_policys_deviation() -> None:
@@ -238,15 +236,12 @@ def test_refresh_draws_it_anew_with_the_policys_deviation() -> None:
     memory = actor.remember(2000)
     assert memory.noise is not None
     before = memory.noise
-    actor.act(rows(1, 2000), going(2000), [memory])
-    assert memory.age == 1
     with torch.no_grad():
         actor.model.actions.get_parameter("log_std").fill_(1.0)
     actor.refresh(memory)
-    assert memory.age == 0
     assert not torch.equal(memory.noise, before)
     assert float(memory.noise.std()) == pytest.approx(np.e, rel=0.02)
-    assert float(before.std()) == pytest.approx(np.exp(LOG_STD), rel=0.02)
+    assert float(before.std()) == pytest.approx(np.exp(LOG_STD_SDE[1]), rel=0.02)
 
 
 def test_each_environment_has_noise_of_its_own() -> None:
@@ -265,14 +260,6 @@ def test_groups_in_one_batch_keep_their_noise() -> None:
     apart = [actor.act(part, going(len(part)), [memory]).actions
              for part, memory in zip((seen[:2], seen[2:]), alone, strict=True)]  # fmt: skip
     np.testing.assert_allclose(together, np.concatenate(apart), atol=1e-6)
-    # a memory that began later draws later
-    for _ in range(NOISE_STEPS - 1):
-        actor.act(seen[:2], going(2), [one])
-    kept, drawn = other.noise, one.noise
-    actor.act(seen, going(5), [one, other])
-    assert other.noise is kept
-    assert one.noise is not drawn
-    assert (one.age, other.age) == (1, 2)
 
 
 def test_the_log_probability_is_of_all_noise_that_could_have_been_drawn() -> None:
@@ -288,7 +275,6 @@ def test_the_best_action_has_no_noise() -> None:
     actor = sde()
     memory, seen = actor.remember(3), rows(1, 3)
     best = actor.best(seen, going(3), memory)
-    assert memory.age == 0
     actor.refresh(memory)
     assert np.array_equal(best, actor.best(seen, going(3), memory))
     assert not np.allclose(best, actor.act(seen, going(3), [memory]).actions)

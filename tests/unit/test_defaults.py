@@ -17,7 +17,7 @@ from rolecall.jobs.rl.spaces import Space
 from tests.unit.rl_parts import spaces_of
 
 VECTOR, PICTURE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
-CONTROLS = Box(-1, 1, (2,), np.float32)
+CONTROLS, LEVER = Box(-1, 1, (2,), np.float32), Box(-1, 1, (1,), np.float32)
 NAMES = [field.name for field in fields(Choices)]
 
 
@@ -28,6 +28,7 @@ NAMES = [field.name for field in fields(Choices)]
         (Discrete(9), MultiDiscrete([2, 3]), "ppo", "discrete"),
         (VECTOR, MultiBinary(3), "ppo", "discrete"),
         (VECTOR, CONTROLS, "ppo", "continuous"),
+        (VECTOR, LEVER, "ppo", "scalar"),
         (PICTURE, Discrete(2), "ppo", "pixels"),
         (PICTURE, CONTROLS, "ppo", "pixels"),
         (Dict({"camera": PICTURE, "speed": VECTOR}), CONTROLS, "ppo", "pixels"),
@@ -69,7 +70,7 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_given_wins_even_where_it_is_nothing(row: Kind, name: str) -> None:
     observation = PICTURE if row == "pixels" else VECTOR
-    action = CONTROLS if row == "continuous" else Discrete(2)
+    action = {"continuous": CONTROLS, "scalar": LEVER}.get(row, Discrete(2))
     algorithm = "reinforce" if row == "reinforce" else "ppo"
     spaces = spaces_of(observation, action)
     default = asdict(DEFAULTS[row])

@@ -42,7 +42,7 @@ def prepared(space: Space, features: int) -> Distribution:
     built = distribution(space, features)
     with torch.no_grad():
         for parameter in built.parameters():
-            parameter += torch.randn(parameter.shape) / 3
+            parameter.copy_(torch.randn(parameter.shape) / 3)
     return built
 
 
@@ -214,7 +214,7 @@ def test_a_gaussian_has_the_moments_that_are_said() -> None:
     torch.manual_seed(15)
     built = Gaussian(2)
     with torch.no_grad():
-        built.log_std += torch.tensor([-1.0, 0.5])
+        built.log_std.copy_(torch.tensor([-1.0, 0.5]))
     parameters = torch.tensor([[3.0, -2.0]])
     samples = built.sample(parameters.expand(30_000, -1)).detach()
     moments_are(samples, parameters[0], torch.tensor([-1.0, 0.5]).exp())
@@ -230,7 +230,7 @@ class TestStateDependent:
     def built(self) -> StateDependent:
         built = StateDependent(2, 3)
         with torch.no_grad():
-            built.log_std += torch.tensor([[0.5, -1.0], [0.0, 1.0], [2.0, 0.0]])
+            built.log_std.copy_(torch.tensor([[-0.5, -2.0], [-1.0, 0.0], [1.0, -1.0]]))
         return built
 
     def test_noise_drawn_anew_has_the_moments_that_are_said(self) -> None:

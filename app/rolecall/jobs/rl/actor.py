@@ -15,8 +15,6 @@ from torch import Tensor
 from rolecall.jobs.rl.messages import Array, Done, PolicyState
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 
-NOISE_STEPS = 64  # that one draw of gSDE's noise serves
-
 
 @dataclass
 class Memory:
@@ -26,7 +24,6 @@ class Memory:
 
     state: Tensor
     noise: Tensor | None
-    age: int = 0  # steps since the noise was drawn
 
     @property
     def empty(self) -> bool:
@@ -58,9 +55,9 @@ class Actor:
         return Memory(state, self.model.actions.draw(count))
 
     def refresh(self, memory: Memory) -> None:
-        """Draws the noise anew: the policy has changed, or the noise has served long enough."""
+        """Draws the noise anew, at a rollout's beginning: the policy has changed."""
         if memory.noise is not None:
-            memory.noise, memory.age = self.model.actions.draw(len(memory.state)), 0
+            memory.noise = self.model.actions.draw(len(memory.state))
 
     @torch.inference_mode()
     def act(self, observations: Array, dones: Array, memories: Sequence[Memory]) -> Choice:
@@ -74,10 +71,6 @@ class Actor:
             parameters, _ = self.model.act(rows, memories[0].state)
             actions = self.model.actions.sample(parameters)
         else:
-            for memory in memories:
-                if memory.age == NOISE_STEPS:
-                    self.refresh(memory)
-                memory.age += 1
             state = _join([memory.state for memory in memories])
             noises = [memory.noise for memory in memories if memory.noise is not None]
             parameters, state = self.model.act(rows, state)

@@ -12,7 +12,7 @@ from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.spaces import Spaces
 
-Kind = Literal["reinforce", "discrete", "continuous", "pixels"]
+Kind = Literal["reinforce", "discrete", "scalar", "continuous", "pixels"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,17 @@ DEFAULTS: dict[Kind, Choices] = {
         gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
         exploration="gaussian", hidden_size=64,
     ),
+    # one number: wide noise that is held for long reaches what no single action does
+    "scalar": Choices(
+        num_envs=16, rollout_steps=128, epochs=10, minibatches=8, lr=1e-3, lr_schedule="adaptive", gamma=0.99,
+        gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
+        exploration="sde", hidden_size=64,
+    ),
+    # several: in that much noise, what each of them does would drown
     "continuous": Choices(
         num_envs=16, rollout_steps=64, epochs=10, minibatches=8, lr=1e-3, lr_schedule="adaptive", gamma=0.99,
         gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
-        exploration="sde", hidden_size=64,
+        exploration="gaussian", hidden_size=64,
     ),
     "pixels": Choices(
         num_envs=8, rollout_steps=128, epochs=4, minibatches=4, lr=2.5e-4, lr_schedule="constant",
@@ -69,7 +76,9 @@ def kind(settings: RlSettings, spaces: Spaces) -> Kind:
         return "reinforce"
     if spaces.pixels:
         return "pixels"
-    return "continuous" if spaces.continuous else "discrete"
+    if not spaces.continuous:
+        return "discrete"
+    return "scalar" if spaces.action_shape == (1,) else "continuous"
 
 
 def choose(settings: RlSettings, spaces: Spaces) -> Choices:

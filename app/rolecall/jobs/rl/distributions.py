@@ -13,7 +13,9 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, nn
 
-LOG_STD = -1.0  # gSDE's at the start: with 64 features in (-1, 1), a deviation of about 1.5
+# at the start, for one action and for several, where much noise would drown what each of them does
+LOG_STD = (0.0, -1.0)
+LOG_STD_SDE = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.5 and 0.2
 LEAST_VARIANCE = 1e-6
 
 
@@ -134,7 +136,7 @@ class Gaussian(Distribution):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self.log_std = nn.Parameter(torch.zeros(size))
+        self.log_std = nn.Parameter(torch.full((size,), LOG_STD[size > 1]))
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
         """Mean and noise."""
@@ -163,7 +165,7 @@ class StateDependent(Distribution):
     def __init__(self, actions: int, features: int) -> None:
         super().__init__()
         self.split, self.size = [actions, features], actions + features
-        self.log_std = nn.Parameter(torch.full((features, actions), LOG_STD))
+        self.log_std = nn.Parameter(torch.full((features, actions), LOG_STD_SDE[actions > 1]))
 
     def draw(self, count: int) -> Tensor | None:
         """One matrix [f, k] for each of `count` environments."""

@@ -51,8 +51,8 @@ DEFAULTS: dict[Kind, Choices] = {
     ),
     # one number: wide noise that is held for long reaches what no single action does
     "scalar": Choices(
-        num_envs=16, rollout_steps=128, epochs=10, minibatches=8, lr=1e-3, lr_schedule="adaptive", gamma=0.99,
-        gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
+        num_envs=8, rollout_steps=128, epochs=10, minibatches=8, lr=1e-3, lr_schedule="adaptive", gamma=0.99,
+        gae_lambda=0.95, clip_ratio=0.2, target_kl=0.03, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
         exploration="sde", hidden_size=64,
     ),
     # several: in that much noise, what each of them does would drown

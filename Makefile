@@ -59,10 +59,10 @@ run-hybrid: $(READY) ## trains the hybrid job here: a master, a server with the 
 	$(BIN)/rolecall run hybrid
 
 test: $(READY) $(KUBECTL) ## runs every test that needs neither Docker nor a network
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-e2e: $(READY) $(KUBECTL) image ## runs the jobs in containers: needs Docker with compose, and a registry for the base image only
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -n 4 --dist loadfile
 
 simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=, RANKS=200)
 	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1) --ranks $(or $(RANKS),0)

@@ -37,8 +37,9 @@ DEADLINE = 60.0  # of every wait; a fail-safe, no measurement
 QUICK = {"SINKS": "none", "LEASE_SECONDS": "3", "REJOIN_INTERVAL": "0.5", "JOIN_GRACE": "3", "THREADS": "1"}
 ENDLESS = {
     "rl": {
-        "NUM_ENVS": "8",
-        "ROLLOUT_STEPS": "16",
+        "NUM_ENVS": "4",
+        "ROLLOUT_STEPS": "4",
+        "EPOCHS": "1",
         "MINIBATCHES": "1",
         "MAX_ITERATIONS": "1000000",
         "ENV_ID": "tests.integration.environments:Endless-v0",
@@ -95,7 +96,7 @@ def until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) ->
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.05)  # the period of looking, not a race
+        time.sleep(0.1)  # the period of looking, not a race: each look costs the rank some milliseconds
     raise AssertionError(f"not within {timeout:g} s: {what}")
 
 
@@ -151,17 +152,19 @@ class Rank:
         except OSError:
             return 0, ""
 
-    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """All samples."""
+    def metrics(self, prefix: str = "") -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """All samples whose names begin so."""
+        lines = self.get("/metrics")[1].splitlines(keepends=True)
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(self.get("/metrics")[1])
+            for family in text_string_to_metric_families("".join(line for line in lines if line.startswith(prefix)))
             for sample in family.samples
         }
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample by its name without the prefix; 0 where there is none (yet)."""
-        return self.metrics().get(("rolecall_" + name, tuple(sorted(labels.items()))), 0.0)
+        name = "rolecall_" + name
+        return self.metrics(name).get((name, tuple(sorted(labels.items()))), 0.0)
 
     def worker(self) -> psutil.Process | None:
         """The worker's process: forked by the fork server, which the supervisor started."""

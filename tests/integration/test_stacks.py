@@ -28,10 +28,14 @@ def ask(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         def asked(text: str, *words: str) -> str:
             def output() -> str:
                 assert stacks.run([job.first.environment["METRICS_PORT"], *words]) == 0
-                printed = capsys.readouterr().out
-                return printed if text in printed else ""
+                printed.append(capsys.readouterr().out)
+                return printed[-1] if text in printed[-1] else ""
 
-            return str(until(output, text))
+            printed: list[str] = []
+            try:
+                return str(until(output, text))
+            except AssertionError:
+                raise AssertionError(f"not printed: {text}\n{printed[-1]}") from None
 
         return asked
 

@@ -92,14 +92,20 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank], nati
         yield f"{rank.name}: {rank.error}"
         return
     yield f"{rank.name}: {', '.join(_facts(reply))}"
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], list[Mapping[str, float]]] = {}
     threads = [thread for thread in rank.threads if thread.main or not thread.idle]
     for thread in sorted(threads, key=lambda each: (not each.main, not each.in_rpc, each.in_background, each.number)):
-        head = _head(thread, rank, ranks)
-        body = "\n".join([head, *([] if thread.idle else _frames(thread, native))])
-        groups.setdefault(body, []).append(head)
-    for body, heads in groups.items():
-        yield f"  {f'{len(heads)} threads: ' if len(heads) > 1 else ''}{body}"
+        calls = [call for call in rank.calls if call.thread == thread.number]
+        is_waiting = calls and (thread.waits or not thread.state) and not rank.at_a_lock(thread)
+        waits = _waits(calls) if is_waiting else {}
+        frames = () if thread.idle else tuple(_frames(thread, native))
+        kind = _name(thread, rank, ranks), "" if is_waiting else thread.doing, tuple(waits), frames
+        groups.setdefault(kind, []).append(waits)  # however long each of them has waited
+    for (name, doing, _, frames), alike in groups.items():
+        longest = {what: max(waits[what] for waits in alike) for what in alike[0]}
+        doing = ", ".join(f"waits {seconds:.1f} s for {what}" for what, seconds in longest.items()) or doing
+        head = f"{name}: {doing}" if doing else name
+        yield "\n".join([f"  {f'{len(alike)} threads: ' if len(alike) > 1 else ''}{head}", *frames])
     if rest := _rest(rank, int(reply.get("rpc_threads", 0))):
         yield f"  {rest}"
 
@@ -120,28 +126,25 @@ def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
         yield f"{by} ({reply['note']})" if reply["note"] else by
 
 
-def _head(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:
+def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:
     name = "main thread" if thread.main else f"thread {thread.name!r}" if thread.name else "a thread"
     called = thread.serves
     if called:
         callers = sorted({each.name for each in ranks for call in each.calls
                           if call.to == rank.name and call.method in thread.served})  # fmt: skip
         name = f"serves {called}" + (f" for {_list(callers)}" if callers else "")
-    calls = [call for call in rank.calls if call.thread == thread.number]
-    waiting = calls and (thread.waits or not thread.state) and not rank.at_a_lock(thread)
-    doing = _waiting(calls) if waiting else thread.doing
-    return f"{name}: {doing}" if doing else name
+    return name
 
 
-def _waiting(calls: Collection[Call]) -> str:
-    """What a thread with these calls waits for; the oldest call of those of a function at a rank."""
+def _waits(calls: Collection[Call]) -> dict[str, float]:
+    """What a thread with these calls waits for, and for how many seconds: the oldest of a function's at a rank."""
     alike: dict[tuple[str, str], list[float]] = {}
     for call in calls:
         alike.setdefault((call.to, call.method), []).append(call.seconds)
-    return ", ".join(
-        f"waits {max(each):.1f} s for {to} ({f'{len(each)} calls of ' if len(each) > 1 else ''}{method})"
+    return {
+        f"{to} ({f'{len(each)} calls of ' if len(each) > 1 else ''}{method})": max(each)
         for (to, method), each in alike.items()
-    )
+    }
 
 
 def _frames(thread: Thread, native: bool) -> Iterator[str]:

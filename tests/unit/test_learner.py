@@ -58,11 +58,15 @@ def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Le
 # ---- one update
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
-@pytest.mark.parametrize(("chunk", "threads"), [(1, 1), (7, 1), (50, 1), (7, 3), (2048, 3)])
-@pytest.mark.parametrize("memory", ["none", "gru"])
+@pytest.mark.parametrize(
+    ("memory", "chunk", "threads", "minibatches"),  # every pair of values, if not every three
+    [
+        ("none", 1, 1, 1), ("none", 7, 1, 3), ("none", 50, 1, 1), ("none", 7, 3, 3), ("none", 2048, 3, 1),
+        ("gru", 1, 1, 3), ("gru", 7, 1, 1), ("gru", 50, 1, 3), ("gru", 7, 3, 1), ("gru", 2048, 3, 3),
+    ],
+)  # fmt: skip
 def test_chunks_add_up_to_the_whole(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, threads: int, minibatches: int, memory: str
+    monkeypatch: pytest.MonkeyPatch, memory: str, chunk: int, threads: int, minibatches: int
 ) -> None:
     given = {"minibatches": minibatches, "memory": memory, "sequence_steps": 4, "entropy_coef": 0.1, "lr": 0.3}
     state = 16 if memory == "gru" else 0

@@ -12,14 +12,15 @@ from rolecall import telemetry
 from rolecall.job import registry
 from tests.contracts.containers import ROOT
 from tools.dashboards.files import ALERTS, DASHBOARDS
+from tools.jobs import FAST_LOADER
 
 PROMETHEUS = ROOT / "docker" / "prometheus"
 RULES: list[dict[str, Any]] = [
-    rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    rule for group in yaml.load(ALERTS.read_text(), FAST_LOADER)["groups"] for rule in group["rules"]
 ]
 ALERTING = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
-TESTS = [test for path in PROMETHEUS.glob("*_test.yml") for test in yaml.safe_load(path.read_text())["tests"]]
+TESTS = [test for path in PROMETHEUS.glob("*_test.yml") for test in yaml.load(path.read_text(), FAST_LOADER)["tests"]]
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
 METRICS = {
     metric.full_name: metric

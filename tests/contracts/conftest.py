@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.manifests import OVERLAYS
+from tests.contracts.manifests import NAMED_IN_ALL_WAYS, OVERLAYS, VARIANTS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,4 +16,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "overlay_name" in metafunc.fixturenames:
         extra = [str(Path(path).resolve()) for path in metafunc.config.getoption("--overlay")]
-        metafunc.parametrize("overlay_name", [*OVERLAYS, *extra])
+        names = [*OVERLAYS, *extra]
+        if "variant" not in metafunc.fixturenames:
+            metafunc.parametrize("overlay_name", names)
+            return
+        in_all_ways = {*NAMED_IN_ALL_WAYS, *extra}
+        pairs = [(name, one) for name in names for one in VARIANTS if one == "both" or name in in_all_ways]
+        metafunc.parametrize(("overlay_name", "variant"), pairs)

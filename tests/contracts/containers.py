@@ -12,12 +12,13 @@ from rolecall.config import Settings
 from rolecall.job import registry
 from rolecall.job.spec import Job, Role
 from tests.roles import counter
+from tools.jobs import FAST_LOADER
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 COMPOSE_TEXT = (ROOT / "compose.yaml").read_text()
-COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+COMPOSE: dict[str, Any] = yaml.load(COMPOSE_TEXT, FAST_LOADER)
 MONITORING = "monitoring"  # the profile of those that watch, and are no ranks
 SERVICES: dict[str, dict[str, Any]] = {
     name: service for name, service in COMPOSE["services"].items() if service["profiles"] != [MONITORING]

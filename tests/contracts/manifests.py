@@ -21,6 +21,7 @@ from rolecall import new
 from rolecall.config import Settings
 from rolecall.job import registry
 from rolecall.job.spec import Job, Role
+from tools.jobs import FAST_LOADER
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "k8s"
@@ -29,13 +30,17 @@ JOBS = ("rl", "ps-trainers", "rnn", "hybrid")
 GENERIC = ("job", "script")
 NEW = "new"  # what `rolecall new` writes
 OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
+# how an outer kustomization names an overlay's copy
+VARIANTS: dict[str, dict[str, str]] = {
+    "both": {"namePrefix": "b-", "nameSuffix": "-two"}, "prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"}
+}  # fmt: skip
+# whose copies have each of these names: with roles, with GPUs, and without roles; `both` is of every overlay
+NAMED_IN_ALL_WAYS = ("ps-trainers", "hybrid-cuda", "job", NEW)
 CONTAINER = "rank"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 POD_INDEX = "apps.kubernetes.io/pod-index"  # a StatefulSet's controller sets it, from Kubernetes 1.28 on
 Object = dict[str, Any]
-# the same objects as with SafeLoader, in a tenth of the time; a PyYAML without libyaml has none
-FAST_LOADER: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # each validation would look for the versions that there are, and read a megabyte of definitions
 kubernetes_schemas.all_versions = functools.cache(kubernetes_schemas.all_versions)
 kubernetes_schemas.schema_contents = functools.cache(kubernetes_schemas.schema_contents)

@@ -67,11 +67,12 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.texts = {module_name(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
         self.packages = {module_name(path.relative_to(folder)) for path in folder.rglob("__init__.py")}
-        self.trees = {name: ast.parse(text) for name, text in self.texts.items()}
+        # what each tree has, which is walked once
+        self.nodes = {name: [*ast.walk(ast.parse(text))] for name, text in self.texts.items()}
 
     @cached_property
     def imports(self) -> list[Import]:
-        return [one for name, tree in self.trees.items() for node in ast.walk(tree) for one in self._of(name, node)]
+        return [one for name, nodes in self.nodes.items() for node in nodes for one in self._of(name, node)]
 
     def _of(self, importer: str, node: ast.AST) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -110,8 +111,9 @@ def room(module: str) -> str:
 
 
 def circles(source: Source) -> list[str]:
-    graph = TopologicalSorter({name: {one.module for one in source.inside() if one.importer == name}
-                               for name in source.texts})  # fmt: skip
+    graph: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(source.texts, ()))
+    for one in source.inside():
+        graph.add(one.importer, one.module)
     try:
         graph.prepare()
     except CycleError as error:
@@ -154,14 +156,14 @@ def private_imports_of_jobs(source: Source) -> list[str]:
 
 def readers_of_the_environment(source: Source) -> list[str]:
     problems = []
-    for name, tree in source.trees.items():
+    for name, nodes in source.nodes.items():
         if name == "rolecall.config":
             continue
-        modules = {"os"} | {alias.asname for node in ast.walk(tree) if isinstance(node, ast.Import)
+        modules = {"os"} | {alias.asname for node in nodes if isinstance(node, ast.Import)
                             for alias in node.names if alias.name == "os" and alias.asname}  # fmt: skip
         problems += [
             f"{name}:{node.lineno} reads {node.attr}"
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT
             and isinstance(node.value, ast.Name) and node.value.id in modules
         ]  # fmt: skip
@@ -177,8 +179,8 @@ def long_files(source: Source) -> list[str]:
 def meaningless_names(source: Source) -> list[str]:
     """Names that are bound, as variables, parameters, attributes, keywords, functions, imports or captures."""
     problems = []
-    for name, tree in source.trees.items():
-        for node in ast.walk(tree):
+    for name, nodes in source.nodes.items():
+        for node in nodes:
             for key in ("id", "arg", "attr", "name", "asname", "rest"):
                 if getattr(node, key, None) in MEANINGLESS:
                     problems.append(f"{name}:{getattr(node, 'lineno', 0)} {getattr(node, key)}")

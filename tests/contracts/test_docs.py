@@ -13,6 +13,7 @@ import pytest
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.job import adopt, registry
+from tests.contracts.test_architecture import the_source
 from tools import snippets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,8 +102,8 @@ def fields_of(target: str) -> dict[str, Any]:
 
 
 def test_messages_quoted_in_the_runbook_exist() -> None:
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "app").rglob("*.py")]
-    texts = [str(node.value) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    nodes = [node for each in the_source().nodes.values() for node in each]
+    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
     spans = re.findall(r"`([^`]+)`", PAGES["docs/runbook.md"])
     quoted = [text for text in spans if re.fullmatch(r"(?!make )[a-z]+ [a-z0-9 ,.]+", text)]
     assert len(quoted) > 10

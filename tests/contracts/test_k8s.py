@@ -26,6 +26,7 @@ from tests.contracts.manifests import (
     K8S,
     NEW,
     OVERLAYS,
+    VARIANTS,
     Overlay,
     RankSet,
     copied,
@@ -426,16 +427,10 @@ def test_the_network_is_the_wall(rendered: Overlay) -> None:
 # ---- copies of a job in one namespace
 
 
-VARIANTS: dict[str, dict[str, str]] = {
-    "prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"},
-    "both": {"namePrefix": "b-", "nameSuffix": "-two"},
-}  # fmt: skip
-
-
-@pytest.fixture(params=VARIANTS)
-def copy(request: pytest.FixtureRequest, overlay_name: str) -> Overlay:
+@pytest.fixture
+def copy(overlay_name: str, variant: str) -> Overlay:
     """An overlay once more, as an outer kustomization names it."""
-    return copied(overlay_name, **VARIANTS[request.param])
+    return copied(overlay_name, **VARIANTS[variant])
 
 
 def selectors(rendered: Overlay) -> list[dict[str, Any]]:
@@ -615,7 +610,7 @@ def test_the_documented_overlays_render(example: dict[str, str], tmp_path: Path)
     (directory / "pi.py").touch()  # the user's file
     for path, content in example.items():
         (tmp_path / path).write_text(content)
-    before, after = render(K8S / base), render(directory)
+    before, after = overlay(base).objects, render(directory)
     assert before != after
     added = re.findall(r"^kind: StatefulSet|^ +files: ", text, re.MULTILINE)
     assert len(after) == len(before) + len(added)
@@ -684,14 +679,15 @@ def test_the_page_names_each_folders_rank_0(job: str) -> None:
 
 KIND = """#!/bin/sh
 # stands for docker, kind and kubectl: a job's states come one by one, the last again and again
-echo "$(basename "$0") $*" >>{log}
-case "$(basename "$0") $*" in
+line="${{0##*/}} $*"
+echo "$line" >>{log}
+case "$line" in
   "kind get clusters") echo rolecall ;;
   *" get service "*) echo ps ;;
   *" get statefulsets "*) echo ps ;;
   *" exec "*)
-    state=$(head -n 1 {states})
-    [ "$(wc -l <{states})" -le 1 ] || sed -i 1d {states}
+    {{ read -r state; read -r next || next=; }} <{states}
+    [ -z "$next" ] || sed -i 1d {states}
     [ "$state" = unknown ] && exit 1
     echo "rolecall_gang_state{{state=\\"$state\\"}} 1.0" ;;
 esac

@@ -31,6 +31,7 @@ from tests.contracts.jobs import (
 )
 from tests.contracts.manifests import GENERIC, JOBS, K8S, overlay
 from tools import jobs
+from tools.jobs import FAST_LOADER
 
 PAGE = (ROOT / "docs" / "kubernetes-jobs.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n# (\S+)\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -134,7 +135,7 @@ def test_the_objects_fit_the_schemas(job: Ending) -> None:
 )
 def test_the_schema_refuses_a_wrong_jobset(path: tuple[str | int, ...], value: object) -> None:
     (text,) = [text for file, text in GENERATED.items() if file == K8S / "rl-job" / "ranks.yaml"]
-    (item,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "JobSet"]
+    (item,) = [item for item in yaml.load_all(text, FAST_LOADER) if item["kind"] == "JobSet"]
     validate(item)
     place = item
     for step in path[:-1]:
@@ -388,9 +389,11 @@ def test_two_copies_share_nothing(name: str, lay: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_a_label_of_ones_own_reaches_the_pods(name: str, layered: Any) -> None:
+def test_a_label_and_an_image_of_ones_own_reach_the_pods(name: str, layered: Any) -> None:
     labels = f"labels:\n  - pairs: {{{INSTANCE}: run-7, team: blue}}\n    includeSelectors: true\n"
-    changed = layered(f"resources: [../k8s/{name}]\n{labels}")
+    images = "images:\n  - {name: rolecall, newName: registry.example/team/rolecall, newTag: v7}\n"
+    changed = layered(f"resources: [../k8s/{name}]\n{labels}{images}")
+    assert {part.container["image"] for part in changed.parts} == {"registry.example/team/rolecall:v7"}
     for item in changed.objects:
         validate(item)
     for part in changed.parts:
@@ -400,13 +403,6 @@ def test_a_label_of_ones_own_reaches_the_pods(name: str, layered: Any) -> None:
         assert matches(changed.only("NetworkPolicy")["spec"]["podSelector"]["matchLabels"], part)
     master = changed.only("Service", f"{ending(name).instance}-rank0")["spec"]["selector"]
     assert matches(master, changed.first)
-
-
-@pytest.mark.parametrize("name", ENDING)
-def test_the_image_is_changed_by_kustomize(name: str, layered: Any) -> None:
-    images = "images:\n  - {name: rolecall, newName: registry.example/team/rolecall, newTag: v7}\n"
-    changed = layered(f"resources: [../k8s/{name}]\n{images}")
-    assert {part.container["image"] for part in changed.parts} == {"registry.example/team/rolecall:v7"}
 
 
 @pytest.mark.parametrize("name", ENDING)

@@ -15,7 +15,7 @@ import yaml
 from rolecall.job import registry
 from tests.contracts.asked import SAMPLES, SELECTOR
 from tests.contracts.containers import ROOT, image_environment
-from tests.contracts.manifests import COMPONENT, K8S, Object, Overlay, RankSet, extended, render
+from tests.contracts.manifests import COMPONENT, K8S, Object, Overlay, RankSet, extended, overlay, render
 from tests.contracts.test_k8s import CUSTOM, KUBERNETES
 
 PAGE = (ROOT / "docs" / "kubernetes-operations.md").read_text()
@@ -59,8 +59,8 @@ def scaled(directory: Path, component: str, variant: str = "", **fields: Any) ->
     return Overlay(job, checked(extended(directory, K8S / f"{job}{variant}", **given)))
 
 
-def the_set(overlay: Overlay, role: str) -> RankSet:
-    (one,) = [item for item in overlay.sets if item.labels[COMPONENT] == role]
+def the_set(job: Overlay, role: str) -> RankSet:
+    (one,) = [item for item in job.sets if item.labels[COMPONENT] == role]
     return one
 
 
@@ -187,7 +187,7 @@ def test_the_documented_overlays_render(path: str, text: str, tmp_path: Path) ->
     above = os.path.relpath(tmp_path, directory)
     (directory / "kustomization.yaml").write_text(REMOTE.sub(rf"{above}/\1", text))
     rendered = checked(render(directory))
-    before = render(tmp_path / re.findall(r"(k8s/[a-z-]+)(?:\?|$)", text, re.MULTILINE)[0])
+    before = overlay(re.findall(r"k8s/([a-z-]+)(?:\?|$)", text, re.MULTILINE)[0]).objects
     kinds = [item["kind"] for item in rendered]
     assert set(kinds) >= {item["kind"] for item in before}
     assert rendered != before

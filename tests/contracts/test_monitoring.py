@@ -14,7 +14,8 @@ import yaml
 from rolecall.config import Settings
 from tests.contracts.asked import ALERTING, BOARDS, PROMETHEUS, SAMPLES, TARGET, TESTS
 from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERVICES, WATCHERS, filled, networks
-from tests.contracts.manifests import INSTANCE, K8S, Overlay, extended, render
+from tests.contracts.manifests import INSTANCE, K8S, Overlay, extended
+from tests.contracts.manifests import overlay as plain
 from tests.contracts.test_compose import UNWANTED
 from tools.dashboards.files import ALERTS, DASHBOARDS, RULE
 
@@ -225,7 +226,7 @@ def test_jobs_that_are_monitored_share_no_object(tmp_path: Path) -> None:
 def test_further_jobs_bring_neither_alerts_nor_dashboards(tmp_path: Path) -> None:
     overlay = monitored(tmp_path / "one", "rl", "podmonitor")
     assert overlay.only("PodMonitor") == monitored(tmp_path / "all", "rl").only("PodMonitor")
-    assert len(overlay.objects) == len(render(K8S / "rl")) + 1
+    assert len(overlay.objects) == len(plain("rl").objects) + 1
 
 
 def test_the_documented_components_exist() -> None:

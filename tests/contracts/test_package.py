@@ -25,7 +25,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "app", source / "app", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    options = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    # --no-compile: only what is run is compiled, when it is run
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--no-compile", "--quiet",
+               "--disable-pip-version-check"]  # fmt: skip
     pip = subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)],
                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
     assert pip.returncode == 0, pip.stderr

@@ -23,7 +23,8 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.contracts.containers import ROOT, only
-from tests.contracts.manifests import K8S, extended, overlay
+from tests.contracts.jobs import ENDING, ending
+from tests.contracts.manifests import K8S, Object, extended, overlay
 
 NAME = "registry.example/team/rolecall"
 LABEL = "org.opencontainers.image."
@@ -31,6 +32,10 @@ DIGEST = {name: f"sha256:{letter * 64}" for name, letter in (("index", "a"), ("a
 BASE = f"sha256:{'d' * 64}"
 PUSH: Callable[[], int] = runpy.run_path(str(ROOT / "docker" / "push.py"), run_name="push")["main"]
 FOLDERS = sorted(path.parent.name for path in K8S.glob("*/kustomization.yaml") if path.parent.name != "base")
+KINDS = {
+    kind: [folder for folder in FOLDERS if (re.findall(r"-(cuda|indexed|job)$", folder) or ["plain"])[0] == kind]
+    for kind in ("plain", "cuda", "indexed", "job")
+}
 
 # in place of docker and oras: notes its arguments, fails where it is told to, and answers as a registry with the image;
 # a shell, which starts in a tenth of an interpreter's time
@@ -416,18 +421,33 @@ def of_both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, st
     return printed(machine.push()), printed(machine.push(TORCH="cuda"))
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+def rendered(folder: str) -> list[Object]:
+    return (ending if folder in ENDING else overlay)(folder).objects
+
+
+def named(objects: list[Object]) -> dict[tuple[str, str], list[str]]:
+    """Every image that manifests name, by object."""
+    return {(item["kind"], item["metadata"]["name"]): list(images(item)) for item in objects}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_printed_lines_replace_every_image(
-    tmp_path: Path, of_both: tuple[list[dict[str, str]], list[dict[str, str]]], folder: str
+    tmp_path: Path, of_both: tuple[list[dict[str, str]], list[dict[str, str]]], kind: str
 ) -> None:
+    """In the folders of one kind together, whose objects all have names of their own."""
     of_cpu, of_cuda = of_both
     assert of_cpu == [{"name": "rolecall", "newName": NAME, "digest": DIGEST["index"]}]
     of_cuda = [{**line, "digest": BASE} for line in of_cuda]
-    before = list(images(overlay(folder).objects))
-    assert before
-    objects = extended(tmp_path / "overlay", K8S / folder, images=[*of_cuda, *of_cpu])
+    folders = [os.path.relpath(K8S / folder, tmp_path.resolve()) for folder in KINDS[kind]]
+    objects = extended(tmp_path, K8S, resources=folders, images=[*of_cuda, *of_cpu])
+    before = {}
+    for folder in KINDS[kind]:
+        of_folder = named(rendered(folder))
+        assert [image for each in of_folder.values() for image in each], folder
+        before |= of_folder
+    assert len(objects) == sum(len(rendered(folder)) for folder in KINDS[kind])
     digests = {"rolecall:cpu": DIGEST["index"], "rolecall:cuda": BASE}
-    assert list(images(objects)) == [f"{NAME}@{digests[image]}" for image in before]
+    assert named(objects) == {name: [f"{NAME}@{digests[image]}" for image in given] for name, given in before.items()}
 
 
 EXAMPLES = re.findall(

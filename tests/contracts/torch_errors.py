@@ -1,5 +1,5 @@
 """Makes every error that torch has for a peer which is gone, silent or fails, in real processes, and prints a line of
-JSON for each: its name, its type, how Rolecall takes it, and its text.
+JSON for each: its name, its type, how Rolecall takes it, and its text. Beside them runs the scene of torch_light.py.
 
 A program, not a test: its processes are forked from one that has imported torch and started no thread.
 """
@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +28,7 @@ from rolecall.job import peers
 from rolecall.job.context import Context
 from rolecall.job.rpc import TorchRpc, connect, is_lost
 from rolecall.job.task import Peer, RemoteError
+from tests.contracts import torch_light
 from tests.unit.contexts import AGENT, ONE, TWO, make
 
 DEADLINE = 20  # seconds; a fail-safe
@@ -53,6 +55,8 @@ def start(function: Callable[..., Any], *arguments: Any) -> int:
         try:
             signal.alarm(DEADLINE)
             function(*arguments)
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(0)
     return pid
@@ -143,6 +147,7 @@ def main() -> None:
     scenes.append(start(group, store, "a member of a group never comes", ONE, "absent"))
     for name, fate in (("a member of a group falls silent", "silent"), ("a member of a group ends", "ended")):
         scenes += [start(group, store, name, peer, fate) for peer in (ONE, TWO)]
+    scenes.append(start(torch_light.main))
     for pid in scenes:
         os.waitpid(pid, 0)
 

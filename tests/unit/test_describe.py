@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rolecall import __main__, config
 from rolecall.config import DESCRIPTION, Settings, UsageError, __version__
 from rolecall.gang.protocol import RoleSpec
 from rolecall.job import describe, registry
+from rolecall.rank.zygote import Zygote
 
 PI = '''"""A job of a user."""
 import math
@@ -38,6 +39,7 @@ def lead(context: Context[Pi]) -> None: ...
 JOB = Job([Role("lead", lead, gpus=1), Role("sampler", count="samplers", minimum=1, gpus=0, preload=["colorsys"])],
           settings=Pi, summary="estimates pi", score="pi", unit="points", lower=True)
 '''
+Asked = Callable[..., describe.Description]
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,30 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "pi.py").write_text(PI)
     yield
     sys.modules.pop("pi", None)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Zygote, Path]]:
+    """What `rolecall run` asks: a process that has imported torch, and its working directory."""
+    directory = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        # a file is written anew within the second that tells one text from another
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        zygote = Zygote()
+    with zygote:
+        yield zygote, directory
+
+
+@pytest.fixture
+def asked(prepared: tuple[Zygote, Path], monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """`describe.ask` of the file pi.py in the working directory, as `rolecall run` asks, without another interpreter's
+    imports for each test.
+    """
+    zygote, directory = prepared
+    monkeypatch.chdir(directory)
+    Path("pi.py").write_text(PI)
+    return lambda arguments=(): describe.ask("pi.py", arguments, zygote.call)
 
 
 def described(text: str) -> describe.Description:
@@ -124,19 +150,21 @@ def test_the_version_of_a_module_is_that_of_its_file(tmp_path: Path) -> None:
     assert job.version == describe.describe("pi.py").version
 
 
-def test_variables_count_too_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_count_too_and_flags_win(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("POINTS", "11")
     monkeypatch.setenv("SAMPLERS", "3")
-    job = describe.ask("pi.py", ["--samplers", "4"])
+    job = asked(["--samplers", "4"])
     assert (job.settings["points"], job.settings["samplers"], job.flags) == (11, 4, {"SAMPLERS": "4"})
 
 
 # ---- what goes wrong
 
 
-def test_help_is_the_jobs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_is_the_jobs(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        describe.ask("pi.py", ["--help"])
+        asked(["--help"])
     assert ended.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
     assert "usage: rolecall run pi.py [--plain] [--SETTING VALUE]... estimates pi" in text
@@ -158,11 +186,15 @@ def test_help_is_the_jobs(capfd: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_wrong_is_said_by_the_process(
-    capfd: pytest.CaptureFixture[str], text: str, arguments: list[str], line: str
+    asked: Asked,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    arguments: list[str],
+    line: str,
 ) -> None:
     Path("pi.py").write_text(text)
     with pytest.raises(SystemExit) as ended:
-        describe.ask("pi.py", arguments)
+        asked(arguments)
     assert ended.value.code == 2
     output = capfd.readouterr()
     assert output.out == ""
@@ -170,9 +202,9 @@ def test_what_is_wrong_is_said_by_the_process(
     assert output.err.count("\n") == 1
 
 
-def test_an_unknown_flag_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_refused(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        describe.ask("pi.py", ["--point", "3"])
+        asked(["--point", "3"])
     assert ended.value.code == 2
     assert "rolecall run pi.py: error: unrecognized arguments: --point 3" in capfd.readouterr().err
 
@@ -194,9 +226,9 @@ def test_a_file_whose_import_ends_the_process_or_takes_for_ever(monkeypatch: pyt
         describe.ask("pi.py")
 
 
-def test_what_a_file_prints_is_no_description(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_file_prints_is_no_description(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
     Path("pi.py").write_text("print('hello')\n" + PI)
-    assert describe.ask("pi.py").name == "pi"
+    assert asked().name == "pi"
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "hello\n")
 
@@ -208,10 +240,10 @@ def test_what_a_file_prints_is_not_among_its_ranks(capsys: pytest.CaptureFixture
         assert "SAMPLERS=9" not in capsys.readouterr().out
 
 
-def test_an_import_that_ends_the_process_is_bad_input() -> None:
+def test_an_import_that_ends_the_process_is_bad_input(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
     Path("pi.py").write_text("import os\nos._exit(0)\n" + PI)
     with pytest.raises(UsageError, match="its import ended the process"):
-        describe.ask("pi.py")
+        asked()
 
 
 def test_a_list_has_no_flag() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,16 @@ from rolecall.job import describe
 
 
 @pytest.mark.parametrize("name", ["blocks", "two_words"])
-def test_it_writes_a_job_its_test_and_its_deployment(tmp_path: Path, name: str) -> None:
+def test_it_writes_a_job_its_test_and_its_deployment(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {file.name for file in new.write(name, tmp_path)}
     assert files == {f"{name}.py", f"test_{name}.py", "compose.yaml", "kustomization.yaml", "names.yaml",
                      "ranks.yaml"}  # fmt: skip
-    job = describe.ask(str(tmp_path / name / f"{name}.py"), ["--workers", "3"])
+    # in this process, which has imported torch: that a child says the same, tests/unit/test_describe.py sees
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    job = describe.describe(str(tmp_path / name / f"{name}.py"), ["--workers", "3"])
+    sys.modules.pop(name)
     assert (job.name, job.ranks, [role.elastic for role in job.roles]) == (name, 4, [False, True])
     services = yaml.safe_load((tmp_path / name / "compose.yaml").read_text())["services"]
     assert {service["environment"]["ROLE"] for service in services.values()} == {role.name for role in job.roles}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,13 @@ def logging_as_it_was() -> Iterator[None]:
     """A command that is called in this process logs to streams that end with its test."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def torchlib() -> None:
+    """Exports to ONNX share what torch's operators become, which each would read anew for a second."""
+    apis: Any = importlib.import_module("onnxscript._framework_apis.torch_2_5")
+    apis.get_torchlib_ops = functools.cache(apis.get_torchlib_ops)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from rolecall.job import formats
 from rolecall.job.agreement import Agreement
 from rolecall.job.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("torchlib")
 LINE = '''"""A job of a user."""
 import torch
 from pydantic import SecretStr

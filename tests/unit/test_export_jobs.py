@@ -37,6 +37,7 @@ from rolecall.jobs.rnn import evaluate as of_rnn
 from rolecall.jobs.rnn import export as rnn_export
 from tests.unit import exports
 
+pytestmark = pytest.mark.usefixtures("torchlib")
 ROOT = Path(__file__).resolve().parents[2]
 Arrays = dict[str, np.ndarray]
 

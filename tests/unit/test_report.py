@@ -118,10 +118,20 @@ def left(directory: Path, run: History, summary: dict[str, Any]) -> Path:
 
 
 def test_the_picture_shows_the_curve(tmp_path: Path) -> None:
-    """It is drawn by a process of its own; what is looked at here are its size and colours."""
+    """It is drawn by a prepared process, which starts before there is anything to draw, and draws what there is at the
+    end; what is looked at are its size and colours.
+    """
     from PIL import Image
 
-    assert draw(left(tmp_path, *trained())) == ""
+    prepared = report.Picture(tmp_path)
+    prepared.prepare()
+    process = prepared._process
+    assert process is not None
+    prepared.prepare()
+    assert prepared._process is process
+    left(tmp_path, *trained())
+    assert asyncio.run(prepared.draw()) == ""
+    assert prepared._process is process
     with Image.open(tmp_path / rundir.CURVE) as image:
         assert image.format == "PNG"
         assert image.size == (1200, 600)
@@ -169,20 +179,16 @@ def test_what_keeps_it_from_being_drawn_is_reported(tmp_path: Path, monkeypatch:
     assert not (tmp_path / rundir.CURVE).exists()
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_prepared_process_draws_what_there_is_at_the_end(tmp_path: Path, killed: bool) -> None:
-    """It starts before there is anything to draw; one that is gone by then is replaced."""
+def test_a_prepared_process_that_is_gone_is_replaced(tmp_path: Path) -> None:
     prepared = report.Picture(tmp_path)
-    prepared.prepare()
     prepared.prepare()
     process = prepared._process
     assert process is not None
-    if killed:
-        process.kill()
-        process.wait(60)
+    process.kill()
+    process.wait(60)
     left(tmp_path, *trained())
     assert asyncio.run(prepared.draw()) == ""
-    assert (prepared._process is process) == (not killed)
+    assert prepared._process is not process
     assert (tmp_path / rundir.CURVE).read_bytes().startswith(PNG)
 
 

@@ -62,7 +62,7 @@ test: $(READY) $(KUBECTL) ## runs every test that needs neither Docker nor a net
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-e2e: $(READY) $(KUBECTL) image ## runs the jobs in containers: needs Docker with compose, and a registry for the base image only
-	$(BIN)/python -m pytest tests/e2e -n 4 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile
 
 simulate: $(READY) ## plays 10,000 random schedules of crashes, pauses, joins and cuts (SCHEDULES=, SEED=, RANKS=200)
 	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),10000) --seed $(or $(SEED),1) --ranks $(or $(RANKS),0)

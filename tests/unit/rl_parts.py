@@ -39,17 +39,6 @@ def spaces_of(observation: Space = VECTOR, action: Space = TWO) -> Spaces:
     return read(observation, action, "ENV_ID=Test-v0")
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """As in a worker: for operations of this size more are slower, and much slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ---- learners
 
 

@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from tests.unit.rl_parts import (
     changed,
     flat,
     make,
-    one_thread,
     random_trajectory,
     same,
     settings_of,
@@ -42,12 +40,6 @@ from tests.unit.rl_parts import (
 )
 
 VECTOR, TWO, CONTROLS = Box(-10, 10, (4,), np.float32), Discrete(2), Box(-1, 1, (2,), np.float32)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Learner:

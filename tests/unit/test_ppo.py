@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from tests.unit.rl_parts import (
     TWO,
     changed,
     make,
-    one_thread,
     random_trajectory,
     same,
     spaces_of,
@@ -39,12 +38,6 @@ CATEGORICAL, NORMAL, INDEPENDENT = (
     functools.partial(kind, validate_args=False)
     for kind in (distributions.Categorical, distributions.Normal, distributions.Independent)
 )
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Reference:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -22,15 +21,6 @@ DTYPES = ["float32", "bfloat16", "int8", "int4"]
 SHARES = [0.0, 0.001, 0.1, 0.9]
 PACKED = [(dtype, share) for dtype, share in product(DTYPES, SHARES) if share or dtype.startswith("int")]
 ROUNDING = 2.0**-23  # of float32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations of this size are slower in more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settings_of(**changed: Any) -> PsSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
@@ -31,13 +31,8 @@ WIRES = [{"wire_dtype": dtype, "top_k": share}
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations of this size are slower in more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def layers() -> nn.Module:

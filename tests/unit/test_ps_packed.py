@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,15 +13,6 @@ from rolecall.jobs.ps.wire_sparse import join, largest, split
 
 DTYPES = ["float32", "bfloat16", "int8", "int4"]
 INTEGERS = ["int8", "int4"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations of this size are slower in more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(size: int, seed: int = 0) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -32,13 +32,8 @@ WEIGHTS = {Key("t0", 1): 0.5, Key("t1", 1): 0.3, Key("t2", 4): 0.2}
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a server that shares its cores: for operations of this size more threads are slower."""
+def seeded() -> None:
     torch.manual_seed(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settings_of(**changed: Any) -> PsSettings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -10,13 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
-from tests.unit.rl_parts import Ranks, one_thread
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
+from tests.unit.rl_parts import Ranks
 
 
 class Told(gymnasium.Env[Any, Any]):

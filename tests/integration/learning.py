@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 SAMPLES = 64
-SECONDS = 0.05  # of a batch: it is to be under way when something happens
+SECONDS = 0.03  # of a batch: it is to be under way when something happens
 
 
 class _Count(torch.autograd.Function):

@@ -75,7 +75,7 @@ def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_logged(cluste
 
 
 def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: MakeCluster) -> None:
-    epochs = 40
+    epochs = 20
     job = cluster(
         JOB="ps", UPDATE_MODE="async", MAX_STALENESS="1", EPOCHS=str(epochs), CHECKPOINT_INTERVAL="0.3"
     ).start(3)
@@ -92,7 +92,7 @@ def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: M
 
 
 def test_backup_trainers_go_on_without_a_slow_one_and_every_sample_counts_once(cluster: MakeCluster) -> None:
-    epochs = 12
+    epochs = 8
     job = cluster(JOB="ps", BACKUP_TRAINERS="1", EPOCHS=str(epochs)).start(2)
     job.trains()
     with job.member(0).frozen("worker"):
@@ -121,7 +121,7 @@ def test_local_uses_every_sample_once_an_epoch_whoever_is_killed_in_a_round(clus
 
 
 def test_compressed_both_ways_it_learns_though_a_trainer_and_a_server_are_lost(cluster: MakeCluster) -> None:
-    chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "40", "LR": "0.1",
+    chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "24", "LR": "0.1",
               "LR_SCHEDULE": "cosine", "MOMENTUM": "0.9"}  # fmt: skip
     job = cluster(JOB="ps", SERVERS="2", WIRE_DTYPE="int4", TOP_K="0.2", CHECKPOINT_INTERVAL="0.3", **chosen).start(2)
     job.trains()

@@ -69,7 +69,8 @@ def _statistics(job: Cluster) -> dict[str, float]:
 
 @pytest.mark.parametrize("space", ["Acts-box-v0", "Shows-mixed-v0"])
 def test_other_spaces_are_solved(cluster: MakeCluster, space: str) -> None:
-    job = cluster(ENV_ID=f"tests.integration.environments:{space}", PIPELINE="1", MINIBATCHES="4", EPOCHS="10",
-                  LR="0.003", HIDDEN_SIZE="32", MAX_ITERATIONS="400").start(1)  # fmt: skip
+    job = cluster(ENV_ID=f"tests.integration.environments:{space}", PIPELINE="1", NUM_ENVS="8",
+                  ROLLOUT_STEPS="16", MINIBATCHES="4", EPOCHS="10", LR="0.003", HIDDEN_SIZE="32",
+                  MAX_ITERATIONS="400").start(1)  # fmt: skip
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
     assert json.loads((job.checkpoints / "DONE").read_text())["solved"] is True, job.logs()

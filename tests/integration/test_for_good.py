@@ -18,7 +18,7 @@ def test_a_worker_that_is_always_killed_fails_the_job_until_a_setting_changes(
     cluster: MakeCluster, tmp_path: Path
 ) -> None:
     (tmp_path / FILE.name).write_text(TEXT.replace("        context.log(", KILLS))
-    job = cluster(JOB=str(tmp_path / FILE.name), MAX_RESTARTS="2", ON_FINISH="linger").start(1)
+    job = cluster(JOB=str(tmp_path / FILE.name), MAX_RESTARTS="2", ON_FINISH="linger").start(1, described=True)
     says = "worker of lead 0 killed by SIGKILL 2 times at step "
 
     def lingers(count: int) -> None:

@@ -72,7 +72,7 @@ def weights(saved: checkpoint.Snapshot) -> dict[str, Tensor]:
 
 def test_it_trains_as_one_process_does(cluster: MakeCluster) -> None:
     changes = {"EPOCHS": "3", "OPTIMIZER": "sgd", "SERVERS": "2", "BATCH_SIZE": "10"}
-    job = cluster(JOB="hybrid", cold={"master-0"}, **changes).start(TRAINERS)
+    job = cluster(JOB="hybrid", **changes).start(TRAINERS)
     saved = finished(job)
     assert saved.step == 3 * 6  # in the last step of an epoch one trainer has a sample and the other none
     for name, value in in_one_process(settings(**changes)).items():

@@ -40,7 +40,8 @@ def line_of(text: str) -> int:
 def test_a_killed_thrower_costs_its_answer_and_a_killed_lead_the_steps_since_its_checkpoint(
     cluster: MakeCluster,
 ) -> None:
-    job = cluster(JOB=str(FILE), CHECKPOINT_INTERVAL="0.2", REJOIN_INTERVAL="600", LOG_INTERVAL="1000").start(2)
+    job = cluster(JOB=str(FILE), CHECKPOINT_INTERVAL="0.2", REJOIN_INTERVAL="600", LOG_INTERVAL="1000")
+    job.start(2, described=True)
     lead = job.first
     job.is_whole()
     until(lambda: lead.metric("throwers") == 2, "a round of both")

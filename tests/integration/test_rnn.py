@@ -63,7 +63,7 @@ def in_one_process(chosen: RnnSettings) -> LanguageModel:
 
 def test_it_is_one_process(cluster: MakeCluster) -> None:
     changes = {**SHORT, "EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
-    last = finished(cluster(JOB="rnn", cold={"trainer-0"}, **changes).start(1))
+    last = finished(cluster(JOB="rnn", **changes).start(1))
     expected = in_one_process(settings(**changes))
     assert last.step > 5
     weights = {**last.state, "lstm": last.state["trainer"]["lstm"]}

@@ -3,7 +3,8 @@
 Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
 under the last policy, which takes its most probable action. Stable-Baselines3's hyper-parameters are those that RL Zoo
 publishes for each environment, Rolecall's its defaults. With BENCH_JSON=FILE each score is kept as it comes, and a
-rerun measures what is missing. No figure of speed comes of it: --parallel trains several policies side by side.
+rerun measures what is missing; SB3's scores of docs/rl.md are in peers/sb3_returns.json, to be copied for that. No
+figure of speed comes of it: --parallel trains several policies side by side.
 
 Bars: Rolecall's mean over the seeds is at least Stable-Baselines3's less one standard error of that mean, and its worst
 seed is no worse. CartPole without velocities is solved with a memory, and not without.
@@ -89,7 +90,9 @@ class Scores:
         return statistics.stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else 0.0
 
     def __str__(self) -> str:
-        return f"{self.mean:,.1f} ± {self.error:.1f}" if self.values else "-"
+        if not self.values:
+            return "-"
+        return f"{self.mean:,.1f} ± {self.error:,.1f}" if self.error else f"{self.mean:,.1f}"
 
 
 @dataclass

@@ -23,6 +23,8 @@ from tests.benchmarks.peers import ours, process, report, zoo
 from tests.benchmarks.peers.process import Run, Snapshot
 from tests.benchmarks.peers.store import Store
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(autouse=True)
 def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +234,17 @@ def test_a_rerun_measures_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert again.failures == {}  # to be tried again
     with pytest.raises(RuntimeError, match="holds no results of rl-quality"):
         Store.open("rl-quality")
+
+
+def test_the_documented_returns_of_sb3_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_JSON", str(ROOT / "tests" / "benchmarks" / "peers" / "sb3_returns.json"))
+    measured = bench_rl_quality.Measured(bench_rl_quality.choose(arguments(), quick=False), Store.open("rl-quality"))
+    documented, kept = (ROOT / "docs" / "rl.md").read_text(), 0
+    for name, row in measured.options.rows.items():
+        if (scores := measured.scores("sb3", name)).values:
+            kept += len(scores.values)
+            assert f"| {row.steps:,} | {scores} ({len(scores.values)}) | {scores.worst:,.1f} |" in documented, name
+    assert kept == len(measured.store.runs)
 
 
 def test_a_failure_is_one_line() -> None:

@@ -126,7 +126,7 @@ def training(cluster: MakeCluster, observers: int = 1, **settings: str) -> Clust
 
 @pytest.mark.parametrize("name", ["agent-0", "observer-0"])
 def test_killed_while_it_starts(cluster: MakeCluster, name: str) -> None:
-    job = cluster(CHECKPOINT_INTERVAL="0.2").start(1)
+    job = cluster(CHECKPOINT_INTERVAL="0.2", cold={name}).start(1)
     rank = job.ranks[name]
     until(lambda: rank.get("/healthz")[0] == 200, "its supervisor to serve")
     rank.kill()

@@ -90,7 +90,7 @@ def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(clust
 
 
 def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:
-    changes = {**SHORT, "EPOCHS": "2", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
+    changes = {**SHORT, "EPOCHS": "3", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
     job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="0.2", LEAVE_CODE="143", **changes).start(1)
     for hurt in ("ps-0", "trainer-0", "drain"):
         seen = set(job.checkpoints.glob("checkpoint-*"))

@@ -31,11 +31,11 @@ def ask(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
                 printed.append(capsys.readouterr().out)
                 return printed[-1] if text in printed[-1] else ""
 
-            printed: list[str] = []
+            printed = [""]
             try:
                 return str(until(output, text))
-            except AssertionError:
-                raise AssertionError(f"not printed: {text}\n{printed[-1]}") from None
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{printed[-1]}") from None
 
         return asked
 

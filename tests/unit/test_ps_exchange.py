@@ -146,7 +146,7 @@ def test_updates_and_what_is_held_back_are_the_gradients(mode: str, wire: dict[s
     held = held_of(gang.replicas.values()) / (2 if mode == "sync" else 1)
     torch.testing.assert_close(start - gang.flat.double() + held, given, rtol=1e-5, atol=1e-5)
     # and the trainers' parameters follow: what is not there yet comes with the next answers
-    for _ in range(30 if wire["top_k"] else 3):
+    for _ in range(30 if wire["top_k"] else 3):  # with TOP_K an answer has a part of it
         for name in gang.replicas:
             gang.gradient(name, torch.zeros(1, 20), torch.zeros(1, dtype=torch.int64))
         gang.update(list(gang.replicas), {})

@@ -244,6 +244,14 @@ def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
     assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
 
 
+def test_threads_that_wait_for_the_same_are_one_group_however_long_each_has_waited() -> None:
+    threads = [thread(number, NATIVE, LEAD, HANDLER) for number in (2, 3, 4)]
+    waiting = [("trainer 0", "train", seconds, number) for number, seconds in ((2, 3.3), (3, 3.4), (4, 3.2))]
+    text = stack_report.text({"ps 0": reply(threads=threads, calls=waiting)})
+    assert "  3 threads: serves lead: waits 3.4 s for trainer 0 (train)\n" in text
+    assert text.count("serves lead") == 1
+
+
 TURN = ("serve", "rolecall/job/turns.py", 42, "")
 TEXT = """\
 lead 0: running, generation 2, step 118, saving for 12.3 s, stacks by py-spy

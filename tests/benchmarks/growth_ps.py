@@ -12,6 +12,7 @@ seconds of a push say what machines of their own would need.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -126,7 +127,7 @@ def _lead(
     names, posers = [f"ps_{number}" for number in range(servers)], [f"poser_{number}" for number in range(POSERS)]
     cores, others = layout(servers, sorted(os.sched_getaffinity(0)))
     for name, bound in (*zip(names, cores, strict=True), *((name, others) for name in posers)):
-        rpc.rpc_sync(name, _bind, args=(bound,))
+        rpc.rpc_sync(name, bind, args=(bound,))
     shared = len({core for bound in cores for core in bound}) if cores[0] != others else 0
     for count in trainers:
         tell(f"{count} trainers")
@@ -149,10 +150,16 @@ def _lead(
     return points
 
 
-def _bind(cores: list[int]) -> None:
+def bind(cores: list[int]) -> None:
     """Binds all threads of this process, and those that they will start, to `cores`."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+    again = True
+    while again:  # a thread that is not bound yet may have started another
+        again = False
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                if os.sched_getaffinity(int(thread.name)) != set(cores):
+                    os.sched_setaffinity(int(thread.name), cores)
+                    again = True
 
 
 def _used(names: Sequence[str]) -> float:

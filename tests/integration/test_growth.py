@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 from tests.benchmarks import growth_ps
 
 
@@ -11,3 +14,25 @@ def test_posed_trainers_push_to_a_real_server() -> None:
     assert points[0].pushes_per_s > 0
     assert points[0].servers_cpu_s > 0
     assert points[0].trainers_cpu_s > 0
+
+
+def test_threads_are_bound_while_others_end() -> None:
+    every = sorted(os.sched_getaffinity(0))
+    done = threading.Event()
+
+    def short_lived() -> None:
+        while not done.is_set():
+            threading.Thread(target=int).start()
+
+    starter = threading.Thread(target=short_lived)
+    starter.start()
+    try:
+        for _ in range(100):
+            growth_ps.bind(every[:1])
+            assert starter.native_id is not None
+            assert os.sched_getaffinity(starter.native_id) == os.sched_getaffinity(0) == {every[0]}
+            growth_ps.bind(every)
+    finally:
+        done.set()
+        starter.join()
+        growth_ps.bind(every)

@@ -287,9 +287,8 @@ def test_the_linear_schedule_takes_the_rate_and_the_clipping_to_zero() -> None:
     assert same(before, learner.model.policy.parameters())
 
 
-@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
-def test_other_schedules_do_not_depend_on_the_progress(schedule: str) -> None:
-    one, other = (make(lr_schedule=schedule, target_kl=0.01, epochs=3) for _ in range(2))
+def test_a_constant_rate_does_not_depend_on_the_progress() -> None:
+    one, other = (make(lr_schedule="constant", target_kl=0.01, epochs=3) for _ in range(2))
     assert one.update([random_trajectory(1)], 0.0) == other.update([random_trajectory(1)], 0.9)
     assert same(weights(one), weights(other))
 
@@ -406,6 +405,14 @@ def test_the_adaptive_rate_has_its_bounds_and_a_given_one_is_within(lr: float) -
         for _ in range(50):
             learner._is_too_far(kl)
         assert learner.rate == bound
+
+
+def test_the_most_of_the_adaptive_rate_falls() -> None:
+    """With a high rate, policies of the end differ much from one another."""
+    learner = make(lr=1e-4, lr_schedule="adaptive", target_kl=100.0, epochs=20)
+    for progress, left in ((0.0, 1.0), (0.5, 1.0), (0.75, 0.5), (0.95, 0.1), (1.0, 0.0), (0.75, 0.5)):
+        learner.update([random_trajectory(1)], progress)  # at last as if MAX_STEPS had been raised
+        assert learner.rate == pytest.approx(left * rl_learner.RATES[1])
 
 
 def test_the_entropy_bonus_keeps_the_policy_undecided() -> None:

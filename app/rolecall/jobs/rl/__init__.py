@@ -69,7 +69,8 @@ class RlSettings(Settings):
     lr_schedule: Literal["constant", "linear", "adaptive"] | None = Field(
         None,
         description="linear: LR and CLIP_RATIO fall to 0 until MAX_STEPS or MAX_ITERATIONS; adaptive: from LR on, the "
-        "learning rate keeps the KL divergence of a pass near TARGET_KL; empty: by the spaces",
+        "learning rate keeps the KL divergence of a pass near TARGET_KL, below a bound that falls to 0 in the last "
+        "half; empty: by the spaces",
     )
     epochs: int | None = Field(
         None, ge=1, le=1000, description="passes over an iteration's samples; empty: by the spaces"

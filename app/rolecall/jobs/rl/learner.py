@@ -27,7 +27,8 @@ CHUNK = 2048  # samples in one pass: activations stay in the cache; gradients ad
 LEAST = 4096  # numbers of observations in a chunk: for fewer, a second thread costs more than it saves
 TOLERATED = 2.0  # times TARGET_KL, or as small a part of it: beyond, the adaptive learning rate changes
 FACTOR = 1.5  # by which it does
-RATES = (1e-5, 3e-3)  # least and most of it
+RATES = (1e-5, 3e-3)  # least and, until it falls, most of it
+FALLS = 0.5  # the last part of the training, in which the most of it falls to 0
 TOO_FAR = 4.0  # times TARGET_KL: the policy that acted says little about this one
 NOISE = 0.005  # of the returns: smaller advantages are mostly the critic's errors
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
@@ -70,14 +71,14 @@ class Learner:
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
-        self._target_kl = choices.target_kl
+        self._target_kl, self._most = choices.target_kl, max(RATES[1], choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
         """Makes one iteration's update: EPOCHS passes of MINIBATCHES optimizer steps, fewer where the policy
         diverges.
 
-        `progress` from 0 to 1 is how far the training is, for LR_SCHEDULE=linear.
+        `progress` from 0 to 1 is how far the training is, for LR_SCHEDULE=linear and adaptive.
         """
         if self.model.normalizer is not None:
             for trajectory in trajectories:
@@ -98,11 +99,12 @@ class Learner:
         self._normalise(samples.returns[used])
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, what the loss takes
         samples.returns = (samples.returns - self._mean) / self._scale
-        left = 1.0
+        left, clip_ratio = 1 - progress, self.choices.clip_ratio
+        self._most = max(RATES[1], self.choices.lr) * min(1.0, left / FALLS)  # LR is where it starts
         if self.choices.lr_schedule == "linear":
-            left = 1 - progress
-            self._set_rate(self.choices.lr * left)
-        sums, steps = self._passes(samples, self.choices.clip_ratio * left)
+            self._set_rate(left * self.choices.lr)
+            clip_ratio *= left
+        sums, steps = self._passes(samples, clip_ratio)
         self.version += 1
         policy_loss, value_loss, entropy, kl, clipped = (sums / max(steps, 1)).tolist()
         passes = steps / self._minibatches(samples)
@@ -135,8 +137,7 @@ class Learner:
         target = self._target_kl
         if self.choices.lr_schedule == "adaptive":  # Schulman et al. 2017 adapt a penalty in this way
             rate = self.rate * (1 / FACTOR if kl > target * TOLERATED else FACTOR if kl < target / TOLERATED else 1)
-            low, high = min(RATES[0], self.choices.lr), max(RATES[1], self.choices.lr)  # LR is where it starts
-            self._set_rate(min(max(rate, low), high))
+            self._set_rate(min(max(rate, min(RATES[0], self.choices.lr)), self._most))
         return bool(self.choices.target_kl) and kl > target * TOO_FAR
 
     @property

@@ -27,7 +27,7 @@ from rolecall.run.sinks.points import FIRST, NAMED, SPACING, Held, Item, Points
 from tests.unit import contexts, sink_readers
 from tests.unit.contexts import AGENT
 
-DEADLINE = 180.0  # a fail-safe
+DEADLINE = 150.0  # a fail-safe
 
 
 # ---- which

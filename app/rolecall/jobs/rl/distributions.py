@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 # at the start, for one action and for several, where much noise would drown what each of them does
 LOG_STD = (0.0, -1.0)
-LOG_STD_SDE = (-0.75, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2 and 0.2
+LOG_STD_SDE = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.4 and 0.2
 LEAST_VARIANCE = 1e-6
 
 

@@ -182,7 +182,7 @@ def measure(options: Options, console: Console) -> Measured:
 
             on("starts")
             try:
-                run = train(side, options.rows[name], seed, options, on)
+                run = whole(train(side, options.rows[name], seed, options, on), options.rows[name])
                 measured.store.keep(key, run)
                 said = f"{run.score:,.1f} after {run.steps:,} steps, {run.seconds:,.0f} s"
             except (RuntimeError, TimeoutError, OSError) as error:
@@ -229,6 +229,13 @@ def train(side: str, row: Row, seed: int, options: Options, on: Callable[[str], 
         row.deadline, on, None, report.EPISODES, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
         SOLVED_BY="never", MEMORY="lstm" if row.memory else "none", **{"INFERENCE": "observer", **options.variables},
     )  # fmt: skip
+
+
+def whole(run: Run, row: Row) -> Run:
+    """A run that made all its steps. Raises RuntimeError for another: its score is no comparison."""
+    if run.steps < row.steps:
+        raise RuntimeError(f"ended after {run.steps:,} of {row.steps:,} steps")
+    return run
 
 
 def tables(measured: Measured) -> list[Table]:

@@ -247,6 +247,19 @@ def test_the_documented_returns_of_sb3_are_those_that_are_kept(monkeypatch: pyte
     assert kept == len(measured.store.runs)
 
 
+def test_a_run_that_ended_early_is_no_result() -> None:
+    row = bench_rl_quality.ROWS["CartPole-v1"]
+    with pytest.raises(RuntimeError, match="ended after 99,999 of 100,000 steps"):
+        bench_rl_quality.whole(Run(row.steps - 1), row)
+    assert bench_rl_quality.whole(Run(row.steps), row).steps == row.steps
+
+
+def test_the_documented_runs_of_sb3_made_all_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_JSON", str(ROOT / "tests" / "benchmarks" / "peers" / "sb3_returns.json"))
+    for key, run in Store.open("rl-quality").runs.items():
+        assert run.steps >= int(key.split("/")[2]), key
+
+
 def test_a_failure_is_one_line() -> None:
     store = Store("peers")
     assert store.fail("a", RuntimeError("exit code 1:\nTraceback\nValueError: no")) == "exit code 1:: ValueError: no"

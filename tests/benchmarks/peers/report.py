@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Options:
         parser.add_argument("--environment", required=True)
         parser.add_argument("--seed", type=int, default=1)
         parser.add_argument("--steps", type=int, required=True)
-        parser.add_argument("--seconds", type=float, default=3600.0)
+        parser.add_argument("--seconds", type=float, default=math.inf)
         parser.add_argument("--threshold", type=float)
         parser.add_argument("--every", type=float, default=0.25)
         parser.add_argument("--episodes", type=int, default=EPISODES)

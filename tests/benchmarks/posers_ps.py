@@ -91,12 +91,17 @@ class _Poser:
     def run(self, seconds: float) -> float:
         """Answers a second, of all trainers; the first third of the time warms up."""
         started = time.perf_counter()
+        ends, deadline = started + seconds, started + POINT_SECONDS / 2
         for posed in self.posed:
             posed.answered.clear()
             self._push(posed)
-        while not self._enough(started + seconds):
-            # sync: at the end, the others have stopped already
-            posed = self._next(started + POINT_SECONDS / 2)
+        while not (enough := self._are_enough()) or time.perf_counter() < ends:
+            try:
+                posed = self._next(ends if enough else deadline)
+            except TimeoutError:
+                if enough:
+                    break  # sync: the other posers began earlier, and have stopped
+                raise
             self._take(posed)
             self._push(posed)
         return sum(posed.rate(started + seconds / 3) for posed in self.posed)
@@ -111,8 +116,8 @@ class _Poser:
     def _push(self, posed: _Trainer) -> None:
         self._send(posed, BatchReport(posed.version, posed.batches.popleft(), loss=2.3), self._gradients)
 
-    def _enough(self, ends: float) -> bool:
-        return time.perf_counter() > ends and all(len(posed.answered) > LEAST for posed in self.posed)
+    def _are_enough(self) -> bool:
+        return all(len(posed.answered) > LEAST for posed in self.posed)
 
     def _send(self, posed: _Trainer, report: BatchReport, gradients: Sequence[Tensor | None]) -> None:
         posed.calls = [

@@ -203,10 +203,14 @@ def test_the_policy_and_the_value_share_their_features() -> None:
 # ---- normalisation
 
 
+def unbounded(*shape: int) -> Box:
+    return Box(-np.inf, np.inf, shape)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
 def test_statistics_are_those_of_all_batches(shape: tuple[int, ...]) -> None:
     random = np.random.default_rng(1)
-    normalizer = Normalizer(shape)
+    normalizer = Normalizer(unbounded(*shape))
     batches = [random.normal(3 * number, 1 + number, (size, *shape)) for number, size in enumerate((7, 1, 100, 13))]
     for number, batch in enumerate(batches):
         normalizer.update(torch.from_numpy(batch).float())
@@ -224,7 +228,7 @@ def test_statistics_are_those_of_all_batches(shape: tuple[int, ...]) -> None:
 def test_one_update_is_as_good_as_many() -> None:
     """Whether one observer's experience comes first or another's, or all at once, makes no difference."""
     rows = torch.randn(60, 3) * 5 + 100
-    once, twice = Normalizer((3,)), Normalizer((3,))
+    once, twice = Normalizer(unbounded(3)), Normalizer(unbounded(3))
     once.update(rows)
     for part in rows.split((50, 10)):
         twice.update(part)
@@ -232,8 +236,21 @@ def test_one_update_is_as_good_as_many() -> None:
         torch.testing.assert_close(once.get_buffer(name), twice.get_buffer(name), rtol=1e-5, atol=1e-5)
 
 
-def test_before_any_observation_nothing_changes() -> None:
-    normalizer, rows = Normalizer((3,)), torch.randn(5, 3)
+def test_before_any_observation_the_bounds_say_the_scale() -> None:
+    low, high = [-0.07, -1.0, 3.0, -np.inf, -3e38], [0.07, 5.0, 3.0, 2.0, 3e38]
+    normalizer = Normalizer(Box(np.array(low, np.float32), np.array(high, np.float32)))
+    rows = torch.tensor([[-0.07, -1.0, 3.0, -2.0, 1.0], [0.07, 5.0, 3.0, 2.0, 4.0]])
+    edge = pytest.approx(math.sqrt(3), rel=1e-4)  # a uniform distribution's, in deviations
+    assert (-normalizer(rows[0])[:2]).tolist() == normalizer(rows[1])[:2].tolist() == [edge, edge]
+    torch.testing.assert_close(normalizer(rows)[:, 2:], rows[:, 2:])
+    integers = Normalizer(Box(0, 255, (1,), np.uint8))
+    assert integers(torch.tensor([[255.0]])).item() == edge
+    normalizer.update(torch.full((4, 5), 2.0))
+    assert normalizer.mean.tolist() == [2.0] * 5  # they are no observation
+
+
+def test_without_bounds_nothing_changes_before_any_observation() -> None:
+    normalizer, rows = Normalizer(unbounded(3)), torch.randn(5, 3)
     torch.testing.assert_close(normalizer(rows), rows)
     normalizer.update(torch.zeros(0, 3))
     torch.testing.assert_close(normalizer(rows), rows)
@@ -241,7 +258,7 @@ def test_before_any_observation_nothing_changes() -> None:
 
 
 def test_a_number_far_from_all_others_is_bounded_and_a_constant_is_finite() -> None:
-    normalizer = Normalizer((2,))
+    normalizer = Normalizer(unbounded(2))
     normalizer.update(torch.cat((torch.randn(100, 1), torch.full((100, 1), 5.0)), 1))
     out = normalizer(torch.tensor([[1e9, 5.0], [-1e9, 5.0]]))
     assert out.tolist() == [[BOUND, pytest.approx(0, abs=0.01)], [-BOUND, pytest.approx(0, abs=0.01)]]
@@ -249,7 +266,7 @@ def test_a_number_far_from_all_others_is_bounded_and_a_constant_is_finite() -> N
 
 def test_many_observations_are_counted_exactly() -> None:
     """Beyond 2**24, float32 no longer counts by one."""
-    normalizer = Normalizer((1,))
+    normalizer = Normalizer(unbounded(1))
     normalizer.count.fill_(2.0**25)
     for _ in range(3):
         normalizer.update(torch.zeros(1, 1))

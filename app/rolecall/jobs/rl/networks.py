@@ -9,11 +9,13 @@ import math
 from typing import Literal
 
 import torch
+from gymnasium.spaces import Box
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.spaces import Part, Spaces
 
 BOUND = 10.0  # of a normalised observation
+WIDE = 1e6  # between a number's bounds: beyond, they say nothing of its scale
 PIXEL = 255.0
 FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride: Mnih et al. 2015
 Activation = Literal["tanh", "relu"]
@@ -28,16 +30,23 @@ class Rows(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Normalises each number of an observation by its mean and variance over all that were seen."""
+    """Normalises each number of an observation of `space` by its mean and variance over all that were seen.
+
+    Before the first update they are those of a uniform distribution between the number's bounds, where it has any: a
+    number that hardly moves, as the velocity of MountainCarContinuous-v0 (within 0.07), counts in the first rollout.
+    """
 
     mean: Tensor
     variance: Tensor
     count: Tensor
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, space: Box) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("variance", torch.ones(shape))
+        low, high = (torch.as_tensor(bound.astype("float64")) for bound in (space.low, space.high))
+        spread = high - low
+        bounded = (spread > 0) & (spread < WIDE)
+        self.register_buffer("mean", torch.where(bounded, low + spread / 2, 0.0).float())
+        self.register_buffer("variance", torch.where(bounded, spread.square() / 12, 1.0).float())
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def forward(self, observations: Tensor) -> Tensor:

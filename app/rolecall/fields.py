@@ -61,7 +61,11 @@ def bounds_of(field: FieldInfo) -> str:
             case MinLen():
                 return "not empty"
     low, high = max(lows, default=(0, ""))[1], min(highs, default=(0, ""))[1]  # the narrowest of each
-    return f"{low} to {high}" if low and high else low or (f"at most {high}" if high else "")
+    if low and high:
+        return f"{low} to {high}"
+    if low:
+        return low if low.startswith("above") else f"at least {low}"
+    return f"at most {high}" if high else ""
 
 
 def problems(cls: type[BaseModel], error: ValidationError, called: Callable[[str], str] = str.upper) -> Iterator[str]:

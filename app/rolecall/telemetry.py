@@ -250,7 +250,8 @@ def setup_logging(format: Literal["text", "json"], level: str, stream: Any = Non
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(stream or sys.stdout),
+        # in one write, line end included: a rank's processes share their output, which has no buffer
+        logger_factory=structlog.WriteLoggerFactory(stream or sys.stdout),
         cache_logger_on_first_use=False,
     )
 

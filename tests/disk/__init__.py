@@ -14,6 +14,10 @@ class SlowDisk:
         paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         self.environment = {"SLOW_FSYNC": str(file), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
+    def has_held(self) -> bool:
+        """Whether an fsync has waited so far."""
+        return Path(f"{self._file}.held").exists()
+
     def slow(self, seconds: float) -> None:
         """From now on each fsync takes `seconds` longer, that under way too."""
         temporary = self._file.with_suffix(".tmp")

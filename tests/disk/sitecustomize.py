@@ -1,7 +1,8 @@
 """Makes fsync slow in every Python process that has this folder on its PYTHONPATH.
 
 `os.fsync` waits before it does its work, for the seconds that the file holds which SLOW_FSYNC names. It keeps looking
-at the file meanwhile. Without the file, it does not wait.
+at the file meanwhile. Without the file, it does not wait. That it did, a second file
+says, of the same name and `.held`.
 """
 
 import os
@@ -15,6 +16,7 @@ _fsync, _file = os.fsync, os.environ.get("SLOW_FSYNC", "")
 def _slow_fsync(descriptor: int) -> None:
     began = time.monotonic()
     while time.monotonic() - began < _seconds():
+        Path(f"{_file}.held").touch()
         time.sleep(PERIOD)
     _fsync(descriptor)
 

@@ -14,7 +14,7 @@ MakeCluster = Callable[..., Cluster]
 ENVIRONMENTS = "tests.integration.environments"
 WHERE = r"environment \d, step \d+ of episode \d+, seed \d+"
 WHAT = {  # the other ways to break are told apart in tests/unit/test_stepping.py
-    "crash": "raised ValueError: the simulator fell over",
+    "crash": r"raised ValueError: the simulator fell over \(\S*tests/integration/environments\.py:\d+\)",
     "hang": r"has not returned within ENV_TIMEOUT=1 s",
     "spin": r"has not returned within ENV_TIMEOUT=1 s",
 }

@@ -190,9 +190,12 @@ def test_a_server_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
         return [path for path in shards.glob("*/*.safetensors") if path.parent.name not in valid]
 
     disk.slow(1000)  # no file is closed any more
-    until(torn, "a shard to be under way")
+    until(
+        lambda: disk.has_held() and len({path.parent for path in torn()}) == 1,
+        "a shard to be under way, and nothing else",
+    )
     newest = checkpoint.newest_first(job.checkpoints)[0]
-    (left,) = {path.parent for path in torn()}
+    left = torn()[0].parent
     job.ranks["ps-1"].kill()
     assert checkpoint.newest_first(job.checkpoints)[0] == newest
     disk.slow(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from tests.integration.cluster import ROOT, Cluster, until
@@ -19,8 +20,7 @@ def test_workers_that_load_are_waited_for_and_a_stuck_lead_is_replaced(cluster: 
     job.is_whole()
     text = job.first.text()
     assert "peer given up" not in text
-    assert "step 5 has taken" in text
-    assert "over STUCK_SECONDS=2" in text
+    assert re.search("step 5 has taken .* s, over (STUCK_SECONDS=2|10 times the longest)", text)  # a busy machine
     assert "forget_to_release (" in text or "in forget_to_release" in text  # by py-spy, or by faulthandler
     assert job.first.metric("gang_restarts_total", cause="stuck") == 1
     assert job.first.metric("worker_restarts_total", cause="silent") == 0

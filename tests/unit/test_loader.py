@@ -13,6 +13,7 @@ from rolecall import config
 from rolecall.config import Settings, UsageError
 from rolecall.job import loader, registry
 from rolecall.job.spec import Job
+from rolecall.job.task import ProgramError
 
 JOB = """from rolecall import Job, Role
 def lead(context): pass
@@ -277,6 +278,10 @@ def test_a_traceback_begins_with_the_users_frames() -> None:
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.index("in lead\n") < text.index("in area\n") < text.index("ValueError: invalid literal for int()")
     assert loader.locate(error) == "circle.py:5"
+    failure = ProgramError("environment 3 fell over")
+    assert loader.with_place(failure) == "environment 3 fell over"
+    failure.__cause__ = error
+    assert loader.with_place(failure) == "environment 3 fell over (circle.py:5)"
 
 
 def test_a_traceback_of_ours_alone_stays() -> None:

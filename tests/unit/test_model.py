@@ -127,6 +127,9 @@ FACTORIES = """
     def other_state(observation, action):
         return Answers(lambda observations, state: (torch.zeros(2, 3), state[:, 1:]), 5)
 
+    def not_a_number(observation, action):
+        return Answers(lambda observations: torch.full((2, 3), float("nan")))
+
     def state_of_none(observation, action):
         return Answers(lambda observations, state: (torch.zeros(2, 3), torch.zeros(2), None), 5)
 
@@ -227,6 +230,7 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
         ("factories_of_a_user:no_things", r"returns a tuple, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:a_list", r"returns a list, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:value_of_none", r"a value that is a NoneType"),
+        ("factories_of_a_user:not_a_number", r"makes numbers that are not finite of observations of zeros"),
         ("factories_of_a_user:integers", r"parameters of .* type torch\.int64"),
         (
             "factories_of_a_user:no_state",

@@ -352,6 +352,21 @@ def test_what_is_not_known_is_not_logged(format: str) -> None:
     assert "generation" not in text
 
 
+def test_an_event_is_one_write() -> None:
+    """A rank's processes share their output: a line end that came by itself would come after another's event."""
+    writes: list[str] = []
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    telemetry.setup_logging("text", "info", stream=Output())
+    log_started(telemetry.log())
+    assert [text.count("\n") for text in writes] == [1]
+    assert writes[0].endswith("\n")
+
+
 def test_an_event_of_another_generation_says_so_itself() -> None:
     text = logged("json", lambda log: log.info("worker ended", generation=11), role="agent", ordinal=0, generation=12)
     assert json.loads(text)["generation"] == 11

@@ -119,6 +119,12 @@ def explain(error: BaseException, otherwise: str = "") -> str:
     return f"{place}: {what}" if place else f"{otherwise}: {what}" if otherwise else what
 
 
+def with_place(error: BaseException) -> str:
+    """The text of an error, and the user's line that led to its cause: `TEXT (FILE:LINE)`."""
+    place = locate(error.__cause__) if error.__cause__ else ""
+    return f"{error} ({place})" if place else str(error)
+
+
 def locate(error: BaseException) -> str:
     """`FILE:LINE` of the innermost line of a user's file that led to `error`; empty where there is none."""
     place = ""

@@ -193,7 +193,7 @@ class Pace:
         elif SLOWER * longest > limit:
             limit, why = (
                 SLOWER * longest,
-                f"{SLOWER} times the longest of the last {len(self._seconds)} ({longest:.0f} s)",
+                f"{SLOWER} times the longest of the last {len(self._seconds)} ({longest:.3g} s)",
             )
         return f"step {step} has taken {seconds:.0f} s, over {why}" if seconds > limit else ""
 

@@ -183,7 +183,7 @@ def main(task: Task, connection: Connection) -> None:
         elif not task.members and loader.locate(error):
             result = ("result", "refused", loader.explain(error), 0, {})
         else:
-            text = str(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
+            text = loader.with_place(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
             result = ("result", "failed", text, 0, {})
     pipe.end(*result)
 

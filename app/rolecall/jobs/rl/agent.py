@@ -56,7 +56,8 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
             update = learner.update(experience.trajectories, progress())
         metrics.rl_update_seconds.observe(timer.seconds)
         context.require_finite(
-            *update, hint=f"the update is not finite ({update}); lower LR or check the rewards of ENV_ID"
+            *update,
+            hint=f"the update is not finite ({update}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
         )
         if settings.algorithm == "reinforce" and not all(experience.episodes):
             context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)

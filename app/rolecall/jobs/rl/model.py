@@ -173,6 +173,8 @@ def _problem(out: Any, parameters: int, state: int) -> str:
     if not isinstance(given, Tensor) or (not rest and (state or several)):
         wanted = "(parameters, state) or (parameters, value, state)" if state else "parameters or (parameters, value)"
         return f"returns a {type(out).__name__}, not {wanted}"
+    if not all(torch.isfinite(each).all() for each in (given, *rest) if isinstance(each, Tensor)):
+        return "makes numbers that are not finite of observations of zeros"
     if given.shape != (2, parameters) or not given.is_floating_point():
         return f"makes parameters of shape {tuple(given.shape)} and type {given.dtype} for 2 observations"
     if state:

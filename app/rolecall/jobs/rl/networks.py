@@ -12,10 +12,9 @@ import torch
 from gymnasium.spaces import Box
 from torch import Tensor, nn
 
-from rolecall.jobs.rl.spaces import Part, Spaces
+from rolecall.jobs.rl.spaces import BOUNDLESS, Part, Spaces
 
 BOUND = 10.0  # of a normalised observation
-WIDE = 1e6  # between a number's bounds: beyond, they say nothing of its scale
 PIXEL = 255.0
 FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride: Mnih et al. 2015
 Activation = Literal["tanh", "relu"]
@@ -44,7 +43,7 @@ class Normalizer(nn.Module):
         super().__init__()
         low, high = (torch.as_tensor(bound.astype("float64")) for bound in (space.low, space.high))
         spread = high - low
-        bounded = (spread > 0) & (spread < WIDE)
+        bounded = (low > -BOUNDLESS) & (high < BOUNDLESS) & (spread > 0)
         self.register_buffer("mean", torch.where(bounded, low + spread / 2, 0.0).float())
         self.register_buffer("variance", torch.where(bounded, spread.square() / 12, 1.0).float())
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))

@@ -111,7 +111,8 @@ class Envs:
 
     def picture(self) -> Array:
         """The first environment, [height, width, 3] uint8. Raises UsageError where it shows none."""
-        with UsageError.wrap(f"ENV_ID={self.env_id}: cannot be rendered"):
+        advice = "where a package is missing, pip install 'rolecall[video]'"
+        with UsageError.wrap(f"ENV_ID={self.env_id}: cannot be rendered", advice=advice):
             frame = np.asarray(self._envs.render())
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
             raise UsageError(f"ENV_ID={self.env_id}: renders no RGB picture, but {frame.dtype} of shape {frame.shape}")

@@ -212,8 +212,9 @@ def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
 )
 def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, str], expected: list[str]) -> None:
     process = run(tmp_path, **settings)
-    _, err = process.communicate(timeout=DEADLINE)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 2
+    assert "checkpoints" not in out  # there are none
     complaints = [line for line in err.splitlines() if "wrong" in line or "=" in line]
     assert len(complaints) == 1, err
     for text in expected:

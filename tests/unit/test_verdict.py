@@ -70,6 +70,7 @@ def test_it_stays_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     run(steps())
     said = capsys.readouterr().out
     assert "this job has failed for good: change a setting, or delete" in said
+    assert "to start again; RESUME=0" in said  # there is no checkpoint to train on from
     assert REASON in said
     kept = json.loads((tmp_path / rundir.FAILED).read_text())
     assert (kept["reason"], kept["code"]) == (REASON, FAILED)

@@ -135,9 +135,10 @@ class RunFiles:
             rundir.forget_failed(directory)
         else:
             self.failed = Verdict(failed.reason, failed.code)
+            again = "train on from the newest checkpoint" if rundir.saved(directory) else "start again"
             self.log.error(
-                f"this job has failed for good: change a setting, or delete {directory / rundir.FAILED}, to train on "
-                f"from the newest checkpoint; {self._anew}",
+                f"this job has failed for good: change a setting, or delete {directory / rundir.FAILED}, to {again}; "
+                f"{self._anew}",
                 **telemetry.cause(failed.reason),
             )
         return replace(persisted, budget=Budget(newest, newest))

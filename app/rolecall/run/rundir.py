@@ -153,10 +153,15 @@ def forget_failed(directory: Path) -> None:
         (directory / FAILED).unlink(missing_ok=True)
 
 
+def saved(directory: Path) -> list[tuple[int, int]]:
+    """Generation and step of each checkpoint, by the files' names."""
+    names = (NAME.fullmatch(entry.name) for entry in directory.iterdir())
+    return [(int(match.group(1)), int(match.group(2))) for match in names if match]
+
+
 def newest_step(directory: Path) -> int:
     """The step of the newest checkpoint, by the files' names; 0 where there is none."""
-    names = (NAME.fullmatch(entry.name) for entry in directory.iterdir())
-    return max(((int(match.group(1)), int(match.group(2))) for match in names if match), default=(0, 0))[1]
+    return max(saved(directory), default=(0, 0))[1]
 
 
 def set_aside(directory: Path, number: int, timeout: float) -> Path | None:

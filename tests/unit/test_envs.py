@@ -518,7 +518,10 @@ def test_the_first_environment_is_rendered() -> None:
         (None, r"renders no RGB picture, but object of shape \(\)"),
         (np.zeros((8, 9), np.uint8), r"renders no RGB picture, but uint8 of shape \(8, 9\)"),
         (np.zeros((8, 9, 3)), r"renders no RGB picture, but float64 of shape \(8, 9, 3\)"),
-        (OSError("no display"), r"cannot be rendered \(OSError: no display\); where a package is missing, .*'rolecall\[video\]'"),
+        (
+            OSError("no display"),
+            r"cannot be rendered \(OSError: no display\); where a package is missing, .*'rolecall\[video\]'",
+        ),
     ],
 )
 def test_an_environment_that_draws_no_picture_is_named(

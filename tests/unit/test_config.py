@@ -13,7 +13,7 @@ import pytest
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
-from rolecall.fields import variables
+from rolecall.fields import bounds_of, variables
 from rolecall.job import registry
 from rolecall.job.registry import Identity
 from rolecall.jobs.rl import RlSettings
@@ -472,3 +472,20 @@ def test_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (child["ROLECALL_TEST_A"], child["ROLECALL_TEST_B"]) == ("new", "1")
     assert "ROLECALL_TEST_B" not in config.child_environment()
     assert config.child_environment()["ROLECALL_TEST_A"] == "old"
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds"),
+    [
+        ({"ge": 0}, "at least 0"),
+        ({"gt": 0}, "above 0"),
+        ({"le": 9}, "at most 9"),
+        ({"ge": 1, "le": 9}, "1 to 9"),
+        ({}, ""),
+    ],
+)
+def test_bounds_are_said(rule: dict[str, int], bounds: str) -> None:
+    class Bounded(pydantic.BaseModel):
+        number: int = pydantic.Field(1, **rule)  # type: ignore[arg-type]
+
+    assert bounds_of(Bounded.model_fields["number"]) == bounds

@@ -142,8 +142,8 @@ class LocalRun:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if (self.directory / name).exists()]
         state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
-        checkpoints = ["checkpoints"] * bool(rundir.saved(self.directory))
-        last = f"rolecall: {state}; {', '.join([*checkpoints, 'logs', *files])} in {self.directory}"
+        kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
+        last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
         self.output.close(last, LAST_OUTPUT)
         return code
 

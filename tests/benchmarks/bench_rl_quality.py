@@ -103,6 +103,7 @@ class Options:
     seeds: list[int] = field(default_factory=list)
     parallel: int = 1
     variables: dict[str, str] = field(default_factory=dict)  # Rolecall's settings, if not its defaults
+    sides: Sequence[str] = SIDES  # whose policies are trained
 
     def key(self, side: str, name: str, seed: int) -> str:
         """A run's, which another number of steps, or other settings, make another one."""
@@ -126,7 +127,7 @@ class Measured:
         bars: list[command.Bar] = []
         for name, row in self.options.rows.items():
             theirs, our = self.scores("sb3", name), self.scores("rolecall", name)
-            if len(our.values) < len(self.options.seeds):
+            if "rolecall" in self.options.sides and len(our.values) < len(self.options.seeds):
                 done = f"{len(our.values)} of {len(self.options.seeds)} seeds"
                 bars.append((f"{name}: measured", done, "all", False))
             if our.values and theirs.values:
@@ -159,7 +160,7 @@ def measure(options: Options, console: Console) -> Measured:
         console.print(f"left out: {absent}", markup=False, highlight=False)
     parts = [
         (side, name, seed)
-        for seed in options.seeds for name in options.rows for side in SIDES
+        for seed in options.seeds for name in options.rows for side in options.sides
         if not (absent and side == "sb3") and options.key(side, name, seed) not in measured.store.runs
     ]  # fmt: skip
     news: dict[str, str] = {}
@@ -266,12 +267,16 @@ def choose(arguments: argparse.Namespace, quick: bool) -> Options:
         for part in arguments.seeds.split(","):
             first, _, last = part.partition("-")
             seeds += range(int(first), int(last or first) + 1)
+    sides = arguments.sides.split(",")
+    if unknown := [side for side in sides if side not in SIDES]:
+        raise ValueError(f"--sides: {unknown[0]} is none of {', '.join(SIDES)}")
     rows = {name: ROWS[name] for name in names}
     if arguments.steps:
         rows = {name: Row(row.environment, arguments.steps, row.memory, row.solved) for name, row in rows.items()}
     if any("=" not in pair for pair in arguments.set):
         raise ValueError("--set: NAME=VALUE")
-    return Options(rows, seeds, arguments.parallel, dict(pair.split("=", 1) for pair in arguments.set))
+    variables = dict(pair.split("=", 1) for pair in arguments.set)
+    return Options(rows, seeds, arguments.parallel, variables, sides)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -279,6 +284,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
         parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join(ROWS)}")
+        parser.add_argument("--sides", metavar="SIDES", default=",".join(SIDES), help="whose policies are trained")
         parser.add_argument("--seeds", metavar="SEEDS", help="such as 1-3,7; as many as --rounds, if not given")
         parser.add_argument("--steps", type=int, help="environment steps of every run, in place of the table's")
         parser.add_argument("--parallel", type=int, default=1, help="policies that are trained at the same time")

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,16 @@ class Broken(gymnasium.Env[Any, Any]):
         raise RuntimeError("the simulator has no licence")
 
 
+class Loading(Scripted):
+    """Is not made before `said` is set."""
+
+    said = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.said.wait(30), "nothing was said"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
     before = set(gymnasium.registry)
@@ -152,6 +163,7 @@ def registered() -> Iterator[None]:
     gymnasium.register("Unmade-v0", Broken)
     gymnasium.register("Pictures-v0", Pictures)
     gymnasium.register("Growing-v0", Growing)
+    gymnasium.register("Loading-v0", Loading)
     for name, observation, action in [
         ("Words-v0", Text(5), Discrete(2)),
         ("Orders-v0", OBSERVATIONS, Dict(word=Discrete(2))),
@@ -365,6 +377,20 @@ def test_what_cannot_be_made_is_refused(env_id: str) -> None:
 def test_the_reason_of_an_environment_that_raises_is_shown() -> None:
     with pytest.raises(UsageError, match=r"ENV_ID=Unmade-v0.*the simulator has no licence"):
         envs.make(setup("Unmade-v0"), 2)
+
+
+def test_one_that_loads_for_long_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        Loading.said.set()
+
+    monkeypatch.setattr(Loading, "said", threading.Event())
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
+    group = envs.make(setup("Loading-v0", env_timeout=0.05), 2)
+    assert group.num_envs == 2
+    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s, and is waited for\n"]
 
 
 @pytest.mark.parametrize(("env_id", "space"), [("Words-v0", "Text"), ("Orders-v0", "Dict")])

@@ -71,8 +71,18 @@ def test_it_is_given_the_settings_of_the_checkpoint_and_its_state(
 ) -> None:
     monkeypatch.setenv("POINTS", "5")
     monkeypatch.setenv("WIDTH", "4")  # which the checkpoint knows better
-    code, out, _ = evaluated("return {'pi': state['pi'], 'points': settings.points, 'width': settings.width}", "--json")
+    code, out, err = evaluated(
+        "return {'pi': state['pi'], 'points': settings.points, 'width': settings.width}", "--json"
+    )
     assert (code, json.loads(out)) == (0, {"pi": 3.125, "points": 5, "width": 9})
+    assert err == "rolecall: WIDTH=4 is ignored: checkpoint-000002-0000000007.pt was made with 9\n"
+
+
+def test_a_variable_that_agrees_with_the_checkpoint_is_not_spoken_of(
+    evaluated: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIDTH", "9")
+    assert evaluated("return state") == (0, "checkpoint-000002-0000000007.pt: pi 3.125\n", "")
 
 
 def test_it_is_printed_with_the_checkpoints_name(evaluated: Evaluate) -> None:

@@ -35,13 +35,20 @@ def guarded(command: Callable[[], int]) -> int:
 
 def load(job: Job, name: str, target: str, path: Path, advice: str) -> tuple[Settings, Snapshot]:
     """The checkpoint `path` of the job `name`, or the newest in the directory `path`, and the settings from the
-    environment, but for those that the checkpoint depends on. Raises UsageError; `advice` is for another layout.
+    environment, but for those that the checkpoint depends on: a line on standard error names a variable that has
+    another value. Raises UsageError; `advice` is for another layout.
     """
     settings = config.load(job.settings, job=target)
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
     snapshot = _read(path, name)
     snapshot.require_layout(job.layout, advice)
-    return config.load(job.settings, **{**settings.model_dump(), **snapshot.about.get("settings", {})}), snapshot
+    pinned = snapshot.about.get("settings", {})
+    given = settings.model_dump(mode="json", include=settings.model_fields_set & pinned.keys())
+    for setting, value in given.items():
+        if value != pinned[setting]:
+            said = f"{setting.upper()}={value} is ignored: {snapshot.path.name} was made with {pinned[setting]}"
+            print(f"rolecall: {said}", file=sys.stderr, flush=True)
+    return config.load(job.settings, **{**settings.model_dump(), **pinned}), snapshot
 
 
 def numbers(name: str, result: Any) -> dict[str, int | float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,8 +126,19 @@ def prepare(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[
     """As `make`, with the environments' spaces.
 
     The environment's own vector implementation is used where it resets in the next step and its observations need no
-    change.
+    change. Where they are not made after ENV_TIMEOUT, a line on standard error says so: some load for minutes.
     """
+    line = f"rolecall: ENV_ID={settings.env_id}: is not made after {settings.env_timeout:g} s, and is waited for\n"
+    timer = threading.Timer(settings.env_timeout, sys.stderr.write, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        return _prepare(settings, num_envs, render)
+    finally:
+        timer.cancel()
+
+
+def _prepare(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
     name = f"ENV_ID={settings.env_id}"
     if settings.envs == "envpool":
         if settings.wrappers:

@@ -9,6 +9,7 @@ Shapes: m are samples, u units (samples, or a recurrent policy's sequences), ...
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class Learner:
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
         """Makes one iteration's update: EPOCHS passes of MINIBATCHES optimizer steps, fewer where the policy
-        diverges.
+        diverges, or where the advantages are noise.
 
         `progress` from 0 to 1 is how far the training is, for LR_SCHEDULE=linear and adaptive.
         """
@@ -95,7 +96,8 @@ class Learner:
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
         # normalised, noise weighs as much as a signal: a policy that cannot improve would wander away by TARGET_KL
         signal = float(deviation / (NOISE * samples.returns[used].square().mean().sqrt() + 1e-8))
-        self._target_kl = self.choices.target_kl * min(1.0, signal**2)
+        informed = min(1.0, signal**2) if self.choices.target_kl else 1.0
+        self._target_kl = self.choices.target_kl * informed
         self._normalise(samples.returns[used])
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, what the loss takes
         samples.returns = (samples.returns - self._mean) / self._scale
@@ -104,20 +106,20 @@ class Learner:
         if self.choices.lr_schedule == "linear":
             self._set_rate(left * self.choices.lr)
             clip_ratio *= left
-        sums, steps = self._passes(samples, clip_ratio)
+        sums, steps = self._passes(samples, clip_ratio, max(1, math.ceil(self.choices.epochs * informed)))
         self.version += 1
         policy_loss, value_loss, entropy, kl, clipped = (sums / max(steps, 1)).tolist()
         passes = steps / self._minibatches(samples)
         return Update(policy_loss, value_loss, entropy, kl, clipped, explained, passes, count)
 
-    def _passes(self, samples: Samples, clip_ratio: float) -> tuple[Tensor, int]:
-        """The optimizer steps. Returns the sums of `_loss`'s parts [5], and how many steps there were."""
+    def _passes(self, samples: Samples, clip_ratio: float, most: int) -> tuple[Tensor, int]:
+        """The optimizer steps of `most` passes. Returns the sums of `_loss`'s parts [5], and the number of steps."""
         self.model.train()
         sums, steps = torch.zeros(5, device=self.device), 0
         minibatches = self._minibatches(samples)
         bounds = [len(samples) * place // minibatches for place in range(minibatches + 1)]
         drift = 0.0  # from the policy that acted before the first step: with PIPELINE, the update before this one
-        for _ in range(self.choices.epochs):
+        for _ in range(most):
             shuffled = samples[torch.randperm(len(samples), generator=self._shuffle).to(self.device)]
             parts = sums
             for start, stop in itertools.pairwise(bounds):

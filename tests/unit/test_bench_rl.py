@@ -363,7 +363,8 @@ def test_scores_of_other_steps_or_settings_are_other_scores() -> None:
 
 
 def arguments(**values: Any) -> argparse.Namespace:
-    given = {"environments": None, "seeds": None, "steps": None, "parallel": 1, "set": [], "rounds": 10}
+    given = {"environments": None, "sides": "sb3,rolecall", "seeds": None, "steps": None, "parallel": 1, "set": [],
+             "rounds": 10}  # fmt: skip
     return argparse.Namespace(**{**given, **values})
 
 
@@ -372,6 +373,10 @@ def test_the_options_choose_rows_and_seeds() -> None:
     assert [(name, row.steps) for name, row in chosen.rows.items()] == [("Pong", 5), ("masked", 5)]
     assert chosen.seeds == [1, 2, 7]
     assert bench_rl_quality.choose(arguments(), quick=False).seeds == list(range(1, 11))
+    alone = bench_rl_quality.choose(arguments(sides="sb3"), quick=False)
+    assert bench_rl_quality.Measured(alone, Store("rl-quality")).bars() == []  # nothing of Rolecall's is missing
+    with pytest.raises(ValueError, match="--sides: appo is none of sb3, rolecall"):
+        bench_rl_quality.choose(arguments(sides="sb3,appo"), quick=False)
     with pytest.raises(ValueError, match="--environments: Pung is none of"):
         bench_rl_quality.choose(arguments(environments="Pung"), quick=False)
     with pytest.raises(ValueError, match="--set: NAME=VALUE"):

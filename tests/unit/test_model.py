@@ -321,6 +321,12 @@ def test_dropout_is_the_policys_alone(algorithm: str, count: int) -> None:
     assert not [layer for layer in dropped.baseline.modules() if isinstance(layer, nn.Dropout)]
 
 
+@pytest.mark.parametrize(("observation", "count"), [(PICTURE, 1), (Dict({"camera": PICTURE, "speed": VECTOR}), 2)])
+def test_dropout_is_behind_convolutions_too(observation: Space, count: int) -> None:
+    dropped = build(observation=observation, dropout=0.4)
+    assert [layer.p for layer in dropped.policy.modules() if isinstance(layer, nn.Dropout)] == [0.4] * count
+
+
 @pytest.mark.parametrize(
     "observation", [PICTURE, Dict({"camera": PICTURE, "speed": VECTOR})], ids=["picture", "beside a vector"]
 )
@@ -328,8 +334,8 @@ def test_of_pictures_the_policy_and_the_value_share_their_features(observation: 
     built = build(observation=observation, normalize=True)
     assert isinstance(built.policy, networks.Shared)
     assert built.baseline is None
-    assert built.normalizer is None  # their numbers are in one range as they are
     spaces = spaces_of(observation)
+    assert (built.normalizer is None) is spaces.image  # pixels are in one range as they are
     parameters, values = built(torch.zeros(2, *spaces.observation.shape))
     assert (parameters.shape, values.shape) == ((2, 3), (2,))
 

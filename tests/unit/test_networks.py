@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from rolecall.jobs.rl.networks import (
     perceptron,
     tutorial,
 )
+from rolecall.jobs.rl.spaces import Part
 from tests.unit.rl_parts import spaces_of
 
 # ---- images
@@ -247,6 +248,35 @@ def test_before_any_observation_the_bounds_say_the_scale() -> None:
     assert integers(torch.tensor([[255.0]])).item() == edge
     normalizer.update(torch.full((4, 5), 2.0))
     assert normalizer.mean.tolist() == [2.0] * 5  # they are no observation
+
+
+@pytest.mark.parametrize(("high", "dtype"), [(1e10, np.float64), (2**31 - 1, np.int32)])
+def test_bounds_that_are_far_away_leave_nothing_behind(high: float, dtype: Any) -> None:
+    """float32 would round what is added to the middle between them."""
+    random, normalizer = np.random.default_rng(1), Normalizer(Box(0, high, (1,), dtype))
+    batches = [torch.from_numpy(random.normal(100, 5, (500, 1))).float() for _ in range(2)]
+    for batch in batches:
+        normalizer.update(batch)
+    seen = torch.cat(batches)
+    torch.testing.assert_close(normalizer.mean, seen.mean(0), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(normalizer.variance, seen.var(0, unbiased=False), rtol=1e-3, atol=0.0)
+
+
+def test_integers_without_a_bound_have_none() -> None:
+    normalizer = Normalizer(Box(-np.inf, np.inf, (2,), np.int32))
+    assert normalizer(torch.tensor([3.0, -4.0])).tolist() == pytest.approx([3.0, -4.0])
+
+
+def test_images_are_not_normalised_and_what_is_beside_them_is() -> None:
+    parts = (Part(0, 2, (2,), False), Part(2, 6, (2, 2), True), Part(6, 7, (1,), False))
+    normalizer, alone = Normalizer(unbounded(7), parts), Normalizer(unbounded(3))
+    rows, numbers = torch.randn(50, 7) * 9 + 100, [0, 1, 6]
+    for batch in rows.split(20):
+        normalizer.update(batch)
+        alone.update(batch[:, numbers])
+    out = normalizer(rows)
+    torch.testing.assert_close(out[:, numbers], alone(rows[:, numbers]))
+    assert torch.equal(out[:, 2:6], rows[:, 2:6])
 
 
 def test_without_bounds_nothing_changes_before_any_observation() -> None:

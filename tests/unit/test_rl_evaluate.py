@@ -21,6 +21,7 @@ from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.jobs import rl
 from rolecall.jobs.rl import RlSettings, envs, evaluate, model
+from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.evaluate import TOGETHER
 from rolecall.jobs.rl.stepping import BrokenEnvError
 
@@ -218,6 +219,18 @@ def test_observations_are_normalised_by_the_checkpoints_statistics(mean: float, 
 
 def test_environments_are_wrapped() -> None:
     assert evaluated(setup(wrappers=f"{HERE}:shorter"), episodes=3)["mean_length"] == 2
+
+
+@pytest.mark.parametrize(("deterministic", "draws"), [(False, 4), (True, 0)])
+def test_sampled_noise_is_held_as_long_as_in_training(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, draws: int
+) -> None:
+    drawn: list[int] = []
+    refresh = Actor.refresh
+    monkeypatch.setattr(Actor, "refresh", lambda actor, memory: (drawn.append(1), refresh(actor, memory)))
+    settings = RlSettings(env_id="Pendulum-v1", exploration="sde", rollout_steps=64)  # of 200
+    evaluated(settings, episodes=2, deterministic=deterministic)
+    assert len(drawn) == draws
 
 
 @pytest.mark.parametrize("memory", ["none", "lstm", "gru"])

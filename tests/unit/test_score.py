@@ -71,11 +71,20 @@ def test_short_episodes_alone_solve_nothing() -> None:
     score = Score(10.0, "episodes", longest=200)
     score.add([episodes(*[20.0] * EPISODES)], steps=64)
     assert not score.solved
-    again = Score(10.0, "episodes", longest=200)
+    score.add([episodes(*[-5.0] * 10)], steps=64)
+    score.add([[]], steps=72)
+    assert score.solved  # 90 of 20 and 10 of -5
+
+
+def test_after_a_restart_short_episodes_are_the_first_to_end_again() -> None:
+    """The environments are new, and those of short episodes push out the returns that were known."""
+    score, again = (Score(10.0, "episodes", longest=200) for _ in range(2))
+    score.add([episodes(*[-5.0] * EPISODES)], steps=1000)
     again.load_state_dict(score.state_dict())
-    again.add([episodes(*[-5.0] * 10)], steps=64)
-    again.add([[]], steps=72)
-    assert again.solved  # 90 of 20 and 10 of -5
+    again.add([episodes(*[20.0] * EPISODES)], steps=199)
+    assert not again.solved
+    again.add([[]], steps=1)
+    assert again.solved
 
 
 def test_one_observer_does_not_push_out_the_others() -> None:

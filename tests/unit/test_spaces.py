@@ -227,6 +227,17 @@ def test_what_has_no_bound_is_passed_as_it_is() -> None:
     assert taken.tolist() == [[7, 1, 7, 7], [-7, -7, 0, -7]]
 
 
+def test_integers_without_a_bound_have_none() -> None:
+    for low, high in ((-np.inf, np.inf), (-np.inf, 5), (0, np.inf)):
+        taken = to_env(Box(low, high, (1,), np.int32), np.array([[3.2], [7.7], [-2.0]], np.float32))
+        assert taken[:, 0].tolist() == [3, min(8, high), max(-2, low)]
+
+
+def test_truth_values_are_rounded() -> None:
+    taken = to_env(Box(0, 1, (4,), np.bool_), np.array([[-9.0, -0.1, 0.1, 9.0]], np.float32))
+    assert (taken.tolist(), taken.dtype) == ([[False, False, True, True]], np.bool_)
+
+
 def test_whole_numbers_are_rounded() -> None:
     taken = to_env(Box(0, 10, (1,), np.int32), np.array([[-1], [0.1], [0.08], [1], [3]], np.float32))
     assert (taken[:, 0].tolist(), taken.dtype) == ([0, 6, 5, 10, 10], np.int32)
@@ -253,10 +264,13 @@ def test_no_action_is_out_of_bounds(data: st.DataObject, dtype: Any, size: int) 
 
 
 def test_actions_do_not_change_what_they_are_given() -> None:
-    for space in (Discrete(3, start=1), MultiDiscrete([2, 2], start=[1, 1]), Box(-3, 3, (2,))):
+    """Nor does an environment that writes to its action."""
+    for space in (Discrete(3), Discrete(3, start=1), MultiDiscrete([2, 2]), MultiDiscrete([2, 2], start=[1, 1]),
+                  MultiBinary(2), Box(-3, 3, (2,))):  # fmt: skip
         shape = of(VECTOR, space).action_shape
         given_actions = np.ones((2, *shape), of(VECTOR, space).action_dtype)
         before = given_actions.copy()
-        to_env(space, given_actions)
+        taken = to_env(space, given_actions)
+        taken += 1
         assert np.array_equal(before, given_actions)
         assert math.prod(given_actions.shape) == 2 * math.prod(shape)

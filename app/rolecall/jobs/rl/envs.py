@@ -136,6 +136,7 @@ def prepare(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[
         return _prepare(settings, num_envs, render)
     finally:
         timer.cancel()
+        timer.join()
 
 
 def _prepare(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:

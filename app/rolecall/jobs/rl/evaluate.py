@@ -12,6 +12,7 @@ from pydantic import Field
 from rolecall import ProgressBar, UsageError, choose_device
 from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.actor import Actor
+from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.stepping import Envs
 from rolecall.jobs.rl.video import FilmedEnv, Video
@@ -45,7 +46,8 @@ def evaluate(
         trained = model.build(settings, group.spaces)
         with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
             trained.load_state_dict(weights)
-        played.append(_play(Actor(trained, device), group, deterministic, bar))
+        held = None if deterministic else choose(settings, group.spaces).rollout_steps
+        played.append(_play(Actor(trained, device), group, held, bar))
         group.close()
 
     torch.manual_seed(seed)
@@ -76,13 +78,16 @@ class Played(NamedTuple):
     ended: Array
 
 
-def _play(actor: Actor, group: Envs, deterministic: bool, bar: ProgressBar) -> Played:
+def _play(actor: Actor, group: Envs, held: int | None, bar: ProgressBar) -> Played:
+    """Samples actions, whose noise is drawn anew after `held` steps; where that is None, takes the most probable."""
     before, n = bar.done, len(group.dones)
     memory, returns, lengths, ended = actor.remember(n), np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.bool_)
-    for _ in range(MOST_STEPS):
-        if deterministic:
+    for step in range(MOST_STEPS):
+        if held is None:
             actions = actor.best(group.observations, group.dones, memory)
         else:
+            if step % held == 0:
+                actor.refresh(memory)
             actions = actor.act(group.observations, group.dones, [memory]).actions
         group.step(actions)
         returns[~ended] += group.rewards[~ended]

@@ -107,7 +107,8 @@ def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) 
     choices = choices or choose(settings, spaces)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        normalizer = networks.Normalizer(spaces.observation) if choices.normalize and not spaces.pixels else None
+        normalized = choices.normalize and spaces.numbers
+        normalizer = networks.Normalizer(spaces.observation, spaces.parts) if normalized else None
         if settings.policy:
             return _users(settings, spaces, choices, normalizer)
         plain = settings.memory == "none" and choices.exploration == "gaussian" and not spaces.pixels

@@ -6,13 +6,13 @@ Shapes: m are observations, ... an observation's own shape, f features, L the st
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from gymnasium.spaces import Box
 from torch import Tensor, nn
 
-from rolecall.jobs.rl.spaces import BOUNDLESS, Part, Spaces
+from rolecall.jobs.rl.spaces import Part, Spaces, is_bounded
 
 BOUND = 10.0  # of a normalised observation
 PIXEL = 255.0
@@ -29,7 +29,8 @@ class Rows(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Normalises each number of an observation of `space` by its mean and variance over all that were seen.
+    """Normalises each number of an observation of `space` by its mean and variance over all that were seen, but for the
+    images among its `parts`.
 
     Before the first update they are those of a uniform distribution between the number's bounds, where it has any: a
     number that hardly moves, as the velocity of MountainCarContinuous-v0 (within 0.07), counts in the first rollout.
@@ -39,31 +40,42 @@ class Normalizer(nn.Module):
     variance: Tensor
     count: Tensor
 
-    def __init__(self, space: Box) -> None:
+    def __init__(self, space: Box, parts: tuple[Part, ...] = ()) -> None:
         super().__init__()
         low, high = (torch.as_tensor(bound.astype("float64")) for bound in (space.low, space.high))
         spread = high - low
-        bounded = (low > -BOUNDLESS) & (high < BOUNDLESS) & (spread > 0)
+        bounded = torch.as_tensor(is_bounded(space)) & (spread > 0)
         self.register_buffer("mean", torch.where(bounded, low + spread / 2, 0.0).float())
         self.register_buffer("variance", torch.where(bounded, spread.square() / 12, 1.0).float())
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        # of the parts, and whether each is an image
+        places: list[tuple[Any, bool]] = [((..., slice(part.start, part.stop)), part.image) for part in parts]
+        self._places = places or [(..., False)]
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Of the same shape, within BOUND."""
-        return ((observations - self.mean) * (self.variance + 1e-8).rsqrt()).clamp(-BOUND, BOUND)
+        """Of the same shape, within BOUND where it is no image."""
+        pieces = [observations[place] if image else self._normal(observations[place], place)
+                  for place, image in self._places]  # fmt: skip
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+    def _normal(self, numbers: Tensor, place: Any) -> Tensor:
+        return ((numbers - self.mean[place]) * (self.variance[place] + 1e-8).rsqrt()).clamp(-BOUND, BOUND)
 
     @torch.no_grad()
     def update(self, observations: Tensor) -> None:
         """Counts these [m, ...] too (Chan, Golub and LeVeque 1979)."""
         if not len(observations):
             return
-        new = observations.double()
-        mean, variance, count = new.mean(0), new.var(0, unbiased=False), float(len(new))
-        total = self.count + count
-        difference = mean - self.mean
-        squares = self.variance * self.count + variance * count + difference.square() * self.count * count / total
-        self.mean += (difference * count / total).to(self.mean.dtype)
-        self.variance.copy_(squares / total)
+        before, count = self.count, float(len(observations))
+        total = before + count
+        for place, image in self._places:
+            if image:
+                continue
+            new, old = observations[place].double(), self.mean[place].double()  # a bound's centre may be far away
+            difference, variance = new.mean(0) - old, new.var(0, unbiased=False)
+            squares = self.variance[place] * before + variance * count + difference.square() * before * count / total
+            self.mean[place] = (old + difference * count / total).to(self.mean.dtype)
+            self.variance[place] = (squares / total).to(self.variance.dtype)
         self.count.copy_(total)
 
 
@@ -92,7 +104,7 @@ def perceptron(inputs: int, hidden: int, layers: int, dropout: float = 0.0) -> n
 class Convolutions(nn.Module):
     """The three convolutions of Mnih et al. 2015 and a linear layer: images [m, ...] of one shape to [m, features]."""
 
-    def __init__(self, shape: tuple[int, ...], features: int) -> None:
+    def __init__(self, shape: tuple[int, ...], features: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.last = channels_last(shape)
         self.grey = len(shape) == 2
@@ -102,7 +114,8 @@ class Convolutions(nn.Module):
             parts += [initialised(nn.Conv2d(channels, wide, size, stride), math.sqrt(2)), nn.ReLU(inplace=True)]
             channels, sides = wide, [(side - size) // stride + 1 for side in sides]
         linear = initialised(nn.Linear(channels * math.prod(sides), features), math.sqrt(2))
-        self.body = nn.Sequential(*parts, nn.Flatten(), linear, nn.ReLU(inplace=True))
+        dropped = [nn.Dropout(dropout)] if dropout else []
+        self.body = nn.Sequential(*parts, nn.Flatten(), linear, nn.ReLU(inplace=True), *dropped)
 
     def forward(self, images: Tensor) -> Tensor:
         """Values from 0 to 255."""
@@ -129,13 +142,13 @@ def _channels_first(shape: tuple[int, ...]) -> tuple[int, ...]:
 class Mixed(nn.Module):
     """Images and other parts of a flat observation, each encoded apart: [m, size] to [m, features]."""
 
-    def __init__(self, parts: tuple[Part, ...], features: int, hidden: int) -> None:
+    def __init__(self, parts: tuple[Part, ...], features: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.parts = parts
-        images = [Convolutions(part.shape, features) for part in parts if part.image]
+        images = [Convolutions(part.shape, features, dropout) for part in parts if part.image]
         others = sum(part.stop - part.start for part in parts if not part.image)
         self.images = nn.ModuleList(images)
-        self.rest = perceptron(others, hidden, 1) if others else None
+        self.rest = perceptron(others, hidden, 1, dropout) if others else None
         self.size = features * len(images) + (hidden if others else 0)
 
     def forward(self, observations: Tensor) -> Tensor:
@@ -155,9 +168,9 @@ MIXED_HIDDEN = 64  # of what is no image, beside images
 def encoder(spaces: Spaces, hidden: int, dropout: float) -> tuple[nn.Module, int]:
     """The network from observations to features, and how many these are."""
     if spaces.image:
-        return Convolutions(spaces.observation.shape, hidden), hidden
+        return Convolutions(spaces.observation.shape, hidden, dropout), hidden
     if spaces.pixels:
-        mixed = Mixed(spaces.parts, hidden, MIXED_HIDDEN)
+        mixed = Mixed(spaces.parts, hidden, MIXED_HIDDEN, dropout)
         return mixed, mixed.size
     return perceptron(math.prod(spaces.observation.shape), hidden, 2, dropout), hidden
 

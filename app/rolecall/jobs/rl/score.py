@@ -18,7 +18,7 @@ class Score:
     `updates` counts the iterations in which an episode ended.
 
     Short episodes are the first to end. So nothing is solved by `episodes` before each environment has made as many
-    steps as the `longest` episode takes.
+    steps as the `longest` episode takes; after a restart, all of them begin anew.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Score:
         return f"Mean return of the last {len(self.returns)} episodes is {self.mean:.2f}"
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the threshold and what is to reach it."""
+        """All but the threshold, what is to reach it, and the environments' steps."""
         columns = {"returns": [*self.returns], "lengths": [*self.lengths], "observers": [*self.observers]}
-        return {"last": self.last, "running": self.running, "updates": self.updates, "steps": self.steps, **columns}
+        return {"last": self.last, "running": self.running, "updates": self.updates, **columns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`."""
         self.last, self.running, self.updates = state["last"], state["running"], state["updates"]
-        self.steps = state["steps"]
+        self.steps = 0
         for name in ("returns", "lengths", "observers"):
             column = getattr(self, name)
             column.clear()

@@ -54,6 +54,11 @@ class Spaces(NamedTuple):
         return self.image or any(part.image for part in self.parts)
 
     @property
+    def numbers(self) -> bool:
+        """Whether there is anything but images in the observation."""
+        return not self.image and (not self.parts or any(not part.image for part in self.parts))
+
+    @property
     def continuous(self) -> bool:
         """Whether actions are real numbers."""
         return isinstance(self.action, Box)
@@ -67,6 +72,13 @@ class Spaces(NamedTuple):
     def action_dtype(self) -> type[np.int64] | type[np.float32]:
         """Of actions as they travel."""
         return np.float32 if self.continuous else np.int64
+
+
+def is_bounded(space: Box) -> Array:
+    """Which numbers of `space` [...] bool have a bound on both sides: one of integers says it where `low` cannot."""
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    both: Array = space.bounded_below & space.bounded_above & (low > -BOUNDLESS) & (high < BOUNDLESS)
+    return both
 
 
 def is_image(space: Space) -> bool:
@@ -159,12 +171,12 @@ class Actions:
         self._start: Any = None
         if isinstance(space, Box):
             low, high = (bound.reshape(-1).astype(np.float64) for bound in (space.low, space.high))
-            bounded = (low > -BOUNDLESS) & (high < BOUNDLESS)
+            bounded = is_bounded(space).reshape(-1)
             with np.errstate(invalid="ignore", over="ignore"):  # of those that have none
                 self._half = np.where(bounded, high / 2 - low / 2, 1.0)
                 self._centre = np.where(bounded, high / 2 + low / 2, 0.0)
             self._low, self._high = low, high
-            self._whole = np.issubdtype(space.dtype, np.integer)
+            self._whole = not np.issubdtype(space.dtype, np.floating)
         elif isinstance(space, Discrete | MultiDiscrete) and np.any(space.start):
             self._start = space.start
 
@@ -173,13 +185,13 @@ class Actions:
         return {"scale": self._half, "centre": self._centre, "low": self._low, "high": self._high}
 
     def __call__(self, actions: Array) -> Array:
-        """Actions [n, *A] as the environment's own [n, ...], of its dtype."""
+        """Actions [n, *A] as the environment's own [n, ...], of its dtype, in an array that it may write to."""
         if self._scaled:
             values = self._centre + self._half * actions.reshape(len(actions), -1)
             actions = np.clip(np.rint(values) if self._whole else values, self._low, self._high)
         elif self._start is not None:
             actions = actions.reshape(len(actions), *self._shape) + self._start
-        return actions.reshape(len(actions), *self._shape).astype(self._dtype, copy=False)
+        return actions.reshape(len(actions), *self._shape).astype(self._dtype)
 
 
 def to_env(space: Space, actions: Array) -> Array:

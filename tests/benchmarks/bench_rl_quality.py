@@ -51,7 +51,7 @@ class Row:
     @property
     def deadline(self) -> float:
         """Seconds for a run, on a machine that is busy with another."""
-        return 600 + self.steps / 100
+        return 600 + self.steps / 30
 
 
 ROWS = {

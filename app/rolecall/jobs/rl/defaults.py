@@ -64,7 +64,7 @@ DEFAULTS: dict[Kind, Choices] = {
     "pixels": Choices(
         num_envs=8, rollout_steps=128, epochs=4, minibatches=4, lr=2.5e-4, lr_schedule="constant",
         gamma=0.99, gae_lambda=0.95,
-        clip_ratio=0.1, target_kl=0.0, entropy_coef=0.01, max_grad_norm=0.5, normalize=True, exploration="gaussian",
+        clip_ratio=0.1, target_kl=0.0, entropy_coef=0.01, max_grad_norm=0.5, normalize=False, exploration="gaussian",
         hidden_size=512,
     ),
 }  # fmt: skip

@@ -67,14 +67,17 @@ class Snapshot:
 
     def require_settings(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> None:
         """Raises UsageError where a setting that the checkpoint depends on has another value now, `chosen` or set."""
+        for name, now, before in self.contradicted(settings, chosen):
+            what = f"{name.upper()}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {before}"
+            raise UsageError(f"{what}; set that, or another directory")
+
+    def contradicted(
+        self, settings: Settings, chosen: Mapping[str, Any] | None = None, only_given: bool = False
+    ) -> list[tuple[str, Any, Any]]:
+        """The settings that the checkpoint depends on and that are others now: name, value now, the checkpoint's."""
         pinned = self.about.get("settings", {})
-        current = {**settings.model_dump(mode="json", include=set(pinned)), **(chosen or {})}
-        for name, before in pinned.items():
-            if (now := current.get(name, before)) != before:
-                raise UsageError(
-                    f"{name.upper()}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {before}; set that, "
-                    "or another directory"
-                )
+        current = settings.model_dump(mode="json", include=set(pinned), exclude_unset=only_given) | dict(chosen or {})
+        return [(name, current[name], before) for name, before in pinned.items() if current.get(name, before) != before]
 
     def require_digest(self, digest: str, setting: str) -> None:
         """Raises UsageError where the data that `setting` (NAME=value) names are not those of the checkpoint."""

@@ -42,13 +42,10 @@ def load(job: Job, name: str, target: str, path: Path, advice: str) -> tuple[Set
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
     snapshot = _read(path, name)
     snapshot.require_layout(job.layout, advice)
-    pinned = snapshot.about.get("settings", {})
-    given = settings.model_dump(mode="json", include=settings.model_fields_set & pinned.keys())
-    for setting, value in given.items():
-        if value != pinned[setting]:
-            said = f"{setting.upper()}={value} is ignored: {snapshot.path.name} was made with {pinned[setting]}"
-            print(f"rolecall: {said}", file=sys.stderr, flush=True)
-    return config.load(job.settings, **{**settings.model_dump(), **pinned}), snapshot
+    for setting, now, before in snapshot.contradicted(settings, only_given=True):
+        said = f"{setting.upper()}={now} is ignored: {snapshot.path.name} was made with {before}"
+        print(f"rolecall: {said}", file=sys.stderr, flush=True)
+    return config.load(job.settings, **{**settings.model_dump(), **snapshot.about.get("settings", {})}), snapshot
 
 
 def numbers(name: str, result: Any) -> dict[str, int | float]:

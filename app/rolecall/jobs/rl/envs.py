@@ -29,6 +29,7 @@ from rolecall.jobs.rl.spaces import Spaces, is_image, read, shown
 # Most steps of each environment to wait for an episode's end: far more than an episode of gymnasium's has, but an end
 # where an environment has none, so that a rollout is never endless.
 MAX_ROLLOUT_STEPS = 20_000
+SAYING = 1.0  # seconds for a line to standard error, whose reader may be stopped
 SCREEN = (84, 84)  # pixels, and the frames of a stack: Mnih et al. 2015
 STACK = 4
 Env = gymnasium.Env[Any, Any]
@@ -136,7 +137,7 @@ def prepare(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[
         return _prepare(settings, num_envs, render)
     finally:
         timer.cancel()
-        timer.join()
+        timer.join(SAYING)
 
 
 def _prepare(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:

@@ -76,7 +76,8 @@ def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
         trajectories = [
             _rollout(group, actor, memory, learner.version, steps) for group, memory in zip(envs, memories, strict=True)
         ]
-        samples += learner.update(trajectories).samples
+        learner.update(trajectories)
+        samples += sum(trajectory.samples for trajectory in trajectories)
     return samples / passed
 
 

@@ -189,6 +189,7 @@ gymnasium.register("Loud-v0", Loud, reward_threshold=1000.0, kwargs={"seconds": 
 gymnasium.register("Quick-v0", Guess, reward_threshold=3.6)
 gymnasium.register("Endless-v0", Guess, reward_threshold=1000.0, kwargs={"seconds": 0.008})
 gymnasium.register("NoThreshold-v0", Guess)
+gymnasium.register("Easy-v0", Guess, reward_threshold=0.0)
 gymnasium.register("Negative-v0", Guess, reward_threshold=-0.8, kwargs={"offset": -1.0})
 gymnasium.register("Broken-v0", Guess, reward_threshold=1000.0, kwargs={"fail_at": 30})
 

@@ -278,7 +278,8 @@ class Ranks:
         while self.samples < steps:
             episodes, trajectories = self.rollout()
             totals += [episode.total for episode in episodes]
-            self.samples += self.learner.update(trajectories).samples
+            self.learner.update(trajectories)
+            self.samples += sum(trajectory.samples for trajectory in trajectories)
         return totals
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from rolecall.jobs.rl.messages import Episode
-from rolecall.jobs.rl.score import EPISODES, Score
+from rolecall.jobs.rl.score import EPISODES, GOOD, Score
 
 
 def episodes(*totals: float, length: int = 7) -> list[Episode]:
@@ -104,6 +104,31 @@ def test_an_old_episode_no_longer_counts() -> None:
     assert not score.solved
     score.add([episodes(11.0)])
     assert score.solved
+
+
+def test_the_policy_is_held_while_its_last_episodes_are_good() -> None:
+    score = Score(10.0, "episodes")
+    score.add([episodes(9.0)])
+    score.add([episodes(*[10.0] * (GOOD - 1))])
+    assert not score.holds
+    score.add([[], episodes(10.0)])
+    assert (score.holds, score.solved) == (True, False)
+    resumed = Score(10.0, "episodes")
+    resumed.load_state_dict(score.state_dict())
+    assert resumed.holds
+    score.add([[], []])
+    assert score.holds
+    score.add([episodes(9.9)])
+    assert not score.holds
+
+
+@pytest.mark.parametrize(("threshold", "solved_by"), [(None, "episodes"), (1.0, "running"), (1.0, "never")])
+def test_where_the_episodes_do_not_end_the_training_nothing_is_held(
+    threshold: float | None, solved_by: Literal["episodes", "running", "never"]
+) -> None:
+    score = Score(threshold, solved_by)
+    score.add([episodes(*[10.0] * EPISODES)])
+    assert not score.holds
 
 
 # ---- either

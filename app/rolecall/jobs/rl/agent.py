@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rolecall import Context, Peer
@@ -52,17 +52,13 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
         metrics.rl_rollout_seconds.observe(timer.seconds)
         for trajectory in experience.trajectories:
             metrics.rl_policy_age_versions.observe(learner.version - trajectory.version)
-        with context.timer() as timer:
-            update = learner.update(experience.trajectories, progress())
-        metrics.rl_update_seconds.observe(timer.seconds)
-        context.require_finite(
-            *update,
-            hint=f"the update is not finite ({update}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
-        )
+        score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
+        told: dict[str, Any] = {"rl_update_passes": 0.0}
+        if not score.holds:
+            told = _learn(context, learner, experience.trajectories, progress())
+        state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
         if settings.algorithm == "reinforce" and not all(experience.episodes):
             context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
-        score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
-        state["samples"] += update.samples
         context.log(
             done=state["samples"],
             score=score.value,
@@ -73,13 +69,7 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
             rl_return_running=score.running,
             rl_episode_steps=score.mean_length,
             rl_policy_version=learner.version,
-            rl_policy_loss=update.policy_loss,
-            rl_baseline_loss=update.value_loss,
-            rl_policy_entropy_nats=update.entropy,
-            rl_kl_nats=update.kl,
-            rl_clipped_ratio=update.clipped,
-            rl_explained_variance_ratio=update.explained,
-            rl_update_passes=update.passes,
+            **told,
         )
     rollouts.finish()
     if score.solved:
@@ -91,6 +81,28 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
         message = f"Stopped at {where}. {score}; {settings.env_id} {bar}"
     return context.finish(message, solved=score.solved, iterations=context.step, running_return=score.running,
                           mean_return=score.mean or 0.0, env_steps=state["samples"])  # fmt: skip
+
+
+def _learn(
+    context: Context[RlSettings], learner: Learner, trajectories: Sequence[Trajectory], progress: float
+) -> dict[str, float]:
+    """Updates the policy. Returns the gauges that tell of it."""
+    with context.timer() as timer:
+        update = learner.update(trajectories, progress)
+    context.metrics.rl_update_seconds.observe(timer.seconds)
+    context.require_finite(
+        *update,
+        hint=f"the update is not finite ({update}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
+    )
+    return {
+        "rl_policy_loss": update.policy_loss,
+        "rl_baseline_loss": update.value_loss,
+        "rl_policy_entropy_nats": update.entropy,
+        "rl_kl_nats": update.kl,
+        "rl_clipped_ratio": update.clipped,
+        "rl_explained_variance_ratio": update.explained,
+        "rl_update_passes": update.passes,
+    }
 
 
 class Experience(NamedTuple):

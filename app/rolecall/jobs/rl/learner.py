@@ -37,7 +37,7 @@ DECAY = 0.95  # of the returns' mean and variance, that values are normalised by
 
 
 class Update(NamedTuple):
-    """An update's means over its optimizer steps, and the number of samples.
+    """An update's means over its optimizer steps.
 
     The entropy of the policy and the KL divergence from the policy that acted are in nats; `clipped` is the share of
     samples whose ratio was beyond CLIP_RATIO, `explained` the share of the returns' variance that the values explain,
@@ -51,7 +51,6 @@ class Update(NamedTuple):
     clipped: float
     explained: float
     passes: float
-    samples: int
 
 
 class Learner:
@@ -88,9 +87,8 @@ class Learner:
         with torch.no_grad():
             samples = join([self._samples(trajectory) for trajectory in trajectories])
         used = samples.used
-        count = int(used.sum())
-        if count == 0:  # every environment only reset: nothing to learn
-            return Update(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        if not used.any():  # every environment only reset: nothing to learn
+            return Update(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         explained = _explained(samples.returns[used], samples.values[used])
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
@@ -110,7 +108,7 @@ class Learner:
         self.version += 1
         policy_loss, value_loss, entropy, kl, clipped = (sums / max(steps, 1)).tolist()
         passes = steps / self._minibatches(samples)
-        return Update(policy_loss, value_loss, entropy, kl, clipped, explained, passes, count)
+        return Update(policy_loss, value_loss, entropy, kl, clipped, explained, passes)
 
     def _passes(self, samples: Samples, clip_ratio: float, most: int) -> tuple[Tensor, int]:
         """The optimizer steps of `most` passes. Returns the sums of `_loss`'s parts [5], and the number of steps."""

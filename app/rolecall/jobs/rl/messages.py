@@ -45,6 +45,11 @@ class Trajectory:
     version: int
 
     @property
+    def samples(self) -> int:
+        """The environment steps that are experience."""
+        return int(self.experience.sum())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         arrays = (self.observations, self.actions, self.log_probabilities, self.rewards, self.dones, self.experience,

@@ -50,5 +50,10 @@ METRICS = (
         "Share of the returns' variance that the values explained before the last update.",
         roles=("agent",),
     ),
-    Metric("gauge", "rl_update_passes", "Passes over the samples in the last update.", roles=("agent",)),
+    Metric(
+        "gauge",
+        "rl_update_passes",
+        "Passes over the last iteration's samples; 0 while the policy is held.",
+        roles=("agent",),
+    ),
 )

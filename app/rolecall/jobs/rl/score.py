@@ -11,6 +11,7 @@ import numpy as np
 from rolecall.jobs.rl.messages import Episode
 
 EPISODES = 100  # gymnasium's thresholds are means over so many
+GOOD = 20  # the last of them: where each reaches the threshold, the others only have to be counted
 
 
 class Score:
@@ -82,6 +83,13 @@ class Score:
         if len(self.returns) < EPISODES or self.steps < self.longest:
             return False
         return float(np.mean(self.returns)) >= self.threshold
+
+    @property
+    def holds(self) -> bool:
+        """Whether the policy stays as it is: the last GOOD episodes each reach the threshold that ends the training."""
+        if self.threshold is None or self.solved_by != "episodes" or len(self.returns) < GOOD:
+            return False
+        return min(list(self.returns)[-GOOD:]) >= self.threshold
 
     def __str__(self) -> str:
         if self.solved_by == "running":

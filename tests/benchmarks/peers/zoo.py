@@ -13,6 +13,7 @@ Schedule = tuple[str, float]  # ("lin", v): falls from v to 0 with the steps
 
 MASKED = "tests.benchmarks.peers.environments:MaskedCartPole-v0"
 PONG = "ale_py:PongNoFrameskip-v4"
+BOXING = "ale_py:BoxingNoFrameskip-v4"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ CARTPOLE = Published(
 LUNAR = Published(
     {"n_steps": 1024, "batch_size": 64, "gae_lambda": 0.98, "gamma": 0.999, "n_epochs": 4, "ent_coef": 0.01}, n_envs=16
 )
+ATARI = Published(
+    {"n_steps": 128, "n_epochs": 4, "batch_size": 256, "learning_rate": linear(2.5e-4), "clip_range": linear(0.1),
+     "vf_coef": 0.5, "ent_coef": 0.01},
+    n_envs=8, atari=True,
+)  # fmt: skip
 
 ZOO = {
     "CartPole-v1": CARTPOLE,
@@ -69,11 +75,8 @@ ZOO = {
          "clip_range": 0.1, "n_epochs": 20, "gae_lambda": 0.95, "max_grad_norm": 1, "vf_coef": 0.871923},
         normalize=True,
     ),
-    PONG: Published(
-        {"n_steps": 128, "n_epochs": 4, "batch_size": 256, "learning_rate": linear(2.5e-4), "clip_range": linear(0.1),
-         "vf_coef": 0.5, "ent_coef": 0.01},
-        n_envs=8, atari=True,
-    ),
+    PONG: ATARI,
+    BOXING: ATARI,
 }  # fmt: skip
 MEMORY = {MASKED: CARTPOLE}  # RecurrentPPO's
 

@@ -1,10 +1,11 @@
 """How well `rl` learns beside Stable-Baselines3: `make bench-rl-quality`, after `make peers`. Many hours in full.
 
 Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
-under the last policy, which takes its most probable action. Stable-Baselines3's hyper-parameters are those that RL Zoo
-publishes for each environment, Rolecall's its defaults. With BENCH_JSON=FILE each score is kept as it comes, and a
-rerun measures what is missing; SB3's scores of docs/rl.md are in peers/sb3_returns.json, to be copied for that. No
-figure of speed comes of it: --parallel trains several policies side by side.
+under the last policy, which takes its most probable action; in Boxing it samples, as RL Zoo has it for Atari.
+Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its defaults. With
+BENCH_JSON=FILE each score is kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in
+peers/sb3_returns.json, to be copied for that. No figure of speed comes of it: --parallel trains several policies side
+by side.
 
 Bars: Rolecall's mean over the seeds is at least Stable-Baselines3's less one standard error of that mean, and its worst
 seed is no worse. CartPole without velocities is solved with a memory, and not without.
@@ -19,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -40,12 +41,15 @@ SOLVED = 475.0  # CartPole's threshold
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained, and for how many environment steps; `solved`: whether it is to reach SOLVED, if that counts."""
+    """What is trained, and for how many environment steps; `solved`: whether it is to reach SOLVED, if that counts;
+    `sampled`: whether the evaluation's actions are sampled.
+    """
 
     environment: str
     steps: int
     memory: bool = False
     solved: bool | None = None
+    sampled: bool = False
 
     @property
     def deadline(self) -> float:
@@ -64,7 +68,7 @@ ROWS = {
     "masked-memory": Row(zoo.MASKED, 100_000, memory=True, solved=True),
     "HalfCheetah-v5": Row("HalfCheetah-v5", 1_000_000),
     "Walker2d-v5": Row("Walker2d-v5", 1_000_000),
-    "Boxing": Row(zoo.BOXING, 200_000),  # of four frames each
+    "Boxing": Row(zoo.BOXING, 200_000, sampled=True),  # of four frames each
 }
 QUICK = ("CartPole-v1", "Pendulum-v1")
 
@@ -223,9 +227,9 @@ def together(parts: Sequence[Any], work: Callable[[Any], None], parallel: int, s
 def train(side: str, row: Row, seed: int, options: Options, on: Callable[[str], None]) -> Run:
     if side == "sb3":  # with more threads it waits at every operation where something else keeps a core busy
         return process.peer("sb3", row.deadline, on, environment=row.environment, steps=row.steps, seed=seed,
-                            memory=row.memory, threads=1)  # fmt: skip
+                            memory=row.memory, sampled=row.sampled, threads=1)  # fmt: skip
     return ours.train(
-        row.deadline, on, None, report.EPISODES, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
+        row.deadline, on, None, report.EPISODES, row.sampled, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
         SOLVED_BY="never", MEMORY="lstm" if row.memory else "none", **{"INFERENCE": "observer", **options.variables},
     )  # fmt: skip
 
@@ -270,7 +274,7 @@ def choose(arguments: argparse.Namespace, quick: bool) -> Options:
         raise ValueError(f"--sides: {unknown[0]} is none of {', '.join(SIDES)}")
     rows = {name: ROWS[name] for name in names}
     if arguments.steps:
-        rows = {name: Row(row.environment, arguments.steps, row.memory, row.solved) for name, row in rows.items()}
+        rows = {name: replace(row, steps=arguments.steps) for name, row in rows.items()}
     if any("=" not in pair for pair in arguments.set):
         raise ValueError("--set: NAME=VALUE")
     variables = dict(pair.split("=", 1) for pair in arguments.set)

@@ -51,7 +51,7 @@ def train(deadline: float, on: Callable[[str], None], threshold: float | None, e
                 steps = run.steps or (snapshots[-1].steps if snapshots else 0)
                 run = Run(**{**vars(run), "snapshots": snapshots, "steps": steps})
             if episodes and wall is not None:
-                run = Run(**{**vars(run), "scores": [_score(running.directory, episodes, variables)]})
+                run = Run(**{**vars(run), "scores": [_score(running.directory, episodes, sampled, variables)]})
     return run
 
 
@@ -64,10 +64,11 @@ def _snapshots(directory: Path, threshold: float, sampled: bool, variables: dict
     return run.snapshots
 
 
-def _score(directory: Path, episodes: int, variables: dict[str, Any]) -> float:
+def _score(directory: Path, episodes: int, sampled: bool, variables: dict[str, Any]) -> float:
     """What `rolecall eval` says of the newest checkpoint."""
     words = [*process.python("rolecall"), "eval", "rl", "--checkpoint", str(directory), "--json"]
-    with process.lines([*words, "--episodes", str(episodes)], EVALUATION, variables) as events:
+    words += ["--episodes", str(episodes), "--no-deterministic" if sampled else "--deterministic"]
+    with process.lines(words, EVALUATION, variables) as events:
         for event in events:
             if "mean_return" in event:
                 return float(event["mean_return"])

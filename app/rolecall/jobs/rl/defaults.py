@@ -61,8 +61,9 @@ DEFAULTS: dict[Kind, Choices] = {
         gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
         exploration="gaussian", hidden_size=64,
     ),
+    # the usual ones: two observers' samples make minibatches of 256
     "pixels": Choices(
-        num_envs=8, rollout_steps=128, epochs=4, minibatches=4, lr=2.5e-4, lr_schedule="constant",
+        num_envs=8, rollout_steps=128, epochs=4, minibatches=8, lr=2.5e-4, lr_schedule="constant",
         gamma=0.99, gae_lambda=0.95,
         clip_ratio=0.1, target_kl=0.0, entropy_coef=0.01, max_grad_norm=0.5, normalize=False, exploration="gaussian",
         hidden_size=512,

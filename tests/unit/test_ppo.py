@@ -145,7 +145,7 @@ class Reference:
         self.updates += 1
         names = ("policy_loss", "value_loss", "entropy", "kl", "clipped")
         metrics = dict(zip(names, (sums / steps_taken).tolist(), strict=True))
-        return {**metrics, "explained": explained, "passes": steps_taken / minibatches, "samples": len(places)}
+        return {**metrics, "explained": explained, "passes": steps_taken / minibatches}
 
     def step(self, trajectories: Sequence[Trajectory], batch: list[tuple[int, int, int]], returns: dict[Any, float],
              advantages: dict[Any, float], clip_ratio: float, left: float) -> Array:  # fmt: skip

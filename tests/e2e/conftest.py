@@ -11,22 +11,15 @@ import pytest
 
 from tests.contracts.jobs import Ending
 from tests.contracts.manifests import Overlay
-from tests.e2e.containers import IMAGE, ROOT, Project
+from tests.e2e.containers import IMAGE, PACED, ROOT, Project
 from tests.e2e.pods import JobPods, Pods
+from tests.integration import cluster
 
 Projects = Callable[..., Project]
 Started = Callable[..., Pods]
 StartedJob = Callable[..., JobPods]
-ENDLESS = {  # learns too slowly to be solved
-    "LR": "1e-9",
-    "LR_SCHEDULE": "constant",
-    "NUM_ENVS": "8",
-    "ROLLOUT_STEPS": "16",
-    "MAX_ITERATIONS": "1000000",
-    "REJOIN_INTERVAL": "0.5",
-    "CHECKPOINT_INTERVAL": "1",
-    "LOG_INTERVAL": "1000",
-}
+# of `rl`: it trains for as long as a test needs, and leaves the cores to what happens beside it
+ENDLESS = {**cluster.ENDLESS["rl"], "REJOIN_INTERVAL": "0.5", "CHECKPOINT_INTERVAL": "1", "LOG_INTERVAL": "1000"}
 _open: list[Project | Pods | JobPods] = []
 
 
@@ -98,5 +91,5 @@ def job_pods() -> Iterator[StartedJob]:
 
 @pytest.fixture(scope="session")
 def endless() -> dict[str, str]:
-    """Settings of `rl` with which it trains for as long as a test needs."""
-    return ENDLESS
+    """ENDLESS, for a project."""
+    return {**ENDLESS, **PACED}

@@ -23,24 +23,38 @@ from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DISK = ROOT / "tests" / "disk"  # makes Python's disk slow
+TESTS = "/srv/rolecall/tests"  # in a container: where this folder's parent is, for environments and models in it
+PACED = {"COMPOSE_FILE": "compose.yaml:tests/e2e/paced.yaml"}  # a project's containers have it
 IMAGE = os.environ.get("IMAGE", "rolecall") + ":cpu"
 DEADLINE = 120.0  # of every command; a fail-safe, no measurement
 PORTS = (8000, 29400)  # that a rank listens on: metrics, and all that ranks send each other
 _numbers = itertools.count()
 
-# what runs in a container to see what can be reached from there: prints the open ports of each address as JSON
+# what runs in a container to see what can be reached from there: prints the open ports of each address as JSON. A
+# thousand connections are under way at a time, by one thread: a thread for each takes three times as long
 SCAN = """
-import json, socket, sys
-from concurrent.futures import ThreadPoolExecutor
+import errno, itertools, json, selectors, socket, sys
 addresses, ports = json.loads(sys.argv[1]), json.loads(sys.argv[2]) or range(1, 65536)
-def is_open(target):
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(target) == 0
-with ThreadPoolExecutor(64) as pool:
-    targets = [(address, port) for address in addresses for port in ports]
-    found = [target for target, answer in zip(targets, pool.map(is_open, targets, chunksize=64)) if answer]
-print(json.dumps({address: [port for at, port in found if at == address] for address in addresses}))
+found = {address: [] for address in addresses}
+def look(targets):
+    with selectors.DefaultSelector() as selector:
+        for address, port in targets:
+            probe = socket.socket()
+            probe.setblocking(False)
+            if probe.connect_ex((address, port)) in (0, errno.EINPROGRESS):
+                selector.register(probe, selectors.EVENT_WRITE, (address, port))
+        while selector.get_map() and (ready := selector.select(1)):
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+                if not key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    found[key.data[0]].append(key.data[1])
+                key.fileobj.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()
+everything = iter([(address, port) for address in addresses for port in ports])
+while targets := list(itertools.islice(everything, 1000)):
+    look(targets)
+print(json.dumps({address: sorted(ports) for address, ports in found.items()}))
 """
 
 

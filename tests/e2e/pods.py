@@ -13,7 +13,7 @@ import yaml
 
 from tests.contracts.jobs import Ending, Part
 from tests.contracts.manifests import K8S, Object, Overlay, RankSet, render
-from tests.e2e.containers import DISK, IMAGE, Container, docker
+from tests.e2e.containers import DISK, IMAGE, ROOT, TESTS, Container, docker
 
 _numbers = itertools.count()
 SCRATCH = "rw,noexec,nosuid,nodev,mode=1777"  # as the engine gives a pod's memory volume
@@ -159,6 +159,8 @@ class Engine:
         if slow_disk:
             arguments += ["--volume", f"{DISK}:/disk:ro", "--volume", f"{slow_disk}:/slow:ro",
                           "--env", "PYTHONPATH=/disk", "--env", "SLOW_FSYNC=/slow/seconds"]  # fmt: skip
+        if any(value.startswith("tests.") for value in environment.values()):
+            arguments += ["--volume", f"{ROOT / 'tests'}:{TESTS}:ro"]
         for key, value in environment.items():
             arguments += ["--env", f"{key}={value}"]
         docker("run", "--detach", *arguments, IMAGE)

@@ -121,8 +121,7 @@ def test_two_copies_side_by_side_and_a_rank_0_that_moves_to_a_slow_disk(started:
 
 
 def test_a_job_ends_whoever_is_evicted_or_crashes(job_pods: StartedJob, tmp_path: Path) -> None:
-    settings = {**ENDLESS, "MAX_ITERATIONS": "400", "LR": "1e-9"}
-    pods = job_pods(ending_with(tmp_path, "rl-indexed", **settings))
+    pods = job_pods(ending_with(tmp_path, "rl-indexed", **ENDLESS | {"MAX_ITERATIONS": "200"}))
     agent, observer = pods.ending.parts
     until(lambda: pods.pod(agent, 0).metric("checkpoint_seconds_count") > 0, "a checkpoint", DEADLINE)
     pods.evict(agent, 0)

@@ -8,19 +8,16 @@ import pytest
 
 from rolecall.job import registry
 from tests.e2e.conftest import Projects
-from tests.e2e.containers import Project, each_role_serves_its_metrics
+from tests.e2e.containers import PACED, Project, each_role_serves_its_metrics
+from tests.integration import cluster
 from tests.integration.cluster import until
 
 JOB = registry.get("ps")
 FINISHED = r"Finished: test accuracy ([\d.]+)% after (\d+) epochs .*\bsteps=(\d+)"
 SAMPLES = 1438  # digits to train with
 ENDLESS = {
-    "EPOCHS": "1000000",
-    "BATCH_SIZE": "8",
-    "REJOIN_INTERVAL": "0.5",
-    "CHECKPOINT_INTERVAL": "1",
-    "LOG_INTERVAL": "10",
-}
+    **cluster.ENDLESS["ps"], **PACED, "REJOIN_INTERVAL": "0.5", "CHECKPOINT_INTERVAL": "1", "LOG_INTERVAL": "10",
+}  # fmt: skip
 
 
 def test_make_up_ps_trains_to_the_end_with_one_server_and_with_two(projects: Projects) -> None:

@@ -107,18 +107,23 @@ class Container:
     def execute(self, *command: str) -> str:
         return docker("exec", self.name, *command)
 
-    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Empty while the container is down. The host asks, which reaches every network of its engine: a program that
-        asks from within takes half a second of a core, again and again while a test waits.
+    def get(self, path: str) -> str | None:
+        """What it answers on its metrics port with status 200; None for another, and while it is down. The host asks,
+        which reaches every network of its engine: a program that asks from within takes half a second of a core, again
+        and again while a test waits.
         """
         found = json.loads(docker("inspect", self.name, check=False))
         networks = found[0]["NetworkSettings"]["Networks"] if found else {}
-        text = ""
         for address in [own["IPAddress"] for own in networks.values()][:1]:  # it serves on all of them
-            with contextlib.suppress(OSError, http.client.HTTPException):  # it is starting, or ending
+            with contextlib.suppress(OSError, http.client.HTTPException):  # another status; it is starting, or ending
                 if address:
-                    with urllib.request.urlopen(f"http://{address}:8000/metrics", timeout=5) as asked:
-                        text = asked.read().decode()
+                    with urllib.request.urlopen(f"http://{address}:{PORTS[0]}{path}", timeout=5) as asked:
+                        return str(asked.read().decode())
+        return None
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Empty while the container is down."""
+        text = self.get("/metrics") or ""
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)

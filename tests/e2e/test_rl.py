@@ -115,7 +115,7 @@ print(json.dumps({
         assert found["init"] == "tini"
         assert len(found["child"]) == 1
         assert (found["root"], found["code"], found["tmp"]) == (30, 30, 0)  # EROFS
-        assert until(lambda one=one: one.state["Health"]["Status"] == "healthy", f"health of {one.name}")
+        assert until(lambda one=one: one.state["Health"]["Status"] == "healthy", f"health of {one.name}", DEADLINE)
 
 
 def test_nobody_outside_reaches_a_port(training: Project) -> None:

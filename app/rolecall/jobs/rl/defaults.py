@@ -45,7 +45,7 @@ DEFAULTS: dict[Kind, Choices] = {
         hidden_size=128,
     ),
     "discrete": Choices(
-        num_envs=16, rollout_steps=32, epochs=10, minibatches=4, lr=1e-3, lr_schedule="adaptive", gamma=0.99,
+        num_envs=16, rollout_steps=32, epochs=10, minibatches=4, lr=1e-3, lr_schedule="adaptive", gamma=0.999,
         gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
         exploration="gaussian", hidden_size=64,
     ),
@@ -57,7 +57,7 @@ DEFAULTS: dict[Kind, Choices] = {
     ),
     # several: in that much noise, what each of them does would drown
     "continuous": Choices(
-        num_envs=16, rollout_steps=64, epochs=10, minibatches=8, lr=1e-3, lr_schedule="adaptive", gamma=0.99,
+        num_envs=16, rollout_steps=64, epochs=10, minibatches=8, lr=1e-3, lr_schedule="adaptive", gamma=0.995,
         gae_lambda=0.95, clip_ratio=0.2, target_kl=0.01, entropy_coef=0.0, max_grad_norm=0.5, normalize=True,
         exploration="gaussian", hidden_size=64,
     ),

@@ -58,7 +58,7 @@ run-rnn: $(READY) ## trains the language model here: embedding and decoder in on
 run-hybrid: $(READY) ## trains the hybrid job here: a master, a server with the table, two trainers under DDP
 	$(BIN)/rolecall run hybrid
 
-# hundreds of processes start: each would compile the modules anew
+# set, it has each of hundreds of processes compile the modules anew
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) $(KUBECTL) ## runs every test that needs neither Docker nor a network
 	$(BIN)/python -m pytest -n 4 --dist worksteal

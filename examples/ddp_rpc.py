@@ -78,7 +78,7 @@ def lead(trainers):
         embedding.get_module_rref().rpc_sync().load_state_dict(state["embedding"])
         print(f"resumed after round {state['round']}")
     replicas = [rpc.remote(name, Trainer, (embedding, state["dense"])) for name in trainers]
-    # a trainer asks for the embedding while it is made; with no round left, this function would end, and it, before
+    # trainers use the embedding while they are made: with no round left, it would be freed before that
     torch.futures.wait_all([replica.rpc_async().state() for replica in replicas])
     for number in range(state["round"], ROUNDS):
         losses = torch.futures.wait_all([replica.rpc_async().train(number * STEPS) for replica in replicas])

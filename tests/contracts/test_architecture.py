@@ -45,7 +45,7 @@ PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools
 PUBLIC = set(rolecall.__all__)
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MEANINGLESS = {"found", "own", "made"}
-MOST_LINES = 300
+MOST_LINES = 600
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rolecall import config, fields, new, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE
-from rolecall.job import describe, evaluation, registry
+from rolecall.job import describe, evaluation, loader, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
@@ -136,6 +136,8 @@ def _rank(arguments: argparse.Namespace) -> int:
     parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
     if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
         return code
+    if loader.is_file(job.target):
+        loader.add_folder(loader.file_of(loader.split(job.target)[0]))  # `preload` may name a module beside the file
     fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
     from rolecall.rank import start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,17 @@ def test_modules_beside_the_file_are_found(tmp_path: Path) -> None:
     write("jobs/wheels.py", "SPOKES = 36\n")
     assert loader.load("jobs/circle.py").SPOKES == 36
     assert sys.path[-1] == str(tmp_path / "jobs")
+
+
+def test_modules_beside_the_file_come_before_those_of_the_working_directory(tmp_path: Path) -> None:
+    """As with plain Python, and wherever the command line has put the working directory."""
+    write("jobs/circle.py", "import wheels\n" + JOB)
+    beside, _ = write("jobs/wheels.py", ""), write("wheels.py", "")
+    sys.path.append(str(tmp_path))
+    assert loader.load("jobs/circle.py").wheels.__file__ == str(beside)
+    del sys.modules["wheels"]
+    loader.make_main(write("jobs/program.py", ""))
+    assert importlib.import_module("wheels").__file__ == str(beside)
 
 
 def test_modules_beside_the_file_replace_none_of_a_library(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from structlog.typing import EventDict
 from torch.futures import Future
 
+from rolecall import in_turn
 from rolecall.config import UsageError
 from rolecall.job import peers, rpc
 from rolecall.job.context import Context
@@ -257,11 +259,73 @@ def test_what_a_module_has_can_be_called(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(lambda: 1, r".*<lambda>"), (nested(), r"nested\.<locals>\.inside"), (threading.Lock().acquire, "lock.acquire")],
+    [(lambda: 1, r".*<lambda>"), (nested(), r"nested\.<locals>\.inside")],
 )
 def test_what_no_peer_can_import_is_refused(function: Callable[..., Any], name: str) -> None:
     with pytest.raises(UsageError, match=f"^{name} cannot be called at a peer: define it with `def` at the top of a"):
         require_importable(function)
+
+
+class Counter:
+    count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    @classmethod
+    def make(cls) -> Counter:
+        return cls()
+
+
+COUNTER = Counter()
+
+
+def add() -> int:
+    return COUNTER.add()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(COUNTER.add, "Counter.add"), (functools.partial(COUNTER.add), "Counter.add"), ([].append, "list.append"),
+     (threading.Lock().acquire, "lock.acquire")],
+)  # fmt: skip
+def test_a_method_of_an_object_is_refused(
+    context: Context, wire: Wire, function: Callable[..., Any], name: str
+) -> None:
+    """Pickled with the object: each call would act on another copy."""
+    context.call(ONE, add)  # whatever was called under the same name
+    with pytest.raises(UsageError, match=f"^{name} is a method of an object, .* from a RankObject$"):
+        context.call(ONE, function)
+    with pytest.raises(UsageError, match=f"^{name} is a method of an object"):
+        context.call_all("observer", function)
+    assert [called for _, called, *_ in wire.calls] == [add]
+
+
+def test_what_is_bound_to_no_object_can_be_called(context: Context, wire: Wire) -> None:
+    for function in (Counter.make, Counter.add, torch.ones, math.sqrt, int.from_bytes):
+        context.call(ONE, function)
+    assert len(wire.calls) == 5
+
+
+@in_turn
+def served() -> None:
+    """Is called at a rank other than rank 0."""
+
+
+def test_rank_0_serves_no_calls_in_turn(tmp_path: Path, wire: Wire) -> None:
+    """It would come to them once its function has returned, and ends then."""
+    for me in (AGENT, ONE):
+        context = make(tmp_path, me=me)
+        context.transport = wire
+        with pytest.raises(UsageError, match=r"^served is @in_turn, which rank 0 never comes to: .*at another rank$"):
+            context.call(AGENT, served)
+        with pytest.raises(UsageError, match=r"^served is @in_turn"):
+            context.call_all("agent", served)
+        assert not wire.calls
+    context.call(TWO, served)
+    context.call(AGENT, double, 1)
+    assert len(wire.calls) == 2
 
 
 def test_a_replaced_function_is_not_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,11 @@ HEAD = """import collections
 import math
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
-from rolecall import Context, Job, Role, Settings, UsageError
+from rolecall import Context, Job, Role, Settings, UsageError, in_turn
 
 STEP, SEED = 1, object()
 square = triple = lambda x: 3 * x
@@ -26,6 +27,11 @@ square = triple = lambda x: 3 * x
 
 class Tally:
     count = 0
+    def add(self, n): self.count += n
+    @staticmethod
+    def double(n): return 2 * n
+    @classmethod
+    def make(cls): return cls()
 
 
 class Kept(Tally):
@@ -47,6 +53,13 @@ class Chosen:
 
 def work(x): return x
 
+
+@in_turn
+def serve(x): return x
+
+
+TALLY, ROWS = Tally(), []
+HOLDER = SimpleNamespace(add=work)
 
 def set_seed():
     global SEED
@@ -76,6 +89,8 @@ JOB = Job([Role("lead", lead), Role("worker", count=2)])
 OTHER = Job([Role("lead", lead), Role("helper", count=2)])
 """
 PLACE = HEAD[: HEAD.index("{line}")].count("\n") + 1
+METHOD = "is a method of an object, and a peer would call it on a copy: call a function at the top of a module"
+TURN = "is @in_turn, which rank 0 never comes to"
 CALL = "cannot be called at a peer: define it with `def` at the top of a module"
 
 
@@ -101,6 +116,13 @@ def look(line: str = "pass", helped: str = "pass") -> None:
         ('list(context.call_each("worker", triple, 3))', f"<lambda> {CALL}"),
         ('context.call_all("worker", inside)', f"inside {CALL}"),
         ('context.call_all("worker", named)', f"<lambda> {CALL}"),
+        ('context.call("worker_0", TALLY.add, 1)', f"Tally.add {METHOD}"),
+        ('context.call_all("worker", ROWS.append, 1)', f"list.append {METHOD}"),
+        ('context.call_all("worker", local.add, 1)', f"Tally.add {METHOD}"),
+        ('context.call_all("worker", Tally().add, 1)', f"Tally.add {METHOD}"),
+        ('context.call_all("worker", random.random)', f"Random.random {METHOD}"),
+        ('context.call_all("lead", serve, 1)', f"serve {TURN}"),
+        ('context.call("lead_0", serve, 1)', f"serve {TURN}"),
         ('context.call_all("workers", work, 1)', "no role 'workers' in this job (lead, worker)"),
         ('context.restore({"tally": Tally()})', "tally is a given.Tally, which a checkpoint cannot hold: give it"),
         ('context.restore({"tally": local})', "tally is a given.Tally, which a checkpoint cannot hold"),
@@ -132,6 +154,15 @@ def test_a_function_that_takes_a_context_is_looked_at_too() -> None:
         'context.call_all("worker", partial(work, 1))',
         'context.call_all("worker", replaced)',
         'context.call_all("helper", work, 1)',
+        'context.call_all("worker", Tally.double, 1)',
+        'context.call_all("worker", TALLY.double, 1)',
+        'context.call_all("worker", Tally.make)',
+        'context.call_all("worker", HOLDER.add, 1)',
+        'context.call_all("worker", unsure.add, 1)',
+        'context.call_all("worker", other.add, 1)',
+        'context.call_all("worker", serve, 1)',
+        'context.call("worker_0", serve, 1)',
+        'context.call_all("lead", work, 1)',
         'context.peers("workers")',
         'context.call_all(*("worker", lambda: 1))',
         "context.call(other, Tally)",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall import in_turn
-from rolecall.job import turns
+from rolecall import RankObject, UsageError, in_turn
+from rolecall.job import rpc, turns
 from rolecall.job.peers import require_importable
+from tests.unit.contexts import make
 
 ran: list[tuple[str, int]] = []
 
@@ -51,6 +53,15 @@ def test_calls_run_in_their_order_in_the_thread_that_serves() -> None:
     assert ran == [(text, threading.get_ident()) for text in ("one", "two", "three")]
     assert [future.wait() for future in futures] == ["ONE", "TWO", "THREE"]
     assert not last.done()
+
+
+def test_rank_0_refuses_them_whoever_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that calls by torch's own functions, or in its own process, would wait for ever."""
+    current = RankObject[Any]()
+    monkeypatch.setattr(rpc, "_context", current)
+    current.set(make(tmp_path))
+    with pytest.raises(UsageError, match=r"^note is @in_turn, which rank 0 never comes to"):
+        note("one")
 
 
 def test_such_a_function_can_be_called_at_a_peer() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, Generic, Literal, TypeVar
 
 from rolecall import telemetry
@@ -25,6 +27,15 @@ REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<
 # frames between a call and the function that is called, and their source
 TORCH_FRAMES = re.compile(r'  File "[^"]*(?:torch/distributed/rpc/|rolecall/job/tracing)[^"]*", line .*\n(?:    .*\n)*')
 NOT_IMPORTABLE = "cannot be called at a peer: define it with `def` at the top of a module"
+METHOD = (
+    "is a method of an object, and a peer would call it on a copy: call a function at the top of a module, which gets "
+    "the peer's own object from a RankObject"
+)
+NOT_SERVED = (
+    "is @in_turn, which rank 0 never comes to: the job is over once its function has returned; leave @in_turn out, or "
+    "call it at another rank"
+)
+IN_TURN = set[FunctionType]()  # what `in_turn` has made
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
@@ -95,9 +106,12 @@ class Peers(Generic[S]):
         answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed under the
         function's name.
 
-        Raises UsageError for a function that the peer cannot import.
+        Raises UsageError for a function that the peer cannot import, a method of an object, and an `in_turn` at rank 0.
         """
         name = to if isinstance(to, str) else to.name
+        require_unbound(function)
+        if is_in_turn(function) and name == self.members[0].name:
+            raise UsageError(f"{function.__name__} {NOT_SERVED}")
         return self._connected.call(name, function, *args, timeout=self._limit(name, timeout))
 
     def _limit(self, to: str, timeout: float) -> float:
@@ -229,8 +243,24 @@ class Peers(Generic[S]):
             raise PeerLostError(f"no {role} is left")
 
 
+def require_unbound(function: Callable[..., Any]) -> None:
+    """Raises UsageError for a method of an object, bound to it: a call would act on a copy of the object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, MethodType | BuiltinMethodType):
+        return
+    if function.__self__ is not None and not isinstance(function.__self__, type | ModuleType):
+        raise UsageError(f"{function.__qualname__} {METHOD}")
+
+
+def is_in_turn(function: Callable[..., Any]) -> bool:
+    """Whether `in_turn` has made it."""
+    return isinstance(function, FunctionType) and function in IN_TURN
+
+
 def require_importable(function: Callable[..., Any]) -> None:
-    """Raises UsageError where a peer could not import `function` by its module and name."""
+    """Raises UsageError where a peer could not import `function` by its module and name, or would call it on a copy."""
+    require_unbound(function)
     try:
         pickle.dumps(function)
     except Exception as error:  # of several kinds

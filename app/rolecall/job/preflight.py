@@ -17,7 +17,7 @@ from typing import Any
 
 from rolecall.config import UsageError
 from rolecall.job import loader, plain
-from rolecall.job.peers import NOT_IMPORTABLE, require_importable
+from rolecall.job.peers import METHOD, NOT_IMPORTABLE, NOT_SERVED, is_in_turn, require_importable
 from rolecall.job.spec import Job
 
 CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
@@ -87,6 +87,7 @@ class _Body:
                 continue
             if node.func.attr in CALLS:
                 self._check_call(_argument(node, 1, "function"))
+                self._check_turn(node)
             if node.func.attr in OF_ROLES and isinstance(role := _argument(node, 0, "role"), ast.Constant):
                 self._check_role(role)
             if node.func.attr == "restore" and isinstance(state := _argument(node, 0, "state"), ast.Dict):
@@ -107,12 +108,36 @@ class _Body:
         if isinstance(node, ast.Lambda | Function):
             name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
             self._refuse(given or node, f"{name} {NOT_IMPORTABLE}")
+        if isinstance(node, ast.Attribute) and inspect.isroutine(method := self._method(node)):
+            self._refuse(given or node, f"{method.__qualname__} {METHOD}")
         value = self._value(node)
         if inspect.isroutine(value) or inspect.isclass(value):
             try:
                 require_importable(value)
             except UsageError as error:
                 self._refuse(given or self.function, str(error))
+
+    def _method(self, node: ast.Attribute) -> Any:
+        """What the class of an object has for its attribute; UNKNOWN for those of modules, of classes, and its own."""
+        home = self._known(node.value)
+        kind = self._value(home.func) if isinstance(home, ast.Call) else type(owner := self._value(home))
+        if not isinstance(kind, type) or issubclass(kind, type | ModuleType) or isinstance(kind.__new__, FunctionType):
+            return UNKNOWN
+        method = inspect.getattr_static(kind, node.attr, UNKNOWN)
+        if isinstance(method, staticmethod | classmethod):
+            return UNKNOWN
+        own = isinstance(home, ast.Call) or inspect.getattr_static(owner, node.attr, UNKNOWN) is method
+        return method if own else UNKNOWN
+
+    def _check_turn(self, call: ast.Call) -> None:
+        """Rank 0 is the first role's member 0, and serves no calls in turn."""
+        function, to = self._value(_argument(call, 1, "function")), call.args[0] if call.args else None
+        if not is_in_turn(function) or not isinstance(to, ast.Constant):
+            return
+        jobs = [self.job, *(value for value in vars(self.module).values() if isinstance(value, Job))]
+        firsts = {job.roles[0].name for job in jobs}  # a file may have several jobs
+        if len(firsts) == 1 and to.value in {name for first in firsts for name in (first, f"{first}_0")}:
+            self._refuse(call, f"{function.__name__} {NOT_SERVED}")
 
     def _check_value(self, name: str, given: ast.expr) -> None:
         node = self._known(given)

@@ -76,6 +76,11 @@ class RankObject(Generic[T]):
 _context: RankObject[Context[Any]] = RankObject()
 
 
+def is_rank0() -> bool:
+    """Whether this process is the worker of rank 0."""
+    return _context._future.done() and _context._future.result().rank == 0
+
+
 def connect(context: Context[Any], tunnel: Path | None = None) -> None:
     """Joins the store of `context`'s generation and, unless the job has none, its RPC, the context's transport: by way
     of the rank's `tunnel`, the folder with its sockets, if there is one.

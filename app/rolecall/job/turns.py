@@ -10,8 +10,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.distributed import rpc
 
+from rolecall.config import UsageError
 from rolecall.job import tracing
-from rolecall.job.rpc import keep_thread
+from rolecall.job.peers import IN_TURN, NOT_SERVED
+from rolecall.job.rpc import is_rank0, keep_thread
 
 Answer = torch.futures.Future[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,16 +25,21 @@ def in_turn(function: F) -> F:
     """Has calls of `function` at a rank other than rank 0 run one after the other, in the thread of its role's function
     and once that has returned. What `function` raises is a failure of the rank that was called: it ends, and its caller
     sees it as lost. Without this, calls run at the same time, and what they raise is raised at the caller.
+
+    A call at rank 0 raises UsageError.
     """
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     @functools.wraps(function)
     def queued(*args: Any) -> Answer:
+        if is_rank0():  # here too, for whoever called without a context
+            raise UsageError(f"{function.__name__} {NOT_SERVED}")
         keep_thread()
         answer = Answer()
         _turns.put((function, args, answer, tracing.carry()))
         return answer
 
+    IN_TURN.add(queued)
     return queued  # type: ignore[no-any-return]
 
 

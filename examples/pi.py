@@ -19,12 +19,12 @@ def hits(points: int) -> int:  # runs at a sampler
 def lead(context: Context[Pi]) -> dict[str, float]:  # rank 0
     settings, state = context.settings, context.restore({"hits": 0, "points": 0})
     for _ in context.steps(settings.rounds):  # resumes, reports, saves when due, drains
-        for count in context.call_all("sampler", hits, settings.points):
-            state["hits"] += count
-            state["points"] += settings.points
-        if not state["points"]:
-            context.redo()  # every sampler was lost
+        counts = list(context.call_all("sampler", hits, settings.points))
+        if not counts:
+            context.redo()  # every sampler was lost: this step is made again
             continue
+        state["hits"] += sum(counts)
+        state["points"] += settings.points * len(counts)
         context.log(score=4 * state["hits"] / state["points"], done=state["points"])
     return {"pi": 4 * state["hits"] / state["points"]}
 

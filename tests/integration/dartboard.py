@@ -26,9 +26,12 @@ def lead(context: Context[Board]) -> dict[str, Any]:
     """Rank 0's."""
     s, state = context.settings, context.restore({"hits": 0, "darts": 0})
     for _ in context.steps(s.rounds or None, until=(context.files / "stop").exists):
-        for hits in context.call_all("thrower", throw, s.darts):
-            state["hits"] += hits
-            state["darts"] += s.darts
+        counts = list(context.call_all("thrower", throw, s.darts))
+        if not counts:
+            context.redo()
+            continue
+        state["hits"] += sum(counts)
+        state["darts"] += s.darts * len(counts)
         context.log(
             score=4 * state["hits"] / state["darts"], done=state["darts"], throwers=len(context.peers("thrower"))
         )

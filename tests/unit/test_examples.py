@@ -50,7 +50,7 @@ def test_a_step_whose_workers_were_all_lost_is_no_step(
     path = ROOT / which if which.endswith(".py") else new.write("blocks", tmp_path)[0]
     job = load_file(path).JOB
     lead, worker = (role.name for role in job.roles)
-    monkeypatch.delitem(sys.modules, path.stem)
+    sys.modules.pop(path.stem)
     (tmp_path / "run").mkdir()
     checkpoints = Checkpoints(tmp_path / "run", "job", 1)
     members = (Peer(lead, 0, 0), Peer(worker, 0, 1))

@@ -116,6 +116,10 @@ def look(line: str = "pass", helped: str = "pass") -> None:
         ('list(context.call_each("worker", triple, 3))', f"<lambda> {CALL}"),
         ('context.call_all("worker", inside)', f"inside {CALL}"),
         ('context.call_all("worker", named)', f"<lambda> {CALL}"),
+        (
+            "for _ in context.steps(3): context.log(done=1)",
+            "steps() would begin at step 1 again after each restart: wr",
+        ),
         ('context.call("worker_0", TALLY.add, 1)', f"Tally.add {METHOD}"),
         ('context.call_all("worker", ROWS.append, 1)', f"list.append {METHOD}"),
         ('context.call_all("worker", local.add, 1)', f"Tally.add {METHOD}"),
@@ -140,6 +144,11 @@ def test_what_no_worker_could_do_is_a_line_of_the_file(line: str, problem: str) 
     assert str(raised.value).startswith(f"given.py:{PLACE}: {problem}")
 
 
+def test_steps_of_a_function_that_is_called_with_a_context_are_left_to_the_worker() -> None:
+    """Whoever calls it may have restored the state."""
+    look(helped="list(peers.steps(3))")
+
+
 def test_a_function_that_takes_a_context_is_looked_at_too() -> None:
     with pytest.raises(UsageError, match=r"^given\.py:\d+: <lambda> cannot be called"):
         look(helped='peers.call_all("worker", lambda: 1)')
@@ -149,6 +158,9 @@ def test_a_function_that_takes_a_context_is_looked_at_too() -> None:
     "line",
     [
         'context.call_all("worker", work, 1)',
+        "context.restore(other); list(context.steps(3))",
+        "list(context.steps(3, context.snapshot().state))",
+        "helper(context); list(context.steps(3))",
         'context.call_all("worker", math.sqrt, 4.0)',
         'context.call_all("worker", torch.ones, 4)',
         'context.call_all("worker", partial(work, 1))',

@@ -216,6 +216,7 @@ def test_other_ranks_have_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_steps_are_numbered_and_reported(context: Context, supervisor: Supervisor, logged: list[EventDict]) -> None:
+    context.restore({})
     seen = []
     for step in context.steps(3, goal=0.5, work=30, dataset="mine"):
         seen.append((step, context.step))
@@ -241,10 +242,39 @@ def test_steps_go_on_after_the_checkpoint(context: Context, clock: Clock, tmp_pa
     assert [step for step in later.steps(5) if state.update(sum=state["sum"] + step) is None] == [4, 5]
     assert later.finish(pi=3) == {"pi": 3, "seconds": 3, "saved": True}
     assert saved(tmp_path)[5] == {"sum": 15}
-    assert list(make(tmp_path, generation=3).steps(0)) == []
+    last = make(tmp_path, generation=3)
+    last.restore({})
+    assert list(last.steps(0)) == []
+
+
+@pytest.mark.parametrize("state", [None, {"sum": 0}])
+def test_steps_that_would_begin_anew_after_each_restart_are_refused(context: Context, state: Any) -> None:
+    """Without `restore`, also where the state to save is given."""
+    context.start(0)
+    with pytest.raises(UsageError, match=r"write `state = context\.restore\(\{\.\.\.\}\)` before the loop"):
+        next(context.steps(3, state))
+
+
+def test_a_job_that_looks_at_its_checkpoint_itself_makes_steps(context: Context, tmp_path: Path) -> None:
+    assert context.snapshot() is None
+    assert list(context.steps(2, {"sum": 3})) == [1, 2]
+    context.save()
+    later = make(tmp_path, generation=2)
+    assert later.snapshot().state == {"sum": 3}  # type: ignore[union-attr]
+    assert list(later.steps(3, {"sum": 3})) == [3]
+
+
+def test_a_job_without_state_goes_on_after_the_step_of_its_checkpoint(context: Context, tmp_path: Path) -> None:
+    context.restore({})
+    assert list(context.steps(2)) == [1, 2]
+    context.save()
+    later = make(tmp_path, generation=2)
+    assert later.restore({}) == {}
+    assert list(later.steps(4)) == [3, 4]
 
 
 def test_a_job_without_state_saves_nothing_of_its_own(context: Context, tmp_path: Path) -> None:
+    context.restore({})
     assert list(context.steps(2)) == [1, 2]
     assert context.finish()["saved"] is True
     assert saved(tmp_path) == {2: {}}
@@ -256,6 +286,7 @@ def test_without_steps_and_state_nothing_is_saved(context: Context, tmp_path: Pa
 
 
 def test_steps_end_when_it_is_time(context: Context) -> None:
+    context.restore({})
     seen: list[int] = []
     seen.extend(context.steps(until=lambda: len(seen) == 4))
     assert seen == [1, 2, 3, 4]
@@ -286,6 +317,8 @@ def test_the_step_that_ends_a_loop_early_is_made(context: Context, leave: str, t
 def test_a_step_that_raises_is_no_progress(context: Context, supervisor: Supervisor) -> None:
     """Otherwise failures in one and the same step would never be too many."""
 
+    context.restore({})
+
     def train() -> None:
         for step in context.steps(10):
             if step == 3:
@@ -297,6 +330,7 @@ def test_a_step_that_raises_is_no_progress(context: Context, supervisor: Supervi
 
 
 def test_a_step_is_made_again(context: Context, supervisor: Supervisor, clock: Clock, tmp_path: Path) -> None:
+    context.restore({})
     seen = []
     for step in context.steps(3, {"x": 1}):
         seen.append(step)
@@ -309,6 +343,7 @@ def test_a_step_is_made_again(context: Context, supervisor: Supervisor, clock: C
 
 
 def test_a_break_from_a_step_to_be_made_again_does_not_count_it(context: Context) -> None:
+    context.restore({})
     for step in context.steps(3):
         if step == 2:
             context.redo()
@@ -327,6 +362,7 @@ def test_checkpoints_are_written_between_steps_when_they_are_due(
 
 
 def test_the_state_may_be_given_with_the_steps(context: Context, clock: Clock, tmp_path: Path) -> None:
+    context.restore({})
     tally = Tally()
     for step in context.steps(3, {"tally": tally}):
         clock.now += 100
@@ -380,6 +416,8 @@ def test_a_drain_waits_until_what_is_under_way_is_settled(context: Context, tmp_
 def test_a_drain_whose_checkpoint_cannot_be_written_is_given_up(
     context: Context, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    context.restore({})
+
     def full(*_: object, **__: object) -> Path:
         raise CheckpointError("no space left")
 
@@ -393,6 +431,7 @@ def test_a_drain_whose_checkpoint_cannot_be_written_is_given_up(
 
 
 def test_the_time_left_follows_from_the_steps(context: Context, clock: Clock) -> None:
+    context.restore({})
     for step in context.steps(10):
         clock.now += 2
         context.log(score=0.1)
@@ -402,6 +441,7 @@ def test_the_time_left_follows_from_the_steps(context: Context, clock: Clock) ->
 
 
 def test_the_time_left_follows_from_the_work_where_it_is_known(context: Context, clock: Clock) -> None:
+    context.restore({})
     for step in context.steps(10, work=100):
         clock.now += 2
         context.log(done=20 * step)
@@ -414,10 +454,11 @@ def test_the_time_left_follows_from_the_work_where_it_is_known(context: Context,
 
 
 def test_a_log_is_of_the_step_under_way(context: Context, supervisor: Supervisor) -> None:
+    context.restore({})
     for step in context.steps(2):
         context.log(score=step / 10)
     assert supervisor.records == [
-        ("start", 0, 1), ("train", 0, 0), ("score", 1, 0.1), ("done", 1, 1), ("score", 2, 0.2), ("done", 2, 2),
+        ("train", 0, 0), ("score", 1, 0.1), ("done", 1, 1), ("score", 2, 0.2), ("done", 2, 2),
     ]  # fmt: skip
     assert value(context.metrics.done) == 2
     context.log(score=0.3)  # after them it is of the last
@@ -428,6 +469,8 @@ def test_work_that_the_job_counts_is_never_mistaken_for_steps(
     context: Context, supervisor: Supervisor, tmp_path: Path
 ) -> None:
     """In a step, one call may give the work, and another a score."""
+
+    context.restore({})
 
     def train(of: Context, total: int) -> None:
         for step in of.steps(total, {}):
@@ -451,6 +494,7 @@ def test_work_that_the_job_counts_is_never_mistaken_for_steps(
 
 def test_a_log_has_numbers_whatever_they_come_as(context: Context, supervisor: Supervisor, tmp_path: Path) -> None:
     """A loss with its graph would keep all of it in memory."""
+    context.restore({})
     weight = torch.ones(1, requires_grad=True)
     for _ in context.steps(10, {}):
         context.log(done=torch.tensor(5), loss=weight.sum(), score=np.float32(0.5), temperature=torch.tensor(21.5))
@@ -584,6 +628,8 @@ def test_rank_0_says_what_it_is_doing(context: Context, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("leave", ["break", "return"])
 def test_after_a_loop_that_was_left_no_step_is_under_way(context: Context, leave: str) -> None:
+    context.restore({})
+
     def train() -> None:
         for step in context.steps(9):
             assert context.pace._step == step

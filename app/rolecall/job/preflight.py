@@ -19,6 +19,7 @@ from rolecall.config import UsageError
 from rolecall.job import loader, plain
 from rolecall.job.peers import METHOD, NOT_IMPORTABLE, NOT_SERVED, is_in_turn, require_importable
 from rolecall.job.spec import Job
+from rolecall.job.training import NOT_RESTORED
 
 CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
 OF_ROLES = ("call_each", "call_all")  # which raise where their first one is no role
@@ -80,6 +81,7 @@ class _Body:
 
     def check(self) -> None:
         """Raises UsageError."""
+        self._check_steps()
         for node in ast.walk(self.function):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
@@ -102,6 +104,20 @@ class _Body:
         jobs = [self.job, *(value for value in vars(self.module).values() if isinstance(value, Job))]
         if given.value not in {role.name for job in jobs for role in job.roles}:  # a file may have several jobs
             self._refuse(given, self.job.no_role(str(given.value)))
+
+    def _check_steps(self) -> None:
+        """Rank 0's loop, where nothing but this function could have restored what it goes on from."""
+        run = self.job.roles[0].run
+        if not isinstance(run, FunctionType) or run.__module__ != self.module.__name__:
+            return
+        if (run.__name__, run.__code__.co_firstlineno) != (self.function.name, self.function.lineno):
+            return
+        nodes = list(ast.walk(self.function))
+        names = [node for node in nodes if isinstance(node, ast.Name) and node.id == self.context]
+        used = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in names]
+        steps = [node for node in used if node.attr == "steps"]
+        if steps and len(used) == len(names) and not {"restore", "snapshot"} & {node.attr for node in used}:
+            self._refuse(steps[0], NOT_RESTORED)
 
     def _check_call(self, given: ast.expr | None) -> None:
         node = self._known(given)
@@ -126,8 +142,8 @@ class _Body:
         method = inspect.getattr_static(kind, node.attr, UNKNOWN)
         if isinstance(method, staticmethod | classmethod):
             return UNKNOWN
-        own = isinstance(home, ast.Call) or inspect.getattr_static(owner, node.attr, UNKNOWN) is method
-        return method if own else UNKNOWN
+        of_class = isinstance(home, ast.Call) or inspect.getattr_static(owner, node.attr, UNKNOWN) is method
+        return method if of_class else UNKNOWN
 
     def _check_turn(self, call: ast.Call) -> None:
         """Rank 0 is the first role's member 0, and serves no calls in turn."""

@@ -18,6 +18,11 @@ from rolecall.job.saving import Saving, ShardedValue, State
 from rolecall.run import rundir
 from rolecall.trace.recorder import recorder
 
+NOT_RESTORED = (
+    "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
+    "with what it changes, or `context.restore({})` where that is nothing"
+)
+
 
 @dataclass
 class Training(Saving[S]):
@@ -27,6 +32,7 @@ class Training(Saving[S]):
         super().__post_init__()
         self.finished: dict[str, Any] | None = None  # the summary, once `finish` was called
         self._begun = False  # the run's history knows of this generation
+        self._looked = False  # for a checkpoint to resume from
         self._redo = False
         self._reported_ns = 0  # when this rank, other than rank 0, last reported a step
 
@@ -68,7 +74,7 @@ class Training(Saving[S]):
     def snapshot(self) -> Snapshot | None:
         """The newest checkpoint, or None. Raises UsageError where it was made with other pinned settings, or where
         none of the checkpoints can be read."""
-        self._begun, snapshot = True, self.require_checkpoints().newest(self._load)
+        self._begun, self._looked, snapshot = True, True, self.require_checkpoints().newest(self._load)
         if snapshot is not None:
             self._step, about = snapshot.step, snapshot.about
             self.progress.resume(self._step, float(about.get("done", 0.0)), float(about.get("seconds", 0.0)))
@@ -99,8 +105,12 @@ class Training(Saving[S]):
 
         `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` the score
         to reach; `facts` are for the log.
+
+        Raises UsageError without a call of `restore` (or `snapshot`) before: each generation would begin at step 1.
         """
         self.require_checkpoints()  # at rank 0 only
+        if not self._looked:
+            raise UsageError(NOT_RESTORED)
         self._state = state if state is not None else self._state or {}
         if not self.progress.started:
             self.start(self._step, done=self.progress.done, total=work, goal=goal, steps=total, **facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import threading
@@ -15,12 +16,14 @@ import pytest
 import safetensors
 import torch
 from prometheus_client import CollectorRegistry
+from structlog.typing import EventDict
 from torch import Tensor
 
 from rolecall import Context, Job, Peer, Role, Rows, Settings, Sharded, Share, UsageError, telemetry
 from rolecall.job import capture, checkpoint, shards
 from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.task import PeerLostError
+from rolecall.job.shard_messages import Order
+from rolecall.job.task import Drained, PeerLostError
 from rolecall.run import rundir
 
 TOTAL = 40
@@ -176,6 +179,107 @@ def test_what_has_not_changed_is_not_written_again(monkeypatch: pytest.MonkeyPat
     whole = Checkpoints(tmp_path, "pi").newest()
     assert whole is not None
     assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
+def test_what_changes_while_it_is_captured_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang, write = Gang(monkeypatch, tmp_path, 1), Share.captured
+
+    def change(share: Share, order: Order) -> capture.Capture:
+        monkeypatch.setattr(Share, "captured", write)
+        captured = write(share, order)
+        gang.fill(1)  # as another thread would
+        return captured
+
+    monkeypatch.setattr(Share, "captured", change)
+    gang.save(7)
+    gang.context.finish(step=7, state={"model": gang.model})
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
+class Writers:
+    """A thread for each server, which changes its rows one after the other, beside the steps of rank 0."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._lock, self._stopped, self.changed = threading.Lock(), threading.Event(), 0
+        self._gang = gang
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(gang.shares))]
+        for share in gang.shares:
+            share._at = lambda step, begin: self.between(begin)
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        share, (weight, _, _) = self._gang.shares[number], self._gang.weights[number]
+        while not self._stopped.is_set():
+            self.between(functools.partial(self._change, share, weight))
+
+    def _change(self, share: Share, weight: Tensor) -> None:
+        self.changed += 1
+        row = self.changed % len(weight)
+        share.before_rows(torch.tensor([row]))
+        weight[row] = self.changed
+
+    def between(self, do: Callable[[], object]) -> None:
+        """Excludes changes and captures from each other."""
+        with self._lock:
+            do()
+
+    def stop(self) -> bool:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(60)
+        return True
+
+
+def test_what_was_changed_before_a_drain_settles_is_in_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict]
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    writers = Writers(gang)
+
+    def lead() -> None:
+        for step in gang.context.steps(settled=writers.stop):
+            if step == 2:
+                gang.context.save()  # beside the changes
+            if step > 3 and writers.changed > 1000:
+                gang.context.drain()
+
+    try:
+        with pytest.raises(Drained):
+            lead()
+    finally:
+        writers.stop()
+    saved, warned = gang.whole, [event for event in logged if event["log_level"] == "warning"]
+    assert warned == []
+    resumed = Gang(monkeypatch, tmp_path, 1, generation=2)
+    resumed.restore()
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_what_changes_after_the_checkpoint_of_a_drain_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict]
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    gang.fill(1)
+    saved = gang.whole
+    gang.save(7)
+    gang.fill(2)
+    gang.context.drain()
+    with pytest.raises(Drained):
+        gang.save(8, wait=False)
+    assert [event for event in logged if event["log_level"] == "warning"] == []
+    saved = gang.whole
+    for _ in range(2):
+        gang.fill(3)
+    warned = [event["share"] for event in logged if event["log_level"] == "warning"]
+    assert warned == ["model-ps_0", "model-ps_1"], "each once"
+    resumed = Gang(monkeypatch, tmp_path, 2, generation=2)
+    resumed.restore()
+    assert torch.equal(resumed.whole, saved)
 
 
 def test_the_files_are_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rolecall.job.shardfile import Column, ShardFile
 class Order:
     """Capture what is there after `step`, for the checkpoint `stem` of `generation`. `mode` is CHECKPOINT_SHARDS;
     `kept` are the checkpoints that there are, `dropped` those that were deleted since the last order. `whole` says that
-    files of earlier checkpoints cannot be used again.
+    files of earlier checkpoints cannot be used again, `drain` that the generation ends with this one.
     """
 
     step: int
@@ -23,6 +23,7 @@ class Order:
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
     whole: bool = False
+    drain: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class Sharded(ShardedValue):
                 raise CheckpointError(f"{stem} cannot be written to {self.directory}: {error.strerror}") from error
         kept, dropped = self.checkpoints.kept_and_dropped()
         self._files = {name: files for name, files in self._files.items() if name in kept}
-        order = Order(step, stem, self.context.generation, settings.checkpoint_shards, kept, dropped, self._whole)
+        order = Order(step, stem, self.context.generation, settings.checkpoint_shards, kept, dropped, self._whole,
+                      self.context.draining)  # fmt: skip
         self._whole = False
         self._each(shards.begin, self.name, order)
         self._step = step

@@ -49,6 +49,7 @@ class Share:
         self._prepare = prepare or (lambda shapes: shardfiles.same_shapes(rows, shapes))
         self._capture: Capture | None = None
         self.changed = True  # since the last capture
+        self._drained = False  # that was the one of a drain: later changes are lost with the generation
         self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
         self._stem = ""
         self._targets: Mapping[str, Rows] = {}
@@ -59,7 +60,7 @@ class Share:
 
     def before(self, begin: int, end: int) -> None:
         """The rows here from `begin` to `end` are about to change. While a checkpoint is written this may wait."""
-        self.changed = True
+        self._change()
         if (capture := self._capture) is not None:
             capture.before(begin, end)
 
@@ -67,9 +68,18 @@ class Share:
         """The `rows` [n] int64 here, each of which occurs once, are about to change. While a checkpoint is written this
         may wait.
         """
-        self.changed = True
+        self._change()
         if (capture := self._capture) is not None:
             capture.before_rows(rows)
+
+    def _change(self) -> None:
+        self.changed = True
+        if self._drained:
+            self._drained = False  # once
+            self.context.logger.warning(
+                "rows change after the checkpoint of a drain, and are lost with this generation: have `settled` of "
+                "steps() stop who changes them", share=str(self)
+            )  # fmt: skip
 
     # ---- for a checkpoint
 
@@ -89,8 +99,9 @@ class Share:
         items = self._items
 
         def start() -> None:
-            capture = self.captured(order)
-            self._capture, self.changed = capture, False
+            self.changed = False  # before the capture: what changes meanwhile may not be in it
+            self._capture = capture = self.captured(order)
+            self._drained = order.drain
             threading.Thread(target=self._run, args=(order, capture, items), daemon=True).start()
 
         self._at(order.step, start)

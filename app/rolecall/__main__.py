@@ -137,7 +137,8 @@ def _rank(arguments: argparse.Namespace) -> int:
     if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
         return code
     if loader.is_file(job.target):
-        loader.add_folder(loader.file_of(loader.split(job.target)[0]))  # `preload` may name a module beside the file
+        place = Path(loader.split(job.target)[0])
+        loader.add_folder(place if place.is_dir() else place.parent)  # `preload` may name a module beside the file
     fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
     from rolecall.rank import start
 

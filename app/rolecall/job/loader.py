@@ -66,7 +66,7 @@ def load_file(path: Path) -> ModuleType:
         return module
     if module is not None or name in sys.stdlib_module_names or _is_installed(name):
         raise UsageError(f"{path.name}: a module {name!r} exists already; rename the file")
-    add_folder(path)
+    add_folder(path.parent)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path.name}: is no Python file")
@@ -79,11 +79,11 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def add_folder(path: Path) -> None:
-    """Has the modules beside a file found: after those of libraries, before those of the working directory."""
-    here, folder = str(Path.cwd()), str(path.parent)
-    if folder not in sys.path:
-        sys.path.insert(sys.path.index(here) if here in sys.path else len(sys.path), folder)
+def add_folder(folder: Path) -> None:
+    """Has the modules in a file's folder found: after those of libraries, before those of the working directory."""
+    here = str(Path.cwd())
+    if str(folder) not in sys.path:
+        sys.path.insert(sys.path.index(here) if here in sys.path else len(sys.path), str(folder))
 
 
 def compile_file(path: Path) -> CodeType:
@@ -101,7 +101,7 @@ def make_main(path: Path) -> tuple[ModuleType, CodeType]:
     code, module = compile_file(path), ModuleType("__main__")
     module.__file__ = str(path)
     module.__dict__["__builtins__"] = __builtins__
-    add_folder(path)
+    add_folder(path.parent)
     sys.modules["__main__"] = module
     return module, code
 

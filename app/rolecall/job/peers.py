@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, Generic, Literal, TypeVar
 
 from rolecall import telemetry
@@ -247,7 +247,7 @@ def require_unbound(function: Callable[..., Any]) -> None:
     """Raises UsageError for a method of an object, bound to it: a call would act on a copy of the object."""
     while isinstance(function, functools.partial):
         function = function.func
-    if not isinstance(function, MethodType | BuiltinMethodType):
+    if not isinstance(function, MethodType | BuiltinMethodType | MethodWrapperType):
         return
     if function.__self__ is not None and not isinstance(function.__self__, type | ModuleType):
         raise UsageError(f"{function.__qualname__} {METHOD}")

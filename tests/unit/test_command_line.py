@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from rolecall import __main__, config
-from rolecall.config import Settings
+from rolecall.config import Settings, UsageError
 from rolecall.fields import variables
 from rolecall.gang.protocol import USAGE
-from rolecall.job import flags, registry
+from rolecall.job import describe, flags, registry
 from rolecall.jobs.rl import RlSettings
+from rolecall.rank import fork_server
 from rolecall.watch.local import LocalRun
 from rolecall.watch.rank_process import RankProcess
 
@@ -172,3 +173,26 @@ def test_a_rank_starts_its_fork_server_before_the_rest_of_its_imports() -> None:
     run = subprocess.run([sys.executable, "-c", RANK], env=environment, timeout=60, capture_output=True, text=True,
                          check=False)  # fmt: skip
     assert run.stdout.split() == list(registry.get("ps").roles[1].preload), run.stderr
+
+
+def test_what_a_rank_preloads_is_found_beside_the_jobs_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As its workers find it, not in the working directory first."""
+    (tmp_path / "jobs").mkdir()
+    file = tmp_path / "jobs" / "circle.py"
+    file.write_text("from rolecall import Job, Role\ndef lead(context): pass\nJOB = Job([Role('lead', lead)])\n")
+    path = [*sys.path, str(tmp_path)]
+    monkeypatch.setattr(sys, "path", path.copy())
+    described = describe.describe(str(file))
+    sys.modules.pop("circle")
+    found: list[list[str]] = []
+
+    def prepare(preload: tuple[str, ...], imported: bool) -> None:
+        found.append(sys.path.copy())
+        raise UsageError("far enough")
+
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.setattr(describe, "of_rank", lambda target: described)
+    monkeypatch.setattr(fork_server, "prepare", prepare)
+    monkeypatch.setenv("JOB", str(file))
+    assert __main__.main(["rank"]) == USAGE
+    assert found[0][-2:] == [str(tmp_path / "jobs"), str(tmp_path)]

@@ -76,10 +76,8 @@ class Share:
         self.changed = True
         if self._drained:
             self._drained = False  # once
-            self.context.logger.warning(
-                "rows change after the checkpoint of a drain, and are lost with this generation: have `settled` of "
-                "steps() stop who changes them", share=str(self)
-            )  # fmt: skip
+            text = "rows change after a drain's checkpoint, which lacks them: stop who changes them by `settled` of steps()"
+            self.context.logger.warning(text, share=str(self))
 
     # ---- for a checkpoint
 

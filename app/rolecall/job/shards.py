@@ -76,7 +76,7 @@ class Share:
         self.changed = True
         if self._drained:
             self._drained = False  # once
-            text = "rows change after a drain's checkpoint, which lacks them: stop who changes them by `settled` of steps()"
+            text = "rows change after a drain's checkpoint, which lacks them: stop the writers by `settled` of steps()"
             self.context.logger.warning(text, share=str(self))
 
     # ---- for a checkpoint

@@ -1,4 +1,4 @@
-"""Calls that have passed their deadline: what the called peer does then, for the log, and what it is to be told."""
+"""Calls that have passed their deadline: the called peer is asked what it does, for the log."""
 
 from __future__ import annotations
 

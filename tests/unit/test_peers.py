@@ -154,7 +154,7 @@ def test_a_closed_connection_gives_up_a_member_of_an_elastic_role(
     context: Context, supervisor: Supervisor, peer: Peer, lost: list[Any]
 ) -> None:
     for _ in range(3):  # once
-        context.disconnected(peer.name)
+        context.disconnected(peer.name, GONE)
     assert supervisor.lost == lost
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,8 +25,12 @@ HEAD = "Traceback (most recent call last):\n"
 KINDS: tuple[type[Exception], ...] = (PeerLostError, CallTimeoutError)  # that stay what they are on their way back
 
 
-class Answer(torch.futures.Future[Any]):
-    """The answer of a call, for which `fail` may be called in place of `set_result`."""
+class Answer(torch._C.Future):  # type: ignore[type-arg]  # what `rpc_async` returns
+    """The answer of a call, for which `fail` may be called in place of `set_result`; `devices` are those of tensors in
+    it."""
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        super().__init__([*devices])
 
     def fail(self, error: Exception, here: str) -> None:
         """Raises `error` for whoever waits. A peer that gets it as the answer to a call of its own, of the rank `here`,

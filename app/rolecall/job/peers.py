@@ -177,8 +177,11 @@ class Peers(Generic[S]):
         try:
             return answered.value()
         except (PeerLostError, CallTimeoutError) as error:
-            self.logger.warning("peer given up", peer=name, problem=str(error))
+            self._log_given_up(name, error)
             raise
+
+    def _log_given_up(self, name: str, error: Exception) -> None:
+        self.logger.warning("peer given up", peer=name, problem=str(error))
 
     def wait_all(self, calls: list[Any]) -> list[Any]:
         """The answers of calls to peers that this rank cannot do without. Raises what the first that fails raises, as
@@ -231,11 +234,13 @@ class Peers(Generic[S]):
         else:
             report()
 
-    def disconnected(self, name: str) -> None:
+    def disconnected(self, name: str, error: PeerLostError) -> None:
         """A call found the connection to `name` closed: a member of an elastic role is given up. The worker of another
         has ended, and its supervisor says how."""
         elastic = {role.name for role in (self.job.roles if self.job else ()) if role.elastic}
-        if any(peer.name == name and peer.role in elastic for peer in self.members):
+        peers = (peer for peer in self.members if peer.name == name and peer.name not in self.lost)
+        if any(peer.role in elastic for peer in peers):
+            self._log_given_up(name, error)
             self.give_up(name)
 
     def on_lost(self, listener: Callable[[str], None]) -> None:

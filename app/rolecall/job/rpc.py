@@ -127,30 +127,35 @@ class TorchRpc:
         span = tracing.begin(to, method, sent)
         answer = self._answer(to)
 
-        def done(answered: torch.futures.Future[Any]) -> None:
-            keep_thread()
+        def count(value: Any, error: Exception | None) -> None:
             metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
-            error = None
-            try:
-                value = answered.value()
+            if error is None:
                 received = payload_bytes(value)
-            except Exception as raised:  # the caller gets it from its answer
-                error = failures.failure(raised, to, method, timeout)
-                pace.answered(token)
-                metrics.rpc_failures.labels(method).inc()
-                if span is not None:
-                    span.fail(error)
-            else:
-                pace.answered(token, to)
                 metrics.rpc_received_bytes.labels(method).inc(received)
                 if span is not None:
                     span.attributes["received"] = received
+            else:
+                metrics.rpc_failures.labels(method).inc()
+                if span is not None:
+                    span.fail(error)
             if span is not None:
                 span.end()
-            if error is None:
-                answer.set_result(value)
-            else:
-                self._fail(answer, error, to, method, timeout)
+
+        def done(answered: torch.futures.Future[Any]) -> None:
+            keep_thread()
+            value, error = None, None
+            try:
+                value = answered.value()
+            except Exception as raised:  # whoever waits for the answer gets it
+                error = failures.failure(raised, to, method, timeout)
+            pace.answered(token, to if error is None else "")
+            try:
+                count(value, error)
+            finally:
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    self._fail(answer, error, to, method, timeout)
 
         tracing.send(to, function, args, timeout, span).add_done_callback(done)
         return answer
@@ -166,9 +171,11 @@ class TorchRpc:
         if isinstance(error, CallTimeoutError) and not failures.is_told(error):
             late.examine(to, method, deadline, error, lambda examined: answer.fail(examined, here))
             return
-        if isinstance(error, PeerLostError) and not failures.is_told(error):
-            self._context.disconnected(to)
-        answer.fail(error, here)
+        try:
+            if isinstance(error, PeerLostError) and not failures.is_told(error):
+                self._context.disconnected(to, error)
+        finally:
+            answer.fail(error, here)
 
     def wait_all(self, calls: list[torch.futures.Future[Any]]) -> list[Any]:
         """See `Context.wait_all`."""

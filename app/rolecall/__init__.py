@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from rolecall.job.shards import Share
     from rolecall.job.spec import Job, Role
     from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import Drained, Peer, PeerLostError, ProgramError, RemoteError
+    from rolecall.job.task import CallTimeoutError, Drained, Peer, PeerLostError, ProgramError, RemoteError
     from rolecall.job.turns import in_turn
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "Context", "Drained", "Epochs", "Exported", "Job", "LoggedShare", "Metric", "Peer", "PeerLostError", "PerRank",
-    "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows", "Seconds", "Settings",
-    "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn", "keep",
-    "keep_freed_memory", "standard_library", "track", "versions",
+    "CallTimeoutError", "Context", "Drained", "Epochs", "Exported", "Job", "LoggedShare", "Metric", "Peer",
+    "PeerLostError", "PerRank", "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows",
+    "Seconds", "Settings", "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn",
+    "keep", "keep_freed_memory", "standard_library", "track", "versions",
 ]  # fmt: skip
 
 _MODULES = {
@@ -53,7 +53,7 @@ _MODULES = {
     "job.shards": ("Share",),
     "job.spec": ("Job", "Role"),
     "job.stdlib": ("standard_library",),
-    "job.task": ("Drained", "Peer", "PeerLostError", "ProgramError", "RemoteError"),
+    "job.task": ("CallTimeoutError", "Drained", "Peer", "PeerLostError", "ProgramError", "RemoteError"),
     "job.turns": ("in_turn",),
     "telemetry": ("Metric",),
 }

@@ -202,7 +202,7 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
     path.mkdir(exist_ok=True)
     job = registry.get("ps")
     context = Context(settings, members[rank], members, 1, metrics, job, checkpoints=Checkpoints(path, "ps", 1))
-    context.transport = _Transport(metrics, None, context.pace)  # type: ignore[arg-type]
+    context.transport = _Transport(context, None)  # type: ignore[arg-type]
     thread = threading.Thread(target=lead.run, args=(context,), daemon=True)
     thread.start()
     return (context, thread) if rank == 0 else None

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 MODES = ("none", "off", "on")
@@ -41,7 +42,7 @@ def main(mode: str) -> None:
     from torch.distributed import rpc
 
     from rolecall import telemetry
-    from rolecall.job.pace import Pace
+    from rolecall.job.pace import Deadline, Pace
     from rolecall.job.rpc import TorchRpc
     from rolecall.trace.recorder import recorder
 
@@ -57,7 +58,8 @@ def main(mode: str) -> None:
 
     rpc.rpc_async = rpc_async
     metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
-    transport = TorchRpc(metrics, None, Pace(600, 60))
+    context: Any = SimpleNamespace(metrics=metrics, pace=Pace(600, 60), mapped=())
+    transport, deadline = TorchRpc(context, None), Deadline(10.0, "RPC_TIMEOUT=10")
     vector = torch.ones(100)
     seconds = []
     with tempfile.TemporaryDirectory() as directory:
@@ -67,7 +69,7 @@ def main(mode: str) -> None:
         for _ in range(BLOCKS):
             began = time.process_time()  # of all threads: the recorder's too
             for _ in range(CALLS):
-                transport.call("ps_0", called, vector, timeout=10.0)
+                transport.call("ps_0", called, vector, timeout=deadline)
             recorder.flush()
             seconds.append((time.process_time() - began) / CALLS)
         recorder.close()

@@ -13,15 +13,15 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import telemetry
-from rolecall.job import pace, registry, tracing
-from rolecall.job.pace import Entry, Pace
+from rolecall.job import failures, pace, registry, tracing
+from rolecall.job.pace import Deadline, Entry, Pace
 from rolecall.job.peers import require_importable
 from rolecall.job.rpc import TorchRpc, keep_thread, payload_bytes
 
 PS, RNN, RL = (registry.get(name) for name in ("ps", "rnn", "rl"))
 
 
-def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: Deadline) -> Any:
     """`TorchRpc.call` without what tracing added."""
     method, metrics, calls = getattr(function, "__name__", ""), self._metrics, self._pace
     if method not in self._methods:
@@ -35,22 +35,33 @@ def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: 
     metrics.rpc_calls.labels(method).inc()
     metrics.rpc_sent_bytes.labels(method).inc(payload_bytes(args))
     token = calls.called(timeout, to, method)
-    future: torch.futures.Future[Any] = rpc.rpc_async(to, function, args=args, timeout=timeout)
+    answer = self._answer(to)
+
+    def count(value: Any, error: Exception | None) -> None:
+        metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
+        if error is None:
+            metrics.rpc_received_bytes.labels(method).inc(payload_bytes(value))
+        else:
+            metrics.rpc_failures.labels(method).inc()
 
     def done(answered: torch.futures.Future[Any]) -> None:
         keep_thread()
-        metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
+        value, error = None, None
         try:
-            received = payload_bytes(answered.value())
-        except Exception:
-            calls.answered(token)
-            metrics.rpc_failures.labels(method).inc()
-        else:
-            calls.answered(token, to)
-            metrics.rpc_received_bytes.labels(method).inc(received)
+            value = answered.value()
+        except Exception as raised:
+            error = failures.failure(raised, to, method, timeout)
+        calls.answered(token, to if error is None else "")
+        try:
+            count(value, error)
+        finally:
+            if error is None:
+                answer.set_result(value)
+            else:
+                self._fail(answer, error, to, method, timeout)
 
-    future.add_done_callback(done)
-    return future
+    rpc.rpc_async(to, function, args=args, timeout=timeout).add_done_callback(done)
+    return answer
 
 
 @contextlib.contextmanager

@@ -24,16 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rpc
 
-from rolecall.job import peers
+from rolecall import telemetry
 from rolecall.job.context import Context
-from rolecall.job.rpc import TorchRpc, connect, is_lost
-from rolecall.job.task import Peer, RemoteError
+from rolecall.job.failures import is_lost
+from rolecall.job.rpc import TorchRpc, connect
+from rolecall.job.task import CallTimeoutError, Peer, RemoteError
 from tests.contracts import torch_light
 from tests.unit.contexts import AGENT, ONE, TWO, make
 
 DEADLINE = 20  # seconds; a fail-safe
 SHORT = 0.3  # seconds: of what is to time out
 DIRECTORY = Path(tempfile.gettempdir())
+CONTEXTS: list[Context[Any]] = []  # this process's
 
 
 def attempt(name: str, function: Callable[[], Any]) -> None:
@@ -42,9 +44,10 @@ def attempt(name: str, function: Callable[[], Any]) -> None:
         function()
         raise AssertionError("nothing was raised")
     except Exception as error:
-        taken = "lost" if is_lost(error) else "remote" if isinstance(peers.remote_error(error), RemoteError) else "own"
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        line = json.dumps({"name": name, "taken": taken, "kinds": kinds, "text": str(error)[:1000]})
+        kinds = {CallTimeoutError: "late", RemoteError: "remote"}
+        taken = "lost" if is_lost(error) else kinds.get(type(error), "own")
+        cause = str(error.__cause__ or "")[:2000]
+        line = json.dumps({"name": name, "taken": taken, "text": str(error)[:1000], "cause": cause})
         os.write(1, line.encode() + b"\n")
 
 
@@ -77,6 +80,33 @@ def asks(name: str) -> None:
     rpc.rpc_sync(name, waits)
 
 
+class OddError(Exception):
+    """Cannot be made of a text."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first, second)
+
+
+def is_odd() -> NoReturn:
+    raise OddError(1, 2)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def fails_later() -> torch.futures.Future[float]:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    future.set_result(0)
+    return future.then(lambda zero: 1 / zero.value())
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def passes_on(name: str, function: Callable[..., Any]) -> torch.futures.Future[Any]:
+    return CONTEXTS[0].call(name, function, timeout=SHORT)  # type: ignore[no-any-return]
+
+
+def waits_for(name: str, function: Callable[..., Any]) -> Any:
+    return CONTEXTS[0].call(name, function, timeout=SHORT).wait()
+
+
 # ---- the scenes, each a process
 
 
@@ -95,14 +125,40 @@ def agent(port: int) -> None:
     def waited(peer: Peer, function: Callable[..., Any], *arguments: Any, timeout: float = -1.0) -> Any:
         return lambda: context.wait_all([context.call(peer, function, *arguments, timeout=timeout)])
 
+    def awaited(peer: Peer, function: Callable[..., Any], *arguments: Any, timeout: float = -1.0) -> Any:
+        return lambda: context.call(peer, function, *arguments, timeout=timeout).wait()
+
     attempt("a function raises", lambda: list(context.call_all("observer", fails, lost="raise")))
     attempt("a function raises, to all", waited(ONE, fails))
+    attempt("a function raises, to a future", awaited(ONE, fails))
+    attempt("a function raises what torch cannot make again", awaited(ONE, is_odd))
+    attempt("a function raises in a future of its own", awaited(ONE, fails_later))
+    attempt("an operator of torch raises", lambda: context.call(ONE, torch.add, torch.ones(2), torch.ones(3)).wait())
+    attempt("a function raises at the caller itself", awaited(AGENT, fails))
+    attempt("a peer is told that a function raised", awaited(ONE, waits_for, TWO.name, fails))
+    attempt("a peer passes on that a function raised", awaited(ONE, passes_on, TWO.name, fails))
+    telemetry.setup_logging("json", "info")
     attempt("a call takes too long", waited(ONE, waits, timeout=SHORT))
+    attempt("a call takes too long, to a future", awaited(ONE, waits, timeout=SHORT))
+    attempt(
+        "a call takes too long, of a role",
+        lambda: list(context.call_all("observer", waits, timeout=SHORT, lost="raise")),
+    )
+    attempt("a call of a peer takes too long", awaited(ONE, waits_for, TWO.name, waits))
+    attempt("a call of a peer takes too long, passed on", awaited(ONE, passes_on, TWO.name, waits))
+    telemetry.setup_logging("json", "error")
+    os.kill(processes[TWO.name], signal.SIGSTOP)
+    attempt("a peer is stopped", waited(TWO, waits, timeout=SHORT))
+    os.kill(processes[TWO.name], signal.SIGCONT)
     under_way = context.call(TWO, waits)
     os.kill(processes[TWO.name], signal.SIGKILL)
     attempt("a peer is killed during a call", lambda: context.wait_all([under_way]))
     attempt("a peer is killed before a call", waited(TWO, waits))
+    print(json.dumps({"lost": sorted(context.lost)}), flush=True)
+    attempt("a peer is killed before a call, to a future", awaited(TWO, waits))
     attempt("a peer is killed before the first call", waited(ONE, asks, TWO.name))
+    attempt("a peer is killed, as a peer says", awaited(ONE, waits_for, TWO.name, waits))
+    attempt("a peer is killed, as a peer passes on", awaited(ONE, passes_on, TWO.name, waits))
     attempt("nobody has that name", lambda: context.call("nobody", waits).wait())
 
 
@@ -110,6 +166,7 @@ def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
     context = make(DIRECTORY, me=me, master_addr="127.0.0.1", master_port=port, bind_addr="127.0.0.1",
                    connect_timeout=timeout, phase_timeout=SHORT, device="cpu")  # fmt: skip
     connect(context)
+    CONTEXTS.append(context)
     return context
 
 
@@ -122,7 +179,7 @@ def group(store: TCPStore, name: str, me: Peer, fate: str) -> None:
     context = make(DIRECTORY, me=me, device="cpu")
     meeting = PrefixStore(name, store.clone())
     meeting.set_timeout(timedelta(seconds=SHORT if fate == "absent" else DEADLINE))
-    transport, limit = TorchRpc(context.metrics, meeting, context.pace), DEADLINE if fate == "ended" else SHORT
+    transport, limit = TorchRpc(context, meeting), DEADLINE if fate == "ended" else SHORT
     if fate == "absent":
         attempt(name, lambda: transport.join_group(context, "observer", limit))
         return

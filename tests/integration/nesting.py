@@ -80,7 +80,7 @@ def lead(context: Context[Nesting]) -> dict[str, Any]:
     try:
         list(context.call_all("worker", broken))
     except RemoteError as error:
-        (context.files / "error").write_text(str(error))
+        (context.files / "error").write_text(f"{error}{error.__cause__}")
     return {}
 
 

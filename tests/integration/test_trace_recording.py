@@ -15,7 +15,7 @@ from tests.integration.cluster import DEADLINE, ROOT, TOKEN, Cluster, until
 
 MakeCluster = Callable[..., Cluster]
 FILE = ROOT / "tests" / "integration" / "nesting.py"
-ERROR = """worker_{0} raised ValueError('on purpose')
+ERROR = """worker_{0} raised ValueError: on purpose
 Traceback (most recent call last):
   File "{file}", line {line}, in broken
     raise ValueError("on purpose")
@@ -69,7 +69,7 @@ def check_calls(traces: dict[str, list[Span]]) -> None:
         assert spans[span.parent][1].name in above[span.name]
     calls = {span.name: span for _, span in clients}
     assert {*above, "broken"} <= {*calls}
-    assert calls["broken"].attributes["error"].endswith("raised ValueError('on purpose')")
+    assert calls["broken"].attributes["error"].endswith("raised ValueError: on purpose")
     assert calls["product"].attributes | {"to": ""} == {"to": "", "sent": 12, "received": 4}
     every = [span for _, span in spans.values()]
     for span in every:

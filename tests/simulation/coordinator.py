@@ -122,6 +122,10 @@ class Coordinator:
             self.phase = self.gang.state
             self.simulation.ambushes.enter("over" if self.phase in OVER else self.phase)
 
+    def crashed(self, key: Key) -> None:
+        self._drive(self.gang.crashed, key)
+        self.simulation.story.count("crash reported")
+
     def receive(self, post: Post) -> None:
         now, beat, pump = self.clock.now, post.beat, self.simulation.code.pump
         if post.sender.dead and beat.incarnation not in self.sequences:

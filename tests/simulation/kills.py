@@ -44,6 +44,8 @@ def kill_supervisor(simulation: Simulation, random: Random, rank: Rank | None = 
     if rank.supervisor and rank.is_up:
         rank.supervisor.die()
         simulation.clock.at(away, None, simulation.start, rank)
+        if Random(f"{simulation.seed} {simulation.clock.now}").random() < 0.5:  # as `rolecall run` does
+            simulation.report_crash(rank)
 
 
 def kill_first(simulation: Simulation, random: Random) -> None:

@@ -135,6 +135,12 @@ class Simulation:
             rank.supervisor = Supervisor(self, rank)
             self.story.log(f"{rank.name} starts as {rank.supervisor.incarnation}")
 
+    def report_crash(self, rank: Rank) -> None:
+        """Whoever started `rank` tells rank 0's coordinator that its process has ended."""
+        known = rank.ordinal is not None and not rank.twins and not rank.first
+        if known and self.lead and not self.lead.owner.dead:
+            self.lead.crashed((rank.role.name, rank.ordinal or 0))
+
     def exited(self, rank: Rank, code: int) -> None:
         self.story.log(f"{rank.name} exits with {code}")
         lead = self.lead

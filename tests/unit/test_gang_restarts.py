@@ -51,6 +51,42 @@ def test_its_own_pause_is_no_time_that_ranks_stayed_away() -> None:
     assert play.gang.state == "gathering"
 
 
+# ---- a process that is seen to end
+
+
+@pytest.mark.parametrize(("roles", "event"), [(PS, "stopped"), (RL, "lost")])
+def test_a_rank_whose_process_ended_is_no_peer_any_more(roles: tuple[RoleSpec, ...], event: str) -> None:
+    play, (first, *_, last) = trains(roles)
+    play.gang.crashed(last.key, play.now)
+    play.tick()
+    assert play.causes(event) == ["restarted"]
+    directive = play.gang.directive(first.key)
+    assert last.key in directive.lost if event == "lost" else directive.kind == "stop"
+    play.gang.crashed(last.key, play.now)  # again
+    play.tick()
+    assert play.causes(event) == ["restarted"]
+
+
+def test_a_worker_may_outlive_its_ranks_process_for_a_moment() -> None:
+    play, (ps, first, last) = trains(PS)
+    play.gang.crashed(last.key, play.now)
+    for member in (ps, first):
+        member.obeys()
+    play.tick()
+    assert play.gang.state == "stopping"  # nothing has proved that worker's end
+    play.leaves(last)
+    back = play.join(*last.key, incarnation="another", node=last.heartbeat.node)
+    back.obeys()
+    play.settle()
+    assert play.gang.number == 2
+
+
+def test_a_process_that_was_no_member_is_none() -> None:
+    play, _ = trains(PS)
+    play.gang.crashed(("trainer", 7), play.now)
+    assert play.gang.state == "running"
+
+
 # ---- what is believed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rolecall import Context, Peer, config, telemetry
 from rolecall.config import UsageError
-from rolecall.job import rpc
+from rolecall.job import failures
 from rolecall.job.checkpoint import Snapshot
 from rolecall.jobs.hybrid import JOB, HybridSettings, calls, data, evaluate, messages
 from rolecall.jobs.hybrid.model import LocalModel
@@ -230,7 +230,7 @@ def test_a_lookup_that_fails_is_answered_and_an_update_that_fails_ends_the_serve
     ],
 )
 def test_an_all_reduce_that_loses_a_peer_is_no_failure_of_the_trainer(said: str, lost: bool) -> None:
-    assert rpc.is_lost(RuntimeError(said)) is lost
+    assert failures.is_lost(RuntimeError(said)) is lost
 
 
 # ---- data

@@ -195,6 +195,16 @@ def test_a_peer_that_has_answered_nothing_may_be_loading(clock: Clock) -> None:
     assert pace.limit("ps_1", -1, 10) == 610
 
 
+def test_a_deadline_says_which_setting_it_is_of(clock: Clock) -> None:
+    pace = clock.pace
+    assert pace.limit("ps_0", -1, 10).setting == "PHASE_TIMEOUT=600 and, for its start, PHASE_TIMEOUT=600"
+    pace.answered(None, "ps_0")
+    assert pace.limit("ps_0", -1, 10).setting == "PHASE_TIMEOUT=600"
+    pace.ready()
+    assert [pace.limit("ps_0", timeout, 10).setting for timeout in (-1, 5)] == ["RPC_TIMEOUT=10", "timeout=5"]
+    assert pace.limit("ps_1", -1, 10).setting == "RPC_TIMEOUT=10 and, for its start, PHASE_TIMEOUT=600"
+
+
 def test_a_call_made_in_a_phase_has_the_phases_time(clock: Clock) -> None:
     pace = clock.pace
     pace.answered(None, "ps_0")

@@ -18,22 +18,22 @@ from torch.futures import Future
 
 from rolecall import in_turn
 from rolecall.config import UsageError
-from rolecall.job import peers, rpc
+from rolecall.job import peers
 from rolecall.job.context import Context
 from rolecall.job.peers import require_importable
-from rolecall.job.task import PeerLostError
+from rolecall.job.task import CallTimeoutError, Peer, PeerLostError, RemoteError
 from tests.unit.contexts import AGENT, ONE, TWO, Supervisor, make
 
-GONE = RuntimeError("eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)")
-LATE = RuntimeError("RPCErr:1:RPC ran for more than set timeout (10000 ms) and will now be marked with an error")
+GONE = PeerLostError("observer_0 does not answer: eof")
+LATE = CallTimeoutError("observer_0 has not answered double within 10 s (RPC_TIMEOUT=10)")
 
 
 class Wire:
     """A transport whose calls are answered when the test says so."""
 
-    is_lost = staticmethod(rpc.is_lost)
-
     def __init__(self) -> None:
+        self.stuck: dict[str, str] = {}
+        self.reached = True  # by what says that a peer is stuck
         self.calls: list[tuple[str, Callable[..., Any], tuple[Any, ...], float]] = []
         self.futures: dict[str, Future[Any]] = {}
 
@@ -41,6 +41,11 @@ class Wire:
         self.calls.append((to, function, args, timeout))
         self.futures[to] = Future()
         return self.futures[to]
+
+    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
+        self.stuck[to] = problem
+        if not self.reached:
+            otherwise()
 
     def answer(self, name: str, value: Any) -> None:
         future = self.futures[name]
@@ -107,7 +112,10 @@ def test_a_lost_peer_costs_its_answer(
     wire.answer("observer_1", 8)
     assert list(answers) == [8]
     assert context.peers("observer") == [TWO]
-    assert supervisor.lost == [("observer", 0)]  # the gang replaces it
+    # the gang replaces it
+    assert (supervisor.lost, wire.stuck) == (
+        ([("observer", 0)], {}) if error is GONE else ([], {"observer_0": str(LATE)})
+    )
     (given_up,) = [event for event in logged if event["event"] == "peer given up"]
     assert (given_up["peer"], given_up["problem"]) == ("observer_0", str(error))
     context.call_all("observer", double, 4)
@@ -121,8 +129,35 @@ def test_a_lost_peer_may_be_an_answer(context: Context, wire: Wire, supervisor: 
     by_peer = dict(answers)
     assert by_peer[TWO] == 8
     assert isinstance(by_peer[ONE], PeerLostError)
-    assert str(by_peer[ONE]).startswith("observer_0 does not answer: RPCErr:1:RPC ran")
+    assert str(by_peer[ONE]) == f"observer_0 was given up: {LATE}"
+    assert by_peer[ONE].__cause__ is LATE
+    assert wire.stuck == {"observer_0": str(LATE)}
+
+
+def test_a_stuck_peer_that_cannot_be_told_is_lost(context: Context, wire: Wire, supervisor: Supervisor) -> None:
+    wire.reached = False
+    answers = context.call_all("observer", double, 4)
+    wire.answer("observer_0", LATE)
+    wire.answer("observer_1", 8)
+    assert list(answers) == [8]
     assert supervisor.lost == [("observer", 0)]
+
+
+def test_a_late_answer_may_be_an_error(context: Context, wire: Wire) -> None:
+    answers = context.call_all("observer", double, 4, lost="raise")
+    wire.answer("observer_0", LATE)
+    with pytest.raises(CallTimeoutError, match=r"within 10 s \(RPC_TIMEOUT=10\)"):
+        next(answers)
+    assert wire.stuck == {}  # the caller is about to fail
+
+
+@pytest.mark.parametrize(("peer", "lost"), [(ONE, [("observer", 0)]), (AGENT, [])])
+def test_a_closed_connection_gives_up_a_member_of_an_elastic_role(
+    context: Context, supervisor: Supervisor, peer: Peer, lost: list[Any]
+) -> None:
+    for _ in range(3):  # once
+        context.disconnected(peer.name, GONE)
+    assert supervisor.lost == lost
 
 
 def test_a_lost_peer_may_be_an_error(context: Context, wire: Wire, supervisor: Supervisor) -> None:
@@ -165,8 +200,8 @@ def test_a_peer_that_the_gang_gives_up_is_not_waited_for(
 
 def test_what_a_function_raises_is_raised(context: Context, wire: Wire, supervisor: Supervisor) -> None:
     answers = context.call_all("observer", double, 4)
-    wire.answer("observer_0", ValueError("On WorkerInfo(id=1): no such number"))
-    with pytest.raises(ValueError, match="no such number"):
+    wire.answer("observer_0", RemoteError("observer_0 raised ValueError: no such number"))
+    with pytest.raises(RemoteError, match="no such number"):
         next(answers)
     assert supervisor.lost == []
     assert context._answers == []
@@ -206,7 +241,7 @@ def test_an_unknown_role_is_refused(context: Context, wire: Wire) -> None:
     assert wire.calls == []
 
 
-@pytest.mark.parametrize(("timeout", "waits"), [(-1.0, 20.0), (0.5, 10.5), (0, None)])
+@pytest.mark.parametrize(("timeout", "waits"), [(-1.0, 22.0), (0.5, 12.5), (0, None)])
 def test_a_wait_is_longer_than_its_calls(
     context: Context, wire: Wire, monkeypatch: pytest.MonkeyPatch, timeout: float, waits: float | None
 ) -> None:

@@ -108,6 +108,20 @@ def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
     assert code == 0
 
 
+def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    again, happened = tmp_path / "again", list[str]()
+    program = f"import os; print('started', flush=True); os._exit(0 if os.path.exists({str(again)!r}) else 1)"
+
+    async def crashed(name: str) -> None:
+        happened.append(f"{name} reported")
+        again.touch()
+
+    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", program])
+    rank = RankProcess("worker 0", dict(os.environ), tmp_path / "log", happened.append, crashed=crashed)
+    assert asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)) == 0
+    assert happened == ["started", "worker 0 crashed (exit code 1), restarting it", "worker 0 reported", "started"]
+
+
 # ---- a terminal that does not read
 
 

@@ -92,6 +92,11 @@ class Gang(Orders):
             self._admission.replaced(known)
         self._lose(key, "restarted", f"{name_of(key)} was started again", now)
 
+    def crashed(self, key: Key, now: float) -> None:
+        """Whoever started the member `key` has seen its process end. Nobody calls it any more; but its worker may live
+        on for a moment, so it counts as stopped as it did before: once it is back, or silent for a lease."""
+        self._lose(key, "restarted", f"the process of {name_of(key)} ended", now)
+
     def _judge(self, key: Key, heartbeat: Heartbeat, now: float) -> None:
         """What a worker of the newest generation does, or how it ended."""
         worker = heartbeat.worker

@@ -24,6 +24,18 @@ PAUSE = 2.0  # seconds between two looks after which this process was suspended;
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Deadline(float):
+    """A call's deadline in seconds, 0 for none; `setting` says where it comes from."""
+
+    setting: str
+
+    def __new__(cls, seconds: float, setting: str = "") -> Deadline:
+        """The deadline in `seconds` that `setting` has."""
+        self = super().__new__(cls, seconds)
+        self.setting = setting
+        return self
+
+
 @dataclass(eq=False)
 class Entry:
     """A phase under way: its name, when it began, and the thread that is in it."""
@@ -129,19 +141,24 @@ class Pace:
 
     # ---- calls
 
-    def limit(self, to: str, timeout: float, otherwise: float) -> float:
-        """The deadline of a call to the peer `to`, in seconds; 0 is none. `timeout` is what its caller gives, -1 for
-        nothing: then it is `otherwise`, or a phase's where the caller is in one. A peer that has answered no call yet
-        may be loading, and has a phase more.
+    def limit(self, to: str, timeout: float, rpc_timeout: float) -> Deadline:
+        """The deadline of a call to the peer `to`. `timeout` is what its caller gives, -1 for nothing: then it is
+        `rpc_timeout`, or a phase's if the caller is in one. A peer that has answered no call yet may be loading, and
+        has a phase more.
         """
         if timeout == 0:
-            return 0.0
+            return Deadline(0.0)
+        phase, setting = f"PHASE_TIMEOUT={self._phase_timeout:g}", f"timeout={timeout:g}"
         if timeout < 0:
+            timeout, setting = rpc_timeout, f"RPC_TIMEOUT={rpc_timeout:g}"
             thread = threading.get_ident()
             with self._lock:
-                phase = not self._ready or any(entry.thread == thread for entry in self._phases)
-            timeout = max(otherwise, self._phase_timeout) if phase else otherwise
-        return timeout if to in self._answered else timeout + self._phase_timeout
+                in_phase = not self._ready or any(entry.thread == thread for entry in self._phases)
+            if in_phase and self._phase_timeout > timeout:
+                timeout, setting = self._phase_timeout, phase
+        if to in self._answered:
+            return Deadline(timeout, setting)
+        return Deadline(timeout + self._phase_timeout, f"{setting} and, for its start, {phase}")
 
     def called(self, timeout: float, to: str = "", method: str = "") -> waits.Call:
         """A call of `method` at the peer `to`, with a deadline in `timeout` seconds unless that is 0, was sent; returns

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import pickle
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,17 +14,15 @@ from typing import Any, Generic, Literal, TypeVar
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job.pace import Pace, Phase
+from rolecall.job.pace import Deadline, Pace, Phase
 from rolecall.job.progress import Supervision
 from rolecall.job.spec import Job
-from rolecall.job.task import Peer, PeerLostError, RemoteError
+from rolecall.job.task import CallTimeoutError, Peer, PeerLostError
 from rolecall.trace.recorder import recorder
 
 S = TypeVar("S", bound=Settings)
 Lost = Literal["skip", "raise", "answer"]
-REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
-# frames between a call and the function that is called, and their source
-TORCH_FRAMES = re.compile(r'  File "[^"]*(?:torch/distributed/rpc/|rolecall/job/tracing)[^"]*", line .*\n(?:    .*\n)*')
+EXAMINED = 2.0  # seconds that a call may take past its deadline, to find out why
 NOT_IMPORTABLE = "cannot be called at a peer: define it with `def` at the top of a module"
 METHOD = (
     "is a method of an object, and a peer would call it on a copy: call a function at the top of a module, which gets "
@@ -101,10 +98,13 @@ class Peers(Generic[S]):
     # ---- calls
 
     def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
-        """Calls `function(*args)` at the peer `to`. Returns a torch future, which raises RuntimeError where the call
-        fails or `timeout` seconds pass (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline). A peer that has
-        answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed under the
-        function's name.
+        """Calls `function(*args)` at the peer `to`. Returns a torch future of the answer. It raises RemoteError for
+        what the function raised, PeerLostError for a peer that is gone or silent, and CallTimeoutError for one that is
+        alive and has not answered within `timeout` seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline).
+        A peer that has answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed
+        under the function's name.
+
+        A member of an elastic role whose connection is found closed is given up.
 
         Raises UsageError for a function that the peer cannot import, a method of an object, and an `in_turn` at rank 0.
         """
@@ -114,7 +114,7 @@ class Peers(Generic[S]):
             raise UsageError(f"{function.__name__} {NOT_SERVED}")
         return self._connected.call(name, function, *args, timeout=self._limit(name, timeout))
 
-    def _limit(self, to: str, timeout: float) -> float:
+    def _limit(self, to: str, timeout: float) -> Deadline:
         return self.pace.limit(to, timeout, self.settings.rpc_timeout)
 
     def call_each(self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0,
@@ -123,8 +123,9 @@ class Peers(Generic[S]):
 
         A member that is gone, or does not answer within `timeout` seconds, is given up: the gang replaces it. With
         `lost` "skip", the default for an elastic role, it is left out; "answer" yields a PeerLostError in place of its
-        answer; "raise", the default for the other roles, raises it. What the function raised is raised here. Where no
-        member is left, raises PeerLostError, or yields nothing while the job drains.
+        answer; "raise", the default for the other roles, raises the PeerLostError or CallTimeoutError. What the
+        function raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields nothing
+        while the job drains.
 
         The calls are made at once, whether the answers are looked at or not.
         """
@@ -152,18 +153,26 @@ class Peers(Generic[S]):
             while waiting:
                 # longer than the calls' own deadline: each call ends, and with it this wait
                 with recorder.span("wait"):
-                    name, answered = answers.get(timeout=limit + self.settings.rpc_timeout if timeout else None)
+                    name, answered = answers.get(
+                        timeout=limit + EXAMINED + self.settings.rpc_timeout if timeout else None
+                    )
                 peer = waiting.pop(name, None)
                 if peer is None:
                     continue
-                value = self._outcome(name, answered)
-                if isinstance(value, PeerLostError):
+                try:
+                    value = self._outcome(name, answered)
+                except (PeerLostError, CallTimeoutError) as error:
                     if lost == "raise":
-                        raise value
-                    self.give_up(name)
-                if not isinstance(value, PeerLostError) or lost == "answer":
-                    answered_by_any = True
-                    yield peer, value
+                        raise
+                    self.give_up(name, stuck=str(error) if isinstance(error, CallTimeoutError) else "")
+                    if lost == "skip":
+                        continue
+                    value = (
+                        error if isinstance(error, PeerLostError) else PeerLostError(f"{name} was given up: {error}")
+                    )
+                    value.__cause__ = error.__cause__ if value is error else error
+                answered_by_any = True
+                yield peer, value
             if not answered_by_any:
                 self.require_peers(role)  # all were lost meanwhile
         finally:
@@ -175,20 +184,21 @@ class Peers(Generic[S]):
         return (value for _, value in self.call_each(role, function, *args, timeout=timeout, lost=lost))
 
     def _outcome(self, name: str, answered: Any) -> Any:
-        """What a call to `name` was answered with; a PeerLostError, not raised, where the peer is lost."""
+        """The answer of a call to `name`. Raises what the call failed with."""
         if answered is None or name in self.lost:
-            return PeerLostError(f"{name} was lost")
+            raise PeerLostError(f"{name} was lost")
         try:
             return answered.value()
-        except Exception as error:
-            if not self._connected.is_lost(error):
-                raise remote_error(error) from None
-            problem = str(error).strip().partition("\n")[0]
-            self.logger.warning("peer given up", peer=name, problem=problem)
-            return PeerLostError(f"{name} does not answer: {problem}")
+        except (PeerLostError, CallTimeoutError) as error:
+            self._log_given_up(name, error)
+            raise
+
+    def _log_given_up(self, name: str, error: Exception) -> None:
+        self.logger.warning("peer given up", peer=name, problem=str(error))
 
     def wait_all(self, calls: list[Any]) -> list[Any]:
-        """The answers of calls to peers that this rank cannot do without. Raises PeerLostError."""
+        """The answers of calls to peers that this rank cannot do without. Raises what the first that fails raises, as
+        soon as it does."""
         return self._connected.wait_all(calls)  # type: ignore[no-any-return]
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
@@ -222,15 +232,29 @@ class Peers(Generic[S]):
         for listener in self._listeners:
             listener(name)
 
-    def give_up(self, name: str) -> None:
-        """Loses `name`, which rank 0 found dead or silent, and has the gang replace its worker. Raises UsageError for
-        a name that no member has."""
+    def give_up(self, name: str, stuck: str = "") -> None:
+        """Loses `name`, which rank 0 found dead, silent or `stuck`, as the text says, and has the gang replace its
+        worker: a stuck one counts as a failure. Raises UsageError for a name that no member has."""
         peer = next((peer for peer in self.members if peer.name == name), None)
         if peer is None:
             raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")
-        if name not in self.lost:
-            self.lose(name)
-            self.supervision.report_lost(peer.role, peer.ordinal)
+        if name in self.lost:
+            return
+        self.lose(name)
+        report = functools.partial(self.supervision.report_lost, peer.role, peer.ordinal)
+        if stuck and self.rank == 0:
+            self._connected.end_stuck(name, stuck, otherwise=report)
+        else:
+            report()
+
+    def disconnected(self, name: str, error: PeerLostError) -> None:
+        """A call found the connection to `name` closed: a member of an elastic role is given up. The worker of another
+        has ended, and its supervisor says how."""
+        elastic = {role.name for role in (self.job.roles if self.job else ()) if role.elastic}
+        peers = (peer for peer in self.members if peer.name == name and peer.name not in self.lost)
+        if any(peer.role in elastic for peer in peers):
+            self._log_given_up(name, error)
+            self.give_up(name)
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""
@@ -266,15 +290,3 @@ def require_importable(function: Callable[..., Any]) -> None:
     except Exception as error:  # of several kinds
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(f"{name} {NOT_IMPORTABLE}") from error
-
-
-def remote_error(error: Exception) -> Exception:
-    """What a peer's function raised, as RemoteError with the traceback from there; `error` itself for anything else."""
-    match = REMOTE.search(str(error))
-    if match is None:
-        return error
-    text = match["text"].partition("\n\nAt:\n")[0]
-    if "\n" not in text:  # a KeyError's, which Python escapes
-        text = text.replace("\\n", "\n").replace("\\'", "'").removesuffix("'")
-    head, mark, frames = text.partition("Traceback (most recent call last):\n")
-    return RemoteError(f"{match['name']} raised {head.strip()}\n{mark}{TORCH_FRAMES.sub('', frames).rstrip()}")

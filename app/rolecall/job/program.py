@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rolecall.config import Settings, UsageError
-from rolecall.job import adopt, loader, rpc
+from rolecall.job import adopt, failures, loader
 from rolecall.job.context import Context
 from rolecall.job.script_calls import ScriptCalls
 from rolecall.job.task import ProgramError
@@ -132,7 +132,7 @@ def _replaced(word: str, values: dict[str, str]) -> str:
 
 def _says_that_a_peer_is_gone(error: BaseException | None) -> bool:
     while error is not None:
-        if rpc.is_lost(error):
+        if failures.is_lost(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -29,6 +29,9 @@ class Supervision:
     def report_lost(self, role: str, ordinal: int) -> None:
         """Rank 0 found a peer dead or silent."""
 
+    def report_stuck(self, problem: str) -> None:
+        """This process takes too long, as `problem` says: its supervisor logs its stacks, and ends it."""
+
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """This process ends with `outcome`, whatever its function does."""
 

@@ -6,7 +6,7 @@ A process connects once: workers are fresh processes, and end without a shutdown
 from __future__ import annotations
 
 import ctypes
-import re
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -22,28 +22,20 @@ from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defin
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job import agent, tracing
+from rolecall.job import agent, failures, late, tracing
 from rolecall.job.context import Context
-from rolecall.job.pace import Pace
-from rolecall.job.peers import remote_error, require_importable
+from rolecall.job.failures import Answer, first_line
+from rolecall.job.pace import Deadline
+from rolecall.job.peers import EXAMINED, require_importable
 from rolecall.job.reach import Reach, TunnelStore
 from rolecall.job.store import local_address, open_store
-from rolecall.job.task import PeerLostError
+from rolecall.job.task import CallTimeoutError, PeerLostError
 from rolecall.telemetry import Timer
+from rolecall.trace.recorder import recorder
 
-# what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
-GONE = re.compile(r"originated at tensorpipe|RPCErr:1:|gloo/transport/|ncclRemoteError")
 T = TypeVar("T")
 _threads = threading.local()
 _staying: list[torch.futures.Future[None]] = []  # calls of `on_disconnect` that are served here
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that a peer is gone or silent, here or at a peer that was called; or the store, and with it
-    rank 0's worker."""
-    if isinstance(error, PeerLostError | dist.DistNetworkError):
-        return True
-    return isinstance(error, RuntimeError) and bool(GONE.search(str(error)))
 
 
 class RankObject(Generic[T]):
@@ -104,7 +96,7 @@ def connect(context: Context[Any], tunnel: Path | None = None) -> None:
             context.store = store
             if context.job is not None and not context.job.rpc:
                 return
-            context.transport = TorchRpc(context.metrics, store, context.pace)
+            context.transport = TorchRpc(context, store)
             agent.start(context, store)
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
@@ -115,13 +107,14 @@ def connect(context: Context[Any], tunnel: Path | None = None) -> None:
 class TorchRpc:
     """Calls over torch's TensorPipe."""
 
-    def __init__(self, metrics: Any, store: Store, pace: Pace) -> None:
-        self._metrics, self._store, self._pace = metrics, store, pace
+    def __init__(self, context: Context[Any], store: Store) -> None:
+        self._context, self._store = context, store
+        self._metrics, self._pace = context.metrics, context.pace
         self._methods: set[str] = set()  # that were called
         self._callees: set[tuple[str, str]] = set()  # with the peers that they were called at
-        self._forwarded: torch.futures.Future[None] | None = None
+        self._forwarded: Answer | None = None
 
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: Deadline) -> Answer:
         """See `Context.call`."""
         method, metrics, pace = getattr(function, "__name__", ""), self._metrics, self._pace
         if method not in self._methods:
@@ -137,42 +130,83 @@ class TorchRpc:
         metrics.rpc_sent_bytes.labels(method).inc(sent)
         token = pace.called(timeout, to, method)
         span = tracing.begin(to, method, sent)
-        future = tracing.send(to, function, args, timeout, span)
+        answer = self._answer(to)
 
-        def done(answered: torch.futures.Future[Any]) -> None:
-            keep_thread()
+        def count(value: Any, error: Exception | None) -> None:
             metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
-            try:
-                received = payload_bytes(answered.value())
-            except Exception as error:  # the caller gets it from the future; here it only counts
-                pace.answered(token)
-                metrics.rpc_failures.labels(method).inc()
-                if span is not None:
-                    span.fail(remote_error(error))
-            else:
-                pace.answered(token, to)
+            if error is None:
+                received = payload_bytes(value)
                 metrics.rpc_received_bytes.labels(method).inc(received)
                 if span is not None:
                     span.attributes["received"] = received
+            else:
+                metrics.rpc_failures.labels(method).inc()
+                if span is not None:
+                    span.fail(error)
             if span is not None:
                 span.end()
 
-        future.add_done_callback(done)
-        return future
+        def done(answered: torch.futures.Future[Any]) -> None:
+            keep_thread()
+            value, error = None, None
+            try:
+                value = answered.value()
+            except Exception as raised:  # whoever waits for the answer gets it
+                error = failures.failure(raised, to, method, timeout)
+            pace.answered(token, to if error is None else "")
+            try:
+                count(value, error)
+            finally:
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    self._fail(answer, error, to, method, timeout)
+
+        tracing.send(to, function, args, timeout, span).add_done_callback(done)
+        return answer
+
+    def _answer(self, to: str) -> Answer:
+        """The answer of a call to the peer `to`, which may have CUDA tensors in it."""
+        context = self._context
+        return Answer(devices=[torch.device("cuda", 0)]) if to in context.mapped else Answer()
+
+    def _fail(self, answer: Answer, error: Exception, to: str, method: str, deadline: Deadline) -> None:
+        """Gives `answer` the `error` with which a call ended; one that is late is looked into before."""
+        here = self._context.me.name
+        if isinstance(error, CallTimeoutError) and not failures.is_told(error):
+            late.examine(to, method, deadline, error, lambda examined: answer.fail(examined, here))
+            return
+        try:
+            if isinstance(error, PeerLostError) and not failures.is_told(error):
+                self._context.disconnected(to, error)
+        finally:
+            answer.fail(error, here)
 
     def wait_all(self, calls: list[torch.futures.Future[Any]]) -> list[Any]:
         """See `Context.wait_all`."""
-        try:
-            return torch.futures.wait_all(calls)
-        except RuntimeError as error:
-            if not is_lost(error):
-                raise
-            raise PeerLostError(f"a peer does not answer: {first_line(error)}") from error
+        ended: queue.SimpleQueue[torch.futures.Future[Any]] = queue.SimpleQueue()
+        for call in calls:
+            call.add_done_callback(ended.put)
+        for _ in calls:
+            with recorder.span("wait"):
+                first = ended.get()  # each ends at its own deadline
+            first.value()
+        return [call.value() for call in calls]
 
     @staticmethod
-    def is_lost(error: BaseException) -> bool:
-        """Whether `error` says that a peer is gone or silent."""
-        return is_lost(error)
+    def end_stuck(to: str, problem: str, otherwise: Callable[[], None]) -> None:
+        """Has the peer `to` end as one that is stuck, as `problem` says; calls `otherwise` if it cannot be told."""
+
+        def told(answered: torch.futures.Future[None]) -> None:
+            try:
+                answered.value()
+            except Exception:  # of any kind
+                otherwise()
+
+        try:
+            rpc.rpc_async(to, _end_stuck, args=(problem,), timeout=EXAMINED).add_done_callback(told)
+        except RuntimeError:  # its connection is gone
+            otherwise()
 
     def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
         """See `Context.on_disconnect`."""
@@ -200,9 +234,25 @@ class TorchRpc:
         """
         if self._forwarded is not None:
             self._forwarded.wait()
-        self._forwarded = tracing.call(context.members[0].name, _progress, (method, args, values))
+        rank0, limit = context.members[0].name, context.settings.rpc_timeout
+        deadline, answer = Deadline(limit, f"RPC_TIMEOUT={limit:g}"), Answer()
+
+        def done(answered: torch.futures.Future[None]) -> None:
+            try:
+                answered.value()
+            except Exception as error:  # whoever waits gets it
+                self._fail(answer, failures.failure(error, rank0, method, deadline), rank0, method, deadline)
+            else:
+                answer.set_result(None)
+
+        tracing.call(rank0, _progress, (method, args, values)).add_done_callback(done)
+        self._forwarded = answer
         if values.get("score") is not None:
             self._forwarded.wait()
+
+
+def _end_stuck(problem: str) -> None:
+    _context.get().supervision.report_stuck(problem)
 
 
 def _progress(method: str, args: tuple[Any, ...], values: dict[str, Any]) -> None:
@@ -240,8 +290,3 @@ def payload_bytes(value: Any) -> int:
             return sum(payload_bytes(getattr(value, field.name)) for field in fields(value))
         case _:
             return int(getattr(value, "nbytes", 0))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type's name."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -21,7 +21,7 @@ from rolecall.job.saving import Collected, Saving, ShardedValue
 from rolecall.job.shard_messages import Begin, Earlier, Order, Problem, Written
 from rolecall.job.shardfile import ShardError, ShardFile
 from rolecall.job.shardfiles import Shapes
-from rolecall.job.task import Peer, PeerLostError
+from rolecall.job.task import CallTimeoutError, Peer, PeerLostError
 from rolecall.run import rundir
 
 AHEAD = 2  # calls under way
@@ -84,7 +84,7 @@ class Sharded(ShardedValue):
         try:
             with ThreadPoolExecutor(len(self._members)) as pool:
                 collected = list(pool.map(partial(self._collect, stem), self._members))
-        except PeerLostError as error:
+        except (PeerLostError, CallTimeoutError) as error:
             raise CheckpointError(f"{stem}: {error}") from error
         written = Collected(
             [file for files, _ in collected for file in files], max(stalled for _, stalled in collected)

@@ -12,15 +12,30 @@ from rolecall.config import Settings
 class PeerLostError(RuntimeError):
     """A peer that this rank cannot do without is gone or silent. The gang regroups; this rank has not failed."""
 
+    __module__ = "rolecall"  # as a traceback shows it
+
+
+class CallTimeoutError(RuntimeError):
+    """A peer that is alive has not answered a call within the call's deadline. Left to itself, it is a failure."""
+
+    __module__ = "rolecall"
+
 
 class ProgramError(Exception):
     """A user's program failed: the text is what its author reads, the program's own traceback."""
 
 
 class RemoteError(RuntimeError):
-    """What a function raised that was called at a peer; the text has its traceback from there."""
+    """A function that was called at a peer raised. The text says what, in a line; `__cause__` has the traceback."""
 
-    __module__ = "rolecall"  # as a traceback shows it
+    __module__ = "rolecall"
+
+
+class RemoteTraceback(Exception):  # noqa: N818 no error of its own, but the text of one
+    """The traceback of what a peer's function raised, as the cause of the error that is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class Drained(BaseException):  # not an Exception: no function of a job takes it for a failure

@@ -19,7 +19,7 @@ from torch.distributed import rpc
 
 from rolecall import telemetry
 from rolecall.job import waiting
-from rolecall.job.peers import remote_error
+from rolecall.job.failures import remote_failure
 from rolecall.job.task import Peer
 from rolecall.trace.recorder import Span, current, recorder, under
 
@@ -92,7 +92,7 @@ def _end(span: Span, answer: Answer) -> None:
     try:
         answer.value()
     except Exception as error:  # whoever waits for the future gets it
-        span.fail(remote_error(error))
+        span.fail(remote_failure(error) or error)
     span.end()
 
 

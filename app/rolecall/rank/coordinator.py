@@ -111,6 +111,12 @@ class Coordinator:
         else:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
 
+    async def take_crash(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The reply to the query "crashed": whoever started the rank `role` `ordinal` has seen its process end."""
+        self.gang.crashed((str(arguments["role"]), int(arguments["ordinal"])), time.monotonic())
+        self._pump()
+        return {}
+
     def over(self) -> bool:
         """Whether the job is over."""
         return self.gang.state in OVER

@@ -90,6 +90,7 @@ class Supervisor:
                 self._refresh_gang, self._outside.queries = lead.refresh, lead.queries
                 self._outside.over = lead.over
                 self._site.lead_by(lead, self.replies)
+                self.replies.on("crashed", lead.take_crash)
             await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came

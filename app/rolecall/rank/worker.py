@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.job import loader, progress_bar, registry, rpc, tracing, turns
+from rolecall.job import failures, loader, progress_bar, registry, rpc, tracing, turns
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context
 from rolecall.job.eager import lighten
@@ -88,7 +88,7 @@ class Pipe(Supervision):
             self.heartbeat()
             if not stuck and self.pace and (problem := self.pace.judge()):
                 stuck = True
-                self.send("stuck", problem, stacks.dump())
+                self.report_stuck(problem)
             time.sleep(HEARTBEAT_SECONDS)  # a period; nothing waits for it
 
     def report_step(self, step: int) -> None:
@@ -115,6 +115,10 @@ class Pipe(Supervision):
     def report_lost(self, role: str, ordinal: int) -> None:
         """Reports a peer that was found dead or silent."""
         self.send("lost peer", role, ordinal)
+
+    def report_stuck(self, problem: str) -> None:
+        """Reports that this process takes too long, and where it is; its end follows."""
+        self.send("stuck", problem, stacks.dump())
 
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """Reports `outcome` and ends the process."""
@@ -178,8 +182,8 @@ def main(task: Task, connection: Connection) -> None:
     except UsageError as error:
         result = ("result", "refused", loader.explain(error), 0, {})
     except (Exception, SystemExit) as error:
-        if rpc.is_lost(error):
-            result = ("result", "lost", rpc.first_line(error), 0, {})
+        if failures.is_lost(error):
+            result = ("result", "lost", failures.first_line(error), 0, {})
         elif not task.members and loader.locate(error):
             result = ("result", "refused", loader.explain(error), 0, {})
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -22,7 +23,7 @@ from rolecall.job.describe import Description
 from rolecall.rank.zygote import Zygote
 from rolecall.run import report, rundir
 from rolecall.tunnel import keys
-from rolecall.watch import gpu, targets
+from rolecall.watch import ask, gpu, targets
 from rolecall.watch.display import Display, Target, poll_forever
 from rolecall.watch.output import Output, printable
 from rolecall.watch.rank_process import INTERRUPTED, LAST_OUTPUT, RankProcess
@@ -30,6 +31,7 @@ from rolecall.watch.targets import Address
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 EXIT_GRACE = 10.0  # seconds for the other ranks to exit after the first
+REPORTED = 1.0  # seconds for rank 0 to take the news of a crash
 
 
 def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
@@ -90,6 +92,7 @@ class LocalRun:
                 logs / f"{role}-{ordinal}.log",
                 self.show,
                 self._zygote,
+                self._report_crash,
             )
             for (role, ordinal), port, scraped, visible in zip(members, ports, metrics, gpus, strict=True)
         ]
@@ -122,7 +125,7 @@ class LocalRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
-        published = self._publish()
+        self._published = self._publish()
         self.output = Output(sys.stdout, sys.stderr)
         self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         tasks = [asyncio.create_task(rank.supervise()) for rank in self.ranks]
@@ -138,7 +141,7 @@ class LocalRun:
             display.cancel()
             await asyncio.wait({display})
             shutil.rmtree(self._temporary, ignore_errors=True)
-            if published:
+            if self._published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if (self.directory / name).exists()]
         state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
@@ -146,6 +149,16 @@ class LocalRun:
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
         self.output.close(last, LAST_OUTPUT)
         return code
+
+    async def _report_crash(self, name: str) -> None:
+        """Tells rank 0 that the process of the rank `name` has ended, before that rank's lease runs out."""
+        rank0, (role, ordinal) = self.ranks[0].name, name.rsplit(" ", 1)
+        if name == rank0 or not self._published:
+            return
+        with contextlib.suppress(UsageError, TimeoutError):  # rank 0 may be gone too; then the lease tells
+            async with asyncio.timeout(REPORTED):
+                about = {"role": role, "ordinal": int(ordinal)}
+                await ask.ask(str(self.directory), "crashed", about, to=[rank0], timeout=REPORTED)
 
     def _publish(self) -> bool:
         try:

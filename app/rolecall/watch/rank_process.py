@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import FAILED, USAGE
@@ -34,7 +34,8 @@ def command() -> list[str]:
 
 
 class RankProcess:
-    """A rank's process, with its log file. `show` displays a line.
+    """A rank's process, with its log file. `show` displays a line; `crashed` is awaited after each crash, before the
+    next start.
 
     Its first start is a fork of `zygote`. A restarted rank imports all anew: nothing of what crashed is left in it.
     """
@@ -46,8 +47,9 @@ class RankProcess:
         log: Path,
         show: Callable[[str], None],
         zygote: Zygote | None = None,
+        crashed: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        self.name, self.environment, self.log, self.show = name, environment, log, show
+        self.name, self.environment, self.log, self.show, self.crashed = name, environment, log, show, crashed
         self._zygote = zygote
         self.process: asyncio.subprocess.Process | Forked | None = None
         self.stopping = False
@@ -66,6 +68,8 @@ class RankProcess:
                 return code
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             self.show(f"{self.name} crashed ({cause}), restarting it")
+            if self.crashed:
+                await self.crashed(self.name)
             await asyncio.sleep(pause)
 
     async def _run(self) -> int:

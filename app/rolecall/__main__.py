@@ -204,8 +204,8 @@ def _resume(arguments: argparse.Namespace) -> int:
         print(f"{directory}: no job has failed for good here; start its ranks to resume it")
         return 0
     rundir.forget_failed(directory)
-    print(f"{directory}: forgot that this job has failed for good ({telemetry.first_line(failed.reason)}); start its "
-          "ranks again, or restart those that still run, to resume it")  # fmt: skip
+    reason = telemetry.cause(failed.reason).get("cause", "")
+    print(f"{directory}: forgot that the job failed ({reason}); start its ranks, or restart those that still run")
     return 0
 
 

@@ -270,6 +270,6 @@ class Supervisor:
     def _unready(self) -> str:
         if self.workers.status().state == "running":
             return ""
-        if self._settled:  # not ready: a disruption budget would keep a finished job's pods on their nodes
+        if self._settled:  # not ready: a disruption budget of the user's would keep them on their nodes
             return "the job has finished" if self._finished else "the job failed"
         return "not in a running generation"

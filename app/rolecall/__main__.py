@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolecall import config, fields, new, telemetry
-from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.config import RankError, Settings, UsageError
+from rolecall.gang.protocol import CRASHED, FAILED, USAGE
 from rolecall.job import describe, evaluation, loader, registry
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
@@ -40,7 +40,7 @@ RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 2 bad input, 3 the job failed, 130 after Ctrl-C."""
+    """Returns the exit code: 0 done, 1 this rank crashed, 2 bad input, 3 the job failed, 130 after Ctrl-C."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # settings name the user's modules; those of libraries come first
     words = sys.argv[1:] if argv is None else argv
@@ -59,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"rolecall: {error}", file=sys.stderr, flush=True)
         return USAGE
+    except RankError as error:
+        print(f"rolecall: {error}", file=sys.stderr, flush=True)
+        return CRASHED
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has gone
@@ -110,6 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="evaluate a checkpoint")  # whose arguments, like those below, are not parsed here
     for name, (_, summary) in COMMANDS.items():
         commands.add_parser(name, help=summary)
+    resume = commands.add_parser("resume", help="let a job that has failed for good train on at its next start")
+    resume.add_argument(
+        "directory", nargs="?", type=Path, metavar="DIRECTORY", help="its CHECKPOINT_DIR (default: of the environment)"
+    )
+    resume.set_defaults(handler=_resume)
     create = commands.add_parser(
         "new", help="write a job to start from: its file, a test, compose.yaml, a kustomization"
     )
@@ -183,6 +191,22 @@ def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
         return target, words
     given = [f"--script={registry.absolute(target)}", f"--script-args={shlex.join(arguments)}"]
     return SCRIPT, [*flags, *given]
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from rolecall.run import rundir
+
+    directory = arguments.directory or config.load(Settings).checkpoint_dir
+    if not directory.is_dir():
+        raise UsageError(f"{directory}: there is no such folder; name the CHECKPOINT_DIR of rank 0")
+    failed = rundir.read_failed(directory)
+    if failed is None:
+        print(f"{directory}: no job has failed for good here; start its ranks to resume it")
+        return 0
+    rundir.forget_failed(directory)
+    reason = telemetry.cause(failed.reason).get("cause", "")
+    print(f"{directory}: forgot that the job failed ({reason}); start its ranks, or restart those that still run")
+    return 0
 
 
 def _describe(arguments: argparse.Namespace) -> int:

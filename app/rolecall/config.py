@@ -50,6 +50,11 @@ class UsageError(Exception):
             raise cls(f"{problem} ({type(error).__name__}: {first})" + (f"; {advice}" if advice else "")) from error
 
 
+class RankError(Exception):
+    """What ends this rank without being anybody's input: its text is the one line that the user reads, and the process
+    exits with code 1, so that whoever started it starts it again."""
+
+
 class Settings(BaseSettings):
     """The settings of every rank of every job."""
 

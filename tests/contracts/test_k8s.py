@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,11 +251,52 @@ def test_a_gang_starts_and_is_replaced_without_a_deadlock(rendered: Overlay) -> 
             assert strategy == {"type": "RollingUpdate"}
 
 
-def test_disruptions_are_few_and_never_forbidden(rendered: Overlay) -> None:
-    budget = rendered.only("PodDisruptionBudget")["spec"]
-    assert budget["maxUnavailable"] >= 1
-    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"  # else a gang that waits blocks a node's drain
-    assert all(matches(budget["selector"], one.labels) for one in rendered.sets)
+def evicted(budgets: list[dict[str, Any]], labels: dict[str, dict[str, str]], ready: set[str]) -> set[str]:
+    """The pods that the eviction API lets go at once, of those with these `labels`, if `ready` are and none has left.
+
+    Its arithmetic: a budget allows as many disruptions as there are more ready pods than it wants; one that is not
+    ready may leave in any case only with `AlwaysAllow`. The pods that it expects are all of the controllers of those
+    that it selects; here each set is selected whole or not at all.
+    """
+    refused = set[str]()
+    for spec in (budget["spec"] for budget in budgets):
+        chosen = {pod for pod in labels if matches(spec["selector"], labels[pod])}
+        wanted = len(chosen) - int(spec["maxUnavailable"]) if "maxUnavailable" in spec else int(spec["minAvailable"])
+        if len(chosen & ready) <= wanted:
+            always = spec.get("unhealthyPodEvictionPolicy") == "AlwaysAllow"
+            refused |= chosen & ready if always else chosen
+    return set(labels) - refused
+
+
+def states(rendered: Overlay) -> Iterator[tuple[str, set[str]]]:
+    """Which pods are ready in the states of a job: complete, at its end, and with one pod Pending on a full cluster,
+    which stops the whole job unless the pod's role is elastic. Of a user's own job nobody knows here whether it is."""
+    pods = {pod: one for one in rendered.sets for pod in one.pods}
+    yield "complete", set(pods)
+    yield "finished", set()
+    for pod, one in pods.items():
+        if not one.has_role or one.role.elastic:
+            yield f"{pod} is Pending, the others train", set(pods) - {pod}
+        if not one.has_role or not one.role.elastic:
+            yield f"{pod} is Pending, the others wait", set()
+
+
+def test_no_state_of_a_job_delays_the_drain_of_a_node(rendered: Overlay) -> None:
+    labels = {pod: one.labels_of(pod) for one in rendered.sets for pod in one.pods}
+    for state, ready in states(rendered):
+        assert evicted(rendered.of_kind("PodDisruptionBudget"), labels, ready) == set(labels), state
+
+
+def test_a_budget_over_all_ranks_delays_it_for_ever() -> None:
+    """While an elastic rank is Pending, the others train on, and none of them may leave."""
+    rendered = overlay("rl")
+    selector = {"matchLabels": {INSTANCE: "rl"}}
+    budget = {"spec": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}}
+    labels = {pod: one.labels_of(pod) for one in rendered.sets for pod in one.pods}
+    stay = {state: set(labels) - evicted([budget], labels, ready) for state, ready in states(rendered)}
+    assert stay["observer-1 is Pending, the others train"] == {"agent-0", "observer-0"}
+    assert not stay["complete"]
+    assert not stay["agent-0 is Pending, the others wait"]
 
 
 def test_ranks_are_spread_over_nodes_and_those_that_exchange_tensors_share_a_zone(rendered: Overlay) -> None:
@@ -434,7 +476,7 @@ def copy(overlay_name: str, variant: str) -> Overlay:
 
 
 def selectors(rendered: Overlay) -> list[dict[str, Any]]:
-    """All that select pods: Services, budgets, policies and their rules, StatefulSets, what a scheduler looks for."""
+    """All that select pods: Services, policies and their rules, StatefulSets, what a scheduler looks for."""
     result = [item["spec"]["selector"] for item in rendered.objects if "selector" in item.get("spec", {})]
     for policy in (item["spec"] for item in rendered.of_kind("NetworkPolicy")):
         rules = [*policy["ingress"], *policy["egress"]]
@@ -484,8 +526,7 @@ def test_a_copy_is_a_whole_job(copy: Overlay) -> None:
         if item["kind"] not in CUSTOM:
             kubernetes_validate.validate(item, KUBERNETES, strict=True)
     name = copy.service["metadata"]["name"]
-    for kind in ("NetworkPolicy", "PodDisruptionBudget"):
-        assert copy.only(kind)["metadata"]["name"] == name
+    assert copy.only("NetworkPolicy")["metadata"]["name"] == name
     test_services_name_the_pods(copy)
     selected = [pod for pod, labels in pods_of(copy).items() if matches(copy.rank0_service["spec"]["selector"], labels)]
     assert selected == [copy.first.pods[0]]

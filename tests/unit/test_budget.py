@@ -9,7 +9,7 @@ import pytest
 
 from rolecall.gang.budget import after_restart
 from rolecall.gang.protocol import FAILED, Budget, Effect, Outcome, Rules, Verdict
-from rolecall.rank.memory import oom_kills
+from rolecall.rank.memory import oom_kills, ran_out
 from tests.unit.gangs import PS, FakeMember, Play, trains
 
 FEW = Rules(max_restarts=5)
@@ -189,6 +189,23 @@ def test_a_rank_0_that_is_killed_whole_again_and_again_fails_the_job_once_all_ar
     assert play.gang.reason == "rank 0 was killed 5 times at step 0"
 
 
+def test_where_memory_ran_out_the_job_does_not_fail_for_good() -> None:
+    """It may have more of it when it is started again."""
+    memory = "killed by SIGKILL; out of memory (limit 260 MiB, peak 260 MiB)"
+    play, (ps, first, _) = trains(PS, FEW, step=7)
+    for _ in range(5):
+        ends(play, first, error=memory)
+    assert (play.gang.state, play.gang.code, ps.directive.final) == ("failed", FAILED, False)
+    assert play.gang.reason.endswith("killed by SIGKILL 5 times at step 7; out of memory (limit 260 MiB, peak 260 MiB)")
+    assert not [effect for effect in play.effects if effect.kind == "failed"]
+    spent = after_restart(Budget(7, 0, 4, 10.0, {f"worker of trainer 0 {memory}": 4}), 0, killed=True)
+    play = Play(PS, FEW, budget=spent)
+    first, *_ = [play.join("trainer", 0), play.join("ps"), play.join("trainer", 1)]
+    play.settle()
+    ends(play, first, error=memory)
+    assert play.gang.state == "running"
+
+
 def test_a_restart_of_rank_0() -> None:
     spent = Budget(312, 300, 4, 10.0, {"trainer 0 was started again": 4})
     assert after_restart(spent, 300, killed=False) == spent
@@ -227,3 +244,22 @@ def test_the_counter_of_ones_own_cgroup(tmp_path: Path) -> None:
     assert oom_kills(tmp_path, membership) == 4
     write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n")  # an old kernel
     assert oom_kills(tmp_path, membership) is None
+
+
+def test_that_memory_ran_out_is_said_with_its_limit_and_peak(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    write(membership, "0::/pods/rank\n")
+    write(tmp_path / "pods/rank/memory.events", "oom_kill 2\n")
+    assert ran_out(2, tmp_path, membership) == ""
+    assert ran_out(None, tmp_path, membership) == ""
+    assert ran_out(1, tmp_path, membership) == "out of memory"
+    write(tmp_path / "pods/rank/memory.max", "max\n")
+    write(tmp_path / "pods/rank/memory.peak", f"{259 * 2**20}\n")
+    assert ran_out(1, tmp_path, membership) == "out of memory (peak 259 MiB)"
+    write(tmp_path / "pods/rank/memory.max", f"{260 * 2**20}\n")
+    assert ran_out(1, tmp_path, membership) == "out of memory (limit 260 MiB, peak 259 MiB)"
+    write(membership, "5:memory:/docker/abc\n0::/\n")
+    write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill 4\n")
+    write(tmp_path / "memory/docker/abc/memory.limit_in_bytes", "9223372036854771712\n")
+    write(tmp_path / "memory/docker/abc/memory.max_usage_in_bytes", f"{5 * 2**20}\n")
+    assert ran_out(3, tmp_path, membership) == "out of memory (peak 5 MiB)"

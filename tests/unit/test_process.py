@@ -225,3 +225,26 @@ def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch: pytest.Monk
     status = asyncio.run(play())
     assert (status.state, status.outcome) == ("ended", "failed")
     assert status.error == "cannot fork: the fork server did not answer for 0.2 s"
+
+
+def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by the kernel, if memory runs out."""
+    (tmp_path / "greedy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(fork_server, "MAIN", "greedy")
+
+    async def play() -> WorkerStatus:
+        await fork_server._kill()
+        fork_server.prepare(())
+        worker = WorkerProcess(TASK, lambda: None)
+        await asyncio.wait_for(worker.start(60), 60)
+        return worker.status()
+
+    status = asyncio.run(play())
+    assert (status.state, status.outcome) == ("ended", "killed")
+    assert status.error == "cannot fork: the fork server was killed by SIGKILL; out of memory?"
+    monkeypatch.setattr(worker_process, "ran_out", lambda before: "out of memory (limit 260 MiB)")
+    status = asyncio.run(play())
+    assert (status.outcome, status.error.partition("; ")[2]) == ("killed", "out of memory (limit 260 MiB)")

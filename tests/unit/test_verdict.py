@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
+from rolecall.__main__ import main
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE, Budget, Effect, Verdict
 from rolecall.job import describe
@@ -69,7 +70,7 @@ def test_it_stays_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     run(steps())
     said = capsys.readouterr().out
-    assert "this job has failed for good: change a setting, or delete" in said
+    assert "this job has failed for good: change a setting, or run `rolecall resume " in said
     assert "to start again; RESUME=0" in said  # there is no checkpoint to train on from
     assert REASON in said
     kept = json.loads((tmp_path / rundir.FAILED).read_text())
@@ -112,15 +113,26 @@ def test_resume_0_starts_anew_but_not_for_ever(tmp_path: Path) -> None:
     run(steps())
 
 
-def test_a_deleted_verdict_gives_a_new_budget(tmp_path: Path) -> None:
-    async def steps() -> None:
-        await fail(tmp_path)
-        (tmp_path / rundir.FAILED).unlink()
+def test_one_command_clears_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a new budget of restarts."""
+    run(fail(tmp_path))
+    assert main(["resume", str(tmp_path)]) == 0
+    assert REASON in capsys.readouterr().out
+
+    async def again() -> None:
         async with rank_0(tmp_path) as lead:
             assert lead.gang.state == "gathering"
             assert lead.gang.budget.fruitless <= 1
 
-    run(steps())
+    run(again())
+    run(fail(tmp_path))
+    monkeypatch.setenv("CHECKPOINT_DIR", str(tmp_path))  # as in a pod
+    assert main(["resume"]) == 0
+    run(again())
+    assert main(["resume"]) == 0  # there is nothing to clear
+    assert main(["resume", str(tmp_path / "nowhere")]) == USAGE
 
 
 def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from structlog.typing import EventDict
 
 from rolecall import telemetry
-from rolecall.config import Settings, UsageError
+from rolecall.config import RankError, Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive
 from rolecall.job import describe, registry
@@ -76,6 +76,15 @@ def test_a_slow_check_is_waited_for(
         asyncio.run(workers.check("trainer"))
     events = [event["event"] for event in logged]
     assert events == ["still checking the settings", "still checking the settings", "stacks"]
+
+
+def test_a_check_that_is_killed_each_time_says_nothing_about_the_settings(
+    tmp_path: Path, process: type[Process]
+) -> None:
+    process.outcome = "killed"
+    with pytest.raises(RankError, match=r"^the check of the settings was killed 3 times: .*raise the memory limit"):
+        asyncio.run(manager(tmp_path).check("trainer"))
+    assert len(process.started) == 3
 
 
 def test_what_a_rank_needs_is_checked_once_it_has_a_role(tmp_path: Path, process: type[Process]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rolecall.gang.protocol import ORDERLY, Budget, Cause, Event, Rules
+from rolecall.gang.protocol import FAILED, ORDERLY, OUT_OF_MEMORY, Budget, Cause, Event, Rules, Verdict
 
 MOST_SEEN = 8  # kinds of ends that are remembered
 MOST_TEXT = 160  # characters of each
@@ -32,6 +32,8 @@ class Progress:
         self._seen = Counter(budget.seen)
         self._since = now - budget.seconds if budget.seen else None  # the first end without a step after it
         self._ended_at = now  # the last one
+        if (verdict := self.exhausted()) and not verdict.final:
+            self._forget()
         self._pause_until = now + self._pause()
         self._failures: dict[int, str] = {}
         self._broken_at: float | None = None
@@ -56,8 +58,8 @@ class Progress:
         if self._since is not None:
             self._since += seconds
 
-    def ended(self, cause: Cause, what: str, now: float) -> str | None:
-        """A generation ended, in which `what` was seen. Returns why the job fails, if it does."""
+    def ended(self, cause: Cause, what: str, now: float) -> Verdict | None:
+        """A generation ended, in which `what` was seen. Returns the job's verdict, if it fails."""
         if not self._rules.steps and self._since is not None and now - self._since > self._rules.progress_timeout:
             self._forget()  # such a job's steps are unknown: rare deaths do not add up
         self._broken_at = self._ended_at = now
@@ -70,8 +72,9 @@ class Progress:
             self._pause_until = now + self._pause()
         return self.exhausted()
 
-    def exhausted(self) -> str | None:
-        """Why the job fails, where the budget is spent: with what was seen."""
+    def exhausted(self) -> Verdict | None:
+        """The job's verdict if the budget is spent: with what was seen. One in which memory ran out does not hold for
+        the next start, which may have more of it."""
         seconds = 0.0 if self._since is None else self._ended_at - self._since
         late = self._rules.steps and sum(self._seen.values()) >= LOOP and seconds > self._rules.progress_timeout
         if self._fruitless < self._rules.max_restarts and not late:
@@ -82,7 +85,8 @@ class Progress:
             ends.append(f"{what} {count} times" if count > 1 else what)
             hints.update({hint: None} if hint else {})
         story = f"{', '.join(ends)} at step {self._step}{''.join(f'; {hint}' for hint in hints)}"
-        return f"no new step for {seconds:.0f} s: {story}" if late else story
+        story = f"no new step for {seconds:.0f} s: {story}" if late else story
+        return Verdict(story, FAILED, final=not any(map(_is_out_of_memory, hints)))
 
     def failed(self, generation: int, reason: str) -> str | None:
         """A worker raised. Returns the first reason once `max_failures` generations have failed without progress."""
@@ -115,3 +119,8 @@ class Progress:
         if self._fruitless < 2:
             return 0.0
         return min(2.0 ** min(self._fruitless - 2, 10), self._rules.longest_pause)
+
+
+def _is_out_of_memory(hint: str) -> bool:
+    """Whether the kernel has counted it: with a question mark, nobody knows."""
+    return hint.startswith(OUT_OF_MEMORY) and not hint.endswith("?")

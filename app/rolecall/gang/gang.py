@@ -227,8 +227,8 @@ class Gang(Orders):
         if late or missing:
             return None
         if failure := self._progress.exhausted():  # by a rank 0 that was killed again and again
-            self._fail(Verdict(failure, FAILED), now)
-            return Effect("failed", verdict=self._verdict)
+            self._fail(failure, now)
+            return Effect("failed", verdict=failure)
         return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)), budget=self.budget)
 
     def missing(self, now: float) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 from rolecall.gang.admission import Admission
 from rolecall.gang.budget import Progress
 from rolecall.gang.protocol import (
-    FAILED,
     HOLD,
     Agreement,
     Budget,
@@ -103,7 +102,7 @@ class Lifecycle:
     def _stop(self, cause: Cause, reason: str, now: float, what: str = "") -> None:
         """Ends the generation; `what` was seen. Or the job, where that is one without progress too many."""
         if failure := self._progress.ended(cause, what or reason, now):
-            self._fail(Verdict(failure, FAILED), now)
+            self._fail(failure, now)
             return
         self.reason = reason
         working = [self.members[key] for key in self.generation.keys if self._live(key)]

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import select
 import signal
 import socket
 import tempfile
@@ -31,7 +32,11 @@ _forked = 0  # the process that has forked: its imports are behind it
 
 
 class ForkError(Exception):
-    """No worker was forked; says why."""
+    """No worker was forked; says why. `killed`: somebody else killed the fork server."""
+
+    def __init__(self, problem: str, killed: bool = False) -> None:
+        super().__init__(problem)
+        self.killed = killed
 
 
 def prepare_imports() -> None:
@@ -101,9 +106,34 @@ async def fork(process: Any, limit: float) -> None:
     try:
         await forking
     except (OSError, EOFError) as error:
-        problem = str(error) or type(error).__name__
-        raise ForkError(problem if answered else f"the fork server did not answer for {limit:g} s") from error
+        if not answered:
+            raise ForkError(f"the fork server did not answer for {limit:g} s") from error
+        signalled = await asyncio.to_thread(_killed_by)
+        if signalled:
+            problem = f"the fork server was killed by {signal.Signals(signalled).name}"
+        else:
+            problem = str(error) or type(error).__name__
+        raise ForkError(problem, signalled == signal.SIGKILL) from error
     _forked = _pid()
+
+
+def _killed_by() -> int:
+    """The signal that ended the fork server, which is about to have ended: its connection broke; 0 for an exit."""
+    try:
+        pidfd = os.pidfd_open(_pid())
+    except OSError:  # there is none
+        return 0
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(1000 * KILL)
+        # left as it is: the next fork looks for its end
+        status = os.waitid(os.P_PID, _pid(), os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # somebody has waited for it
+        return 0
+    finally:
+        os.close(pidfd)
+    return status.si_status if status and status.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
 
 
 async def _kill() -> None:

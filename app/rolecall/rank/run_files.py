@@ -137,7 +137,7 @@ class RunFiles:
             self.failed = Verdict(failed.reason, failed.code)
             again = "train on from the newest checkpoint" if rundir.saved(directory) else "start again"
             self.log.error(
-                f"this job has failed for good: change a setting, or delete {directory / rundir.FAILED}, to {again}; "
+                f"this job has failed for good: change a setting, or run `rolecall resume {directory}`, to {again}; "
                 f"{self._anew}",
                 **telemetry.cause(failed.reason),
             )

@@ -19,7 +19,7 @@ from aiohttp import web
 from rolecall import config, telemetry
 from rolecall.config import Settings
 from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import FAILED, USAGE, Directive, name_of
+from rolecall.gang.protocol import CRASHED, FAILED, USAGE, Directive, name_of
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
@@ -33,8 +33,6 @@ from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.handle import Handle
-
-CRASHED = 1  # exit code of a rank that whoever started it starts again
 
 
 class Supervisor:
@@ -273,6 +271,6 @@ class Supervisor:
     def _unready(self) -> str:
         if self.workers.status().state == "running":
             return ""
-        if self._settled:  # not ready: a disruption budget would keep a finished job's pods on their nodes
+        if self._settled:  # not ready: a disruption budget of the user's would keep them on their nodes
             return "the job has finished" if self._finished else "the job failed"
         return "not in a running generation"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.config import Settings, UsageError
+from rolecall.config import RankError, Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_of
 from rolecall.job.describe import Description
@@ -52,8 +52,8 @@ class WorkerManager:
 
     async def check(self, role: str) -> None:
         """Has a worker check the settings for a rank with `role`, before the rank joins, or where the gang assigns its
-        role, before it works. Without a role only what every role needs is checked. Raises UsageError where they can
-        never work.
+        role, before it works. Without a role only what every role needs is checked. Raises UsageError if they can never
+        work, and RankError if the check is killed each time.
         """
         limit = self.settings.phase_timeout
         for _ in range(CHECKS):
@@ -75,6 +75,9 @@ class WorkerManager:
                 break
         if check.outcome == "refused":
             raise UsageError(check.error)
+        if check.outcome == "killed":
+            problem = f"the check of the settings was killed {CHECKS} times: {check.error or check.outcome}"
+            raise RankError(f"{problem}; raise the memory limit if memory ran out, or lower what the job needs")
         if check.outcome != "finished":
             raise UsageError(f"the check of the settings failed: {check.error or check.outcome}")
 

@@ -21,7 +21,7 @@ from rolecall.job.task import Task
 from rolecall.job.waits import Told
 from rolecall.rank import fork_server, stacks
 from rolecall.rank.frames import Frames, PipeError
-from rolecall.rank.memory import oom_kills
+from rolecall.rank.memory import oom_kills, ran_out
 from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -127,7 +127,11 @@ class WorkerProcess:
             await self._end()
             return
         except (OSError, fork_server.ForkError) as error:
-            await self._end(f"cannot fork: {error}")
+            hint = ran_out(self._oom_kills)
+            if hint or (isinstance(error, fork_server.ForkError) and error.killed):
+                self._kill_outcome = self._kill_outcome or "killed"  # no fault of what the worker would have run
+                hint = hint or "out of memory?"
+            await self._end(f"cannot fork: {error}{hint and '; '}{hint}")
             return
         finally:
             theirs.close()
@@ -256,7 +260,7 @@ class WorkerProcess:
             code = self._process.exitcode
         if not self.outcome:
             if error:
-                self.outcome, self.error = "failed", error
+                self.outcome, self.error = self._kill_outcome or "failed", error
             elif self._kill_outcome:
                 self.outcome = self._kill_outcome
             elif code is not None and code < 0 and -code in CRASHES:
@@ -272,9 +276,8 @@ class WorkerProcess:
 
     def _killer(self, code: int | None) -> str:
         """What killed it; that memory ran out is a question, unless the kernel has counted it."""
+        hint = ran_out(self._oom_kills)
         if code is None or code >= 0:
-            return ""
-        before, now = self._oom_kills, oom_kills()
-        counted = before is not None and now is not None and now > before
-        memory = "; out of memory" if counted else "; out of memory?" if -code == signal.SIGKILL else ""
-        return f"killed by {_name_of(-code)}{memory}"
+            return hint and f"killed; {hint}"
+        hint = hint or ("out of memory?" if -code == signal.SIGKILL else "")
+        return f"killed by {_name_of(-code)}{hint and '; '}{hint}"

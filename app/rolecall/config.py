@@ -202,6 +202,15 @@ class Settings(BaseSettings):
         """The shared secret, or the empty string where none is set."""
         return self.job_token.get_secret_value() if self.job_token else ""
 
+    def token_replaced(self) -> bool:
+        """Whether JOB_TOKEN_FILE, which the token was read from, holds another one by now."""
+        if self.job_token_file is None or "job_token" in self.model_fields_set:
+            return False
+        try:
+            return read_token(self.job_token_file) != self.token
+        except ValueError:  # it is being replaced
+            return False
+
     @property
     def cpu_threads(self) -> int:
         """Threads for a large computation: THREADS, or all cores that this process may use."""

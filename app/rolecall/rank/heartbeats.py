@@ -12,7 +12,7 @@ from typing import Any
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.member import RETRY_SECONDS, Member
-from rolecall.gang.protocol import USAGE, Answer, Directive, WorkerStatus
+from rolecall.gang.protocol import CRASHED, USAGE, Answer, Directive, WorkerStatus
 from rolecall.rank.link import Link, StrangersError
 from rolecall.rank.queries import Replies
 
@@ -55,6 +55,11 @@ class Heartbeats:
             if isinstance(error, UsageError) and not (isinstance(error, StrangersError) and member.directive):
                 self._log.error(str(error))
                 member.refused()
+            elif isinstance(error, StrangersError) and self._settings.token_replaced():
+                # this rank's tunnel has the old one
+                self._log.error(f"JOB_TOKEN_FILE={self._settings.job_token_file}: holds another token since this rank "
+                                f"was started; starting again with it", problem=str(error))  # fmt: skip
+                member.exit(CRASHED)
             elif error is not None:  # strangers who were rank 0 before: another may have its address for a while
                 self._fail(error)
             self._heard(previous)

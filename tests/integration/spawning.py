@@ -50,18 +50,20 @@ def serve(rank: int, world_size: int) -> None:
     print("served")
 
 
-def train(rank: int, world_size: int, steps: int) -> None:
-    """Trains the server's model through distributed autograd."""
+def train(rank: int, world_size: int) -> None:
+    """Trains the server's model through distributed autograd: without end, unless there was a generation before."""
     rpc.init_rpc(f"trainer{rank}", rank=rank, world_size=world_size)
     reference = rpc.remote("server", server)
     optimizer = DistributedOptimizer(torch.optim.SGD, reference.rpc_sync().parameters(), lr=0.1)
     inputs, losses = torch.eye(2), list[float]()
-    for _ in range(steps):
+    for step in range(5 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) else 1_000_000):
         with dist_autograd.context() as context:
             loss = reference.rpc_sync().forward(inputs).square().mean()
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
         losses.append(loss.item())
+        if not step:
+            print("trains", flush=True)
     print("falls" if losses[-1] < losses[0] else f"losses {losses}")
     rpc.shutdown()
 
@@ -73,8 +75,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "192.0.2.1", "29500"
     mp.set_start_method("spawn")
-    rank = arguments.rank, arguments.world_size
-    process = mp.Process(target=train, args=(*rank, 5)) if arguments.rank else mp.Process(target=serve, args=rank)
+    process = mp.Process(target=train if arguments.rank else serve, args=(arguments.rank, arguments.world_size))
     process.start()
     process.join()
     sys.exit(process.exitcode)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]
 
@@ -64,13 +64,20 @@ def test_an_example_survives_its_ranks(cluster: MakeCluster, example: Example) -
 
 
 def test_run_as_main_with_processes_of_its_own(cluster: MakeCluster) -> None:
-    """One for each rank, started anew by Python: they meet through Rolecall, since nobody is at their address."""
+    """One for each rank, started anew by Python: they meet through Rolecall, since nobody is at their address, and end
+    with their generation.
+    """
     job = cluster(
         JOB="script", SCRIPT="tests/integration/spawning.py", cold=("rank-1",),
         SCRIPT_ARGS="--rank {rank} --world_size={world_size}",
     ).start(2)  # fmt: skip
+    until(lambda: "trains" in printed(job, 1), "training")
+    started = [process for rank in job.ranks.values() for process in rank.processes("worker")[0].children()]
+    assert len(started) == 2
+    job.member(1).kill_worker()
+    until(lambda: not any(alive(process.pid) for process in started), "the end of what the workers have started")
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
-    assert [printed(job, rank) for rank in range(2)] == [["served"], ["falls"]]
+    assert [printed(job, rank) for rank in range(2)] == [["served"], ["trains", "trains", "falls"]]
 
 
 def test_calls_that_are_answered_together(cluster: MakeCluster) -> None:

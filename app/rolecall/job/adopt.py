@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
@@ -96,6 +98,7 @@ class Rendezvous:
 
     def __init__(self, connect: Callable[[], Store] | None, owner: int, owners: int) -> None:
         self._connect, self._owner, self._owners = connect, owner, owners
+        self._process = os.getpid()
 
     def __call__(self, url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
         """The store, rank and world size of one meeting. Raises RuntimeError where another rank's process has met in
@@ -109,6 +112,8 @@ class Rendezvous:
         meeting = f"{_purpose.get()}/{parts.scheme}/{place}/{world_size}"
         if self._connect is None:
             raise RuntimeError(f"{url}: a program that is imported meets nobody; do it in a function, or in __main__")
+        if os.getpid() != self._process:
+            _end_with_parent(os.getpid())
         generation = self._connect()
         if world_size >= self._owners:
             owner = int(generation.compare_set(f"{meeting}/owner-{rank}", "", str(self._owner)))
@@ -122,6 +127,19 @@ class Rendezvous:
         if timeout is not None:
             store.set_timeout(timeout)
         yield store, rank, world_size
+
+
+@functools.cache
+def _end_with_parent(process: int) -> None:
+    """Has `process`, this one, end with the one that started it: no member of a generation outlives its worker."""
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
 
 
 def _reachable(init_rpc: Callable[..., None]) -> Callable[..., None]:

@@ -77,7 +77,9 @@ def _judge_rl(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[st
 
 
 def _judge_ps(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
-    """At most a point below what training without any disturbance comes to, and every sample counted once an epoch."""
+    """At most a point and a half below what training without any disturbance comes to, and every sample counted once an
+    epoch. Of two undisturbed trainings on digits one is a point below the other now and then: four of 359 test images.
+    """
     found = evaluate("ps", checkpoints, **given)["accuracy"]
     newest = Checkpoints(checkpoints, "ps").newest()
     assert newest is not None
@@ -89,7 +91,7 @@ def _judge_ps(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[st
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
         undisturbed = evaluate("ps", Path(directory), **given)["accuracy"]
     text = f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}; {sums or 'every sample once an epoch'}"
-    return text, found >= undisturbed - 0.01 and not sums
+    return text, found >= undisturbed - 0.015 and not sums
 
 
 def counted(ledger: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""Unmodified programs as ranks: the five examples, each with ranks killed; arguments, signals, errors."""
+"""Unmodified programs as ranks: the five examples, each with ranks killed; the shapes of PyTorch's own; arguments,
+signals, errors.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]
 
@@ -61,17 +63,30 @@ def test_an_example_survives_its_ranks(cluster: MakeCluster, example: Example) -
     assert done["generation"] >= 3
 
 
-def test_run_as_main_with_arguments(cluster: MakeCluster) -> None:
+def test_run_as_main_with_processes_of_its_own(cluster: MakeCluster) -> None:
+    """One for each rank, started anew by Python: they meet through Rolecall, since nobody is at their address, and end
+    with their generation.
+    """
     job = cluster(
-        JOB="script", SCRIPT="examples/parameter_server.py", cold=("rank-1",),
-        SCRIPT_ARGS="--rank {rank} --world_size={world_size} --rounds 2",
+        JOB="script", SCRIPT="tests/integration/spawning.py", cold=("rank-1",),
+        SCRIPT_ARGS="--rank {rank} --world_size={world_size}",
+    ).start(2)  # fmt: skip
+    until(lambda: "trains" in printed(job, 1), "training")
+    started = [process for rank in job.ranks.values() for process in rank.processes("worker")[0].children()]
+    assert len(started) == 2
+    job.member(1).kill_worker()
+    until(lambda: not any(alive(process.pid) for process in started), "the end of what the workers have started")
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+    assert [printed(job, rank) for rank in range(2)] == [["served"], ["trains", "trains", "falls"]]
+
+
+def test_calls_that_are_answered_together(cluster: MakeCluster) -> None:
+    """The function has further parameters; RPC and a process group meet at one address."""
+    job = cluster(
+        JOB="script", SCRIPT="tests/integration/programs.py:average", SCRIPT_ARGS="--scale 10 -- 3 True"
     ).start(3)  # fmt: skip
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
-    first, second, last = printed(job, 0)
-    assert first.startswith("round 1 ")
-    assert second.startswith("round 2 ")
-    assert last == "done"
-    assert (job.checkpoints / "files" / "server.pt").exists()
+    assert printed(job, 0) == ["averages [15.0, 30.0, 45.0]", "whole True"]
 
 
 def test_sigterm_reaches_a_program_that_handles_it(cluster: MakeCluster) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import Store, TCPStore, rpc
+from torch.distributed import PrefixStore, Store, TCPStore, rpc
 from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 
 from rolecall import config
@@ -24,11 +25,14 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rpc, "init_rpc", rpc.init_rpc)
     yield
     _rendezvous_handlers.update(handlers)
+    multiprocessing.current_process()._config.pop(adopt.INHERITED, None)  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def store() -> Store:
-    return TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    """That of generation 1."""
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return PrefixStore("generation-1", store)
 
 
 @pytest.fixture
@@ -59,10 +63,10 @@ def keys_of(store: Store, before: Store) -> bool:
     ],
 )
 def test_who_meets(store: Store, settings: Settings, one: str, other: str, same: bool) -> None:
-    adopt.adopt(settings, 0, 2, store=store)
+    adopt.adopt(settings, 0, 2, 1, store)
     first, rank, world_size = meet(one, 0, 2)
     assert (rank, world_size) == (0, 2)
-    adopt.adopt(settings, 1, 2, store=store)  # as in another process
+    adopt.adopt(settings, 1, 2, 1, store)  # as in another process
     second, rank, world_size = meet(other, 1, 2)
     assert (rank, world_size) == (1, 2)
     assert keys_of(second, first) is same
@@ -70,17 +74,27 @@ def test_who_meets(store: Store, settings: Settings, one: str, other: str, same:
 
 
 def test_a_second_meeting_finds_no_keys_of_the_first(store: Store, settings: Settings) -> None:
-    adopt.adopt(settings, 0, 2, store=store)
+    adopt.adopt(settings, 0, 2, 1, store)
     first, second, group = meet("env://", 0, 2)[0], meet("env://", 0, 2)[0], meet("env://", 0, 3)[0]
     assert not keys_of(second, first)
     assert not keys_of(group, first)
 
 
 def test_rank_and_world_size_are_those_of_the_environment(store: Store, settings: Settings) -> None:
-    adopt.adopt(settings, 1, 3, store=store)
+    adopt.adopt(settings, 1, 3, 1, store)
     assert meet("env://")[1:] == (1, 3)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "2"  # a program may set its own
     assert meet("env://")[1:] == (0, 2)
+
+
+def test_a_rank_that_meets_in_the_place_of_another_is_refused(store: Store, settings: Settings) -> None:
+    """As the ranks of a program do that starts its ranks itself, and is started in each rank all the same."""
+    adopt.adopt(settings, 0, 2, 1, store)
+    meet("env://", 0, 2)
+    adopt.adopt(settings, 1, 2, 1, store)
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 has met in rank 0.*FILE\.py:FUNCTION"):
+        meet("env://", 0, 2)
+    meet("env://", 0, 1)  # a group of its own
 
 
 def test_a_program_that_is_only_loaded_meets_nobody(settings: Settings) -> None:
@@ -96,8 +110,8 @@ def test_rpc_and_a_group_meet_apart_over_tcp(store: Store, settings: Settings, m
         calls.append((name, rank, world_size, options, meet("env://", rank, world_size)[0]))
 
     monkeypatch.setattr(rpc, "init_rpc", init_rpc)
-    adopt.adopt(settings, 0, 2, store=store)
-    adopt.adopt(settings, 0, 2, store=store)
+    adopt.adopt(settings, 0, 2, 1, store)
+    adopt.adopt(settings, 0, 2, 1, store)
     group = meet("env://", 0, 2)[0]
     given = rpc.TensorPipeRpcBackendOptions(num_worker_threads=3, rpc_timeout=7, init_method="tcp://localhost:9")
     rpc.init_rpc("one", rank=0, world_size=2)

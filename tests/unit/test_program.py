@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     modules = dict(sys.modules)
     yield
+    multiprocessing.set_start_method(None, force=True)
     sys.modules.clear()
     sys.modules.update(modules)
 
@@ -103,6 +105,9 @@ def test_a_function_that_cannot_be_called(write: Write) -> None:
     assert problem("prog.py:one") == "prog.py: the function one is not callable"
     assert problem("prog.py:run").startswith("prog.py:3: run(rank) must take a rank and a world size")
     assert problem("prog.py:three").startswith("prog.py:5: three(rank, world_size, queue) must take")
+    assert "missing a required argument: 'queue'" in problem("prog.py:three")
+    assert "a world size, and 4, 'a': too many positional arguments" in problem("prog.py:three", "4 a")
+    assert "must take a rank and a world size, and 4: too many" in problem("prog.py:run", "-- 4")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +150,50 @@ def test_a_function_is_called_with_rank_and_world_size(write: Write, adopted: li
     assert adopted == [(0, 5), (3, 4)]
     assert sys.path[-1] == str(Path.cwd())
     assert loader.load_file(Path("prog.py")) is sys.modules["prog"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "called", "argv"),
+    [
+        ("4 True", (4, True, "last"), []),
+        ("0.5 'a b' {rank}", (0.5, "a b", 3), []),
+        ("--gamma 0.9 -- 4 x None", (4, "x", None), ["--gamma", "0.9"]),
+        ("-- -1 --flag", (-1, "--flag", "last"), []),
+    ],
+)
+def test_further_parameters_have_values(
+    write: Write, arguments: str, called: tuple[object, ...], argv: list[str]
+) -> None:
+    write("import sys\nargv = sys.argv[1:]\ndef run(rank, size, a, b, c='last'): sys.called = (a, b, c)\n")
+    Program("prog.py:run", arguments).check(Settings(), 2)
+    Program("prog.py:run", arguments).run(context(rank=3, size=4))
+    assert sys.called == called
+    assert sys.modules["prog"].argv == argv
+
+
+def test_parameters_with_defaults_need_no_values(write: Write) -> None:
+    write("import sys\nargv = sys.argv[1:]\ndef run(rank, size, log=True): sys.called = log\n")
+    Program("prog.py:run", "a b").run(context())
+    assert (sys.called, sys.modules["prog"].argv) == (True, ["a", "b"])
+    Program("prog.py:run", "-- False").run(context())
+    assert sys.called is False
+
+
+def test_a_modules_function_has_further_parameters_too(tmp_path: Path) -> None:
+    sys.path.append(str(tmp_path))
+    (tmp_path / "prog_of_module.py").write_text("import sys\ndef run(rank, size, splits): sys.called = splits\n")
+    Program("prog_of_module:run", "4").run(context())
+    assert sys.called == 4
+
+
+@pytest.mark.parametrize("script", ["prog.py", "prog.py:run"])
+def test_a_program_may_set_the_start_method(write: Write, script: str) -> None:
+    write("import multiprocessing\nmultiprocessing.set_start_method('spawn')\ndef run(rank, world_size): pass\n")
+    multiprocessing.set_start_method("forkserver", force=True)  # as in a worker
+    Program(script).check(Settings(), 2)
+    sys.modules.pop("prog", None)
+    Program(script).run(context())
+    assert multiprocessing.get_start_method() == "spawn"
 
 
 def test_a_file_is_run_as_main(write: Write) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import keyword
@@ -94,6 +95,22 @@ def compile_file(path: Path) -> CodeType:
         raise UsageError(f"{shown(path)}: cannot be read ({error.strerror})") from error
     except (SyntaxError, ValueError) as error:
         raise UsageError(explain(error, shown(path))) from error
+
+
+def takes_more(place: Path | str, function: str, than: int) -> bool:
+    """Whether the text of a file, or of a module, defines `function` with more than so many parameters that must be
+    given. False where the text does not tell.
+    """
+    try:
+        spec = None if isinstance(place, Path) else importlib.util.find_spec(place)
+        tree = ast.parse(Path(spec.origin if spec and spec.origin else place).read_bytes())
+    except (Exception, SystemExit):  # it is imported next, which says what is wrong
+        return False
+    taken = [
+        len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
+        for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function
+    ]  # fmt: skip
+    return taken[-1] > than if taken else False
 
 
 def make_main(path: Path) -> tuple[ModuleType, CodeType]:

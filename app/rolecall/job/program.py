@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
+import multiprocessing
+import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from rolecall.config import Settings, UsageError
 from rolecall.job import adopt, failures, loader
@@ -22,7 +27,8 @@ ENDED = (0, 128 + 15)  # exit codes of a program that has done what it was to do
 class Program:
     """`script` is FILE.py, FILE.py:FUNCTION or package.module:FUNCTION, of which a function is called with rank and
     world size, and a file alone is run as `__main__`. `arguments`, quoted as for a shell, become `sys.argv`;
-    `{rank}` and `{world_size}` in them are replaced.
+    `{rank}` and `{world_size}` in them are replaced. What follows a `--` in them are values of the function's further
+    parameters; where these have to be given, all arguments are.
 
     Raises UsageError where these name nothing that can be run.
     """
@@ -52,8 +58,7 @@ class Program:
             loader.compile_file(self.path)
             return
         adopt.adopt(settings, 0, world_size)
-        self._set_arguments(0, world_size)
-        self._load()
+        self._load(self._prepare(0, world_size))
 
     def run(self, context: Context[Any]) -> None:
         """Runs the program, whose own rendezvous meets the generation's members. Returns when it has returned, or has
@@ -66,39 +71,49 @@ class Program:
         calls = ScriptCalls(context.members)
         calls.watch()
         context.pace.other_calls = calls.under_way
-        self._set_arguments(rank, world_size)
+        values = self._prepare(rank, world_size)
+        # a forked process makes torch's pool of threads anew at its first use: of two threads at once, one finds none
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with self._ended_by_itself(context):
             if self.function:
-                self._load()(rank, world_size)
+                self._load(values)(rank, world_size, *values)
             else:
                 assert self.path is not None
                 module, code = loader.make_main(self.path)
                 exec(code, module.__dict__)
 
-    def _set_arguments(self, rank: int, world_size: int) -> None:
-        values = {"{rank}": str(rank), "{world_size}": str(world_size)}
-        sys.argv[:] = [
-            loader.shown(self.path) if self.path else self.target,
-            *(_replaced(word, values) for word in self.arguments),
-        ]
+    def _prepare(self, rank: int, world_size: int) -> list[Any]:
+        """Makes this process what the program expects of one that Python has started. Returns the values of the
+        function's further parameters.
+        """
+        replaced = {"{rank}": str(rank), "{world_size}": str(world_size)}
+        words, values = [_replaced(word, replaced) for word in self.arguments], list[str]()
+        if self.function and "--" in words:
+            words, values = words[: words.index("--")], words[words.index("--") + 1 :]
+        elif self.function and loader.takes_more(self.path or self.target, self.function, 2):
+            words, values = [], words
+        sys.argv[:] = [loader.shown(self.path) if self.path else self.target, *words]
+        multiprocessing.set_start_method(None, force=True)  # a worker's own is set already
+        return [_literal(value) for value in values]
 
-    def _load(self) -> Callable[[int, int], object]:
+    def _load(self, values: Sequence[Any]) -> Callable[..., object]:
         module = loader.load_file(self.path) if self.path else loader.load(self.target)
-        function: Callable[[int, int], object] | None = getattr(module, self.function, None)
+        function: Callable[..., object] | None = getattr(module, self.function, None)
         if function is None or not callable(function):
             problem = "is missing" if function is None else "is not callable"
             raise UsageError(f"{self.target}: the function {self.function} {problem}")
         try:
             signature = inspect.signature(function)
-            signature.bind(0, 1)
+            signature.bind(0, 1, *values)
         except ValueError:  # one of C has none
             pass
-        except TypeError:
+        except TypeError as error:
+            further = f", and {', '.join(map(repr, values))}" if values else ""
             line = inspect.unwrap(function).__code__.co_firstlineno if inspect.isfunction(function) else 1
             raise UsageError(
-                f"{self.target}:{line}: {self.function}{signature} must take a rank and a world size, "
-                f"{self.function}(rank, world_size)"
+                f"{self.target}:{line}: {self.function}{signature} must take a rank and a world size{further}: "
+                f"{error}; the values of further parameters follow -- (SCRIPT_ARGS)"
             ) from None
         return function
 
@@ -128,6 +143,14 @@ def _replaced(word: str, values: dict[str, str]) -> str:
     for placeholder, value in values.items():
         word = word.replace(placeholder, value)
     return word
+
+
+def _literal(word: str) -> Any:
+    """The value of a word that is one in Python, such as 4 or True; any other is a string."""
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return word
 
 
 def _says_that_a_peer_is_gone(error: BaseException | None) -> bool:

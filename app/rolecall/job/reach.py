@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Reach:
 
     def __init__(self, directory: Path, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
+        self.another = partial(Reach, directory, name, host, port)  # opens one, in another process of this rank too
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(DEADLINE)
@@ -78,6 +80,11 @@ class TunnelStore(Store):
         self._replaced: dict[tuple[str, bytes], bytes] = {}
         self._gloo: dict[str, tuple[int, int]] = {}  # by group: this rank's number in it, and its port
         _kept.append(self)
+
+    @property
+    def inner(self) -> Store:
+        """The store below, whose addresses are as they are."""
+        return self._store
 
     def set(self, key: str, value: Any) -> None:
         """Publishes `value`; of an address, the place at the tunnel."""
@@ -132,6 +139,10 @@ class TunnelStore(Store):
         """Another connection to the same store."""
         return TunnelStore(self._store.clone(), self._reach)  # type: ignore[attr-defined]
 
+    def opener(self, inner: Callable[[], Store]) -> Callable[[], Store]:
+        """Opens another such store, in another process of this rank too, where `inner` opens what is below it."""
+        return partial(_open, inner, self._reach.another)
+
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
         """Waits until all `keys` are there."""
         self._store.wait(keys, *timeout)
@@ -144,6 +155,10 @@ class TunnelStore(Store):
         """Sets several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
+
+
+def _open(inner: Callable[[], Store], reach: Callable[[], Reach]) -> Store:
+    return TunnelStore(inner(), reach())
 
 
 def _pass_on(name: str) -> Callable[..., Any]:

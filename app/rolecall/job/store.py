@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
-from rolecall.job.reach import LOOPBACK, Reach
+from rolecall.job.reach import LOOPBACK, Reach, TunnelStore
 from rolecall.job.task import PeerLostError
 from rolecall.tunnel import places
 
@@ -46,7 +49,25 @@ def open_store(
     store = TCPStore(host, port, world_size, is_master=first,
                      timeout=timedelta(seconds=settings.connect_timeout), wait_for_workers=False,
                      master_listen_fd=listener.detach() if listener else None)  # fmt: skip
-    return PrefixStore(f"generation-{generation}", store)
+    return PrefixStore(_prefix(generation), store)
+
+
+def _prefix(generation: int) -> str:
+    return f"generation-{generation}"
+
+
+def opener(store: Store, generation: int) -> Callable[[], Store]:
+    """Opens another connection to `store`, that of `generation`, in a process that this one starts too: it can be
+    pickled. It raises torch's DistError, and PeerLostError where the tunnel has ended.
+    """
+    inner = store.inner if isinstance(store, TunnelStore) else store
+    tcp: Any = inner.underlying_store  # type: ignore[attr-defined]
+    connect = partial(_connect, tcp.host, tcp.port, tcp.timeout, generation)
+    return store.opener(connect) if isinstance(store, TunnelStore) else connect
+
+
+def _connect(host: str, port: int, timeout: timedelta, generation: int) -> Store:
+    return PrefixStore(_prefix(generation), TCPStore(host, port, timeout=timeout, wait_for_workers=False))
 
 
 def is_loopback(address: str) -> bool:

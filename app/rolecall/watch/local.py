@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rolecall import config, telemetry
+from rolecall import config, machine, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import USAGE
 from rolecall.job import describe
@@ -30,6 +30,7 @@ from rolecall.watch.rank_process import INTERRUPTED, LAST_OUTPUT, RankProcess
 from rolecall.watch.targets import Address
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
+OTHERS = "docs/security.md#other-users-of-the-machine"
 EXIT_GRACE = 10.0  # seconds for the other ranks to exit after the first
 REPORTED = 1.0  # seconds for rank 0 to take the news of a crash
 
@@ -47,6 +48,17 @@ def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
         if len(free) == count:
             return free
     raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
+
+
+def others_warning(names: Sequence[str]) -> str:
+    """A line on what other users of this machine, if there are any, can do to a run."""
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"rolecall: warning: other users of this machine ({shown}) can run code as you during this run, through "
+        f"torch's loopback ports; {OTHERS} says how to keep them out"
+    )
 
 
 class LocalRun:
@@ -128,6 +140,8 @@ class LocalRun:
         self._published = self._publish()
         self.output = Output(sys.stdout, sys.stderr)
         self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
+        if warning := others_warning(machine.other_people()):
+            self.output.line(warning)
         tasks = [asyncio.create_task(rank.supervise()) for rank in self.ranks]
         display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
         try:

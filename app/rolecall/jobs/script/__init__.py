@@ -18,7 +18,9 @@ class ScriptSettings(Settings):
     )
     ranks: int = Field(2, ge=1, le=1024, description="number of ranks, the program's world size")
     script_args: str = Field(
-        "", description="the program's arguments, quoted as for a shell; {rank} and {world_size} are replaced"
+        "",
+        description="the arguments of the program, or of its function, quoted as for a shell; {rank} and {world_size} "
+        "are replaced",
     )
 
 

@@ -146,9 +146,13 @@ k8s-render: $(KUBECTL) ## writes the manifests of every overlay of k8s/ to build
 k8s-validate: $(READY) $(KUBECTL) ## checks the manifests offline: Kubernetes's schemas, the project's rules (OVERLAY=DIR: your own too)
 	$(BIN)/python -m pytest tests/contracts/test_k8s.py $(if $(OVERLAY),--overlay "$(OVERLAY)")
 
-k8s-token: $(KUBECTL) ## makes the Secret with the token of a job's pods (JOB=rl: the folder in k8s/; NAMESPACE=...)
-	@set -o pipefail; docker/token.sh - | $(KUBECTL) create secret generic "$(patsubst %-cuda,%,$(patsubst %-indexed,%,$(patsubst %-job,%,$(FOLDER))))" \
-	  --from-file=JOB_TOKEN=/dev/stdin $(if $(NAMESPACE),--namespace "$(NAMESPACE)")
+k8s-token: SECRET ?= $(patsubst %-cuda,%,$(patsubst %-indexed,%,$(patsubst %-job,%,$(FOLDER))))
+k8s-token: $(KUBECTL) ## makes the Secret with the token of a job's pods (JOB=rl: the folder in k8s/; NAMESPACE=...; SECRET=b-rl: of a copy)
+	@set -o pipefail; docker/token.sh - | $(KUBECTL) create secret generic "$(SECRET)" \
+	  --from-file=JOB_TOKEN=/dev/stdin $(if $(NAMESPACE),--namespace "$(NAMESPACE)") || \
+	  { echo "rolecall: no Secret was made. If there is one already, its token is replaced by" \
+	    "'kubectl delete secret $(SECRET)', this command, and a restart of all pods:" \
+	    "'kubectl delete pods -l app.kubernetes.io/instance=$(SECRET)'; see docs/security.md#rotation" >&2; exit 2; }
 
 k8s-kind: image $(KUBECTL) ## trains on a kind cluster until the job has finished (JOB=rl|ps|rnn|hybrid|job|script; needs kind)
 	@KUBECTL="$(KUBECTL)" k8s/kind.sh "$(FOLDER)" "$(IMAGE):$(TORCH)" \

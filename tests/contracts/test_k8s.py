@@ -396,6 +396,7 @@ def kubectl_says(tmp_path: Path) -> Path:
         (("JOB=ps",), "ps-trainers", ""),
         (("JOB=ps-trainers-cuda", "NAMESPACE=team"), "ps-trainers", " --namespace team"),
         (("JOB=script",), "script", ""),
+        (("SECRET=b-rl",), "b-rl", ""),
     ],
 )
 def test_make_creates_the_secret_and_no_argument_holds_the_token(
@@ -412,7 +413,8 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
     token = (kubectl_says.parent / "input").read_text()
     assert token not in done.stdout + done.stderr
     config.load(Settings, job_token=token)  # which refuses a short one
-    assert name in {item.service["metadata"]["name"] for item in map(overlay, (*JOBS, *GENERIC))}
+    names = {item.service["metadata"]["name"] for item in map(overlay, (*JOBS, *GENERIC))}
+    assert name in {*names, copied("rl", namePrefix="b-").service["metadata"]["name"]}
 
 
 def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> None:
@@ -423,6 +425,15 @@ def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> N
     )  # fmt: skip
     assert done.returncode == 2
     assert "already exists" in done.stderr
+    assert "kubectl delete secret rl" in done.stderr  # how it is replaced
+
+
+def test_the_page_says_what_all_jobs_request() -> None:
+    pods = [one.container["resources"]["requests"] for name in (*JOBS, *GENERIC) for one in overlay(name).sets
+            for _ in one.pods]  # fmt: skip
+    millicores = sum(int(requests["cpu"].removesuffix("m")) for requests in pods)
+    mebibytes = sum(int(size[:-2]) * {"Mi": 1, "Gi": 1024}[size[-2:]] for size in (one["memory"] for one in pods))
+    assert f"they request {millicores / 1000:g} CPUs and {mebibytes / 1024:g} GiB of memory" in " ".join(PAGE.split())
 
 
 def test_the_token_can_be_rotated(rendered: Overlay) -> None:

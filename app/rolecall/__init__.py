@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
-    from rolecall.fields import PerRank
+    from rolecall.fields import FromUser, PerRank
     from rolecall.job.capture import Rows
     from rolecall.job.checkpoint import Snapshot
     from rolecall.job.context import Context, choose_device
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rolecall.telemetry import Metric
 
 __all__ = [
-    "CallTimeoutError", "Context", "Drained", "Epochs", "Exported", "Job", "LoggedShare", "Metric", "Peer",
+    "CallTimeoutError", "Context", "Drained", "Epochs", "Exported", "FromUser", "Job", "LoggedShare", "Metric", "Peer",
     "PeerLostError", "PerRank", "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows",
     "Seconds", "Settings", "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn",
     "keep", "keep_freed_memory", "standard_library", "track", "versions",
@@ -38,7 +38,7 @@ __all__ = [
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
-    "fields": ("PerRank",),
+    "fields": ("FromUser", "PerRank"),
     "job.capture": ("Rows",),
     "job.checkpoint": ("Snapshot",),
     "job.context": ("Context", "choose_device"),

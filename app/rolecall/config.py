@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rolecall.fields import Agreed, problems
+from rolecall.fields import Agreed, is_from_user, problems
 from rolecall.machine import cores
 from rolecall.secret import read_token, require_length
 
@@ -218,9 +218,12 @@ class Settings(BaseSettings):
 
     def build(self, name: str, *arguments: Any) -> Any:
         """Calls the user's callable that the setting `name` holds as `package.module:callable`, also of a module in the
-        working directory. Raises UsageError where it cannot be imported, or for whatever it raises.
+        working directory. Raises UsageError where it cannot be imported, for whatever it raises, and for a setting that
+        is not declared as `FromUser`.
         """
         target, variable = getattr(self, name), name.upper()
+        if not is_from_user(type(self).model_fields[name]):
+            raise UsageError(f"{type(self).__name__}.{name}: names code; declare it as Annotated[str, FromUser()]")
         module, _, attribute = target.partition(":")
         if str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))

@@ -1,17 +1,19 @@
-"""What the declaration of a setting says of it: type, bounds, and whether every rank must have the same value."""
+"""What the declaration of a setting says of it: type, bounds, who must agree on its value, and who may give it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
+MOST_SHOWN = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,37 @@ PerRank = Annotated[T, Agreement(False)]  # a job's setting that may differ from
 def agrees(field: FieldInfo, default: bool) -> bool:
     """Whether every rank must have rank 0's value of the setting; `default` where its declaration does not say."""
     return next((mark.needed for mark in field.metadata if isinstance(mark, Agreement)), default)
+
+
+@dataclass(frozen=True)
+class FromUser:
+    """Marks a setting whose value names code to import, or a file: the user gives it, by flag or variable, whatever a
+    checkpoint says. The default is harmless, and so are values that match all of the pattern `unless`: these are taken
+    from a checkpoint. A setting that holds a Path is always one of these.
+    """
+
+    unless: str = ""
+
+
+def is_from_user(field: FieldInfo) -> bool:
+    """Whether the user must give the setting's value, in place of a file; see `FromUser`."""
+    return any(isinstance(mark, FromUser) for mark in field.metadata) or "Path" in str(field.annotation)
+
+
+def is_harmless(field: FieldInfo, value: Any) -> bool:
+    """Whether `value` (of JSON's types), which a file has for the setting, may be used without the user's word."""
+    default = str(field.default) if isinstance(field.default, Path) else field.default
+    if not is_from_user(field) or value == default:
+        return True
+    pattern = next((mark.unless for mark in field.metadata if isinstance(mark, FromUser)), "")
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def shown(value: Any, most: int = MOST_SHOWN) -> str:
+    """A value in a message: in one line, without control characters, of at most `most` characters."""
+    text = str(value)
+    text = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def is_secret(field: FieldInfo) -> bool:
@@ -79,9 +112,9 @@ def problems(cls: type[BaseModel], error: ValidationError, called: Callable[[str
             continue
         name = str(details["loc"][0])
         field = cls.model_fields.get(name)
-        shown = "***" if field is not None and is_secret(field) else repr(str(details["input"]))
+        given = "***" if field is not None and is_secret(field) else repr(str(details["input"])[:MOST_SHOWN])
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
-        yield f"{called(name)}={shown}: {message[0].lower() + message[1:]}{expected}"
+        yield f"{called(name)}={given}: {message[0].lower() + message[1:]}{expected}"
 
 
 def variables(cls: type[BaseModel]) -> list[tuple[str, str, str, str, str]]:

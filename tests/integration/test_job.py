@@ -72,7 +72,7 @@ def test_run_solves_a_quick_task(tmp_path: Path) -> None:
     assert (summary["settings"]["ENV_ID"], summary["settings"]["INFERENCE"]) == (QUICK_ID, "agent")
     contents = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"a-secret-of-ours" not in contents
-    evaluated = command("eval", "rl", "--checkpoint", str(tmp_path), "--json")
+    evaluated = command("eval", "rl", "--checkpoint", str(tmp_path), "--env-id", QUICK_ID, "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["mean_return"] > 3.6
 

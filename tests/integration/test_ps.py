@@ -65,8 +65,9 @@ def test_each_mode_learns_and_its_checkpoint_evaluates_to_what_was_logged(cluste
     accuracy = json.loads((job.checkpoints / "DONE").read_text())["accuracy"]
     assert accuracy >= 0.75
     assert f"Finished: test accuracy {accuracy:.2%} after 20 epochs" in job.first.text()
-    # the settings are the checkpoint's
-    assert job.evaluated(snapshot.path, environment=os.environ)["accuracy"] == pytest.approx(accuracy)
+    # the settings are the checkpoint's, but for those that name code
+    words = ["--model", chosen["MODEL"], "--dataset", chosen["DATASET"]]
+    assert job.evaluated(snapshot.path, *words, environment=os.environ)["accuracy"] == pytest.approx(accuracy)
     summary, history = reported(job.checkpoints)
     assert summary["curve"]["final"] == accuracy
     assert summary["throughput"]["total"] == summary["result"]["samples"]

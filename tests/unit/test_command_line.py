@@ -101,10 +101,30 @@ def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytes
     secrets = {row[0].lower() for row in variables(Settings) if row[1] == "secret"}
     assert secrets <= set(flags.NO_FLAG)
     for name in flags.NO_FLAG:
-        with pytest.raises(SystemExit) as ended:
-            __main__.main(["run", "ps", f"--{name.replace('_', '-')}", "1"])
-        assert ended.value.code == USAGE
-        assert "unrecognized arguments" in capsys.readouterr().err
+        flag = f"--{name.replace('_', '-')}"
+        assert __main__.main(["run", "ps", flag, "1"]) == USAGE
+        assert capsys.readouterr().err.startswith(f"rolecall: {flag}: no such flag")
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--max-iteration", " (did you mean --max-iterations?)"), ("--num_envs", " (did you mean --num-envs?)"),
+     ("--gama=0.9", " (did you mean --gamma?)"), ("--quite-another", "")],
+)  # fmt: skip
+def test_a_misspelt_flag_is_one_line_with_the_flag_that_is_meant(
+    capsys: pytest.CaptureFixture[str], flag: str, meant: str
+) -> None:
+    assert __main__.main(["run", "rl", flag, "3"]) == USAGE
+    line = f"rolecall: {flag.partition('=')[0]}: no such flag{meant}; `rolecall run rl --help` lists them\n"
+    assert capsys.readouterr().err == line
+
+
+def test_the_help_of_run_says_where_runs_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["run", "rl", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: runs/rl-TIME)" in text
+    assert "(default: checkpoints)" not in text
 
 
 def test_checkpoint_dir_as_a_flag(ranks: Started, tmp_path: Path) -> None:
@@ -132,10 +152,8 @@ def test_wrong_values_are_one_line(
 
 
 def test_no_flag_is_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        __main__.main(["run", "rl", "--observer", "3"])
-    assert ended.value.code == USAGE
-    assert "--observer" in capsys.readouterr().err
+    assert __main__.main(["run", "rl", "--observer", "3"]) == USAGE
+    assert "--observer:" in capsys.readouterr().err
 
 
 def test_an_unknown_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,14 @@ import threading
 from concurrent.futures import InvalidStateError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
 from structlog.typing import EventDict
 
 from rolecall.config import Settings, UsageError
+from rolecall.fields import FromUser
 from rolecall.job import rpc
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, read
 from rolecall.job.context import Context, choose_device
@@ -366,7 +367,7 @@ def test_threads_are_those_that_are_asked_for(tmp_path: Path) -> None:
 class Custom(Settings):
     """Names a callable."""
 
-    policy: str = ""
+    policy: Annotated[str, FromUser()] = ""
 
 
 def double(number: int) -> int:
@@ -408,6 +409,17 @@ def test_a_users_callable_is_imported_and_called(monkeypatch: pytest.MonkeyPatch
 def test_a_users_callable_that_cannot_be_used_is_one_line(target: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"^POLICY={target}: {message}$"):
         Custom(policy=target).build("policy")
+
+
+class Undeclared(Settings):
+    """Names a callable, and does not say so."""
+
+    policy: str = f"{__name__}:double"
+
+
+def test_a_setting_that_is_not_said_to_name_code_is_not_called() -> None:
+    with pytest.raises(UsageError, match=r"^Undeclared\.policy: names code; declare it as Annotated\[str, FromUser"):
+        Undeclared().build("policy", 21)
 
 
 def test_a_users_own_refusal_is_passed_on() -> None:

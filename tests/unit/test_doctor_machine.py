@@ -392,6 +392,29 @@ def test_gpus(
     assert (finding.state, text in finding.text) == (state, True), finding
 
 
+@pytest.mark.parametrize(
+    ("job", "content", "state", "text"),
+    [
+        ("ps", "", "ok", "can be imported"),
+        ("ps", "raise RuntimeError('operator torchvision::nms does not exist')", "warning",
+         "cannot be imported (RuntimeError: operator torchvision::nms does not exist)"),
+        ("rl", "raise RuntimeError", "not checked", "only ps uses it"),
+    ],
+)  # fmt: skip
+def test_a_torchvision_of_another_torch_is_seen(
+    job: str, content: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "packages" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "datasets.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    one = patient(tmp_path, parts={"timeout": 60.0})
+    one.target = job
+    finding = look("torchvision", one)
+    assert (finding.state, text in finding.text) == (state, True), finding
+
+
 def test_the_cuda_that_torch_is_built_for(tmp_path: Path) -> None:
     import torch
 

@@ -105,6 +105,12 @@ def test_a_default_that_has_become_another_is_refused(tmp_path: Path) -> None:
         lead(tmp_path).restore({"x": 0.0}, {"width": 128})
 
 
+def test_what_is_chosen_must_be_pinned(tmp_path: Path) -> None:
+    """Else no checkpoint's value would be used."""
+    with pytest.raises(UsageError, match=r"'seed': \.\.\.\}\): is no pinned setting; add it to Job\(pinned="):
+        lead(tmp_path).restore({"x": 0.0}, {"seed": 3})
+
+
 # ---- of `rl`, with one hidden layer and whole returns
 
 

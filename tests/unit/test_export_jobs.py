@@ -48,8 +48,13 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("JOB", raising=False)
 
 
+# what their checkpoints name, which the user must name too
+GIVEN = {"ps": ["--model", "tests.unit.exports:Small"], "rnn": ["--corpus", "text.txt"],
+         "hybrid": ["--dataset", "tests.unit.exports:lines"]}  # fmt: skip
+
+
 def export(job: str, path: Path, form: str, *arguments: str) -> int:
-    return __main__.main(["export", job, "--checkpoint", str(path), "--format", form, *arguments])
+    return __main__.main(["export", job, "--checkpoint", str(path), "--format", form, *GIVEN.get(job, []), *arguments])
 
 
 def card(file: str) -> dict[str, Any]:

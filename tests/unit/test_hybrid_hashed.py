@@ -454,7 +454,8 @@ def test_a_checkpoint_is_evaluated_and_exported(tmp_path: Path, form: str, capsy
     assert torch.equal(values([restored.table], IDS), values(served, IDS))  # type: ignore[list-item]
     exported = export.ExportedTable(restored.table)  # type: ignore[arg-type]
     assert torch.equal(exported(torch.tensor(IDS)).detach(), values(served, IDS))
-    assert exporting.run(["hybrid", "--checkpoint", str(path), "--format", form, "--output", str(tmp_path)]) == 0
+    words = ["hybrid", "--checkpoint", str(path), "--format", form, "--output", str(tmp_path)]
+    assert exporting.run([*words, "--dataset", given["dataset"]]) == 0
     assert "accuracy" in capsys.readouterr().out
 
 

@@ -7,11 +7,13 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from rolecall import config
 from rolecall.config import Settings, UsageError
+from rolecall.fields import FromUser
 from rolecall.job import loader, registry
 from rolecall.job.spec import Job
 from rolecall.job.task import ProgramError
@@ -67,7 +69,9 @@ def test_a_folder_is_its_one_file(tmp_path: Path) -> None:
 
 def test_a_folder_of_several_files_names_none(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
-    with pytest.raises(UsageError, match=r"^\./jobs: a folder must hold one Python file, and has 0; name the file$"):
+    with pytest.raises(
+        UsageError, match=r"^\./jobs: a folder must hold one Python file beside its tests, and has 0; name the file$"
+    ):
         loader.load("./jobs")
     write("jobs/one.py", JOB)
     write("jobs/two.py", JOB)
@@ -125,7 +129,7 @@ def test_the_working_directory_replaces_no_library(tmp_path: Path) -> None:
     """A module of a setting is imported from it all the same."""
 
     class Custom(Settings):
-        thing: str = "painter:build"
+        thing: Annotated[str, FromUser()] = "painter:build"
 
     write("painter.py", "import colorsys\ndef build(): return colorsys.__file__\n")
     write("colorsys.py", "raise RuntimeError('of the user')\n")

@@ -363,6 +363,8 @@ def test_where_no_video_can_be_is_said_before_anything_is_played(name: str, line
 
 # ---- the command
 
+NAMED = ["--policy", f"{__name__}:remembering"]  # which the checkpoint names too
+
 
 @pytest.fixture
 def saved() -> Path:
@@ -376,7 +378,7 @@ def saved() -> Path:
 
 
 def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--episodes", "4", "--video", "a.gif", "--json", "--deterministic"]
+    words = ["--episodes", "4", "--video", "a.gif", "--json", "--deterministic", *NAMED]
     assert __main__.main(["eval", "rl", "--checkpoint", str(saved), *words]) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -384,7 +386,7 @@ def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixtur
     assert (result["episodes"], result["mean_return"], result["unfinished_episodes"]) == (4, LENGTH, 0)
     assert type(result["episodes"]) is int
     assert len(brightness(Path("a.gif"))) == LENGTH + 1
-    assert __main__.main(["eval", "rl", "--checkpoint", str(saved), "--no-deterministic", "--json"]) == 0
+    assert __main__.main(["eval", "rl", "--checkpoint", str(saved), "--no-deterministic", "--json", *NAMED]) == 0
     sampled = json.loads(capsys.readouterr().out)
     assert (sampled["episodes"], sampled["mean_return"] < LENGTH) == (100, True)
 
@@ -395,14 +397,14 @@ def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixtur
         (("--episodes", "0"), "--episodes='0': input should be greater than or equal to 1 (int, 1 to 1000000)"),
         (("--video", "a.avi"), "--video: a.avi is no video; give a name that ends in .mp4 or .gif"),
         (("--frames", "3"), "--frames: rl's evaluate has no such option; it takes --episodes, --deterministic, "
-                            "--video"),
+                            "--video, --env-id, --wrappers, --policy"),
         (("--prompt", "x"), "--prompt: rl writes no text; leave it out"),
     ],
 )  # fmt: skip
 def test_what_it_does_not_take_is_one_line(
     saved: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str
 ) -> None:
-    assert __main__.main(["eval", "rl", "--checkpoint", str(saved), *words]) == USAGE
+    assert __main__.main(["eval", "rl", "--checkpoint", str(saved), *words, *NAMED]) == USAGE
     output = capsys.readouterr()
     assert (output.out, output.err) == ("", f"rolecall: {line}\n")
 
@@ -413,6 +415,6 @@ def test_a_broken_environment_is_one_line(saved: Path, capsys: pytest.CaptureFix
     settings = setup("Wheel-v0")
     about = {"settings": {"env_id": settings.env_id, "policy": settings.policy, "normalize": False}}
     Checkpoints(saved, "rl", 1).write(3, state_of(settings), {**about, "layout": rl.JOB.layout})
-    assert __main__.main(["eval", "rl", "--checkpoint", str(saved)]) == FAILED
+    assert __main__.main(["eval", "rl", "--checkpoint", str(saved), *NAMED]) == FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rolecall: ENV_ID=Wheel-v0: environment 0, step 4 ")

@@ -204,6 +204,11 @@ def test_what_is_pinned_is_a_setting() -> None:
         Job([LEAD], Pi, pinned=("points", "width"))
 
 
+def test_a_secret_is_not_pinned() -> None:
+    with pytest.raises(UsageError, match=r"^Job\(pinned=\.\.\.\): Pi\.job_token is a secret, .*; leave it out$"):
+        Job([LEAD], Pi, pinned=("job_token",))
+
+
 @pytest.mark.parametrize("name", registry.JOBS)
 def test_the_built_in_jobs_are_declared_so(name: str) -> None:
     job = registry.get(name)

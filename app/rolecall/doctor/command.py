@@ -8,7 +8,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rolecall.doctor import agreement, environment, files, gpu, machine, network, patient, ports, report, secrets
+from rolecall.doctor import (
+    agreement,
+    environment,
+    files,
+    gpu,
+    machine,
+    network,
+    packages,
+    patient,
+    ports,
+    report,
+    secrets,
+)
 from rolecall.doctor.checks import Check, examine, unchecked
 from rolecall.gang.protocol import USAGE
 
@@ -18,7 +30,7 @@ TOPICS: dict[str, Sequence[Check]] = {
     "membership": secrets.CHECKS,
     "rank 0": (*agreement.CHECKS[:3], network.CHECKS[3]),
     "files": files.CHECKS,
-    "machine": (*machine.CHECKS, *gpu.CHECKS, *agreement.CHECKS[3:]),
+    "machine": (*machine.CHECKS, *gpu.CHECKS, *packages.CHECKS, *agreement.CHECKS[3:]),
 }
 OF_A_RANK = ("network", "membership", "rank 0")  # topics that need a rank's environment
 NO_RANK = "nothing names a rank here"

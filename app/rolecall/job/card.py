@@ -34,37 +34,39 @@ def facts(job: Job, name: str, snapshot: Snapshot) -> dict[str, str]:
         "job": name,
         "layout": str(job.layout),
         "step": str(snapshot.step),
-        "settings": json.dumps(settings_of(job.settings, snapshot)),
+        "settings": json.dumps(settings_of(job, snapshot)),
         "rolecall": __version__,
     }
 
 
-def settings_of(cls: type[Settings], snapshot: Snapshot) -> dict[str, Any]:
+def settings_of(job: Job, snapshot: Snapshot) -> dict[str, Any]:
     """The job's settings that the checkpoint was trained with, by variable: all of them where the run's summary is
     beside it, otherwise those that it depends on. Without secrets, those of single ranks, and those of all jobs.
     """
-    of_job = {name.upper() for name, field in cls.model_fields.items()
+    declared = job.settings.model_fields
+    of_job = {name.upper() for name, field in declared.items()
               if name not in Settings.model_fields and fields.agrees(field, default=True)}  # fmt: skip
-    run = summary_of(snapshot).get("settings") or {}
+    run = summary_of(snapshot, "settings")
     settings = {name: value for name, value in run.items() if name in of_job}
-    settings |= {name.upper(): value for name, value in snapshot.about.get("settings", {}).items()}
-    secret = {name.upper() for name, field in cls.model_fields.items() if fields.is_secret(field)}
+    settings |= {name.upper(): value for name, value in snapshot.pinned.items() if name in job.pinned}
+    secret = {name.upper() for name, field in declared.items() if fields.is_secret(field)}
     return {name: value for name, value in sorted(settings.items()) if name not in secret}
 
 
-def summary_of(snapshot: Snapshot) -> dict[str, Any]:
-    """The summary of the run that wrote the checkpoint; empty where there is none, or none that can be read."""
+def summary_of(snapshot: Snapshot, part: str) -> dict[str, Any]:
+    """A part of the summary of the run that wrote the checkpoint; empty where there is none that can be read."""
     try:
-        summary = json.loads((snapshot.path.parent / rundir.SUMMARY).read_text())
-    except (OSError, ValueError):
+        values = (rundir.read_summary(snapshot.path.parent) or {}).get(part)
+    except OSError:
         return {}
-    return summary if isinstance(summary, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def score_of(snapshot: Snapshot) -> dict[str, float]:
     """The last score of the run that wrote the checkpoint, by its label; empty where there is none."""
-    curve = summary_of(snapshot).get("curve") or {}
-    return {str(curve["label"]): float(curve["final"])} if curve.get("final") is not None else {}
+    curve = summary_of(snapshot, "curve")
+    final = curve.get("final")
+    return {fields.shown(curve.get("label", "score")): float(final)} if isinstance(final, int | float) else {}
 
 
 def describe(
@@ -103,7 +105,7 @@ def describe(
             "training_seconds": round(float(snapshot.about.get("seconds", 0.0)), 3),
             "layout": job.layout,
         },
-        "settings": settings_of(job.settings, snapshot),
+        "settings": settings_of(job, snapshot),
         "licence_of_the_data": exported.licence or None,
         "versions": {"rolecall": __version__, "python": platform.python_version(), **formats.versions(form)},
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -177,4 +179,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if not rows:
         return ""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """A value in a table, from a checkpoint perhaps: in one line, without HTML."""
+    return fields.shown(value, most=MOST).replace("|", "\\|").replace("<", "&lt;")

@@ -5,6 +5,8 @@ A file is one line of JSON (format, job, generation, step, length of the rest, a
 hold a value of the state, a line of JSON that names their files, which are beside it in `shards/` (shardfile.py). It is
 written under another name, synced and renamed, so a reader never sees a partial file, and it is what makes the shards a
 checkpoint. A file that is torn all the same is skipped, and the one before it is used.
+
+A reader trusts no file: whoever wrote it may have made the checksum, too. docs/security.md says what that rules out.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
+import stat
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rolecall import fields
 from rolecall.config import Settings, UsageError
 from rolecall.run.rundir import NAME, SHARDS, prune_shards, write_atomically
 
@@ -25,10 +31,18 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 HEAD = {"format": int, "job": str, "generation": int, "step": int, "length": int, "sha256": str}
+MOST = 2**53  # of a number in the first line: every float below is exact
+MOST_SHARED = 1_000_000  # values of a state that are in it more than once
+MOST_SETTINGS = 10_000  # values in the settings, however they are nested,
+MOST_NESTED = 20  # up to so deep
+ZIP = b"PK\x03\x04"  # how the file that torch.save writes begins; its older forms are refused
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used, or cannot be written; says which file and why."""
+    """A checkpoint that cannot be used, or cannot be written; says which file and why, in one line."""
+
+    def __str__(self) -> str:
+        return fields.shown(super().__str__(), most=1000)
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,11 @@ class Snapshot:
     about: dict[str, Any] = field(default_factory=dict)
     shards: dict[str, list[ShardFile]] = field(default_factory=dict)
 
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The settings that the checkpoint depends on, as JSON's types."""
+        return self.about.get("settings", {})  # type: ignore[no-any-return]
+
     def whole(self) -> Snapshot:
         """With the values that ranks hold shares of, read and put together, in `state`: for one who has the memory.
         Raises CheckpointError where a shard is missing or torn.
@@ -52,11 +71,18 @@ class Snapshot:
 
         directory = self.path.parent / SHARDS / self.path.stem
         try:
-            values = {name: {**self.state.get(name, {}), **shardfiles.whole(directory, files)}
+            values = {name: {**self._unshared(name), **shardfiles.whole(directory, files)}
                       for name, files in self.shards.items()}  # fmt: skip
         except shardfile.ShardError as error:
             raise CheckpointError(f"{self.path.name}: {error}") from error
         return replace(self, state={**self.state, **values}, shards={})
+
+    def _unshared(self, name: str) -> dict[str, Any]:
+        """What rank 0 has of a value that ranks hold shares of."""
+        value = self.state.get(name, {})
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.path.name} cannot be loaded: {name} has shards, and is no dict")
+        return value
 
     def require_layout(self, layout: int, advice: str) -> None:
         """Raises UsageError, with `advice`, where the job's state is of another `Job.layout`."""
@@ -68,16 +94,15 @@ class Snapshot:
     def require_settings(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> None:
         """Raises UsageError where a setting that the checkpoint depends on has another value now, `chosen` or set."""
         for name, now, before in self.contradicted(settings, chosen):
-            what = f"{name.upper()}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {before}"
+            value = fields.shown(before)
+            what = f"{fields.shown(name.upper())}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {value}"
             raise UsageError(f"{what}; set that, or another directory")
 
-    def contradicted(
-        self, settings: Settings, chosen: Mapping[str, Any] | None = None, only_given: bool = False
-    ) -> list[tuple[str, Any, Any]]:
+    def contradicted(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> list[tuple[str, Any, Any]]:
         """The settings that the checkpoint depends on and that are others now: name, value now, the checkpoint's."""
-        pinned = self.about.get("settings", {})
-        current = settings.model_dump(mode="json", include=set(pinned), exclude_unset=only_given) | dict(chosen or {})
-        return [(name, current[name], before) for name, before in pinned.items() if current.get(name, before) != before]
+        current = settings.model_dump(mode="json", include=set(self.pinned)) | dict(chosen or {})
+        return [(name, current[name], before) for name, before in self.pinned.items()
+                if current.get(name, before) != before]  # fmt: skip
 
     def require_digest(self, digest: str, setting: str) -> None:
         """Raises UsageError where the data that `setting` (NAME=value) names are not those of the checkpoint."""
@@ -228,46 +253,114 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def read(path: Path, job: str) -> Snapshot:
-    """Read one checkpoint. Raises CheckpointError where it is torn, of another job, or of a newer version."""
+    """Read one checkpoint. Raises CheckpointError where it is torn, of another job, of a newer version, or holds
+    anything else than a checkpoint does.
+    """
     import torch
 
     try:
+        size = path.stat()
+        if not stat.S_ISREG(size.st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"{path.name} is no file")
         with path.open("rb") as file:
             head = read_head(path, file)
             require_readable(path, head, job)
-            body = file.read()
+            begin = file.tell()
+            body = file.read() if size.st_size - begin == head["length"] else b""
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    except MemoryError as error:
+        raise CheckpointError(f"{path.name} cannot be read: it does not fit into memory") from error
     if len(body) != head["length"]:
-        raise CheckpointError(f"{path.name} is torn: {len(body)} bytes of {head['length']}")
+        raise CheckpointError(f"{path.name} is torn: {size.st_size - begin} bytes of {head['length']}")
     if digest_of(head, (body,)) != head["sha256"]:
         raise CheckpointError(f"{path.name} is corrupt: its checksum does not match")
-    body, shards = (
-        body[: len(body) - head.get("manifest", 0)],
-        _shards(path, body[len(body) - head.get("manifest", 0) :]),
-    )
+    cut = len(body) - head.get("manifest", 0)
+    body, shards = body[:cut], _shards(path, body[cut:])
+    if not body.startswith(ZIP):
+        raise CheckpointError(f"{path.name} cannot be loaded: it is not as torch.save writes it")
     try:
-        with torch.serialization.safe_globals([bytes]):  # so are empty ones pickled
+        # so are empty bytes pickled; torch warns of what is no pickle of its own, which is refused below
+        with torch.serialization.safe_globals([bytes]), warnings.catch_warnings(action="ignore"):
             content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises, the file holds what may not or cannot be loaded
         lines = str(error).splitlines() or [type(error).__name__]
         problem = next((line for line in lines if "Unsupported" in line), lines[0]).partition(". Please")[0]
         raise CheckpointError(f"{path.name} cannot be loaded: {problem.strip()}") from error
-    if head["format"] == 1:
+    if head["format"] == 1 and isinstance(content, dict):
         about = {"settings": content.pop("settings", {}), "seconds": content.pop("seconds", 0.0)}
         content = {"state": content, "about": about}
+    if problem := _problem(content, len(body)):
+        raise CheckpointError(f"{path.name} cannot be loaded: {problem}")
     return Snapshot(path, head["generation"], head["step"], content["state"], content["about"], shards)
+
+
+def _problem(content: Any, size: int) -> str:
+    """What is wrong with the contents of a checkpoint of `size` bytes; empty where nothing is."""
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in ("state", "about")):
+        return "it holds no state"
+    state, about = content["state"], content["about"]
+    settings = about.get("settings", {})
+    if not all(isinstance(name, str) for name in (*state, *about)):
+        return "its values have no names"
+    if not _is_bounded(state, size + MOST_SHARED):  # each value takes a byte at least
+        return "its state holds itself, or the same values again and again"
+    if not isinstance(settings, dict) or _count(settings, MOST_SETTINGS) > MOST_SETTINGS:
+        return "its settings are damaged"
+    for name in ("seconds", "done"):
+        value = about.get(name, 0)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            return f"its {name} are no number from 0"
+    if type(about.get("layout", 1)) is not int:
+        return "its layout is no number"
+    return ""
+
+
+def _is_bounded(value: Any, most: int) -> bool:
+    """Whether `value` has up to `most` values, each counted as often as it is in there: a few references to lists of
+    references make more than anybody can go through.
+    """
+    left, count = [value], 0
+    while left:
+        each = left.pop()
+        count += 1
+        if isinstance(each, dict | list | tuple | set):
+            if count + len(left) + len(each) > most:
+                return False
+            left += each.values() if isinstance(each, dict) else each
+    return True
+
+
+def _count(value: Any, most: int, depth: int = MOST_NESTED) -> int:
+    """Values in `value` of JSON's types, nested up to `depth`; something above `most` for more, and for any other."""
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
+        return 1
+    if (
+        not depth
+        or type(value) not in (dict, list, tuple)
+        or (type(value) is dict and not all(type(name) is str for name in value))
+    ):
+        return most + 1
+    count = 1
+    for each in value.values() if isinstance(value, dict) else value:
+        count += _count(each, most - count, depth - 1)
+        if count > most:
+            break
+    return count
 
 
 def _shards(path: Path, manifest: bytes) -> dict[str, list[ShardFile]]:
     if not manifest:
         return {}
-    from rolecall.job.shardfile import ShardFile
+    from rolecall.job.shardfile import ShardFile, require_alike
 
     try:
         listed = json.loads(manifest)
-        return {name: [ShardFile.from_json(file) for file in files] for name, files in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = {name: [ShardFile.from_json(file) for file in files] for name, files in listed.items()}
+        for files in shards.values():
+            require_alike(files)
+        return shards
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{path.name} cannot be loaded: its list of shards is damaged") from error
 
 
@@ -293,6 +386,10 @@ def read_head(path: Path, file: IO[bytes]) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(4096))
         if not isinstance(head, dict) or not all(type(head.get(key)) is kind for key, kind in HEAD.items()):
+            raise ValueError
+        manifest = head.get("manifest", 0)
+        numbers = [manifest, *(head[key] for key, kind in HEAD.items() if kind is int)]
+        if not all(type(number) is int and 0 <= number < MOST for number in numbers) or manifest > head["length"]:
             raise ValueError
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path.name} is torn or no checkpoint: its first line cannot be read") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -32,11 +32,11 @@ def _run(words: Sequence[str]) -> int:
         _parser().parse_args(words)  # gives help, or says that JOB is missing
     job, name = registry.get(first.job), registry.name_of(first.job)
     function = _function(job, name, first.prompt is not None)
-    options = _options(function, name)
-    parser = _parser(options, name)
+    options = _options(function, name, {*RESERVED, *saved.flags(job)})
+    parser = _parser(options, name, job=job)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        takes = ", ".join(map(_flag, options.model_fields)) or "none"
+        takes = ", ".join(map(saved.flag, [*options.model_fields, *saved.flags(job)])) or "none"
         raise UsageError(
             f"{unknown[0].partition('=')[0]}: {name}'s {_called(arguments.prompt)} has no such option; it takes {takes}"
         )
@@ -44,10 +44,12 @@ def _run(words: Sequence[str]) -> int:
     try:
         chosen = options(**given)
     except ValidationError as error:
-        raise UsageError("; ".join(fields.problems(options, error, _flag))) from None
-    settings, snapshot = saved.load(job, name, arguments.job, arguments.checkpoint, "evaluate it with that version")
+        raise UsageError("; ".join(fields.problems(options, error, saved.flag))) from None
+    settings, snapshot = saved.load(job, name, arguments.checkpoint, saved.given(job, arguments),
+                                    "evaluate it with that version")  # fmt: skip
     prompt = () if arguments.prompt is None else (arguments.prompt,)
-    result = function(settings, snapshot.state, *prompt, **{option: getattr(chosen, option) for option in given})
+    with saved.given_to(name, snapshot):
+        result = function(settings, snapshot.state, *prompt, **{option: getattr(chosen, option) for option in given})
     if prompt:
         print(json.dumps({"text": result}) if arguments.json else result)
         return 0
@@ -57,8 +59,9 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser(options: type[BaseModel] | None = None, name: str = "", full: bool = True) -> argparse.ArgumentParser:
-    """With the options of the job `name`; one that is not `full` requires nothing."""
+def _parser(options: type[BaseModel] | None = None, name: str = "", full: bool = True,
+            job: Job | None = None) -> argparse.ArgumentParser:  # fmt: skip
+    """With the options of the job `name`, and flags of `job`; one that is not `full` requires nothing."""
     parser = argparse.ArgumentParser(prog="rolecall eval", description="Evaluates a checkpoint.", allow_abbrev=False,
                                      add_help=full)  # fmt: skip
     target = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
@@ -75,12 +78,10 @@ def _parser(options: type[BaseModel] | None = None, name: str = "", full: bool =
         else:
             arguments["metavar"] = fields.type_of(field).upper()
         default = "" if field.is_required() or field.default is None else f" ({field.default})"
-        group.add_argument(_flag(option), help=f"{about}{default}", **arguments)
+        group.add_argument(saved.flag(option), help=f"{about}{default}", **arguments)
+    if job is not None:
+        saved.add_flags(parser, job, name)
     return parser
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
 
 
 def _called(prompt: str | None) -> str:
@@ -97,15 +98,15 @@ def _function(job: Job, name: str, prompted: bool) -> Callable[..., Any]:
     return registry.resolve(function)
 
 
-def _options(function: Callable[..., Any], name: str) -> type[BaseModel]:
+def _options(function: Callable[..., Any], name: str, reserved: Collection[str]) -> type[BaseModel]:
     """The keyword-only parameters of a job's function as a model's fields. Raises UsageError for those that cannot be
-    options.
+    options, as they are `reserved`.
     """
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is kind]
     for parameter in parameters:
-        if parameter.name in RESERVED:
-            raise UsageError(f"{name}: {_flag(parameter.name)} means something else; choose another name")
+        if parameter.name in reserved:
+            raise UsageError(f"{name}: {saved.flag(parameter.name)} means something else; choose another name")
     with UsageError.wrap(f"{name}: what the options of {function.__name__} are is not to be told from its types"):
         hints = get_type_hints(function, include_extras=True) if parameters else {}
         model: type[BaseModel] = create_model("Options", **{

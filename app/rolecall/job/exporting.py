@@ -34,16 +34,20 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    arguments = _parser().parse_args(words)
+    first, _ = _parser(full=False).parse_known_args(words)
+    job = registry.get(first.job) if first.job is not None else None
+    arguments = _parser(job, first.job or "").parse_args(words)
+    assert job is not None  # without JOB, the parser has ended the process
     if arguments.format not in FORMATS:
         raise UsageError(f"--format {arguments.format}: no such format ({', '.join(FORMATS)})")
-    job, name, form = registry.get(arguments.job), registry.name_of(arguments.job), FORMATS[arguments.format]
+    name, form = registry.name_of(arguments.job), FORMATS[arguments.format]
     if job.export is None:
         raise UsageError(f"{name} has nothing to export: give its Job export=function")
     form.require()
     output = _output(arguments.output, name, form)
     with _unfinished(output, arguments.output or output) as folder:
-        settings, snapshot = saved.load(job, name, arguments.job, arguments.checkpoint, "export it with that version")
+        settings, snapshot = saved.load(job, name, arguments.checkpoint, saved.given(job, arguments),
+                                        "export it with that version")  # fmt: skip
         exported = _exported(job, name, settings, snapshot)
         path = folder / output.name
         _write(form, exported, path, card.facts(job, name, snapshot), output, name)
@@ -66,19 +70,22 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(job: Job | None = None, name: str = "", full: bool = True) -> argparse.ArgumentParser:
+    """With flags of `job`, which is called `name`; one that is not `full` requires nothing."""
     parser = argparse.ArgumentParser(
         prog="rolecall export", description="Writes the model of a checkpoint to a file that needs no Rolecall, with a "
-        "model card beside it, and compares its outputs with the checkpoint's.", allow_abbrev=False,
+        "model card beside it, and compares its outputs with the checkpoint's.", allow_abbrev=False, add_help=full,
     )  # fmt: skip
     target = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
-    parser.add_argument("job", metavar="JOB", help=target)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or a directory of them")
-    parser.add_argument("--format", required=True, help=f"{', '.join(FORMATS)} (torch.export's program)")
+    parser.add_argument("job", metavar="JOB", help=target, nargs=None if full else "?")
+    parser.add_argument("--checkpoint", type=Path, required=full, help="a checkpoint, or a directory of them")
+    parser.add_argument("--format", required=full, help=f"{', '.join(FORMATS)} (torch.export's program)")
     parser.add_argument("--output", type=Path, metavar="PATH", help="the file, or its directory (JOB.onnx and so on)")
     about = "score the checkpoint for the model card, which otherwise has the run's last score"
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help=about)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    if job is not None:
+        saved.add_flags(parser, job, name)
     return parser
 
 
@@ -105,7 +112,8 @@ def _unfinished(output: Path, given: Path) -> Iterator[Path]:
 
 def _exported(job: Job, name: str, settings: Settings, snapshot: Snapshot) -> Exported:
     assert job.export is not None
-    exported = registry.resolve(job.export)(settings, snapshot.state)
+    with saved.given_to(name, snapshot):
+        exported = registry.resolve(job.export)(settings, snapshot.state)
     if not isinstance(exported, Exported):
         raise UsageError(f"{name}: export returns a {type(exported).__name__}, not a rolecall.Exported")
     if problem := exported.problem():
@@ -143,7 +151,8 @@ def _score(
 ) -> tuple[Mapping[str, float], str]:
     """The checkpoint's score, and where it is from."""
     if evaluate and job.evaluate is not None:
-        result = registry.resolve(job.evaluate)(settings, snapshot.state)
+        with saved.given_to(name, snapshot):
+            result = registry.resolve(job.evaluate)(settings, snapshot.state)
         return saved.numbers(name, result), "the job's evaluate, at the export"
     return card.score_of(snapshot), "the end of the run that wrote the checkpoint"
 

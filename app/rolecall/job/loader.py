@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import keyword
+import re
 import site
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from types import CodeType, ModuleType
 
 from rolecall.config import UsageError
 
+TEST = re.compile(r"test_.*\.py|.*_test\.py|conftest\.py")  # files that are pytest's
 PACKAGE = Path(__file__).absolute().parents[1]
 _INSTALLED = (*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 LIBRARIES = {folder for path in _INSTALLED for folder in (Path(path), Path(path).resolve())}  # a venv may be a link
@@ -32,12 +34,13 @@ def split(target: str) -> tuple[str, str]:
 
 
 def file_of(place: str) -> Path:
-    """The absolute path of a user's file; of a folder, its one Python file. Raises UsageError."""
+    """The absolute path of a user's file; of a folder, its one Python file beside its tests. Raises UsageError."""
     path = Path(place).absolute()
     if path.is_dir():
-        files = sorted(path.glob("*.py"))
+        files = sorted(file for file in path.glob("*.py") if not TEST.fullmatch(file.name))
         if len(files) != 1:
-            raise UsageError(f"{place}: a folder must hold one Python file, and has {len(files)}; name the file")
+            problem = f"a folder must hold one Python file beside its tests, and has {len(files)}"
+            raise UsageError(f"{place}: {problem}; name the file")
         return files[0]
     if not path.is_file():
         raise UsageError(f"{place}: no such file")

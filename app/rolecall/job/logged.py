@@ -21,8 +21,7 @@ from rolecall.job import shardfiles
 from rolecall.job.capture import BLOCK, Capture, CaptureError, Rows
 from rolecall.job.peers import Peers
 from rolecall.job.shard_messages import Earlier, Order, Problem
-from rolecall.job.shardfile import Column, ShardError, ShardFile
-from rolecall.job.shardfiles import NUMBERS
+from rolecall.job.shardfile import NUMBERS, Column, ShardError, ShardFile
 from rolecall.job.shards import Part, Share
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet

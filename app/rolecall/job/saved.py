@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolecall import config, telemetry
+from rolecall import config, fields, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED
 from rolecall.job import checkpoint, loader
 from rolecall.job.checkpoint import Snapshot
 from rolecall.job.spec import Job
 from rolecall.job.task import ProgramError
+
+LONGEST = 4000  # characters of a line, which may repeat what a checkpoint says
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -23,9 +28,9 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except UsageError as error:
-        raise UsageError(loader.explain(error)) from error
+        raise UsageError(fields.shown(loader.explain(error), most=LONGEST)) from error
     except ProgramError as error:
-        print(f"rolecall: {error}", file=sys.stderr, flush=True)
+        print(f"rolecall: {fields.shown(error, most=LONGEST)}", file=sys.stderr, flush=True)
     except Exception as error:
         if not loader.locate(error):
             raise
@@ -33,19 +38,87 @@ def guarded(command: Callable[[], int]) -> int:
     return FAILED
 
 
-def load(job: Job, name: str, target: str, path: Path, advice: str) -> tuple[Settings, Snapshot]:
-    """The checkpoint `path` of the job `name`, or the newest in the directory `path`, and the settings from the
-    environment, but for those that the checkpoint depends on: a line on standard error names a variable that has
-    another value. Raises UsageError; `advice` is for another layout.
+def flags(job: Job) -> list[str]:
+    """The settings that a command has flags for: those that a checkpoint depends on, and that the user must give."""
+    return [name for name in job.pinned if fields.is_from_user(job.settings.model_fields[name])]
+
+
+def add_flags(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
+    """Adds a flag for each of `flags`."""
+    group = parser.add_argument_group(f"settings of {target} that name code or a file") if flags(job) else parser
+    for name in flags(job):
+        about = (job.settings.model_fields[name].description or "").replace("%", "%%")
+        group.add_argument(flag(name), metavar="VALUE", dest=name, default=argparse.SUPPRESS, help=about)
+
+
+def given(job: Job, arguments: argparse.Namespace) -> dict[str, str]:
+    """The settings that the command line gives: the job's own name, and the values of `flags`."""
+    return {"job": arguments.job, **{name: getattr(arguments, name) for name in flags(job) if name in arguments}}
+
+
+def flag(name: str) -> str:
+    """The flag of a setting, or of an option of a job's function."""
+    return f"--{name.replace('_', '-')}"
+
+
+def load(job: Job, name: str, path: Path, given: Mapping[str, str], advice: str) -> tuple[Settings, Snapshot]:
+    """The checkpoint `path` of the job `name`, or the newest in the directory `path`, and the settings: `given` ones,
+    the environment's, and those that the checkpoint depends on. A line on standard error names a setting that is
+    another in the checkpoint. Raises UsageError, also where the checkpoint names code or a file that the user does not
+    name too; `advice` is for another layout.
     """
-    settings = config.load(job.settings, job=target)
+    settings = config.load(job.settings, **given)
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
     snapshot = _read(path, name)
     snapshot.require_layout(job.layout, advice)
-    for setting, now, before in snapshot.contradicted(settings, only_given=True):
-        said = f"{setting.upper()}={now} is ignored: {snapshot.path.name} was made with {before}"
-        print(f"rolecall: {said}", file=sys.stderr, flush=True)
-    return config.load(job.settings, **{**settings.model_dump(), **snapshot.about.get("settings", {})}), snapshot
+    taken = _taken(job, settings, snapshot)
+    try:
+        return config.load(job.settings, **{**settings.model_dump(), **taken}), snapshot
+    except UsageError as error:  # they were right without it
+        raise UsageError(f"{snapshot.path.name}: {error}") from error
+
+
+def _taken(job: Job, settings: Settings, snapshot: Snapshot) -> dict[str, Any]:
+    """The values of pinned settings that the checkpoint gives. Raises UsageError as `load` does."""
+    file, taken = snapshot.path.name, dict[str, Any]()
+    current = settings.model_dump(mode="json", include=set(job.pinned))
+    for name in job.pinned:
+        if name not in snapshot.pinned:
+            continue
+        before, now, given = snapshot.pinned[name], current[name], name in settings.model_fields_set
+        said = ""
+        if fields.is_harmless(job.settings.model_fields[name], before):
+            taken[name] = before
+            if given and now != before:
+                said = f"{name.upper()}={now} is ignored: {file} was made with {fields.shown(before)}"
+        elif not given:
+            value = fields.shown(before)
+            advice = f"if you trust it, give it yourself: {flag(name)}={shlex.quote(value)}"
+            raise UsageError(f"{file}: names code or a file of its own, {name.upper()}={value}; {advice}")
+        elif now != before:
+            said = f"{name.upper()}={now} is used: {file} was made with {fields.shown(before)}"
+        if said:
+            print(f"rolecall: {said}", file=sys.stderr, flush=True)
+    return taken
+
+
+@contextlib.contextmanager
+def given_to(name: str, snapshot: Snapshot) -> Iterator[None]:
+    """Calls a function of the job `name` with the contents of the checkpoint: what the function of a built-in job
+    raises becomes a UsageError, as the checkpoint holds something else than its job saves. The traceback is logged with
+    LOG_LEVEL=debug. What a user's function raises passes.
+    """
+    try:
+        yield
+    except (UsageError, ProgramError):
+        raise
+    except Exception as error:
+        if loader.locate(error):
+            raise
+        telemetry.log().debug("the checkpoint cannot be used", exc_info=error)
+        first = (str(error).strip().splitlines() or [""])[0]
+        problem = f"{type(error).__name__}: {first}"
+        raise UsageError(f"{snapshot.path.name}: holds no state of {name} ({fields.shown(problem)})") from error
 
 
 def numbers(name: str, result: Any) -> dict[str, int | float]:

@@ -30,6 +30,8 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+MOST = 2**62  # of a size: torch takes no larger ones
+NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Read = Callable[[int, int], Tensor]  # the bytes [length] uint8 from a place on
 
@@ -52,6 +54,14 @@ class Column:
     def of(cls, rows: Rows) -> Self:
         """That of `rows`."""
         return cls(NAMES[rows.tensors[0].dtype], rows.shape, rows.total, rows.first, rows.step)
+
+    def require_sound(self) -> None:
+        """Raises ValueError or TypeError for what no file can have, such as a negative size."""
+        numbers = (*self.shape, self.total, self.first, self.step)
+        if self.dtype not in DTYPES or not self.shape or not all(type(number) is int for number in numbers):
+            raise TypeError
+        if min(numbers) < 0 or max(numbers) >= MOST or not self.step:
+            raise ValueError
 
     @property
     def bytes(self) -> int:
@@ -83,10 +93,37 @@ class ShardFile:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`. Raises ValueError, KeyError or TypeError where `data` is no shard's file."""
-        columns = {str(k): Column(**{**v, "shape": tuple(map(int, v["shape"]))}) for k, v in data["columns"].items()}
-        if any(column.dtype not in DTYPES for column in columns.values()) or "/" in data["name"]:
+        columns = {name: Column(**{**column, "shape": tuple(column["shape"])})
+                   for name, column in data["columns"].items()}  # fmt: skip
+        file = cls(**{**data, "columns": columns})
+        texts = (file.name, file.checksum, *(column.dtype for column in columns.values()))
+        if not all(type(text) is str for text in texts) or type(file.length) is not int:
+            raise TypeError
+        if Path(file.name).name != file.name or file.name == ".." or "\0" in file.name:
             raise ValueError
-        return cls(str(data["name"]), int(data["length"]), str(data["checksum"]), columns)
+        for column in columns.values():
+            column.require_sound()
+        counts = {column.shape[0] for column in columns.values()}
+        if NUMBERS in columns:  # says which rows are in the file
+            if columns[NUMBERS].dtype != "I32" or len(columns[NUMBERS].shape) != 1 or len(counts) != 1:
+                raise ValueError
+        elif any(column.first + column.step * (column.shape[0] - 1) >= column.total
+                 for column in columns.values() if column.shape[0]):  # fmt: skip
+            raise ValueError
+        if file.length != len(header(columns)) + sum(column.bytes for column in columns.values()):
+            raise ValueError
+        return file
+
+
+def require_alike(files: Iterable[ShardFile]) -> None:
+    """Raises ValueError where two of a value's files have a column of this name for different tensors."""
+    tensors: dict[str, tuple[Any, ...]] = {}
+    for file in files:
+        for name, c in file.columns.items():
+            if name != NUMBERS and tensors.setdefault(name, (c.dtype, c.total, c.shape[1:])) != (
+                c.dtype, c.total, c.shape[1:]
+            ):  # fmt: skip
+                raise ValueError(f"{file.name}: {name} is another tensor than in the files before")
 
 
 def header(columns: Mapping[str, Column]) -> bytes:

@@ -10,7 +10,8 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,8 @@ from torch import Tensor
 
 from rolecall.config import UsageError
 from rolecall.job.capture import Rows
-from rolecall.job.shardfile import DTYPES, Read, ShardError, ShardFile, blocks, reader
+from rolecall.job.shardfile import DTYPES, NUMBERS, Read, ShardError, ShardFile, blocks, reader
 
-NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
 NO_COPY = (errno.ENOENT, errno.ENOSPC)  # a copy would fail, too; any other error may be what a link alone meets
 
@@ -80,28 +80,44 @@ def _numbers(file: ShardFile, read: Read) -> Tensor | None:
     return data.view(torch.int32)
 
 
-def whole(directory: Path, files: Iterable[ShardFile]) -> dict[str, Tensor]:
+def whole(directory: Path, files: Sequence[ShardFile]) -> dict[str, Tensor]:
     """The tensors that `files` in `directory` are the shards of. Raises ShardError."""
-    rows: dict[str, Rows] = {}
+    rows, present = dict[str, Rows](), Counter[str]()
+    for file in files:
+        size = _size(directory / file.name)
+        if size != file.length:  # before memory is taken for what it is said to hold
+            raise ShardError(f"{file.name} is torn: {size} bytes of {file.length}")
+        present.update({name: column.shape[0] for name, column in file.columns.items()})
     for file in files:
         for name, column in file.columns.items():
             if name not in rows and name != NUMBERS:
+                if present[name] < column.total:
+                    raise ShardError(f"{name}: {column.total - present[name]} of {column.total} rows are in no file")
                 shape = (column.total, *column.shape[1:])
-                rows[name] = Rows((torch.empty(shape, dtype=DTYPES[column.dtype]),), column.total)
+                try:
+                    rows[name] = Rows((torch.zeros(shape, dtype=DTYPES[column.dtype]),), column.total)
+                except RuntimeError as error:  # torch's MemoryError
+                    raise ShardError(f"{name} of shape {shape} does not fit into memory") from error
         fill(file, reader(directory / file.name), rows)
     return {name: each.tensors[0] for name, each in rows.items()}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
 
 
 def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
     """Those of `files` that are in a rank's `directory`, in full length."""
 
-    def length(file: ShardFile) -> int:
-        try:
-            return (directory / stem / file.name).stat().st_size
-        except OSError:
-            return -1
+    def is_held(file: ShardFile) -> bool:
+        with contextlib.suppress(ShardError):
+            return _size(directory / stem / file.name) == file.length
+        return False
 
-    return [file.name for file in files if length(file) == file.length]
+    return [file.name for file in files if is_held(file)]
 
 
 def share(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.config import Settings, UsageError
+from rolecall.fields import is_secret
 from rolecall.telemetry import SHARED, Metric
 
 Function = Callable[..., Any] | str  # a callable, or its `module:name`, imported where it is needed
@@ -107,6 +108,8 @@ class Job:
         for name in self.pinned:
             if name not in cls.model_fields:
                 yield f"Job(pinned=...): {cls.__name__} has no setting {name!r}"
+            elif is_secret(cls.model_fields[name]):
+                yield f"Job(pinned=...): {cls.__name__}.{name} is a secret, which no checkpoint holds; leave it out"
 
     def _problems_of_roles(self) -> Iterator[str]:
         if not self.roles or not all(isinstance(role, Role) for role in self.roles):

@@ -50,6 +50,9 @@ class Training(Saving[S]):
         settings, or where none of the checkpoints can be read.
         """
         self._state, self._chosen = dict(state), dict(chosen or {})
+        for name in self._chosen:
+            if self.job is not None and name not in self.job.pinned:
+                raise UsageError(f"restore(chosen={{{name!r}: ...}}): is no pinned setting; add it to Job(pinned=...)")
         for name, value in state.items():
             require_plain(name, value.state_dict() if is_stateful(value) else value)
         snapshot = self.snapshot()

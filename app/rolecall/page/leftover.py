@@ -24,6 +24,7 @@ from rolecall.run.history import History
 LOGS = "logs"  # the folder of `rolecall run`
 LAST = 2**18  # bytes at the end of a log that are read
 MOST = 10  # events of one log
+MOST_RANKS = 10_000  # of a role
 LEVELS = ("warning", "error", "critical")
 LINE = re.compile(r"(\d{4}-\S+Z) \[(\w+) *\] (.*)")
 WHO = re.compile(r" (role|ordinal)=\S+")  # which the file's name says
@@ -37,13 +38,13 @@ def read(directory: Path, now: float) -> dict[str, Any]:
     if not directory.is_dir():
         raise UsageError(f"{problem}: no such folder; name a run's CHECKPOINT_DIR")
     with UsageError.wrap(f"{problem}: cannot be read", OSError):
-        run, summary = history.read(directory), _summary(directory)
+        run, summary = history.read(directory), rundir.read_summary(directory)
         persisted = rundir.read_generation(directory)
         if not run.generations and not persisted.number and summary is None:
             raise UsageError(f"{problem}: holds no run; name a run's CHECKPOINT_DIR")
         word, reason = _ending(directory, run, summary)
         titles = _titles(persisted.job, summary)
-        members = Counter(role for role, _ in persisted.members) or Counter((summary or {}).get("world", {}))
+        members = Counter(role for role, _ in persisted.members) or _world(summary)
         errors = _errors(directory)
         if summary is not None and (earlier := _earlier(directory, summary)):
             return earlier | {"errors": errors or earlier["errors"]}
@@ -58,14 +59,6 @@ def _earlier(directory: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
         return None
     same = earlier is not None and earlier.get("form") == state.FORM and not earlier.get("live")
     return earlier if earlier and same and earlier.get("summary") == state.without_settings(summary) else None
-
-
-def _summary(directory: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads((directory / rundir.SUMMARY).read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
 
 
 def _ending(directory: Path, run: History, summary: dict[str, Any] | None) -> tuple[str, str]:
@@ -93,6 +86,12 @@ def _is_running(directory: Path) -> bool:
         return True
     except OSError:  # a directory that is read-only here
         return False
+
+
+def _world(summary: dict[str, Any] | None) -> Counter[str]:
+    """The number of ranks by role, as a summary has it."""
+    world = (summary or {}).get("world", {})
+    return Counter({role: count for role, count in world.items() if type(count) is int and 0 < count <= MOST_RANKS})
 
 
 def _titles(name: str, summary: dict[str, Any] | None) -> Titles:

@@ -53,13 +53,14 @@ def saved(state: dict[str, Any]) -> str:
 
 
 def read(page: str) -> dict[str, Any] | None:
-    """The state in a page; None where there is none."""
-    match = DATA.search(page)
-    try:
-        state = json.loads(match[1]) if match else None
-    except ValueError:
+    """The state in a page, as far as this module shows it; None where there is none."""
+    if not (match := DATA.search(page)):
         return None
-    return state if isinstance(state, dict) else None
+    try:
+        state: dict[str, Any] = rundir.parse(match[1])
+        return state if {"state", "errors"} <= state.keys() and "job" in state["job"] else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def write(directory: Path, state: dict[str, Any]) -> None:

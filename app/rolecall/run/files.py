@@ -15,6 +15,8 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
     """Writes `parts` to a file that after a crash at any moment is either complete or as it was. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        if temporary.is_symlink():  # in a directory from elsewhere: nothing is written outside of it
+            temporary.unlink()
         with temporary.open("wb") as file:
             for part in parts:
                 file.write(part)

@@ -25,6 +25,7 @@ SPACING = 500  # a point is kept when 1/500 of the training time has passed sinc
 MOST_STARTS = 500
 MOST_EVENTS = 500
 MOST_REASON = 300  # characters
+LAST_TIME = 253_402_300_799  # Unix time, seconds: the year 9999
 Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
 # what a worker sends: kind, step, monotonic time in seconds, value; the kinds of sinks' points are not of the history
 Record = tuple[str, int, float, float]
@@ -152,26 +153,30 @@ class History:
     # ---- rows
 
     def add(self, row: Row) -> None:
-        """Adds a row of the file. Raises ValueError, KeyError or TypeError for anything else."""
+        """Adds a row of the file. Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for anything
+        else, and has then added nothing."""
         match row["kind"]:
             case "start":
-                self._start(Start(**{key: value for key, value in row.items() if key != "kind"}))
+                self._start(Start(_whole(row["generation"]), _whole(row["step"]), _bounded(row["seconds"]),
+                                  _bounded(row["time"], LAST_TIME), str(row.get("after", ""))))  # fmt: skip
             case "goal":
-                self.goal = float(row["value"])
+                self.goal = _finite(row["value"])
             case "end":
                 self._end = str(row["cause"])
             case "lost":
-                self.lost[row["cause"]] += 1
+                self.lost[str(row["cause"])] += 1
             case "event":
-                event = Event(**{key: value for key, value in row.items() if key != "kind"})
+                event = Event("lost" if row["what"] == "lost" else "ended", _whole(row["generation"]),
+                              _bounded(row["time"], LAST_TIME), str(row["cause"]), str(row["reason"]))  # fmt: skip
                 self.events = [*self.events, event][-MOST_EVENTS:]
             case "earlier":
-                self.generations += int(row["generations"])
-                self.began = float(row["began"])
-                self.ends.update(row["ends"])
-                self.lost.update(row["lost"])
-            case kind if kind in self.curves:
-                point = Point(int(row["step"]), float(row["seconds"]), float(row["value"]))
+                generations, began = _whole(row["generations"]), _bounded(row["began"], LAST_TIME)
+                ends, lost = _counts(row["ends"]), _counts(row["lost"])
+                self.generations, self.began = self.generations + generations, began
+                self.ends.update(ends)
+                self.lost.update(lost)
+            case str(kind) if kind in self.curves:
+                point = Point(_whole(row["step"]), _bounded(row["seconds"]), _finite(row["value"]))
                 self.curves[kind].append(point)
                 self.seconds = max(self.seconds, point.seconds)
                 self._update(kind, point)
@@ -234,6 +239,27 @@ class History:
         spans = self.spans()
         seconds = sum(after.seconds - before.seconds for before, after in spans)
         return sum(after.value - before.value for before, after in spans) / seconds if seconds else None
+
+
+def _whole(value: Any) -> int:
+    return int(_bounded(value))
+
+
+def _bounded(value: Any, most: float = 2**53) -> float:
+    number = _finite(value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{number:g} is not between 0 and {most:g}")
+    return number
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError("not a number")
+    return number
+
+
+def _counts(values: dict[str, Any]) -> dict[str, int]:
+    return {str(cause): _whole(count) for cause, count in values.items()}
 
 
 def read(directory: Path) -> History:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -35,8 +36,10 @@ FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
 OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, PAGE, TRACE, FILES, SHARDS, *SINKS)
+PARTS = ("world", "curve", "throughput", "result", "settings", "restarts", "ranks_lost")  # of a summary: objects
 BUDGET = TypeAdapter(Budget)
-NAME = re.compile(r"checkpoint-(\d+)-(\d+)\.pt")  # of a checkpoint: generation and step
+NAME = re.compile(r"checkpoint-(\d{1,15})-(\d{1,15})\.pt")  # of a checkpoint: generation and step
+MOST = 10**15  # of a generation's number
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def read_generation(directory: Path) -> Persisted:
         if not path.exists():
             return Persisted(greatest)
         read = json.loads(path.read_text())
-        if type(read["number"]) is not int or read["number"] < 0:
+        if type(read["number"]) is not int or not 0 <= read["number"] < MOST:
             raise ValueError
         members = tuple((str(role), int(ordinal)) for role, ordinal in read["members"])
         budget = BUDGET.validate_python(read.get("budget", {}))
@@ -85,7 +88,7 @@ def read_generation(directory: Path) -> Persisted:
         return Persisted()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
             f'{path}: is damaged; write {{"number": N, "job": ..., "members": []}} to it, '
             "with N at least the greatest first number in the checkpoints' names"
@@ -107,6 +110,35 @@ def write_generation(directory: Path, persisted: Persisted) -> None:
             os.fsync(file.fileno())
 
 
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """The run's summary; None where there is none, or it is damaged. Raises OSError where it cannot be read."""
+    try:
+        summary = parse((directory / SUMMARY).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    is_one = isinstance(summary, dict) and all(isinstance(summary.get(part, {}), dict) for part in PARTS)
+    return summary if is_one else None
+
+
+def parse(text: str) -> Any:
+    """JSON whose numbers are finite, and fit into a float. Raises ValueError for anything else."""
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_whole)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number of JSON's")
+    return value
+
+
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
 def read_done(directory: Path) -> dict[str, Any] | None:
     """The summary of the finished job, or None where it has not finished. Raises UsageError for a damaged file."""
     path = directory / DONE
@@ -119,7 +151,7 @@ def read_done(directory: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
 
 
@@ -138,7 +170,7 @@ def read_failed(directory: Path) -> Failed | None:
         return None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
 
 

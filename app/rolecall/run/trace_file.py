@@ -55,6 +55,7 @@ def write(calls: Calls, output: Path, run: History | None = None) -> Written:
     temporary = output.with_name(f".{output.name}.tmp")
     with UsageError.wrap(f"{output}: cannot be written", OSError):
         try:
+            temporary.unlink(missing_ok=True)  # a link, perhaps, in a directory from elsewhere
             with temporary.open("w") as file:
                 spans = perfetto.write(calls, moments(run) if run else [], file)
             temporary.replace(output)

@@ -31,11 +31,11 @@ async def ask(
     refuses.
     """
     source = targets.parse(target)
-    token = _token(source)
-    body = json.dumps({"what": what, "arguments": arguments or {}, "to": to and [*to], "timeout": timeout}).encode()
     addresses = await source.addresses()
     if not addresses:
         raise UsageError(f"TARGET {target!r}: no run is under way there")
+    token = _token(source)  # only now: a folder that lists no run of this machine names no file to read, either
+    body = json.dumps({"what": what, "arguments": arguments or {}, "to": to and [*to], "timeout": timeout}).encode()
     problem = ""
     limit = aiohttp.ClientTimeout(total=timeout + CONNECT, connect=CONNECT)
     async with aiohttp.ClientSession(timeout=limit) as session:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from rolecall import fields
 from rolecall.config import Settings, UsageError
 from rolecall.run import rundir
 
@@ -136,7 +137,7 @@ def ranks_of(directory: Path) -> list[Address]:
         if psutil.Process(content["pid"]).create_time() != content["created"]:
             return []  # the process ID has been reused
         return [Address(str(rank["name"]), str(rank["url"])) for rank in content["ranks"]]
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, psutil.Error):
         return []
 
 
@@ -144,13 +145,12 @@ def token_of(directory: Path) -> str:
     """The file with the token that was made for the run in `directory`; empty where there is none."""
     try:
         return str(json.loads((directory / RANKS).read_text())["token_file"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
 def final_state(directory: Path) -> str:
     """How the run in `directory` ended, from its summary: finished, stopped or failed."""
-    try:
-        return str(json.loads((directory / rundir.SUMMARY).read_text())["state"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "stopped"
+    with contextlib.suppress(OSError):
+        return fields.shown((rundir.read_summary(directory) or {}).get("state", "stopped"))
+    return "stopped"

@@ -8,11 +8,11 @@ the differences.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, field_serializer, model_validator
 
-from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
+from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.hybrid.metrics import METRICS
 
 BYTES_OF_A_ROW = 4 + 4 + 1  # in memory of a row on disk
@@ -52,7 +52,7 @@ class HybridSettings(Settings):
         "adagrad", description="adagrad (row-wise for the table) or sgd, each where its parameters are"
     )
     lr: float = Field(0.05, gt=0, description="learning rate")
-    dataset: str = Field(
+    dataset: Annotated[str, FromUser()] = Field(
         "stdlib",
         min_length=1,
         description="stdlib (which package do these lines of Python come from?), or package.module:function that "

@@ -7,11 +7,11 @@ is in docs/ps.md.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
+from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.ps.metrics import METRICS
 
 
@@ -81,7 +81,7 @@ class PsSettings(Settings):
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     dropout: float = Field(0.25, ge=0, lt=0.5, description="the ConvNet's first dropout; the second is twice that")
-    dataset: str = Field(
+    dataset: Annotated[str, FromUser(unless="mnist")] = Field(
         "digits",
         min_length=1,
         description="digits (in scikit-learn), mnist (in DATA_DIR), or package.module:function that returns the "
@@ -90,7 +90,7 @@ class PsSettings(Settings):
     data_dir: PerRank[Path] = Field(
         Path("data"), description="directory of mnist's files; downloaded there where absent"
     )
-    model: str = Field(
+    model: Annotated[str, FromUser()] = Field(
         "",
         description="package.module:factory of a torch module from inputs to class logits or log-probabilities; "
         "empty: the tutorial's ConvNet",

@@ -6,11 +6,11 @@ framework" of the PyTorch tutorials; what differs and why is in docs/rl.md.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rolecall import Job, Role, Seconds, Settings
+from rolecall import FromUser, Job, Role, Seconds, Settings
 from rolecall.jobs.rl.metrics import METRICS
 
 
@@ -28,11 +28,13 @@ class RlSettings(Settings):
     observers: int = Field(2, ge=1, le=1024, description="observers that a start waits for")
     min_observers: int = Field(1, ge=1, le=1024, description="fewest observers to train with")
     max_observers: int = Field(64, ge=1, le=1024, description="most observers to train with")
-    env_id: str = Field("CartPole-v1", min_length=1, description="gymnasium environment, `module:Id` to import first")
+    env_id: Annotated[str, FromUser(unless="[^:]*")] = Field(
+        "CartPole-v1", min_length=1, description="gymnasium environment, `module:Id` to import first"
+    )
     envs: Literal["gymnasium", "envpool"] = Field(
         "gymnasium", description="library that makes the environments; envpool, in C++, is installed apart"
     )
-    wrappers: str = Field(
+    wrappers: Annotated[str, FromUser()] = Field(
         "",
         description="package.module:function called with each environment; returns it wrapped; empty: images are made "
         "grey, 84 x 84 and stacked by four",
@@ -115,7 +117,7 @@ class RlSettings(Settings):
         lt=1,
         description="the default policy's dropout; above 0 the policy that learns is not the one acting",
     )
-    policy: str = Field(
+    policy: Annotated[str, FromUser()] = Field(
         "",
         description="package.module:factory called with the observation and the action space; returns a torch module "
         "from observations to the parameters of the actions' distribution, or to (parameters, value); empty: the "
@@ -143,6 +145,8 @@ JOB = Job(
     metrics=METRICS,
     score="return",
     unit="steps",
-    pinned=("algorithm", "env_id", "wrappers", "policy", "memory", "dropout"),
+    pinned=(
+        "algorithm", "env_id", "wrappers", "policy", "memory", "dropout", "hidden_size", "normalize", "exploration",
+    ),
     layout=2,
-)
+)  # fmt: skip

@@ -24,9 +24,9 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
     learner = Learner(model.build(settings, env.spaces, choices), settings, choices, context.device, context.threads)
     score = Score(env.threshold, settings.solved_by, env.longest)
     # what shapes the model; a policy of one's own has no features to explore with
-    shaping = ("hidden_size", "normalize") if settings.policy else ("hidden_size", "normalize", "exploration")
-    state = context.restore({"learner": learner, "score": score, "samples": 0},
-                            chosen={name: getattr(choices, name) for name in shaping})  # fmt: skip
+    chosen = {"hidden_size": choices.hidden_size, "normalize": choices.normalize,
+              "exploration": None if settings.policy else choices.exploration}  # fmt: skip
+    state = context.restore({"learner": learner, "score": score, "samples": 0}, chosen)
     actor = Actor(model.build(settings, env.spaces, choices), context.device)
     sizes = envs.group_sizes(choices.num_envs, settings.inference)
     rollouts = Rollouts(context, learner, actor, env.spaces, sizes)

@@ -6,18 +6,18 @@ word_language_model of the PyTorch examples; what differs and why is in docs/rnn
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall import Epochs, Job, PerRank, Role, Seconds, Settings
+from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.rnn.metrics import METRICS
 
 
 class RnnSettings(Settings):
     """The variables of `rnn`."""
 
-    corpus: PerRank[str] = Field(
+    corpus: Annotated[PerRank[str], FromUser()] = Field(
         "stdlib",
         min_length=1,
         description="text to learn: stdlib (the source of the Python standard library here), a file, or a folder",

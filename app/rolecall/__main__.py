@@ -133,7 +133,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rank(arguments: argparse.Namespace) -> int:
-    from rolecall.rank import fork_server, guard, zygote  # here and below: other commands start without it
+    from rolecall.rank import termination  # here and below: other commands start without it
+
+    try:
+        return _run_rank(arguments)
+    except (UsageError, RankError) as error:
+        termination.write(f"rolecall: {error}")
+        raise
+
+
+def _run_rank(arguments: argparse.Namespace) -> int:
+    from rolecall.rank import fork_server, guard, zygote
 
     job, settings = describe.of_rank(config.job_name()), config.load(Settings)
     config.forget("JOB_TOKEN")  # what this process starts has no need of it

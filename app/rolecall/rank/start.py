@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import OVER, USAGE
+from rolecall.gang.protocol import FAILED, OVER, USAGE
 from rolecall.job.describe import Description
 from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
-from rolecall.rank import endpoints, fork_server
+from rolecall.rank import endpoints, fork_server, termination
 from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.tied import tie
 from rolecall.tunnel.handle import Handle
@@ -24,6 +24,7 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
     process `parent` ends. Returns the exit code. Raises UsageError for bad input.
     """
     endpoints.allow_descriptors()
+    termination.write("")  # of a process that this one replaces
     directory, tunnel = Path(tempfile.mkdtemp(prefix="rolecall-")), None
     rank0 = Peer(job.roles[0].name, 0, 0).name
     name = "" if identity.ordinal is None else Peer(identity.role, identity.ordinal, 0).name
@@ -47,4 +48,6 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
         return settings.leave_code  # where 0 would count as the end of its work, and 3 as the job's
     if code == USAGE and directive is not None and directive.kind == "failed":
         raise UsageError(directive.reason)
+    if code == FAILED and directive is not None and directive.kind == "failed":
+        termination.write_failure(directive.reason)
     return code

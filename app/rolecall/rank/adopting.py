@@ -1,5 +1,5 @@
 """What the fork server imports first, and no other process: it adopts the processes that workers started, so that the
-supervisor finds them after a worker's end, and kills them at its own end.
+supervisor finds them after a worker's end, and kills them at its own end. It reads the job's source for all workers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import atexit
 import os
 import warnings
 
+from rolecall.job import sources
 from rolecall.rank import descendants
 
 _fork_server = os.getpid()
@@ -20,6 +21,7 @@ def end() -> None:
         descendants.kill(_fork_server)
 
 
+sources.taken()
 descendants.adopt()
 # it reaps them, and knows its workers only
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")

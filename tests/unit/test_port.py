@@ -91,8 +91,7 @@ def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_readers_of_metrics_share_one_body_and_are_served_at_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "SHARE", 1e-9)
-    monkeypatch.setattr(endpoints, "OLDEST", 60.0)
+    monkeypatch.setattr(endpoints, "SHARE", 1e-9)  # a second between two
 
     async def case() -> None:
         collector = Collector()
@@ -106,7 +105,7 @@ def test_readers_of_metrics_share_one_body_and_are_served_at_a_pace(monkeypatch:
                         assert "answer" in await response.text()
 
                 await asyncio.gather(*(read() for _ in range(requests)))
-            assert collector.times == begun + 1
+            assert collector.times - begun <= 1 + (loop.time() - at)
             assert loop.time() - at >= (requests - 1) * port.PACE
 
     play(case)

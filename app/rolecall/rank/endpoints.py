@@ -20,8 +20,8 @@ from rolecall.rank.port import Port
 
 DESCRIPTORS = 65536
 SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # a header that only Prometheus sends
-OLDEST = 1.0  # seconds of the values that are served
-SHARE = 0.05  # of one core for the encoding of metrics, at most
+LONGEST_REST = 1.0  # seconds between two encodings of metrics
+SHARE = 0.1  # of one core for them, at most
 LONGEST = 60.0  # seconds between two scrapes; where they are rarer, no rank waits for the next
 
 
@@ -56,24 +56,28 @@ class Scrapes:
 
 
 class Bodies:
-    """The metrics as text, encoded in a thread. Whoever asks soon after another gets the same."""
+    """The metrics as text, encoded in a thread. Requests that wait at the same time get the same."""
 
     def __init__(self, registry: CollectorRegistry, refresh: Callable[[], None]) -> None:
         self._registry, self._refresh = registry, refresh
-        self._bodies = dict[str, tuple[float, bytes]]()  # by content type: until when it is served
+        self._bodies = dict[str, tuple[float, bytes]]()  # by content type: when its encoding began
+        self._rests_until = 0.0
         self._lock = asyncio.Lock()
 
     async def get(self, accept: str) -> tuple[bytes, str]:
         """The body for a request's header Accept, and its content type."""
         encode, content_type = choose_encoder(accept)
+        arrived = time.monotonic()
         async with self._lock:
-            until, body = self._bodies.get(content_type, (float("-inf"), b""))
-            begun = time.monotonic()
-            if begun >= until:
+            begun, body = self._bodies.get(content_type, (float("-inf"), b""))
+            if begun < arrived:
+                await asyncio.sleep(self._rests_until - time.monotonic())
                 self._refresh()
+                begun = time.monotonic()
                 body = await asyncio.to_thread(encode, self._registry)
                 now = time.monotonic()
-                self._bodies[content_type] = now + min(OLDEST, (now - begun) / SHARE), body
+                self._bodies[content_type] = begun, body
+                self._rests_until = now + min(LONGEST_REST, (now - begun) / SHARE)
         return body, content_type
 
 

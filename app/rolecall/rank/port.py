@@ -22,7 +22,8 @@ from rolecall import telemetry
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MOST_CONNECTIONS = 128
-PACE = 0.005  # seconds from one connection to the next, and from one request to the next
+PACE = 0.005  # seconds from one request to the next
+ACCEPT_PACE = 0.002  # seconds from one connection to the next
 ARRIVAL = 10.0  # seconds from a connection to its first request's last header
 REPEAT = 60.0  # seconds between two log lines about the same problem
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -69,11 +70,11 @@ class Port:
                     _, protocol = await loop.connect_accepted_socket(server, connection)
                 except OSError as error:
                     self._warn(error)
-                    await asyncio.sleep(1.0 if error.errno in OUT_OF_FILES else PACE)
+                    await asyncio.sleep(1.0 if error.errno in OUT_OF_FILES else ACCEPT_PACE)
                     continue
                 self._asked_at[protocol] = time.monotonic()
                 self._new.add(protocol)
-                await asyncio.sleep(PACE)
+                await asyncio.sleep(ACCEPT_PACE)
 
     async def _make_room(self) -> None:
         """Waits until there is room for a connection: closes one that is not being served."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from rolecall import config, fields, new, telemetry
 from rolecall.config import RankError, Settings, UsageError
 from rolecall.gang.protocol import CRASHED, FAILED, USAGE
-from rolecall.job import describe, evaluation, loader, registry
+from rolecall.job import describe, evaluation, loader, registry, sources
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
@@ -145,7 +145,11 @@ def _rank(arguments: argparse.Namespace) -> int:
 def _run_rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import fork_server, guard, zygote
 
-    job, settings = describe.of_rank(config.job_name()), config.load(Settings)
+    source = {} if config.exported(config.SOURCES) else registry.sources_of(config.job_name())
+    with sources.passed_on(source):
+        job, settings = describe.of_rank(config.job_name()), config.load(Settings)
+    if job.target == SCRIPT and not config.exported(config.SOURCES):
+        source = registry.sources_of(job.settings["script"])
     config.forget("JOB_TOKEN")  # what this process starts has no need of it
     identity = registry.identity(job.roles, settings, config.host_name())
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
@@ -154,13 +158,14 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
     if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
         return code
-    if loader.is_file(job.target):
-        place = Path(loader.split(job.target)[0])
-        loader.add_folder(place if place.is_dir() else place.parent)  # `preload` may name a module beside the file
-    fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
-    from rolecall.rank import start
+    with sources.passed_on(source):
+        if loader.is_file(job.target):
+            place = Path(loader.split(job.target)[0])
+            loader.add_folder(place if place.is_dir() else place.parent)  # `preload` may name a module beside the file
+        fork_server.prepare(job.preload(identity.role), imported=bool(zygote.parent))  # imports torch meanwhile
+        from rolecall.rank import start
 
-    return start.run(job, settings, identity, arguments.tied, parent)
+        return start.run(job, settings, identity, arguments.tied, parent)
 
 
 def _zygote(arguments: argparse.Namespace) -> int:
@@ -185,10 +190,13 @@ def _run(target: str, words: Sequence[str]) -> int:
 
     target, flags = _script(target, words)
     registry.require_target(target)
-    with Zygote(target) as zygote:  # it imports torch while this process imports the rest
+    # the zygote imports torch while this process imports the rest
+    with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
         from rolecall.watch import local
 
-        return local.run(describe.ask(target, flags, zygote.call), zygote)
+        job = describe.ask(target, flags, zygote.call)
+        with sources.passed_on(registry.sources_of(job.settings["script"]) if target == SCRIPT else {}):
+            return local.run(job, zygote)
 
 
 def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:

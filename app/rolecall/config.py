@@ -26,6 +26,7 @@ from rolecall.secret import read_token, require_length
 __version__ = "0.1.0"
 
 DESCRIPTION = "ROLECALL_DESCRIPTION"
+SOURCES = "ROLECALL_SOURCES"  # a file: see job/sources.py
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]

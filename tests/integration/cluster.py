@@ -187,9 +187,11 @@ class Rank:
         return int(worker.pid)
 
     def processes(self, part: str = "rank") -> list[psutil.Process]:
-        """The processes of a part of the rank: `worker`, `supervisor`, or the whole `rank`."""
-        if part == "worker":
-            return [until(self.worker, f"a worker of {self.name}")]
+        """The processes of a part of the rank: `worker`, `fork server` with its worker, `supervisor`, or the whole
+        `rank`."""
+        if part in ("worker", "fork server"):
+            worker = until(self.worker, f"a worker of {self.name}")
+            return [worker] if part == "worker" else [worker.parent(), worker]
         supervisor = psutil.Process(self.pid)
         return [supervisor] if part == "supervisor" else [supervisor, *supervisor.children(recursive=True)]
 

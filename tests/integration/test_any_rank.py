@@ -36,8 +36,9 @@ def test_frozen_and_thawed(kept: Cluster, name: str, part: str) -> None:
 
 
 def test_a_frozen_worker_that_was_given_up_writes_nothing(kept: Cluster) -> None:
-    """The agent's supervisor is killed while its worker is frozen; another takes over; then the old one thaws."""
-    with kept.agent.frozen("worker") as (old,):
+    """The agent's supervisor is killed while its worker is frozen, and the fork server, which would kill it; another
+    takes over; then the old ones thaw."""
+    with kept.agent.frozen("fork server") as (_, old):
         written = rundir.read_generation(kept.checkpoints).number
         refused = kept.agent.appears("the previous worker has not ended")
         kept.agent.kill_supervisor()

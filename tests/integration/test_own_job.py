@@ -180,6 +180,22 @@ def test_an_exception_is_the_users_traceback(cluster: MakeCluster, tmp_path: Pat
     assert says in rest
 
 
+def test_a_rank_keeps_the_source_that_it_was_started_with(cluster: MakeCluster, tmp_path: Path) -> None:
+    file = tmp_path / FILE.name
+    file.write_text(TEXT)
+    job = cluster(JOB=str(file)).start(1, described=True)
+    job.is_whole()
+    file.write_text("this is no Python (")
+    for _ in range(2):
+        generation = job.first.metric("generation")
+        job.first.kill_worker()
+        until(lambda: job.first.metric("generation") > generation, "another generation")  # noqa: B023
+        job.is_whole()
+    assert [rank.text().count("the job's source has changed") for rank in job.ranks.values()] == [1, 1]
+    stop(job)
+    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "score"),
     [

@@ -75,3 +75,17 @@ def test_a_signal_between_two_starts_leaves_nothing_behind(tmp_path: Path) -> No
     for pid in starts.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+def test_what_a_rank_leaves_behind_is_killed_and_reaped(tmp_path: Path) -> None:
+    daemon, ended = tmp_path / "daemon", tmp_path / "ended"
+    orphans = f"""
+import subprocess
+subprocess.run(["sh", "-c", "setsid sleep 600 & echo $! >{daemon}; true & echo $! >{ended}"])
+while os.path.exists("/proc/" + open({str(ended)!r}).read().strip()):
+    time.sleep(0.01)
+{KILLED}
+"""
+    process, _ = run(tmp_path, orphans, f"sys.exit(os.path.exists('/proc/' + open({str(daemon)!r}).read().strip()))")
+    process.communicate(timeout=30)
+    assert process.returncode == 0

@@ -9,12 +9,15 @@ import os
 import re
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from structlog.typing import EventDict
 
@@ -24,6 +27,7 @@ from rolecall.job.task import Peer, Task
 from rolecall.rank import fork_server, stacks, worker_process
 from rolecall.rank.frames import Frames, PipeError
 from rolecall.rank.worker_process import WorkerProcess
+from tests.integration.cluster import until
 
 TASK = Task("rl", Settings(job="rl"), Peer("agent", 0, 0))
 
@@ -60,6 +64,64 @@ def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch
         return worker.outcome
 
     assert asyncio.run(outcome()) == "killed"
+
+
+# ---- what a worker has started ends with it
+
+
+def starts_others(task: Task, connection: Any) -> None:
+    """A child, and a daemon: it has left the worker's session, and its parent has ended."""
+    daemon = subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"])
+    with subprocess.Popen(["sleep", "600"]) as child:
+        connection.send(("result", "finished", "", 1, {"pids": [int(daemon), child.pid]}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    monkeypatch.setattr(worker_process, "_run", starts_others)
+
+    async def play() -> list[int]:
+        heard = asyncio.Event()
+        worker = WorkerProcess(TASK, heard.set)
+        await worker.start(60)
+        await asyncio.wait_for(heard.wait(), 30)
+        pids: list[int] = worker.status().summary["pids"]
+        assert all(map(psutil.pid_exists, pids))
+        os.kill(worker.pid, number)
+        await asyncio.wait_for(worker.ended.wait(), 30)
+        return pids
+
+    pids = asyncio.run(play())
+    until(lambda: not any(map(psutil.pid_exists, pids)), "their end, zombies included")
+
+
+SUPERVISOR = """
+import asyncio, os, signal
+from rolecall.rank import worker_process
+from tests.unit import test_process
+
+async def play():
+    heard = asyncio.Event()
+    worker_process._run = test_process.starts_others
+    worker = worker_process.WorkerProcess(test_process.TASK, heard.set)
+    await worker.start(60)
+    await heard.wait()
+    os.kill(worker.pid, signal.SIGSTOP)
+    print(worker.pid, *worker.status().summary["pids"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(play())
+"""
+
+
+def test_what_a_worker_has_started_ends_with_its_supervisor_even_if_it_is_stopped() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, start_new_session=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        pids = [int(word) for word in supervisor.stdout.readline().split()]
+    assert len(pids) == 3
+    until(lambda: not any(map(psutil.pid_exists, pids)), "their end")
 
 
 # ---- a pipe that never blocks

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from rolecall import config, fields
 from rolecall.config import Settings, UsageError, __version__
 from rolecall.gang.protocol import USAGE, Agreement, RoleSpec
-from rolecall.job import flags, preflight, registry
+from rolecall.job import flags, preflight, registry, sources
 from rolecall.job.spec import Job
 
 MOST_VALUE = 200  # characters of a setting in a heartbeat
@@ -153,7 +153,7 @@ def _version(target: str, roles: Sequence[RoleSpec]) -> str:
     module = registry.module_of(target)
     digest = hashlib.sha256(repr([role.name for role in roles]).encode())
     with contextlib.suppress(OSError, TypeError):  # a module without a file
-        digest.update(Path(str(module.__file__)).read_bytes())
+        digest.update(sources.content(Path(str(module.__file__))))
     return digest.hexdigest()[:12]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from rolecall.config import UsageError
+from rolecall.job import sources
 
 TEST = re.compile(r"test_.*\.py|.*_test\.py|conftest\.py")  # files that are pytest's
 PACKAGE = Path(__file__).absolute().parents[1]
@@ -51,6 +52,7 @@ def load(place: str) -> ModuleType:
     """Imports a file or a module. Raises UsageError, with file and line, for whatever that raises."""
     if is_file(place):
         return load_file(file_of(place))
+    sources.taken()  # it is found there
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
@@ -71,7 +73,7 @@ def load_file(path: Path) -> ModuleType:
     if module is not None or name in sys.stdlib_module_names or _is_installed(name):
         raise UsageError(f"{path.name}: a module {name!r} exists already; rename the file")
     add_folder(path.parent)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = sources.spec_of(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path.name}: is no Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -93,7 +95,7 @@ def add_folder(folder: Path) -> None:
 def compile_file(path: Path) -> CodeType:
     """The code of a file, which is not run. Raises UsageError where it cannot be read or is no Python."""
     try:
-        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        return compile(sources.content(path), str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(f"{shown(path)}: cannot be read ({error.strerror})") from error
     except (SyntaxError, ValueError) as error:

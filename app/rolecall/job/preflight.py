@@ -16,7 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from rolecall.config import UsageError
-from rolecall.job import loader, plain
+from rolecall.job import loader, plain, sources
 from rolecall.job.peers import METHOD, NOT_IMPORTABLE, NOT_SERVED, is_in_turn, require_importable
 from rolecall.job.spec import Job
 from rolecall.job.training import NOT_RESTORED
@@ -35,7 +35,7 @@ def require_sound(job: Job, module: ModuleType) -> None:
     for name in dict.fromkeys(places):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and loader.is_users(file) and file.endswith(".py"):
-            tree = ast.parse(Path(file).read_bytes())
+            tree = ast.parse(sources.content(Path(file)))
             for function, context in _with_context(tree, roles):
                 _Body(job, function, context, sys.modules[name], tree).check()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any, cast
 from rolecall import config
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import RoleSpec
-from rolecall.job import loader
+from rolecall.job import loader, sources
 from rolecall.job.spec import MOST, Function, Job
 
 JOBS = ("rl", "ps", "rnn", "hybrid", "script")
@@ -56,6 +58,22 @@ def module_of(target: str) -> ModuleType:
     if target in JOBS:
         return importlib.import_module(f"rolecall.jobs.{target}")
     return loader.load(loader.split(target)[0])
+
+
+def sources_of(target: str) -> sources.Sources:
+    """The source of the user's job or program that `target` names, as it is on disk now; empty for a built-in job and
+    for what is installed. Raises UsageError where the file does not exist.
+    """
+    place = loader.split(target)[0]
+    if target in JOBS or not place:
+        return {}
+    if loader.is_file(place):
+        return sources.take(loader.file_of(place))
+    with contextlib.suppress(ImportError, ValueError):  # its import says what is wrong
+        spec = importlib.util.find_spec(place.partition(".")[0])
+        if spec and spec.origin and loader.is_users(spec.origin):
+            return sources.take(Path(spec.origin))
+    return {}
 
 
 def name_of(target: str) -> str:

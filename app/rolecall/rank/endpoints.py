@@ -9,16 +9,19 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from rolecall.config import Settings, UsageError
+from rolecall.rank.port import Port
 
 DESCRIPTORS = 65536
 SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # a header that only Prometheus sends
+LONGEST_REST = 1.0  # seconds between two encodings of metrics
+SHARE = 0.1  # of one core for them, at most
 LONGEST = 60.0  # seconds between two scrapes; where they are rarer, no rank waits for the next
 
 
@@ -52,6 +55,32 @@ class Scrapes:
             await asyncio.wait_for(self._arrived.wait(), self.patience())
 
 
+class Bodies:
+    """The metrics as text, encoded in a thread. Requests that wait at the same time get the same."""
+
+    def __init__(self, registry: CollectorRegistry, refresh: Callable[[], None]) -> None:
+        self._registry, self._refresh = registry, refresh
+        self._bodies = dict[str, tuple[float, bytes]]()  # by content type: when its encoding began
+        self._rests_until = 0.0
+        self._lock = asyncio.Lock()
+
+    async def get(self, accept: str) -> tuple[bytes, str]:
+        """The body for a request's header Accept, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        arrived = time.monotonic()
+        async with self._lock:
+            begun, body = self._bodies.get(content_type, (float("-inf"), b""))
+            if begun < arrived:
+                await asyncio.sleep(self._rests_until - time.monotonic())
+                self._refresh()
+                begun = time.monotonic()
+                body = await asyncio.to_thread(encode, self._registry)
+                now = time.monotonic()
+                self._bodies[content_type] = begun, body
+                self._rests_until = now + min(LONGEST_REST, (now - begun) / SHARE)
+        return body, content_type
+
+
 async def serve(
     settings: Settings,
     registry: CollectorRegistry,
@@ -67,10 +96,10 @@ async def serve(
     Raises UsageError where the port cannot be used.
     """
 
+    bodies = Bodies(registry, refresh)
+
     async def metrics(request: web.Request) -> web.Response:
-        refresh()
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        body = encode(registry)
+        body, content_type = await bodies.get(request.headers.get("Accept", ""))
         if scrapes and SCRAPER in request.headers:
             scrapes.record()
         return web.Response(body=body, headers={"Content-Type": content_type})
@@ -87,6 +116,7 @@ async def serve(
         [web.get("/metrics", metrics), web.get("/healthz", status(unhealthy)), web.get("/readyz", status(unready))]  # type: ignore[arg-type]
     )
     app.add_routes(routes)
+    port = Port(app)
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -94,7 +124,9 @@ async def serve(
         shutdown_timeout=1.0,  # of a rank that ends: whoever asks for something long is cut off
     )
     await runner.setup()
-    await listen(runner, settings.metrics_bind_addr or settings.bind_addr, settings.metrics_port, "METRICS_PORT")
+    host = settings.metrics_bind_addr or settings.bind_addr
+    with _unusable(host, settings.metrics_port, "METRICS_PORT"):
+        await port.listen(runner, host, settings.metrics_port)
     return runner
 
 
@@ -109,8 +141,14 @@ def allow_descriptors() -> None:
 async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:
     """Serves `runner` on `host`, on every address where that is empty. Raises UsageError where the port, which
     `variable` names, cannot be used."""
-    try:
+    with _unusable(host, port, variable):
         await web.TCPSite(runner, host or None, port, backlog=1024).start()
+
+
+@contextlib.contextmanager
+def _unusable(host: str, port: int, variable: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         # asyncio's own text is long; a name's resolution has an errno of another kind
         problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror

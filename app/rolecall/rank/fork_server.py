@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -21,13 +22,17 @@ import psutil
 
 from rolecall import config
 from rolecall.config import UsageError
+from rolecall.rank import descendants
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
+ADOPTING = "rolecall.rank.adopting"  # a name: its import makes a fork server of a process
 KILL = 5.0  # seconds for a killed process to end
 MAIN_TAKES = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
 SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload([ADOPTING])
 spared = set[int]()  # children of this process that do not belong to it
+_alive_fd = -1  # while this process has it open, the fork server runs
 _forked = 0  # the process that has forked: its imports are behind it
 
 
@@ -50,14 +55,14 @@ def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
     UsageError where TMPDIR cannot hold its socket.
     """
     prepare_imports()
-    modules = [MAIN, *preload]
+    modules = [ADOPTING, MAIN, *preload]
     context.set_forkserver_preload(modules)
     try:
         # later versions of Python have another `main`
         if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters] == MAIN_TAKES:
             _fork_here(modules)
         else:
-            multiprocessing.forkserver.ensure_running()
+            _ensure_running()
     except OSError as error:
         # its socket lies in the temporary directory, and a socket's path has at most 107 characters
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
@@ -80,9 +85,33 @@ def _fork_here(modules: list[str]) -> None:
             except Exception:  # of a module of the user's
                 traceback.print_exc()
             finally:
+                importlib.import_module(ADOPTING).end()
                 os._exit(0)
     os.close(alive)
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+    _keep_alive_fd(server)
+
+
+def _ensure_running() -> None:
+    server: Any = multiprocessing.forkserver._forkserver
+    before = server._forkserver_pid
+    server.ensure_running()
+    if server._forkserver_pid != before:
+        _keep_alive_fd(server)
+
+
+def _keep_alive_fd(server: Any) -> None:
+    """Keeps the pipe whose end tells the fork server to end from workers, which are passed another file instead: what
+    they start might hold it for ever."""
+    global _alive_fd
+    if _alive_fd >= 0:
+        os.close(_alive_fd)
+    _alive_fd, server._forkserver_alive_fd = server._forkserver_alive_fd, os.open(os.devnull, os.O_RDONLY)
+
+
+def _start(process: Any) -> None:
+    _ensure_running()
+    process.start()
 
 
 def has_forked() -> bool:
@@ -96,7 +125,7 @@ async def fork(process: Any, limit: float) -> None:
     """
     global _forked
     # in a thread: the first fork waits for the imports
-    forking = asyncio.ensure_future(asyncio.to_thread(process.start))
+    forking = asyncio.ensure_future(asyncio.to_thread(_start, process))
     forking.add_done_callback(
         lambda done: done.cancelled() or done.exception()
     )  # whoever waits may have been cancelled
@@ -149,8 +178,15 @@ def _pid() -> int:
     return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None) or 0
 
 
+def clear() -> None:
+    """Kills what an ended worker has left behind: all below the fork server. No worker may run."""
+    if server := _pid():
+        descendants.kill(server)
+
+
 def end() -> None:
-    """Kills it: it takes half a second to end, and readers of this process's output wait for it."""
+    """Kills it, and all below it: it takes half a second to end, and readers of this process's output wait for it."""
+    clear()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.pid not in spared:

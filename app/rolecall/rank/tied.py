@@ -8,15 +8,14 @@ import select
 import threading
 import time
 
-import psutil
-
 from rolecall.gang.protocol import FAILED
+from rolecall.rank import descendants
 
 GRACE = 5.0  # seconds in which the supervisor ends by itself
 
 
 def tie(parent: int) -> None:
-    """From now on this process and its children are gone soon after the process `parent`, whose child this is.
+    """From now on this process and all below it are gone soon after the process `parent`, whose child this is.
 
     A thread sees to it: a supervisor that writes to a full standard output sees and ends nothing.
     """
@@ -29,7 +28,6 @@ def _follow(parent: int) -> None:
         if os.getppid() == parent:  # and no other process has its number
             select.select([pidfd], [], [])
     time.sleep(GRACE)
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    descendants.adopt()  # it kills the fork server too, which would adopt them
+    descendants.kill(os.getpid())
     os._exit(FAILED)

@@ -11,6 +11,7 @@ from rolecall import telemetry
 from rolecall.config import RankError, Settings, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_of
+from rolecall.job import sources
 from rolecall.job.describe import Description
 from rolecall.job.task import Peer, Task
 from rolecall.rank import fork_server
@@ -44,6 +45,8 @@ class WorkerManager:
         self.hand_over: Callable[[], Awaitable[None]] = _nothing  # before this rank's end
         self._changed, self._tunnel = changed, tunnel
         self._stacks = str(files.directory / "stacks")  # the file for those of a worker
+        self._warned = False  # of another source on disk
+        self._source_watch: asyncio.Future[None] | None = None
         self._checked = set[str]()  # roles whose settings were checked since the gang assigned them
 
     def prepare(self) -> None:
@@ -114,6 +117,15 @@ class WorkerManager:
         self.worker = WorkerProcess(task, self._worker_changed, self.record)
         s = self.settings  # the others wait for this worker for CONNECT_TIMEOUT seconds
         await self.worker.start(s.connect_timeout if fork_server.has_forked() else s.phase_timeout)
+        if self._source_watch is None or self._source_watch.done():  # the disk may hang
+            self._source_watch = asyncio.ensure_future(asyncio.to_thread(self._warn_of_changes))
+
+    def _warn_of_changes(self) -> None:
+        """Says once that the job's source has changed on disk."""
+        if not self._warned and (files := sources.changed()):
+            self._warned = True
+            self.log.warning("the job's source has changed; this run keeps the one that it was started with. Stop and "
+                             "start it to use the new one", files=files)  # fmt: skip
 
     async def end(self) -> None:
         """Ends the worker, and waits for its end."""

@@ -258,6 +258,7 @@ class WorkerProcess:
         if error is None:  # it was forked
             await asyncio.to_thread(self._process.join, 2)
             code = self._process.exitcode
+            await asyncio.to_thread(fork_server.clear)  # the next worker begins after that
         if not self.outcome:
             if error:
                 self.outcome, self.error = self._kill_outcome or "failed", error

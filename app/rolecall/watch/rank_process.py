@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.rank import descendants
 from rolecall.rank.crashes import Crashes
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
 from rolecall.watch.output import Splitter
@@ -144,5 +145,7 @@ class RankProcess:
         """Kills all processes of the rank, and does not restart it."""
         self.stopping = True
         if self.process:
+            if self.process.returncode is None:
+                descendants.kill(self.process.pid)  # those that have left its process group too
             with contextlib.suppress(ProcessLookupError):  # they have ended
                 os.killpg(self.process.pid, signal.SIGKILL)

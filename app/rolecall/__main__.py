@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall import config, fields, new, telemetry
+from rolecall import config, fields, machine, new, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job import describe, evaluation, registry
@@ -27,6 +27,9 @@ COMMANDS = {  # each has a `run(words)` in its module
     "export": ("rolecall.job.exporting", "write a checkpoint's model as safetensors, ONNX or torch.export's program"),
     "trace": ("rolecall.watch.trace", "what all ranks do and wait for, as one file for Perfetto, or as a table"),
     "stacks": ("rolecall.watch.stacks", "the stacks of all ranks, and who waits for whom"),
+    "ps": ("rolecall.watch.ps", "the processes of a local run"),
+    "kill": ("rolecall.watch.kill", "kill a rank of a local run, or a part of it, which is started again"),
+    "scale": ("rolecall.watch.scale", "change how many ranks an elastic role of a local run has"),
     "page": ("rolecall.page.command", "write how a run went as one HTML file"),
     "doctor": ("rolecall.doctor.command", "check everything that a rank here needs"),
 }
@@ -41,6 +44,7 @@ RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input, 3 the job failed, 130 after Ctrl-C."""
+    _open_standard_streams()
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # settings name the user's modules; those of libraries come first
     words = sys.argv[1:] if argv is None else argv
@@ -64,6 +68,20 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for those that are closed (`>&-`): files opened later would take their numbers."""
+    if sys.stdin and sys.stdout and sys.stderr:
+        return
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,6 +151,7 @@ def _rank(arguments: argparse.Namespace) -> int:
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
+    machine.name_process(job.name, identity.role, identity.ordinal, "guard" if arguments.restarts else "supervisor")
     parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
     if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
         return code

@@ -22,6 +22,7 @@ from rolecall import config
 from rolecall.config import UsageError
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
+FIRST = "rolecall.rank.fork_server_process"  # what it imports before all else
 KILL = 5.0  # seconds for a killed process to end
 MAIN_TAKES = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
 SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
@@ -45,7 +46,7 @@ def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
     UsageError where TMPDIR cannot hold its socket.
     """
     prepare_imports()
-    modules = [MAIN, *preload]
+    modules = [FIRST, MAIN, *preload]
     context.set_forkserver_preload(modules)
     try:
         # later versions of Python have another `main`

@@ -41,16 +41,33 @@ class RankProcess:
 
     def __init__(
         self,
-        name: str,
+        role: str,
+        ordinal: int,
         environment: dict[str, str],
         log: Path,
         show: Callable[[str], None],
         zygote: Zygote | None = None,
     ) -> None:
-        self.name, self.environment, self.log, self.show = name, environment, log, show
+        self.role, self.ordinal, self.environment, self.log, self.show = role, ordinal, environment, log, show
+        self.name = f"{role} {ordinal}"
         self._zygote = zygote
         self.process: asyncio.subprocess.Process | Forked | None = None
         self.stopping = False
+        self.dropped = False  # the run goes on without it
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 while there is none."""
+        return self.process.pid if self.process and self.process.returncode is None else 0
+
+    @property
+    def state(self) -> str:
+        """For a list of the run's ranks."""
+        if self.process is None:
+            return "starting"
+        if self.process.returncode is None:
+            return "stopping" if self.stopping else "up"
+        return "ended" if self.stopping else "restarting"
 
     async def supervise(self) -> int:
         """Runs the rank, restarting it when it crashes, until the job is over or `stopping`. Returns the exit code."""
@@ -135,6 +152,8 @@ class RankProcess:
         self.stopping = True
         if drain and self.process and self.process.returncode is None:
             self.process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.process.pid, signal.SIGCONT)  # a stopped one would never take the signal
 
     def kill(self) -> None:
         """Kills all processes of the rank, and does not restart it."""

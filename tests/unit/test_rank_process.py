@@ -70,7 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, log: Path, program: str) -> tuple[int, 
     """The exit code of a rank that is `program`, and the lines that were shown."""
     monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", "import os, sys\n" + program])
     lines: list[str] = []
-    rank = RankProcess("rank 0", dict(os.environ), log, lines.append)
+    rank = RankProcess("rank", 0, dict(os.environ), log, lines.append)
     return asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)), lines
 
 

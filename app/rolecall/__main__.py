@@ -13,13 +13,16 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+try:
+    from rich.console import Console
+    from rich.table import Table
 
-from rolecall import config, fields, machine, new, telemetry
-from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import FAILED, USAGE
-from rolecall.job import describe, evaluation, registry
+    from rolecall import config, fields, machine, new, telemetry
+    from rolecall.config import Settings, UsageError
+    from rolecall.gang.protocol import FAILED, USAGE
+    from rolecall.job import describe, evaluation, registry
+except KeyboardInterrupt:  # they take a moment
+    raise SystemExit(130) from None
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one

@@ -104,6 +104,14 @@ def test_a_refused_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "rolecall", "jobs"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
     command = f"exec {sys.executable} -m rolecall run no-such-job >&-"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=DEADLINE)

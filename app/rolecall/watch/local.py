@@ -108,6 +108,7 @@ class LocalRun:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
+        self._seen = set[tuple[str, str]]()  # tracebacks that were shown
         stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         given = "checkpoint_dir" in settings.model_fields_set
         self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
@@ -152,7 +153,7 @@ class LocalRun:
             **self._shared, ROLE=role, ORDINAL=str(ordinal), PORT=str(port), METRICS_PORT=str(scraped), **visible
         )
         log = self.directory / "logs" / f"{role}-{ordinal}.log"
-        return RankProcess(role, ordinal, environment, log, self.show, self._zygote)
+        return RankProcess(role, ordinal, environment, log, self.show, self._zygote, self._seen)
 
     def _token(self) -> dict[str, str]:
         """A token for this run, unless there is one, or a certificate of the user's."""

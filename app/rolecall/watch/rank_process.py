@@ -14,7 +14,7 @@ from pathlib import Path
 from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.rank.crashes import Crashes
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
-from rolecall.watch.output import Splitter
+from rolecall.watch.output import Splitter, Tracebacks
 
 MAX_CRASHES = 5
 CHUNK = 2**16  # bytes
@@ -47,9 +47,11 @@ class RankProcess:
         log: Path,
         show: Callable[[str], None],
         zygote: Zygote | None = None,
+        seen: set[tuple[str, str]] | None = None,
     ) -> None:
         self.role, self.ordinal, self.environment, self.log, self.show = role, ordinal, environment, log, show
         self.name = f"{role} {ordinal}"
+        self._seen = set[tuple[str, str]]() if seen is None else seen  # tracebacks that were shown
         self._zygote = zygote
         self.process: asyncio.subprocess.Process | Forked | None = None
         self.stopping = False
@@ -128,15 +130,19 @@ class RankProcess:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         """Copies the rank's output to its log, whatever it is, and shows its lines."""
-        splitter, problem = Splitter(), ""
+        splitter, tracebacks, problem = Splitter(), Tracebacks(self.name, self._seen), ""
         while data := await stream.read(CHUNK):
             if not problem and (problem := await asyncio.to_thread(self._append, data)):
                 # the rank must not wait for a full disk
                 self.show(f"{self.name}: its log {self.log} cannot be written any more ({problem})")
             for line in splitter.split(data):
-                self.show(line)
+                for shown in tracebacks.show(line):
+                    self.show(shown)
         for line in splitter.end():
-            self.show(line)
+            for shown in tracebacks.show(line):
+                self.show(shown)
+        for shown in tracebacks.end():
+            self.show(shown)
 
     def _append(self, data: bytes) -> str:
         """Appends `data` to the log. Returns the problem, if any."""

@@ -13,13 +13,16 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+try:
+    from rich.console import Console
+    from rich.table import Table
 
-from rolecall import config, fields, new, telemetry
-from rolecall.config import RankError, Settings, UsageError
-from rolecall.gang.protocol import CRASHED, FAILED, USAGE
-from rolecall.job import describe, evaluation, loader, registry, sources
+    from rolecall import config, fields, machine, new, telemetry
+    from rolecall.config import RankError, Settings, UsageError
+    from rolecall.gang.protocol import CRASHED, FAILED, USAGE
+    from rolecall.job import describe, evaluation, loader, registry, sources
+except KeyboardInterrupt:  # they take a moment
+    raise SystemExit(130) from None
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
@@ -27,6 +30,9 @@ COMMANDS = {  # each has a `run(words)` in its module
     "export": ("rolecall.job.exporting", "write a checkpoint's model as safetensors, ONNX or torch.export's program"),
     "trace": ("rolecall.watch.trace", "what all ranks do and wait for, as one file for Perfetto, or as a table"),
     "stacks": ("rolecall.watch.stacks", "the stacks of all ranks, and who waits for whom"),
+    "ps": ("rolecall.watch.ps", "the processes of a local run"),
+    "kill": ("rolecall.watch.kill", "kill a rank of a local run, or a part of it, which is started again"),
+    "scale": ("rolecall.watch.scale", "change how many ranks an elastic role of a local run has"),
     "page": ("rolecall.page.command", "write how a run went as one HTML file"),
     "doctor": ("rolecall.doctor.command", "check everything that a rank here needs"),
 }
@@ -41,6 +47,7 @@ RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 this rank crashed, 2 bad input, 3 the job failed, 130 after Ctrl-C."""
+    _open_standard_streams()
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # settings name the user's modules; those of libraries come first
     words = sys.argv[1:] if argv is None else argv
@@ -67,6 +74,20 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for those that are closed (`>&-`): files opened later would take their numbers."""
+    if sys.stdin and sys.stdout and sys.stderr:
+        return
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,6 +176,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
                             ordinal=identity.ordinal)  # fmt: skip
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
+    machine.name_process(job.name, identity.role, identity.ordinal, "guard" if arguments.restarts else "supervisor")
     parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
     if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
         return code

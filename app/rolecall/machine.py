@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and who else uses it."""
+"""What this process may use of its machine, who else uses it, and this process's title."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pwd
 from pathlib import Path
 
 import psutil
+import setproctitle
 
 FIRST_USER, NOBODY = 1000, 65534  # numbers of users below and of the second are services'
 NO_LOGIN = ("nologin", "false")  # shells
 LOGIN_SERVICES = ("systemd-logind", "elogind", "sshd")  # a container has none of them
+TITLE = "rolecall: "  # the beginning of a process's title; its last word is the part
 
 
 def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -45,3 +47,28 @@ def other_people() -> list[str]:
             if user >= FIRST_USER and Path(entry.pw_shell).name not in NO_LOGIN:
                 names.add(entry.pw_name)
     return sorted(names)
+
+
+def name_process(job: str, role: str, ordinal: int | None, part: str) -> None:
+    """Sets this process's title, such as `rolecall: rl observer 1 worker`."""
+    words = (job, role, "" if ordinal is None else str(ordinal), part)
+    setproctitle.setproctitle(TITLE + " ".join(word for word in words if word))
+
+
+def name_part(part: str) -> None:
+    """Sets the last word of this process's title; the rest is its parent's title."""
+    title = setproctitle.getproctitle()  # a fork's is its parent's
+    if not title.startswith(TITLE):
+        with contextlib.suppress(psutil.Error):
+            title = _title(psutil.Process(os.getppid()))
+    setproctitle.setproctitle(f"{title.rpartition(' ')[0]} {part}" if title.startswith(TITLE) else TITLE + part)
+
+
+def part_of(process: psutil.Process) -> str:
+    """The part in a process's title; the program's name if it has none. Raises psutil.Error."""
+    title = _title(process)
+    return title.rpartition(" ")[2] if title.startswith(TITLE) else process.name()
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline()).strip()

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from rolecall.watch import output, rank_process
-from rolecall.watch.output import CUT, MOST_LINE, Output, Splitter, printable
+from rolecall.watch.output import CUT, MOST_LINE, TRACEBACK, Output, Splitter, Tracebacks, printable
 from rolecall.watch.rank_process import RankProcess
 
 DEADLINE = 30  # seconds; a fail-safe
@@ -63,6 +63,21 @@ def test_what_would_break_the_display() -> None:
     assert printable("\x1b[31mred\x1b[0m\tand\x07 \x1b[2Jgone\x00") == "red\tand gone"
 
 
+def test_a_traceback_is_shown_once_in_a_run() -> None:
+    seen: set[tuple[str, str]] = set()
+    one, other = Tracebacks("lead 0", seen), Tracebacks("sampler 1", seen)
+    error = ['  File "pi.py", line 15, in hits', "    fail()", "ValueError: bad value"]
+
+    def show(tracebacks: Tracebacks, *lines: str) -> list[str]:
+        return [shown for line in lines for shown in tracebacks.show(line)] + tracebacks.end()
+
+    assert show(one, "before", TRACEBACK, *error, "after") == ["before", f"lead 0: {TRACEBACK}", *error, "after"]
+    assert show(other, "before", TRACEBACK, *error, "after") == ["before", "after"]
+    assert show(one, TRACEBACK, *error, "", TRACEBACK, *error) == [""]
+    assert show(other, TRACEBACK, *error[:2], "ValueError: worse")[-1] == "ValueError: worse"
+    assert show(one, TRACEBACK, *error[:2])[1:] == error[:2]  # killed as it wrote
+
+
 # ---- a rank's process
 
 
@@ -70,7 +85,7 @@ def run(monkeypatch: pytest.MonkeyPatch, log: Path, program: str) -> tuple[int, 
     """The exit code of a rank that is `program`, and the lines that were shown."""
     monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", "import os, sys\n" + program])
     lines: list[str] = []
-    rank = RankProcess("rank 0", dict(os.environ), log, lines.append)
+    rank = RankProcess("rank", 0, dict(os.environ), log, lines.append)
     return asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)), lines
 
 

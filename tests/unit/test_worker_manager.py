@@ -167,3 +167,20 @@ def test_a_wait_that_a_signal_may_cut_short_leaves_no_task_behind() -> None:
         return len(asyncio.all_tasks())
 
     assert [asyncio.run(left(signalled)) for signalled in (False, True)] == [1, 1]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("finished", 0), ("stop", 1)])
+def test_a_loss_is_logged_unless_the_job_has_finished(
+    tmp_path: Path, process: type[Process], logged: list[EventDict], kind: str, told: int
+) -> None:
+    workers = manager(tmp_path, "trainer")
+
+    async def play() -> None:
+        task = Task("rnn", workers.settings, Peer("trainer", 0, 0), (Peer("trainer", 0, 0),), 1)
+        workers.worker = worker_manager.WorkerProcess(task, lambda: None)
+        workers.worker.outcome, workers.worker.error, workers.worker.alive = "lost", "EOF", False
+        workers._worker_changed()
+        await workers.carry_out(directive(kind, "trainer"))
+
+    asyncio.run(play())
+    assert [entry["event"] for entry in logged].count("worker ended") == told

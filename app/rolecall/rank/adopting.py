@@ -1,17 +1,25 @@
-"""What the fork server imports first, and no other process: it adopts the processes that workers started, so that the
-supervisor finds them after a worker's end, and kills them at its own end. It reads the job's source for all workers.
+"""What the fork server imports first, and no other process. It has the fork server
+
+- adopt the processes that workers started, so that the supervisor finds them after a worker's end,
+- kill all of them at its own end,
+- read the job's source for all workers,
+- have a title, and ignore Ctrl-C, also while it imports.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import warnings
 
+from rolecall import machine
 from rolecall.job import sources
 from rolecall.rank import descendants
 
 _fork_server = os.getpid()
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the supervisor ends this process
+machine.name_part("fork-server")
 
 
 @atexit.register

@@ -99,7 +99,8 @@ class RunFiles:
         done = rundir.read_done(directory)
         if done is not None:
             self.log.info(
-                f"this job has finished already; {self._anew}",
+                f"this job has finished already; {self._anew}; to train on, with more steps, "
+                f"delete {directory / rundir.DONE}",
                 directory=str(directory),
             )
         self.journal = Journal(directory, self.disk)

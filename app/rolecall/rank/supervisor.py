@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from rolecall import config, telemetry
+from rolecall import config, machine, telemetry
 from rolecall.config import Settings
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import CRASHED, FAILED, USAGE, Directive, name_of
@@ -136,6 +136,7 @@ class Supervisor:
         return self.directory / place if self.tunnel else None
 
     def _name_rank(self, role: str, ordinal: int | None) -> None:
+        machine.name_process(self.job.name, role, ordinal, "supervisor")
         telemetry.name_rank(self.metrics.rank_info, self.job.name, role, ordinal)
 
     # ---- the member's loops

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from filelock import FileLock
 
-from rolecall import config, telemetry
+from rolecall import config, machine, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.job import failures, loader, progress_bar, registry, rpc, tracing, turns
 from rolecall.job.checkpoint import Checkpoints
@@ -160,6 +160,9 @@ class Pipe(Supervision):
 def main(task: Task, connection: Connection) -> None:
     """The process's entry point: runs `task`, sends the result over `connection`, and exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    me = task.me
+    machine.name_process(registry.name_of(task.job), me.role, me.ordinal, "worker" if task.members else "check")
+    os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
     pipe = Pipe(connection)
     settings = task.settings
     if task.stacks:

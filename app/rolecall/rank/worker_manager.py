@@ -40,6 +40,7 @@ class WorkerManager:
         self.metrics, self.files = metrics, files
         telemetry.begin(metrics.worker_restarts, telemetry.WORKER_CAUSES)
         self.worker: WorkerProcess | None = None
+        self._lost: WorkerProcess | None = None  # a worker whose loss is not logged yet
         self.log = telemetry.log()
         self.record: Callable[[list[Record]], None] = lambda records: None  # takes what it sends for the run's history
         self.hand_over: Callable[[], Awaitable[None]] = _nothing  # before this rank's end
@@ -86,6 +87,7 @@ class WorkerManager:
 
     async def carry_out(self, action: Action) -> None:
         """Carries out `action`; returns when that is done."""
+        self._tell_of_lost(action.directive.kind)
         match action.kind:
             case "end":
                 await self.end()
@@ -170,16 +172,27 @@ class WorkerManager:
     def _worker_changed(self) -> None:
         worker = self.worker
         self._changed()
-        if worker and not worker.alive and worker.outcome not in EXPECTED:
-            self.metrics.worker_restarts.labels(worker.outcome).inc()
-            # a worker is lost when another rank's worker ends, which that rank logs
-            log = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
-            log.get(worker.outcome, self.log.error)(
-                "worker ended",
-                outcome=worker.outcome,
-                generation=worker.task.generation,
-                **telemetry.cause(worker.error),
-            )
+        if worker and not worker.alive and worker.outcome == "lost":
+            self._lost = worker  # a peer may have ended because the job has finished, which rank 0 says next
+        elif worker and not worker.alive and worker.outcome not in EXPECTED:
+            self._tell_of(worker)
+
+    def _tell_of_lost(self, kind: str) -> None:
+        """Logs that a worker was lost, unless its job has finished, as a directive of some `kind` says."""
+        worker, self._lost = self._lost, None
+        if worker and kind != "finished":
+            self._tell_of(worker)
+
+    def _tell_of(self, worker: WorkerProcess) -> None:
+        self.metrics.worker_restarts.labels(worker.outcome).inc()
+        # a worker is lost when another rank's worker ends, which that rank logs
+        log = {"lost": self.log.info, "killed": self.log.warning, "silent": self.log.warning}
+        log.get(worker.outcome, self.log.error)(
+            "worker ended",
+            outcome=worker.outcome,
+            generation=worker.task.generation,
+            **telemetry.cause(worker.error),
+        )
 
 
 async def _nothing() -> None:

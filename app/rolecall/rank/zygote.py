@@ -22,11 +22,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 
-from rolecall import config
+from rolecall import config, machine
 from rolecall.job import describe, registry
 from rolecall.rank import fork_server
 
 DEADLINE = 120.0  # seconds for its imports: torch alone takes several on a busy machine
+TELLING = 2.0  # seconds for the zygote to tell that a process has ended
 NUMBER = struct.Struct("=i")  # of a process, then its exit code
 parent = 0  # of a process that was forked from it: its process number
 
@@ -36,21 +37,30 @@ class ZygoteError(Exception):
 
 
 class Forked:
-    """A process that the zygote has forked, the leader of a session. Its status comes over the pipe `status`."""
+    """A process that `zygote` has forked, the leader of a session. Its status comes over the pipe `status`."""
 
-    def __init__(self, pid: int, status: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, status: int, zygote: subprocess.Popen[bytes]) -> None:
+        self.pid, self._zygote = pid, zygote
         self.returncode: int | None = None
         self._status = status
 
     async def wait(self) -> int:
-        """Waits for its end. Returns its exit code, negative for a signal; where the zygote has ended, it is killed."""
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._status, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(self._status)
+        """Waits for its end. Returns its exit code, negative for a signal; where the zygote has ended, it is killed.
+
+        A zygote that does not tell of its end is frozen: it is continued, and killed if that does not help.
+        """
+        with contextlib.suppress(ProcessLookupError):  # the zygote has reaped it, so it tells
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                await _either(self._status, pidfd)
+            finally:
+                os.close(pidfd)
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_either(self._status), TELLING)
+                break
+            self._zygote.send_signal(number)
+        await _either(self._status)
         return self._take()
 
     def wait_for(self, seconds: float) -> int:
@@ -124,7 +134,7 @@ class Zygote:
         if not _readable(status, DEADLINE) or (pid := _read(status)) is None:
             os.close(status)  # which takes the request back
             raise ZygoteError(f"it has ended, or did not answer for {DEADLINE:g} s")
-        return Forked(pid, status)
+        return Forked(pid, status, self._process)
 
     def call(self, arguments: Sequence[str], seconds: float) -> int:
         """Runs `rolecall ARGUMENTS`, without the zygote where that has ended. Returns its exit code. Raises
@@ -145,6 +155,7 @@ def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
     """Imports what the ranks of `targets` need, and forks what is asked for. Returns in each forked process, with its
     arguments. Ends the process where `requests` is closed.
     """
+    machine.name_part("zygote")
     fork_server.prepare_imports()
     resource_tracker.ensure_running()  # otherwise each rank starts one, which is another interpreter
     importlib.import_module(fork_server.MAIN)
@@ -210,6 +221,18 @@ def _readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
+
+
+async def _either(*fds: int) -> None:
+    """Waits until one of `fds` is readable, or at its end."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    for fd in fds:
+        loop.add_reader(fd, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        for fd in fds:
+            loop.remove_reader(fd)
 
 
 def _given_up(status: int) -> bool:

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from rolecall import machine
 from rolecall.run import files, history
 from rolecall.run.history import History, Point
 
@@ -153,4 +154,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    machine.name_part("picture")
     sys.exit(main(sys.argv[1:]))

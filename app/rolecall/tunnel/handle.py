@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rolecall import telemetry
+from rolecall import machine, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.tunnel import places
 from rolecall.tunnel.door import REASONS
@@ -86,6 +86,7 @@ def _become(
 ) -> None:  # fmt: skip
     code = 1
     try:
+        machine.name_part("tunnel")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # they are the supervisor's to handle
         kept = sorted(sock.fileno() for sock in (boss, *sockets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rolecall import config, machine, telemetry
 from rolecall.config import Settings, UsageError
@@ -24,6 +26,7 @@ from rolecall.rank.zygote import Zygote
 from rolecall.run import report, rundir
 from rolecall.tunnel import keys
 from rolecall.watch import ask, gpu, targets
+from rolecall.watch.control import Control, Listed
 from rolecall.watch.display import Display, Target, poll_forever
 from rolecall.watch.output import Output, printable
 from rolecall.watch.rank_process import INTERRUPTED, LAST_OUTPUT, RankProcess
@@ -31,6 +34,8 @@ from rolecall.watch.targets import Address
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 OTHERS = "docs/security.md#other-users-of-the-machine"
+LOCK = "lock"  # in a run's temporary folder
+ANSWER = 5.0  # seconds for a supervisor to answer
 EXIT_GRACE = 10.0  # seconds for the other ranks to exit after the first
 REPORTED = 1.0  # seconds for rank 0 to take the news of a crash
 
@@ -61,6 +66,54 @@ def others_warning(names: Sequence[str]) -> str:
     )
 
 
+def temporary_folder() -> tuple[Path, int]:
+    """A new folder for one run, which holds its token, and the locked file that shows that the run lives."""
+    folder = Path(tempfile.mkdtemp(prefix="rolecall-new-"))
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder.rename(folder.with_name(folder.name.replace("new", "local", 1))), lock
+
+
+def remove_leftovers() -> None:
+    """Removes the folders of runs of this user that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("rolecall-local-*"):
+        with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _address(rank: RankProcess) -> Address:
+    return Address(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics")
+
+
+async def _answers(port: int) -> bool:
+    """Whether the rank's supervisor answers at its METRICS_PORT."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(ANSWER):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+                return bool(await reader.read(1))
+            finally:
+                writer.close()
+    return False
+
+
+async def _wait(
+    tasks: set[asyncio.Task[Any]], signalled: asyncio.Task[Any], seconds: float, any_of: bool = False
+) -> None:
+    """Waits until all `tasks` are done, or `any_of` them, or `signalled`, for at most some seconds."""
+    done = asyncio.create_task(
+        asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED if any_of else asyncio.ALL_COMPLETED)
+    )
+    await asyncio.wait({done, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    done.cancel()
+
+
 class LocalRun:
     """The ranks of one job on this machine, and their display. Raises UsageError for an unusable CHECKPOINT_DIR."""
 
@@ -68,14 +121,22 @@ class LocalRun:
         self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
         self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
         self._errors: set[str] = set()
+        self._seen = set[tuple[str, str]]()  # tracebacks that were shown
         stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         given = "checkpoint_dir" in settings.model_fields_set
         self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
-        self._temporary = Path(tempfile.mkdtemp(prefix="rolecall-local-"))
-        self.ranks = self._plan()
-        self.addresses = [
-            Address(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics") for rank in self.ranks
-        ]
+        self._disposable = not given and not self.directory.exists()  # if the start is refused
+        remove_leftovers()
+        self._temporary, self._lock = temporary_folder()
+        try:
+            self.ranks = self._plan()
+        except BaseException:
+            self._remove_temporary()
+            self._dispose()
+            raise
+        self._tasks = dict[RankProcess, asyncio.Task[int]]()
+        self._scaled = asyncio.Event()
+        self.addresses = [_address(rank) for rank in self.ranks]
         self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
 
     def _plan(self) -> list[RankProcess]:
@@ -89,25 +150,25 @@ class LocalRun:
         # with TLS=off rank 0 takes the next port too
         ports = free_ports(2 * len(members), PORTS if self.settings.secure else PORTS[::2])
         ports, metrics = ports[: len(members)], ports[len(members) :]
-        shared = {
+        self._shared = {
             **self.job.flags, "JOB": self.job.target, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1",
             "MASTER_PORT": str(ports[0]), "CHECKPOINT_DIR": str(self.directory), **self._token(),
             "TMPDIR": str(self._temporary), "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
             **describe.passed_on(self.job),
         }  # fmt: skip
         return [
-            RankProcess(
-                f"{role} {ordinal}",
-                config.child_environment(
-                    **shared, ROLE=role, ORDINAL=str(ordinal), PORT=str(port), METRICS_PORT=str(scraped), **visible
-                ),
-                logs / f"{role}-{ordinal}.log",
-                self.show,
-                self._zygote,
-                self._report_crash,
-            )
+            self._rank(role, ordinal, port, scraped, visible)
             for (role, ordinal), port, scraped, visible in zip(members, ports, metrics, gpus, strict=True)
         ]
+
+    def _rank(self, role: str, ordinal: int, port: int, scraped: int, visible: dict[str, str]) -> RankProcess:
+        environment = config.child_environment(
+            **self._shared, ROLE=role, ORDINAL=str(ordinal), PORT=str(port), METRICS_PORT=str(scraped), **visible
+        )
+        log = self.directory / "logs" / f"{role}-{ordinal}.log"
+        return RankProcess(
+            role, ordinal, environment, log, self.show, zygote=self._zygote, crashed=self._report_crash, seen=self._seen
+        )
 
     def _token(self) -> dict[str, str]:
         """A token for this run, unless there is one, or a certificate of the user's."""
@@ -137,74 +198,172 @@ class LocalRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
+        control = await Control(self._temporary / "control", self._listed, self._scale).start()
         self._published = self._publish()
         self.output = Output(sys.stdout, sys.stderr)
         self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         if warning := others_warning(machine.other_people()):
             self.output.line(warning)
-        tasks = [asyncio.create_task(rank.supervise()) for rank in self.ranks]
+        self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}
         display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
         try:
-            code = await self._until_over(tasks)
+            code = await self._until_over()
         finally:
             for rank in self.ranks:
                 rank.kill()
             if self._zygote:
                 self._zygote.end()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            control.close()
+            await asyncio.wait(
+                self._tasks.values(), timeout=EXIT_GRACE
+            )  # a disk that hangs holds even a killed process
             display.cancel()
             await asyncio.wait({display})
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._remove_temporary()
             if self._published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
         files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if (self.directory / name).exists()]
         state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
+        if code == USAGE and self._dispose():
+            last = f"rolecall: {state}"
         self.output.close(last, LAST_OUTPUT)
         return code
 
-    async def _report_crash(self, name: str) -> None:
-        """Tells rank 0 that the process of the rank `name` has ended, before that rank's lease runs out."""
-        rank0, (role, ordinal) = self.ranks[0].name, name.rsplit(" ", 1)
-        if name == rank0 or not self._published:
+    async def _report_crash(self, role: str, ordinal: int) -> None:
+        """Tells rank 0 that the process of a rank has ended, before that rank's lease runs out."""
+        rank0 = self.ranks[0]
+        if (role, ordinal) == (rank0.role, rank0.ordinal) or not self._published:
             return
         with contextlib.suppress(UsageError, TimeoutError):  # rank 0 may be gone too; then the lease tells
             async with asyncio.timeout(REPORTED):
-                about = {"role": role, "ordinal": int(ordinal)}
-                await ask.ask(str(self.directory), "crashed", about, to=[rank0], timeout=REPORTED)
+                about = {"role": role, "ordinal": ordinal}
+                await ask.ask(str(self.directory), "crashed", about, to=[rank0.name], timeout=REPORTED)
 
     def _publish(self) -> bool:
         try:
-            return targets.publish(self.directory, self.addresses, self._token_file)
+            return targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / "control"))
         except OSError as error:
             raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
 
-    async def _until_over(self, tasks: list[asyncio.Task[int]]) -> int:
+    async def _until_over(self) -> int:
         """Until rank 0 has ended, another rank has failed, or a signal came; then the others get time to end."""
         interrupted, again = asyncio.create_task(self._interrupted.wait()), asyncio.create_task(self._again.wait())
-        pending, codes = set(tasks), list[int]()
-        while pending and not any(codes) and not tasks[0].done() and not self._interrupted.is_set():
-            done, _ = await asyncio.wait({*pending, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            codes += [task.result() for task in tasks if task in done]
-            pending -= done
-        grace, signalled = EXIT_GRACE, interrupted
-        if self._interrupted.is_set():
-            s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
-            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAWING
-            signalled = again
-        refused = tasks[0].done() and tasks[0].result() == USAGE  # nobody else can do anything without rank 0
+        codes, rank0 = list[int](), self._tasks[self.ranks[0]]
+        seen = set[RankProcess]()
+        while not any(codes) and not rank0.done() and not interrupted.done():
+            self._scaled.clear()
+            scaled = asyncio.create_task(self._scaled.wait())
+            pending = {task for task in self._tasks.values() if not task.done()}
+            await asyncio.wait({*pending, interrupted, scaled}, return_when=asyncio.FIRST_COMPLETED)
+            scaled.cancel()
+            ended = {rank for rank, task in self._tasks.items() if task.done()} - seen
+            codes += [self._tasks[rank].result() for rank in ended if not rank.dropped]
+            for rank in ended:
+                if rank.dropped:
+                    self._forget_dropped(rank)
+            seen |= ended
+        signalled = again if interrupted.done() else interrupted
+        refused = rank0.done() and rank0.result() == USAGE  # nobody else can do anything without rank 0
         for rank in self.ranks:
-            rank.stop(drain=refused or self._interrupted.is_set())
+            rank.stop(drain=refused or interrupted.done())
         if self._zygote and all(rank.process is None for rank in self.ranks):
             self._zygote.end()  # it imports, and they wait for it
-        if pending:
-            others = asyncio.create_task(asyncio.wait(pending))
-            await asyncio.wait({others, signalled}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-            others.cancel()
+        if interrupted.done():
+            s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
+            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAWING
+            frozen = asyncio.create_task(self._frozen(rank0))
+            await _wait({rank0, frozen}, signalled, grace, any_of=True)
+            frozen.cancel()
+        if pending := {task for task in self._tasks.values() if not task.done()}:
+            await _wait(pending, signalled, EXIT_GRACE)
+        code = INTERRUPTED if interrupted.done() else next((code for code in codes if code), 0)
         interrupted.cancel()
         again.cancel()
-        return INTERRUPTED if self._interrupted.is_set() else next((code for code in codes if code), 0)
+        return code
+
+    async def _frozen(self, rank0: asyncio.Task[int]) -> None:
+        """Returns once rank 0 has answered nothing for longer than the others would wait for it, or has ended."""
+        patience = self.settings.lease_seconds + EXIT_GRACE
+        silent_since = time.monotonic()
+        while not rank0.done() and time.monotonic() < silent_since + patience:
+            if await _answers(int(self.ranks[0].environment["METRICS_PORT"])):
+                silent_since = time.monotonic()
+            await asyncio.sleep(1.0)  # a period
+
+    # ---- the control socket
+
+    def _listed(self) -> list[Listed]:
+        return [Listed(rank.role, rank.ordinal, rank.pid, rank.state) for rank in self.ranks]
+
+    def _scale(self, role: str, count: int) -> str:
+        """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
+        is done. Raises UsageError if that is not possible."""
+        spec = next((spec for spec in self.job.roles if spec.name == role), None)
+        if spec is None or not spec.elastic:
+            elastic = ", ".join(spec.name for spec in self.job.roles if spec.elastic) or "none"
+            raise UsageError(f"{role}: is no elastic role of {self.job.name}; those are: {elastic}")
+        if not spec.minimum <= count <= spec.maximum:
+            raise UsageError(f"{role}={count}: the job allows {spec.minimum} to {spec.maximum}")
+        if self._interrupted.is_set() or self._tasks[self.ranks[0]].done():
+            raise UsageError("the run is ending")
+        ranks = {rank.ordinal: rank for rank in self.ranks if rank.role == role}
+        if leaving := [rank.name for rank in ranks.values() if rank.dropped and rank.ordinal < count]:
+            raise UsageError(f"{', '.join(leaving)}: still ending; try again in a moment")
+        surplus = [rank for ordinal, rank in ranks.items() if ordinal >= count and not rank.dropped]
+        started = [self._planned(role, ordinal) for ordinal in range(count) if ordinal not in ranks]
+        for rank in surplus:
+            rank.dropped = True
+            rank.stop(drain=True)
+        self._tasks |= {rank: asyncio.create_task(rank.supervise()) for rank in started}
+        self._republish()
+        self._scaled.set()
+        what = {"starting": started, "draining": surplus}
+        done = [f"{verb} {', '.join(rank.name for rank in ranks)}" for verb, ranks in what.items() if ranks]
+        return "; ".join(done) or f"{role} has {count} already"
+
+    def _planned(self, role: str, ordinal: int) -> RankProcess:
+        taken = {int(rank.environment[name]) for rank in self.ranks for name in ("PORT", "METRICS_PORT")}
+        port, scraped = free_ports(2, [port for port in PORTS if not {port, port - 1} & taken])
+        before = [self.job.gpus[rank.role] for rank in self.ranks]
+        rank = self._rank(role, ordinal, port, scraped, gpu.share([*before, self.job.gpus[role]])[-1])
+        self.ranks.append(rank)
+        self.addresses.append(_address(rank))
+        self.display.targets.append(Target(rank.name, self.addresses[-1].url))
+        return rank
+
+    def _forget_dropped(self, rank: RankProcess) -> None:
+        """Removes a rank that has drained from the lists of this run's ranks."""
+        address = _address(rank)
+        self.ranks.remove(rank)
+        self.addresses.remove(address)
+        self.display.targets = [target for target in self.display.targets if target.url != address.url]
+        self._republish()
+
+    def _republish(self) -> None:
+        if self._published:
+            try:
+                targets.rewrite(self.directory, self.addresses, self._token_file, str(self._temporary / "control"))
+            except OSError as error:
+                self.show(f"rolecall: {self.directory / targets.RANKS}: cannot be written ({error.strerror})")
+
+    # ---- folders
+
+    def _dispose(self) -> bool:
+        """Removes the folder that was made for this run, if the start was refused. Returns whether it did."""
+        if not self._disposable or not self.directory.is_dir() or rundir.saved(self.directory):
+            return False
+        with contextlib.suppress(UsageError):
+            if rundir.read_generation(self.directory).number == 0:
+                shutil.rmtree(self.directory, ignore_errors=True)
+                with contextlib.suppress(OSError):  # there are other runs
+                    self.directory.parent.rmdir()
+        return not self.directory.exists()
+
+    def _remove_temporary(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        os.close(self._lock)
 
     def _interrupt(self) -> None:
         if self._interrupted.is_set():

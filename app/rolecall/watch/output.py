@@ -13,6 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 MOST_LINE = 4096  # bytes of a line that are shown
+MOST_TRACEBACK = 1000  # lines
+TRACEBACK = "Traceback (most recent call last):"
 MOST_WAITING = 2**20  # characters that wait to be printed
 CUT = " [cut: the log has the whole line]"
 UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")  # they would break the live display
@@ -48,6 +50,37 @@ class Splitter:
         """The last line, where no end of line has come for it."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
+
+
+class Tracebacks:
+    """Shows each traceback of a run once, with the `rank` that wrote it; its log has the others. `seen` are those that
+    were shown, by the place and the error, of all ranks."""
+
+    def __init__(self, rank: str, seen: set[tuple[str, str]]) -> None:
+        self._rank, self._seen = rank, seen
+        self._lines: list[str] = []  # of a traceback that has not ended
+
+    def show(self, line: str) -> list[str]:
+        """The lines to show once `line` has come."""
+        if line.endswith(TRACEBACK):
+            before, self._lines = self._lines, [line if line != TRACEBACK else f"{self._rank}: {line}"]
+            return before
+        if not self._lines:
+            return [line]
+        self._lines.append(line)
+        if line.startswith(" ") and len(self._lines) < MOST_TRACEBACK:
+            return []
+        place = next((text for text in reversed(self._lines) if text.startswith("  File ")), "")
+        lines, self._lines = self._lines, []
+        if (place, line) in self._seen:
+            return []
+        self._seen.add((place, line))
+        return lines
+
+    def end(self) -> list[str]:
+        """What has come of a traceback that goes no further."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 def _text(line: bytes) -> str:

@@ -15,7 +15,7 @@ from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.rank import descendants
 from rolecall.rank.crashes import Crashes
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
-from rolecall.watch.output import Splitter
+from rolecall.watch.output import Splitter, Tracebacks
 
 MAX_CRASHES = 5
 CHUNK = 2**16  # bytes
@@ -43,17 +43,36 @@ class RankProcess:
 
     def __init__(
         self,
-        name: str,
+        role: str,
+        ordinal: int,
         environment: dict[str, str],
         log: Path,
         show: Callable[[str], None],
         zygote: Zygote | None = None,
-        crashed: Callable[[str], Awaitable[None]] | None = None,
+        crashed: Callable[[str, int], Awaitable[None]] | None = None,
+        seen: set[tuple[str, str]] | None = None,
     ) -> None:
-        self.name, self.environment, self.log, self.show, self.crashed = name, environment, log, show, crashed
+        self.role, self.ordinal, self.environment, self.log, self.show = role, ordinal, environment, log, show
+        self.name, self.crashed = f"{role} {ordinal}", crashed
+        self._seen = set[tuple[str, str]]() if seen is None else seen  # tracebacks that were shown
         self._zygote = zygote
         self.process: asyncio.subprocess.Process | Forked | None = None
         self.stopping = False
+        self.dropped = False  # the run goes on without it
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 while there is none."""
+        return self.process.pid if self.process and self.process.returncode is None else 0
+
+    @property
+    def state(self) -> str:
+        """For a list of the run's ranks."""
+        if self.process is None:
+            return "starting"
+        if self.process.returncode is None:
+            return "stopping" if self.stopping else "up"
+        return "ended" if self.stopping else "restarting"
 
     async def supervise(self) -> int:
         """Runs the rank, restarting it when it crashes, until the job is over or `stopping`. Returns the exit code."""
@@ -70,7 +89,7 @@ class RankProcess:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             self.show(f"{self.name} crashed ({cause}), restarting it")
             if self.crashed:
-                await self.crashed(self.name)
+                await self.crashed(self.role, self.ordinal)
             await asyncio.sleep(pause)
 
     async def _run(self) -> int:
@@ -116,15 +135,19 @@ class RankProcess:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         """Copies the rank's output to its log, whatever it is, and shows its lines."""
-        splitter, problem = Splitter(), ""
+        splitter, tracebacks, problem = Splitter(), Tracebacks(self.name, self._seen), ""
         while data := await stream.read(CHUNK):
             if not problem and (problem := await asyncio.to_thread(self._append, data)):
                 # the rank must not wait for a full disk
                 self.show(f"{self.name}: its log {self.log} cannot be written any more ({problem})")
             for line in splitter.split(data):
-                self.show(line)
+                for shown in tracebacks.show(line):
+                    self.show(shown)
         for line in splitter.end():
-            self.show(line)
+            for shown in tracebacks.show(line):
+                self.show(shown)
+        for shown in tracebacks.end():
+            self.show(shown)
 
     def _append(self, data: bytes) -> str:
         """Appends `data` to the log. Returns the problem, if any."""
@@ -140,6 +163,8 @@ class RankProcess:
         self.stopping = True
         if drain and self.process and self.process.returncode is None:
             self.process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.process.pid, signal.SIGCONT)  # a stopped one would never take the signal
 
     def kill(self) -> None:
         """Kills all processes of the rank, and does not restart it."""

@@ -119,15 +119,22 @@ def _is_address(host: str) -> bool:
 # ---- local runs
 
 
-def publish(directory: Path, addresses: list[Address], token_file: str = "") -> bool:
-    """Lists the ranks of the run in `directory`, rank 0 first, and the file with its token, valid as long as this
-    process lives. Returns whether it did: not where another run is under way there. Raises OSError."""
+def publish(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> bool:
+    """Lists the ranks of the run in `directory`, rank 0 first, the file with its token, and its control socket, valid
+    as long as this process lives. Returns whether it did: not where another run is under way there. Raises OSError."""
     if ranks_of(directory):
         return False
-    ranks = [asdict(address) for address in addresses]
-    content = {"pid": os.getpid(), "created": psutil.Process().create_time(), "ranks": ranks, "token_file": token_file}
-    rundir.write_atomically(directory / RANKS, json.dumps(content, indent=1).encode() + b"\n")
+    rewrite(directory, addresses, token_file, control)
     return True
+
+
+def rewrite(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> None:
+    """`publish`, for the run that has done so before. Raises OSError."""
+    content = {
+        "pid": os.getpid(), "created": psutil.Process().create_time(),
+        "ranks": [asdict(address) for address in addresses], "token_file": token_file, "control": control,
+    }  # fmt: skip
+    rundir.write_atomically(directory / RANKS, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def ranks_of(directory: Path) -> list[Address]:
@@ -146,6 +153,14 @@ def token_of(directory: Path) -> str:
     try:
         return str(json.loads((directory / RANKS).read_text())["token_file"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def control_of(directory: Path) -> str:
+    """The control socket of the run in `directory`; empty if no run is under way there."""
+    try:
+        return str(json.loads((directory / RANKS).read_text())["control"]) if ranks_of(directory) else ""
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from rolecall import machine
 from rolecall.run.sinks.points import Item
 
 NICE = 10  # lower priority than training
@@ -86,4 +87,5 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
+    machine.name_part("sink")
     main(sys.argv[1])

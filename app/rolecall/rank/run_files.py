@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from filelock import FileLock
 
@@ -26,7 +26,6 @@ from rolecall.run.history import Record
 from rolecall.run.journal import Journal
 from rolecall.run.sinks.build import build
 
-T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
 # what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
@@ -44,7 +43,7 @@ class RunFiles:
         self.log = telemetry.log()
         self.persisted = rundir.Persisted()
         self.journal: Journal
-        self.disk = Disk()
+        self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
         # told the step of the checkpoint that a generation starts from
         self.resumed: Callable[[int], None] = lambda step: None
@@ -66,23 +65,11 @@ class RunFiles:
         limit = self.settings.rejoin_timeout
         try:
             async with asyncio.timeout(limit):
-                return await self._patiently(self._open)
+                return await self.disk.run(self._open)
         except TimeoutError:
             raise UsageError(
                 f"CHECKPOINT_DIR={self.directory}: the disk does not answer for REJOIN_TIMEOUT={limit:g} s"
             ) from None
-
-    async def _patiently(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Has the disk do something, and says so while it takes long."""
-        work, began = asyncio.create_task(self.disk.run(function, *arguments)), time.monotonic()
-        try:
-            while not (await asyncio.wait({work}, timeout=REPEAT))[0]:
-                self.log.warning(
-                    "waiting for the disk", directory=str(self.directory), seconds=round(time.monotonic() - began)
-                )
-        finally:
-            work.cancel()
-        return work.result()
 
     def _open(self) -> dict[str, Any] | None:
         settings, directory = self.settings, self.directory
@@ -159,7 +146,7 @@ class RunFiles:
         """Puts `effect` on disk; returns whether it is there."""
         if effect.kind != "begin":  # a rank 0 that is killed after DONE reports the run by its history
             await self.journal.save()
-        return await self._patiently(self._persist, effect)
+        return await self.disk.run(self._persist, effect)
 
     def _persist(self, effect: Effect) -> bool:
         if effect.kind == "begin":

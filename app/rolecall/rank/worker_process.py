@@ -22,6 +22,7 @@ from rolecall.job.waits import Told
 from rolecall.rank import fork_server, stacks
 from rolecall.rank.frames import Frames, PipeError
 from rolecall.rank.memory import oom_kills
+from rolecall.run.files import FileWork
 from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -72,6 +73,7 @@ class WorkerProcess:
         self.phase = "" if task.members else "checking"
         self.phase_since = time.monotonic()
         self.long_calls: tuple[Told, ...] = ()  # as of the last message
+        self.file_work: FileWork | None = None  # so is this
         self.traced = task.settings.trace and bool(task.members)  # it records a trace
         self._received_at = time.monotonic()
         self.ended = asyncio.Event()
@@ -219,6 +221,7 @@ class WorkerProcess:
                 if self.phase != rest[2]:
                     self.phase_since = self._received_at
                 self.step, self.phase, self.long_calls = rest[0], rest[2], tuple(rest[3] if len(rest) > 3 else ())
+                self.file_work = rest[4] if len(rest) > 4 else None
                 self._record(rest[1])
                 if not news:
                     return

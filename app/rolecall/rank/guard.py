@@ -7,7 +7,7 @@ import signal
 import time
 
 from rolecall import telemetry
-from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.gang.protocol import FAILED, UNSAVED, USAGE
 from rolecall.rank.crashes import Crashes
 
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -39,7 +39,7 @@ def guard(restarts: int) -> int | None:
                 status = ended[1]
         code = os.waitstatus_to_exitcode(status)
         final = 128 - code if code < 0 else code
-        if stopping or code in (0, USAGE, FAILED):
+        if stopping or code in (0, USAGE, FAILED, UNSAVED):
             return final
         pause = crashes.add(time.monotonic() - started)
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"

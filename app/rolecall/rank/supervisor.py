@@ -102,7 +102,8 @@ class Supervisor:
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
             self._tasks |= {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
-            report = asyncio.gather(lead.files.report(lead.gang, code), collecting.finish(traces)) if lead else None
+            report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
+            collected = asyncio.create_task(collecting.finish(traces)) if lead else None
             if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
@@ -110,8 +111,8 @@ class Supervisor:
                 while lead and not member.exits(lead.gang.settled(time.monotonic())):
                     await self._or_signal(asyncio.sleep(coordinator.TICK))
                 await self._or_signal(self._scrapes.once_more())
-            if report:
-                await report
+            if report and collected:
+                code, _ = await asyncio.gather(report, collected)
             return CRASHED if self._tunnel_ended else code
         finally:
             await self._site.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rolecall import config, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import USAGE
+from rolecall.gang.protocol import UNSAVED, USAGE
 from rolecall.job import describe
 from rolecall.job.describe import Description
 from rolecall.rank.zygote import Zygote
@@ -57,6 +57,7 @@ class LocalRun:
         stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         given = "checkpoint_dir" in settings.model_fields_set
         self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
+        self._began = 0.0 if (self.directory / rundir.DONE).exists() else time.time()  # Unix time; 0: it has finished
         self._temporary = Path(tempfile.mkdtemp(prefix="rolecall-local-"))
         self.ranks = self._plan()
         self.addresses = [
@@ -140,12 +141,18 @@ class LocalRun:
             shutil.rmtree(self._temporary, ignore_errors=True)
             if published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
-        files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if (self.directory / name).exists()]
-        state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
+        files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if self._is_of_this_run(name)]
+        unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
+        state = {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
         self.output.close(last, LAST_OUTPUT)
         return code
+
+    def _is_of_this_run(self, name: str) -> bool:
+        """Whether there is a file `name` of the report, and an earlier run that did not finish has not left it."""
+        file = self.directory / name
+        return file.exists() and file.stat().st_mtime >= self._began
 
     def _publish(self) -> bool:
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall import config, fields, new, telemetry
+from rolecall import config, fields, new, secret, telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.protocol import FAILED, USAGE
 from rolecall.job import describe, evaluation, registry
@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 def _rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import fork_server, guard, zygote  # here and below: other commands start without it
 
+    secret.forbid_core_dumps()
     job, settings = describe.of_rank(config.job_name()), config.load(Settings)
     config.forget("JOB_TOKEN")  # what this process starts has no need of it
     identity = registry.identity(job.roles, settings, config.host_name())
@@ -162,6 +163,7 @@ def _zygote(arguments: argparse.Namespace) -> int:
 def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.rank.zygote import Zygote
 
+    secret.forbid_core_dumps()
     target, flags = _script(target, words)
     registry.require_target(target)
     with Zygote(target) as zygote:  # it imports torch while this process imports the rest

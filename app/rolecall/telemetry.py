@@ -227,6 +227,12 @@ class WorkerFiles:
         yield from MultiProcessCollector.merge([str(path) for path in self.directory.glob("*.db") if _readable(path)])
 
 
+def step_in(directory: Path) -> int:
+    """The newest step of rank 0's worker, by the workers' files in `directory`; 0 for none."""
+    samples = (sample for metric in WorkerFiles(directory, lambda: None).collect() for sample in metric.samples)
+    return int(max((sample.value for sample in samples if sample.name == f"{PREFIX}step"), default=0))
+
+
 def _readable(path: Path) -> bool:
     try:
         MultiProcessCollector.merge([str(path)])

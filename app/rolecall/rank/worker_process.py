@@ -268,10 +268,18 @@ class WorkerProcess:
                 self.outcome, self.error = "crashed", f"ended with exit code {code}"
             else:  # 255: the fork server is gone too, and with it the exit code
                 self.outcome, self.error = "killed", self._killer(code)
+                self.step = max(self.step, self._step_made())
         self._connection.close()
         self.state = "ended"
         self.ended.set()
         self._changed()
+
+    def _step_made(self) -> int:
+        """The newest step as its metrics have it, which outlive it: its last heartbeat may be older. 0 before it has
+        said that it made one: then the metrics may be of the worker before."""
+        if not self.step or self.task.directory is None:
+            return 0
+        return telemetry.step_in(self.task.directory)
 
     def _killer(self, code: int | None) -> str:
         """What killed it; that memory ran out is a question, unless the kernel has counted it."""

@@ -19,7 +19,7 @@ def forbid_core_dumps() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     # 1 byte, not 0: only that keeps the kernel from handing the memory to a program, such as systemd-coredump
     least = 1 if most == resource.RLIM_INFINITY else min(1, most)
-    resource.setrlimit(resource.RLIMIT_CORE, (least, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (least, least))
 
 
 def read_token(file: Path) -> str:

@@ -52,12 +52,13 @@ def test_whatever_ends_them(outcome: Outcome) -> None:
 
 def test_a_program_that_kills_its_worker_at_the_same_step_is_certain_after_a_few() -> None:
     play, (ps, *_) = trains(PS, Rules(), step=40)
-    for count in range(1, 20):
+    ended = 0
+    while play.gang.state == "running" and ended < Rules().max_restarts:
         ps.sends(step=40)
         ends(play, ps, "killed", KILLED)
-        if play.gang.state == "failed":
-            break
-    assert count == SAME_STEP < Rules().max_restarts
+        ended += 1
+    assert play.gang.state == "failed"
+    assert ended == SAME_STEP
     assert play.gang.code == FAILED
     assert play.gang.reason == f"worker of ps 0 killed by SIGKILL {SAME_STEP} times at step 40; out of memory?"
 

@@ -17,7 +17,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from rolecall import config, fields, machine, new, telemetry
+    from rolecall import config, fields, machine, new, secret, telemetry
     from rolecall.config import RankError, Settings, UsageError
     from rolecall.gang.protocol import CRASHED, FAILED, USAGE
     from rolecall.job import describe, evaluation, loader, registry, sources
@@ -166,6 +166,7 @@ def _rank(arguments: argparse.Namespace) -> int:
 def _run_rank(arguments: argparse.Namespace) -> int:
     from rolecall.rank import fork_server, guard, zygote
 
+    secret.forbid_core_dumps()
     source = {} if config.exported(config.SOURCES) else registry.sources_of(config.job_name())
     with sources.passed_on(source):
         job, settings = describe.of_rank(config.job_name()), config.load(Settings)
@@ -210,6 +211,7 @@ def _zygote(arguments: argparse.Namespace) -> int:
 def _run(target: str, words: Sequence[str]) -> int:
     from rolecall.rank.zygote import Zygote
 
+    secret.forbid_core_dumps()
     target, flags = _script(target, words)
     registry.require_target(target)
     # the zygote imports torch while this process imports the rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 LEAST_BYTES = 16  # 128 bits
@@ -11,6 +12,14 @@ def require_length(token: str) -> None:
     """Raises ValueError for a token that could be guessed."""
     if len(token.encode()) < LEAST_BYTES:
         raise ValueError(f"has fewer than {8 * LEAST_BYTES} bits; `rolecall token` makes one")
+
+
+def forbid_core_dumps() -> None:
+    """Has neither this process nor what it starts leave a core dump, which could hold the token."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    # 1 byte, not 0: only that keeps the kernel from handing the memory to a program, such as systemd-coredump
+    least = 1 if most == resource.RLIM_INFINITY else min(1, most)
+    resource.setrlimit(resource.RLIMIT_CORE, (least, least))
 
 
 def read_token(file: Path) -> str:

@@ -90,11 +90,13 @@ SUPERVISOR = (
     Metric("counter", "worker_starts_total", "Worker processes that this rank started."),
     Metric("counter", "worker_restarts_total", "Workers of this rank that ended early, by cause.", ("cause",)),
     Metric("counter", "gang_unreachable_total", "Requests to rank 0's coordinator that got no answer."),
+    Metric("gauge", "disk_wait_seconds",
+           "How long the file of CHECKPOINT_DIR that this rank has been at longest has taken so far; 0 for none."),
     Metric("gauge", "tunnel_connections", "Connections with peers that pass through this rank's tunnel."),
     Metric("counter", "tunnel_bytes_total", "Data that passed through this rank's tunnel, both ways, in bytes."),
     Metric("counter", "tunnel_refused_total", "Connections that this rank's tunnel refused, by reason.", ("reason",)),
     Metric("counter", "metric_files_dropped_total", "Metric files that were torn and had to be dropped."),
-)
+)  # fmt: skip
 COORDINATOR = (
     Metric("gauge", "gang_state", "1 for the gang's state, 0 for the others.", ("state",)),
     Metric("gauge", "gang_members", "Ranks in the running generation, by role.", ("role",)),
@@ -223,6 +225,12 @@ class WorkerFiles:
     def collect(self) -> Iterator[Samples]:
         """The metrics, as prometheus_client's registry asks for them."""
         yield from MultiProcessCollector.merge([str(path) for path in self.directory.glob("*.db") if _readable(path)])
+
+
+def step_in(directory: Path) -> int:
+    """The newest step of rank 0's worker, by the workers' files in `directory`; 0 for none."""
+    samples = (sample for metric in WorkerFiles(directory, lambda: None).collect() for sample in metric.samples)
+    return int(max((sample.value for sample in samples if sample.name == f"{PREFIX}step"), default=0))
 
 
 def _readable(path: Path) -> bool:

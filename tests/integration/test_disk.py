@@ -23,6 +23,7 @@ def test_leases_probes_and_metrics_outlast_a_disk_that_hangs(cluster: Callable[.
     number = job.agent.metric("gang_generations_total")
     job.agent.kill_worker()
     until(lambda: job.agent.metric("gang_state", state="gathering"), "the next generation to be waited for")
+    until(lambda: job.agent.metric("disk_wait_seconds"), "the metric of a file that takes long")
     over = time.monotonic() + 1.5 * float(QUICK["LEASE_SECONDS"])
     while time.monotonic() < over:
         assert job.agent.get("/healthz")[0] == 200

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.gang.budget import after_restart
+from rolecall.gang.budget import SAME_STEP, after_restart
 from rolecall.gang.protocol import FAILED, Budget, Effect, Outcome, Rules, Verdict
 from rolecall.rank.memory import oom_kills, ran_out
 from tests.unit.gangs import PS, FakeMember, Play, trains
@@ -48,6 +48,36 @@ def test_whatever_ends_them(outcome: Outcome) -> None:
         ends(play, first, outcome, "")
     assert play.gang.state == "failed"
     assert "5 times at step 1" in play.gang.reason
+
+
+def test_a_program_that_kills_its_worker_at_the_same_step_is_certain_after_a_few() -> None:
+    play, (ps, *_) = trains(PS, Rules(), step=40)
+    ended = 0
+    while play.gang.state == "running" and ended < Rules().max_restarts:
+        ps.sends(step=40)
+        ends(play, ps, "killed", KILLED)
+        ended += 1
+    assert play.gang.state == "failed"
+    assert ended == SAME_STEP
+    assert play.gang.code == FAILED
+    assert play.gang.reason == f"worker of ps 0 killed by SIGKILL {SAME_STEP} times at step 40; out of memory?"
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [
+        ([40, 31, 38, 25], KILLED),  # from outside, at any step
+        ([40], "killed by SIGKILL; out of memory"),  # counted by the kernel: another limit mends it
+        ([0], KILLED),  # no step in these generations: nothing says that it is the same place
+    ],
+)
+def test_kills_from_outside_and_for_lack_of_memory_are_not_called_that(steps: list[int], error: str) -> None:
+    play, (ps, *_) = trains(PS, Rules(), step=40)
+    for turn in range(2 * SAME_STEP):
+        if step := steps[turn % len(steps)]:
+            ps.sends(step=step)
+        ends(play, ps, "killed", error)
+    assert play.gang.state == "running"
 
 
 def test_an_elastic_role_below_its_minimum() -> None:

@@ -16,7 +16,7 @@ from structlog.typing import EventDict
 
 from rolecall.config import Settings, UsageError
 from rolecall.fields import FromUser
-from rolecall.job import rpc
+from rolecall.job import rpc, training
 from rolecall.job.checkpoint import CheckpointError, Checkpoints, read
 from rolecall.job.context import Context, choose_device
 from rolecall.job.rpc import RankObject
@@ -243,7 +243,8 @@ def test_a_job_finishes_with_a_checkpoint_and_a_summary(
     assert [read(path, "rl").state["x"] for path in tmp_path.glob("checkpoint-*")] == [1]
 
 
-def test_a_job_finishes_without_its_checkpoint_too(full: Context) -> None:
+def test_a_job_finishes_without_its_checkpoint_too(full: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LAST_PAUSE", 0.0)
     full.drain()
     assert full.finish(step=9, state={}) == {"seconds": 0, "saved": False}
     assert full.step == 9

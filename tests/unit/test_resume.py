@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
@@ -545,3 +546,66 @@ def test_the_lock_is_kept_while_a_write_hangs(
 
     disk = asyncio.run(asyncio.wait_for(steps(), 30))
     disk.goes_on.set()
+
+
+# ---- a lock file that is deleted, and a result that cannot be saved
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_lock_file_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
+    monkeypatch.setattr(run_files, "LOCK_SECONDS", 0.01)
+
+    async def steps() -> None:
+        async with rank_0(tmp_path, resume=True) as lead:
+            watching = asyncio.create_task(lead.files.watch_lock())
+            done, _ = await asyncio.wait({watching}, timeout=0.1)
+            assert not done
+            (tmp_path / COORDINATOR_LOCK).unlink()
+            if replaced:
+                rundir.lock(tmp_path, COORDINATOR_LOCK, 0).release()
+            with pytest.raises(UsageError, match=r"CHECKPOINT_DIR=.*replaced" if replaced else r"CHECKPOINT_DIR=.*del"):
+                await watching
+
+    run(steps())
+
+
+class FullDisk:
+    """Lets no file be written, `times` times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times, write = 0, rundir.write_atomically
+
+        def full(*arguments: Any) -> None:
+            if self.times > 0:
+                self.times -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(*arguments)
+
+        monkeypatch.setattr(rundir, "write_atomically", full)
+
+
+@pytest.mark.parametrize(("failures", "saved", "code"), [(0, True, 0), (5, True, 0), (10**6, True, 4), (0, False, 4)])
+def test_a_result_that_cannot_be_saved_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, saved: bool, code: int
+) -> None:
+    monkeypatch.setattr(run_files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(run_files, "RESULT_SECONDS", 60.0 if failures < 100 else 0.3)
+    disk = FullDisk(monkeypatch)
+
+    async def steps() -> int:
+        async with rank_0(tmp_path, resume=True) as lead:
+            await train(lead)
+            lead.files.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0)])
+            lead.gang.state, lead.gang.summary = "finished", {"saved": saved}
+            disk.times = failures
+            return await lead.files.report(lead.gang, 0)
+
+    with capture_logs() as logs:
+        assert asyncio.run(asyncio.wait_for(steps(), 90)) == code
+    lost = [line["event"] for line in logs if line["log_level"] == "error"]
+    if code == 0:
+        assert not lost
+        assert (tmp_path / rundir.SUMMARY).exists()
+        assert rundir.read_done(tmp_path) == {"saved": True}
+    else:
+        assert any((rundir.SUMMARY if failures else "last checkpoint") in line for line in lost)

@@ -15,6 +15,7 @@ from structlog.typing import EventDict
 from torch import nn
 
 from rolecall.config import UsageError
+from rolecall.job import training
 from rolecall.job.checkpoint import CheckpointError, read
 from rolecall.job.context import Context
 from rolecall.job.task import Drained
@@ -422,12 +423,31 @@ def test_a_drain_whose_checkpoint_cannot_be_written_is_given_up(
         raise CheckpointError("no space left")
 
     monkeypatch.setattr(context.checkpoints, "write", full)
+    monkeypatch.setattr(training, "LAST_PAUSE", 0.0)
     for step in context.steps(4):
         if step == 2:
             context.drain()
     assert context.step == 4
     assert supervisor.refused == ["no space left"]
     assert context.finish()["saved"] is False
+
+
+def test_the_last_checkpoint_is_written_again_once_there_is_space(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, tries = context.require_checkpoints().write, list[int]()
+
+    def full_at_first(step: int, *rest: Any, **named: Any) -> Path:
+        tries.append(step)
+        if len(tries) < 3:
+            raise CheckpointError("no space left")
+        return write(step, *rest, **named)
+
+    monkeypatch.setattr(context.checkpoints, "write", full_at_first)
+    monkeypatch.setattr(training, "LAST_PAUSE", 0.0)
+    context.restore({"x": 1})
+    assert context.finish(step=4)["saved"] is True
+    assert tries == [4, 4, 4]
 
 
 def test_the_time_left_follows_from_the_steps(context: Context, clock: Clock) -> None:

@@ -8,6 +8,7 @@ from rolecall.gang.protocol import FAILED, ORDERLY, OUT_OF_MEMORY, Budget, Cause
 
 MOST_SEEN = 8  # kinds of ends that are remembered
 MOST_TEXT = 160  # characters of each
+SAME_STEP = 6  # ends in a row of one worker, killed at exactly the same step: the program itself does that
 LOOP = 3  # fewest ends in which the time without progress counts: one long first step is none
 
 
@@ -36,6 +37,9 @@ class Progress:
             self._forget()
         self._pause_until = now + self._pause()
         self._failures: dict[int, str] = {}
+        self._reached = 0  # the newest step of the generation under way
+        self._same = ("", 0)  # how the last one ended, and at which step
+        self._in_a_row = 0  # generations that ended so
         self._broken_at: float | None = None
 
     def advance(self, step: int, now: float) -> list[Event]:
@@ -43,6 +47,7 @@ class Progress:
         if step > self._step:
             self._failures.clear()
             self._forget()
+        self._reached = max(self._reached, step)
         self._step = max(self._step, step)
         broken_at, self._broken_at = self._broken_at, None
         return [] if broken_at is None else [("recovered", {"seconds": now - broken_at})]
@@ -67,17 +72,27 @@ class Progress:
         what = what[:MOST_TEXT]
         if what in self._seen or len(self._seen) < MOST_SEEN:
             self._seen[what] += 1
+        self._compare(cause, what)
         if cause not in ORDERLY:
             self._fruitless += 1
             self._pause_until = now + self._pause()
         return self.exhausted()
+
+    def _compare(self, cause: Cause, what: str) -> None:
+        """Counts the ends in a row in which one worker was killed at the same step, of those that made a step: a kill
+        from outside, or for lack of memory, comes at any."""
+        here, self._reached = (what, self._reached), 0
+        counts = cause == "killed" and here[1] > 0 and not _is_out_of_memory(what.partition("; ")[2])
+        self._in_a_row = (self._in_a_row + 1 if here == self._same else 1) if counts else 0
+        self._same = here
 
     def exhausted(self) -> Verdict | None:
         """The job's verdict if the budget is spent: with what was seen. One in which memory ran out does not hold for
         the next start, which may have more of it."""
         seconds = 0.0 if self._since is None else self._ended_at - self._since
         late = self._rules.steps and sum(self._seen.values()) >= LOOP and seconds > self._rules.progress_timeout
-        if self._fruitless < self._rules.max_restarts and not late:
+        certain = self._in_a_row >= SAME_STEP
+        if self._fruitless < self._rules.max_restarts and not late and not certain:
             return None
         hints, ends = dict[str, None](), []
         for seen, count in self._seen.most_common(3):

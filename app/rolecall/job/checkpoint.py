@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rolecall import fields
 from rolecall.config import Settings, UsageError
-from rolecall.run.rundir import NAME, SHARDS, prune_shards, write_atomically
+from rolecall.run.rundir import NAME, SHARDS, prune_shards, using, write_atomically
 
 if TYPE_CHECKING:
     from rolecall.job.shardfile import ShardFile
@@ -195,14 +195,20 @@ class Checkpoints:
 
         Raises CheckpointError where it could not be written; the files that were there before are then unchanged.
         """
+        with using(self.directory):
+            return self._write(step, state, about or {}, shards or {})
+
+    def _write(
+        self, step: int, state: dict[str, Any] | memoryview, about: dict[str, Any], shards: dict[str, list[ShardFile]]
+    ) -> Path:
         try:
             owner = self._fence() if self._fence else 0
         except UsageError as error:
             raise CheckpointError(f"{error}: nothing written") from error
         if owner > self.generation:
             raise CheckpointError(f"generation {self.generation} is over (now {owner}): nothing written")
-        packed = state if isinstance(state, memoryview) else pack(state, about or {})
-        listed = {name: [file.to_json() for file in files] for name, files in (shards or {}).items()}
+        packed = state if isinstance(state, memoryview) else pack(state, about)
+        listed = {name: [file.to_json() for file in files] for name, files in shards.items()}
         manifest = json.dumps(listed).encode() if listed else b""
         head = {
             "format": FORMAT,
@@ -262,7 +268,7 @@ def read(path: Path, job: str) -> Snapshot:
         size = path.stat()
         if not stat.S_ISREG(size.st_mode):  # a pipe would be waited for
             raise CheckpointError(f"{path.name} is no file")
-        with path.open("rb") as file:
+        with using(path), path.open("rb") as file:
             head = read_head(path, file)
             require_readable(path, head, job)
             begin = file.tell()

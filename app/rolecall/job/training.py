@@ -22,6 +22,7 @@ NOT_RESTORED = (
     "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
     "with what it changes, or `context.restore({})` where that is nothing"
 )
+LAST_TRIES, LAST_PAUSE = 5, 5.0  # of the last checkpoint, and the seconds between two of them
 
 
 @dataclass
@@ -199,11 +200,19 @@ class Training(Saving[S]):
         self._stepping, self._redo = False, True  # the loop of `steps`, if it is left by this, has made its step
         self.progress.complete(step)
         self.pace.idle()
-        saved = {} if state is None and self._state is None else {"saved": self._write(step, state, drain=False)}
+        saved = {} if state is None and self._state is None else {"saved": self._write_last(step, state)}
         seconds = self.progress.total_seconds
         self.logger.info(message, steps=step, seconds=round(seconds, 1))
         self._step, self.finished = step, {**summary, "seconds": seconds, **saved}
         return self.finished
+
+    def _write_last(self, step: int, state: State | None) -> bool:
+        """Writes the last checkpoint, which no later one makes up for: again where it could not be written."""
+        for _ in range(LAST_TRIES - 1):
+            if self._write(step, state, drain=False):
+                return True
+            time.sleep(LAST_PAUSE)  # a period; the tries are bounded
+        return self._write(step, state, drain=False)
 
     def conclude(self, summary: dict[str, Any] | None) -> None:
         """Ends rank 0's process at once, from any thread: as if its function had returned `summary`, or, where that is

@@ -138,7 +138,8 @@ class Coordinator:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
-        return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever()]
+        return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever(),
+                self.files.watch_lock()]  # fmt: skip
 
     async def _tick_loop(self) -> None:
         while True:

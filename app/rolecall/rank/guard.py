@@ -8,7 +8,7 @@ import signal
 import time
 
 from rolecall import telemetry
-from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.gang.protocol import FAILED, UNSAVED, USAGE
 from rolecall.rank import descendants
 from rolecall.rank.crashes import Crashes
 
@@ -44,7 +44,7 @@ def guard(restarts: int) -> int | None:
         _reap(rank)
         code = os.waitstatus_to_exitcode(status)
         final = 128 - code if code < 0 else code
-        if stopping or code in (0, USAGE, FAILED):
+        if stopping or code in (0, USAGE, FAILED, UNSAVED):
             return final
         pause = crashes.add(time.monotonic() - started)
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -6,10 +6,12 @@ All of its work is done by one thread, in order: while the disk hangs, heartbeat
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from filelock import FileLock
 
@@ -17,7 +19,7 @@ from rolecall import telemetry
 from rolecall.config import Settings, UsageError
 from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import FAILED, OVER, Budget, Effect, Key, Verdict
+from rolecall.gang.protocol import FAILED, OVER, UNSAVED, Budget, Effect, Key, Verdict
 from rolecall.job.describe import Description, digest
 from rolecall.page import render
 from rolecall.run import report, rundir
@@ -26,9 +28,11 @@ from rolecall.run.history import Record
 from rolecall.run.journal import Journal
 from rolecall.run.sinks.build import build
 
-T = TypeVar("T")
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
+RESULT_SECONDS = 25.0  # for which what a finished job leaves is written again, if it cannot be
+RETRY_SECONDS = 1.0
+LOCK_SECONDS = 2.0  # between two looks at the lock's file
 # what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
 PLACE = {"INSTANCE", "MASTER_ADDR", "PORT", "MASTER_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
          "CHECKPOINT_DIR", "ON_FINISH", "LEAVE_CODE", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL",
@@ -44,7 +48,7 @@ class RunFiles:
         self.log = telemetry.log()
         self.persisted = rundir.Persisted()
         self.journal: Journal
-        self.disk = Disk()
+        self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
         # told the step of the checkpoint that a generation starts from
         self.resumed: Callable[[int], None] = lambda step: None
@@ -55,7 +59,9 @@ class RunFiles:
         self.page: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self._complained = float("-inf")
         self._lock: FileLock | None = None
+        self._lock_file: os.stat_result  # its file
         self._trained = False  # by this process
+        self._lost: list[str] = []  # of a finished job's result: what could not be written
 
     async def open(self) -> dict[str, Any] | None:
         """Locks the directory and reads it. Returns DONE's summary, where the job has finished already.
@@ -66,27 +72,16 @@ class RunFiles:
         limit = self.settings.rejoin_timeout
         try:
             async with asyncio.timeout(limit):
-                return await self._patiently(self._open)
+                return await self.disk.run(self._open)
         except TimeoutError:
             raise UsageError(
                 f"CHECKPOINT_DIR={self.directory}: the disk does not answer for REJOIN_TIMEOUT={limit:g} s"
             ) from None
 
-    async def _patiently(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Has the disk do something, and says so while it takes long."""
-        work, began = asyncio.create_task(self.disk.run(function, *arguments)), time.monotonic()
-        try:
-            while not (await asyncio.wait({work}, timeout=REPEAT))[0]:
-                self.log.warning(
-                    "waiting for the disk", directory=str(self.directory), seconds=round(time.monotonic() - began)
-                )
-        finally:
-            work.cancel()
-        return work.result()
-
     def _open(self) -> dict[str, Any] | None:
         settings, directory = self.settings, self.directory
         self._lock = rundir.lock(directory, rundir.COORDINATOR_LOCK, settings.lease_seconds)
+        self._lock_file = (directory / rundir.COORDINATOR_LOCK).stat()
         persisted = rundir.read_generation(directory)
         if persisted.job not in ("", self.job.name):
             raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job.name}")
@@ -108,6 +103,25 @@ class RunFiles:
         must = persisted.number == 0 or not settings.resume
         self._write_generation(persisted.number, persisted.members, persisted.budget, must)
         return done
+
+    async def watch_lock(self) -> None:
+        """Raises UsageError once the directory's lock file is deleted or another: a second run may be at work there."""
+        while True:
+            await asyncio.sleep(LOCK_SECONDS)
+            await self.disk.run(self._require_lock)
+
+    def _require_lock(self) -> None:
+        path = self.directory / rundir.COORDINATOR_LOCK
+        try:
+            if os.path.samestat(path.stat(), self._lock_file):
+                return
+            what = "was replaced"
+        except FileNotFoundError:
+            what = "was deleted"
+        except OSError:
+            return  # a disk that fails says nothing about the file; its writes say what is wrong
+        raise UsageError(f"CHECKPOINT_DIR={self.directory}: its lock file {path.name} {what}, so another run may write "
+                         "there; this one ends. Start it again, and leave the file")  # fmt: skip
 
     @property
     def _anew(self) -> str:
@@ -160,7 +174,7 @@ class RunFiles:
         """Puts `effect` on disk; returns whether it is there."""
         if effect.kind != "begin":  # a rank 0 that is killed after DONE reports the run by its history
             await self.journal.save()
-        return await self._patiently(self._persist, effect)
+        return await self.disk.run(self._persist, effect)
 
     def _persist(self, effect: Effect) -> bool:
         if effect.kind == "begin":
@@ -209,45 +223,81 @@ class RunFiles:
     async def _newest_step(self) -> int:
         return await self.disk.run(rundir.newest_step, self.directory)
 
-    async def report(self, gang: Gang, code: int) -> None:
-        """Writes the summary and the picture of a run that ends here with exit code `code`.
-
-        Whatever goes wrong is a warning: how the job ended does not change.
+    async def report(self, gang: Gang, code: int) -> int:
+        """Writes the summary and the picture of a run that ends here with exit code `code`. Returns the exit code:
+        UNSAVED where the job has finished and its result could not be saved. Anything else that goes wrong is a
+        warning.
         """
         history, directory = self.journal.history, self.directory
         over = gang.state in OVER
         # not for a job that was refused, or interrupted in its drain
         if code not in (0, FAILED) or (code and not over) or not (history.generations or code):
-            return
+            return code
         state = gang.state if over else "stopped"
         reason = gang.reason if state == "failed" else ""
         problem, missing = "", rundir.SUMMARY
+        self._lost = ["the last checkpoint"] if self._trained and gang.summary.get("saved") is False else []
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(RESULT_SECONDS if gang.state == "finished" else PATIENCE):
                 # nor for one that finished and was reported before
                 if not self._trained and (not over or await self.disk.run(self._is_reported)):
-                    return
+                    return code
                 self.journal.add(history.close())
-                await self.journal.save()
                 job, settings = self.job, report.settings_of(self.settings, self.job.settings)
                 summary = report.summary(
                     job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
                     score=job.score, unit=job.unit, lower=job.lower,
                 )  # fmt: skip
-                await self.disk.run(report.write, directory, summary)
+                if gang.state == "finished":
+                    self._lost += [rundir.SUMMARY, rundir.HISTORY, rundir.DONE]  # until they are written
+                while problem := await self._save(gang, summary):
+                    if gang.state != "finished":
+                        raise OSError(problem)
+                    await asyncio.sleep(RETRY_SECONDS)
                 if self.page:
                     missing = rundir.PAGE
                     await self.disk.run(render.write, directory, self.page(summary))
             missing = rundir.CURVE
             problem, _ = await asyncio.gather(self.picture.draw(), self.sinks.end(state, summary))
         except TimeoutError as error:
-            problem = str(error) or f"the disk does not answer for {PATIENCE:g} s"
+            problem = problem or str(error) or "the disk does not answer"
         except Exception as error:  # of whatever kind
             problem = str(error) or type(error).__name__
+        if self._lost:
+            self.log.error(
+                f"the job has finished, and its result is not saved: lost are {', '.join(self._lost)}",
+                directory=str(directory), problem=problem or "see the checkpoint's error above",
+            )  # fmt: skip
+            return UNSAVED
         if problem:
             self.log.warning("no report of this run", missing=missing, directory=str(directory), problem=problem)
         else:
             self.log.info("report", summary=rundir.SUMMARY, picture=rundir.CURVE)
+        return code
+
+    async def _save(self, gang: Gang, summary: dict[str, Any]) -> str:
+        """Writes the history, the summary, and DONE if the job has finished without it. Returns what went wrong."""
+        problem = ""
+        await self.journal.save()
+        writes: dict[str, Callable[[], None]] = {rundir.SUMMARY: partial(report.write, self.directory, summary)}
+        if gang.state == "finished":
+            writes[rundir.DONE] = partial(self._write_done, gang.summary)
+        for name, write in writes.items():
+            try:
+                await self.disk.run(write)
+            except OSError as error:
+                problem = error.strerror or str(error)
+            else:
+                self._lost = [lost for lost in self._lost if lost != name]
+        if not self.journal.unsaved:
+            self._lost = [lost for lost in self._lost if lost != rundir.HISTORY]
+        elif not problem:
+            problem = f"{rundir.HISTORY} cannot be written"
+        return problem
+
+    def _write_done(self, summary: dict[str, Any]) -> None:
+        if not (self.directory / rundir.DONE).exists():
+            rundir.write_done(self.directory, summary)
 
     def _is_reported(self) -> bool:
         return all((self.directory / name).exists() for name in (rundir.SUMMARY, rundir.CURVE))

@@ -25,6 +25,7 @@ from rolecall.job.registry import Identity
 from rolecall.job.task import Peer
 from rolecall.rank import collecting, coordinator, endpoints, stacking, stats, tasks, tracing
 from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link
 from rolecall.rank.outside import Outside
@@ -77,6 +78,7 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare()
+            self._tasks = {asyncio.create_task(self._disk_watch.look_forever())}
             if self.first:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
                 node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
@@ -97,9 +99,10 @@ class Supervisor:
             traces = collecting.collector(lead) if lead and self.settings.trace else None
             loops += [traces.run()] if traces else []
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
-            self._tasks = {asyncio.create_task(loop) for loop in loops}
+            self._tasks |= {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
-            report = asyncio.gather(lead.files.report(lead.gang, code), collecting.finish(traces)) if lead else None
+            report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
+            collected = asyncio.create_task(collecting.finish(traces)) if lead else None
             if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
@@ -107,8 +110,8 @@ class Supervisor:
                 while lead and not member.exits(lead.gang.settled(time.monotonic())):
                     await self._or_signal(asyncio.sleep(coordinator.TICK))
                 await self._or_signal(self._scrapes.once_more())
-            if report:
-                await report
+            if report and collected:
+                code, _ = await asyncio.gather(report, collected)
             return CRASHED if self._tunnel_ended else code
         finally:
             await self._site.close()
@@ -127,6 +130,7 @@ class Supervisor:
         self._name_rank(self.identity.role, self.identity.ordinal)
         self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files,
                                      self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
+        self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
         stacking.register(self.replies, self.workers)
         stats.register(self.replies, self.workers)
         tracing.register(self.replies, self.workers)
@@ -262,6 +266,7 @@ class Supervisor:
 
     def _refresh(self) -> None:
         self.workers.refresh()
+        self.metrics.disk_wait_seconds.set(self._disk_watch.seconds)
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
         self._refresh_gang()
 

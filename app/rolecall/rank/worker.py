@@ -31,6 +31,7 @@ from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
 from rolecall.rank import stacks
 from rolecall.rank.setup import keep_memory, seed
 from rolecall.run import rundir
+from rolecall.run.files import longest_work
 from rolecall.run.history import Record
 from rolecall.run.sinks.points import NAMED
 from rolecall.trace.recorder import recorder
@@ -66,13 +67,13 @@ class Pipe(Supervision):
         self._sent_at = time.monotonic()
 
     def heartbeat(self) -> None:
-        """Sends the current step, the records since the last heartbeat, the phase, and the calls that take long."""
+        """Sends the current step, the records since the last heartbeat, the phase, the calls that take long, and the
+        work on files that has taken longest."""
         with self._lock:
             records, self._records = self._records, []
             pace = self.pace
-            self._send(
-                ("heartbeat", self._step, records, pace.doing if pace else "", pace.long_calls() if pace else [])
-            )
+            doing, calls = (pace.doing, pace.long_calls()) if pace else ("", [])
+            self._send(("heartbeat", self._step, records, doing, calls, longest_work()))
 
     def flush(self) -> None:
         """Sends the records since the last heartbeat."""

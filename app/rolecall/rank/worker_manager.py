@@ -16,6 +16,7 @@ from rolecall.job.describe import Description
 from rolecall.job.task import Peer, Task
 from rolecall.rank import fork_server
 from rolecall.rank.worker_process import WorkerProcess
+from rolecall.run.files import FileWork
 from rolecall.run.history import Record
 from rolecall.telemetry import WorkerFiles
 
@@ -153,6 +154,10 @@ class WorkerManager:
     def status(self) -> WorkerStatus:
         """The newest worker's status, for the gang."""
         return self.worker.status() if self.worker else WorkerStatus()
+
+    def file_work(self) -> FileWork | None:
+        """What the worker says of its longest work on files; None for none."""
+        return self.worker.file_work if self.worker and self.worker.alive else None
 
     @property
     def last_heartbeat(self) -> float | None:

@@ -22,6 +22,7 @@ from rolecall.job.waits import Told
 from rolecall.rank import fork_server, stacks
 from rolecall.rank.frames import Frames, PipeError
 from rolecall.rank.memory import oom_kills, ran_out
+from rolecall.run.files import FileWork
 from rolecall.run.history import Record
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -72,6 +73,7 @@ class WorkerProcess:
         self.phase = "" if task.members else "checking"
         self.phase_since = time.monotonic()
         self.long_calls: tuple[Told, ...] = ()  # as of the last message
+        self.file_work: FileWork | None = None  # so is this
         self.traced = task.settings.trace and bool(task.members)  # it records a trace
         self._received_at = time.monotonic()
         self.ended = asyncio.Event()
@@ -223,6 +225,7 @@ class WorkerProcess:
                 if self.phase != rest[2]:
                     self.phase_since = self._received_at
                 self.step, self.phase, self.long_calls = rest[0], rest[2], tuple(rest[3] if len(rest) > 3 else ())
+                self.file_work = rest[4] if len(rest) > 4 else None
                 self._record(rest[1])
                 if not news:
                     return
@@ -270,10 +273,18 @@ class WorkerProcess:
                 self.outcome, self.error = "crashed", f"ended with exit code {code}"
             else:  # 255: the fork server is gone too, and with it the exit code
                 self.outcome, self.error = "killed", self._killer(code)
+                self.step = max(self.step, self._step_made())
         self._connection.close()
         self.state = "ended"
         self.ended.set()
         self._changed()
+
+    def _step_made(self) -> int:
+        """The newest step as its metrics have it, which outlive it: its last heartbeat may be older. 0 before it has
+        said that it made one: then the metrics may be of the worker before."""
+        if not self.step or self.task.directory is None:
+            return 0
+        return telemetry.step_in(self.task.directory)
 
     def _killer(self, code: int | None) -> str:
         """What killed it; that memory ran out is a question, unless the kernel has counted it."""

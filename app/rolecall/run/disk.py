@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from rolecall.run.files import using
 
 T = TypeVar("T")
 
 
 class Disk:
-    """A thread that does what it is given, in order. A disk that hangs delays only who waits for it.
+    """A thread that does what it is given, in order; of what it does in `directory`, `longest_work` tells. A disk that
+    hangs delays only who waits for it.
 
     It is a daemon: unlike the threads of `asyncio.to_thread`, it never keeps the process from ending.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -44,7 +50,8 @@ class Disk:
             if not work.set_running_or_notify_cancel():
                 continue
             try:
-                result = call()
+                with using(self._directory) if self._directory else contextlib.nullcontext():
+                    result = call()
             except BaseException as error:
                 work.set_exception(error)
             else:

@@ -1,9 +1,15 @@
-"""The files of a run's report, and how files are written whole. It imports little, for the picture's process."""
+"""The files of a run's report, how files are written whole, and for how long a process has been at a file. It imports
+little, for the picture's process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 HISTORY = "history.jsonl"
@@ -11,23 +17,59 @@ SUMMARY = "summary.json"
 CURVE = "curve.png"
 
 
+@dataclass(frozen=True)
+class FileWork:
+    """Work on the file `path`, or in that directory, that has taken `seconds` so far."""
+
+    path: str
+    seconds: float
+
+
+_under_way: dict[int, list[tuple[Path, float]]] = {}  # by thread: paths and monotonic times, the outermost first
+
+
+@contextlib.contextmanager
+def using(path: Path) -> Iterator[None]:
+    """The block works on `path`, as `longest_work` tells."""
+    entries = _under_way.setdefault(threading.get_ident(), [])
+    entries.append((path, time.monotonic()))
+    try:
+        yield
+    finally:
+        entries.pop()
+        if not entries:
+            del _under_way[threading.get_ident()]
+
+
+def longest_work() -> FileWork | None:
+    """The work on files that has taken this process longest, of that under way, with the innermost path. Safe to use
+    from several threads.
+    """
+    stacks = [entries for each in list(_under_way.values()) if (entries := list(each))]
+    if not stacks:
+        return None
+    oldest = min(stacks, key=lambda entries: entries[0][1])
+    return FileWork(str(oldest[-1][0]), time.monotonic() - oldest[0][1])
+
+
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
     """Writes `parts` to a file that after a crash at any moment is either complete or as it was. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        if temporary.is_symlink():  # in a directory from elsewhere: nothing is written outside of it
-            temporary.unlink()
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError:
-        with contextlib.suppress(OSError):  # the write's own error says more
-            temporary.unlink(missing_ok=True)
-        raise
+    with using(path):
+        try:
+            if temporary.is_symlink():  # in a directory from elsewhere: nothing is written outside of it
+                temporary.unlink()
+            with temporary.open("wb") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_directory(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):  # the write's own error says more
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def sync_directory(directory: Path) -> None:

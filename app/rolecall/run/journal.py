@@ -37,6 +37,11 @@ class Journal:
         """Queues `rows` for the next write."""
         self._rows += rows
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether rows wait for the next write."""
+        return bool(self._rows)
+
     async def save_forever(self) -> None:
         """Writes new rows once a second."""
         while True:
@@ -66,7 +71,7 @@ class Journal:
         if rewrite:
             rundir.write_atomically(self.path, content)
             return
-        with self.path.open("ab") as file:
+        with rundir.using(self.path), self.path.open("ab") as file:
             file.write(content)
 
     def _warn(self, error: OSError) -> None:

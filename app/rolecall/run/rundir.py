@@ -23,6 +23,7 @@ from rolecall.run.files import CURVE as CURVE
 from rolecall.run.files import HISTORY as HISTORY
 from rolecall.run.files import SUMMARY as SUMMARY
 from rolecall.run.files import sync_directory as sync_directory
+from rolecall.run.files import using as using
 from rolecall.run.files import write_atomically as write_atomically
 from rolecall.trace.records import FOLDER as TRACE
 

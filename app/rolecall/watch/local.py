@@ -19,7 +19,7 @@ from typing import Any
 
 from rolecall import config, machine, telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import USAGE
+from rolecall.gang.protocol import UNSAVED, USAGE
 from rolecall.job import describe
 from rolecall.job.describe import Description
 from rolecall.rank.zygote import Zygote
@@ -137,6 +137,7 @@ class LocalRun:
         self._tasks = dict[RankProcess, asyncio.Task[int]]()
         self._scaled = asyncio.Event()
         self.addresses = [_address(rank) for rank in self.ranks]
+        self._began = 0.0 if (self.directory / rundir.DONE).exists() else time.time()  # Unix time; 0: it has finished
         self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
 
     def _plan(self) -> list[RankProcess]:
@@ -222,14 +223,20 @@ class LocalRun:
             self._remove_temporary()
             if self._published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
-        files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if (self.directory / name).exists()]
-        state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed (exit code {code})")
+        files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if self._is_of_this_run(name)]
+        unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
+        state = {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
         if code == USAGE and self._dispose():
             last = f"rolecall: {state}"
         self.output.close(last, LAST_OUTPUT)
         return code
+
+    def _is_of_this_run(self, name: str) -> bool:
+        """Whether there is a file `name` of the report, and an earlier run that did not finish has not left it."""
+        file = self.directory / name
+        return file.exists() and file.stat().st_mtime >= self._began
 
     async def _report_crash(self, role: str, ordinal: int) -> None:
         """Tells rank 0 that the process of a rank has ended, before that rank's lease runs out."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rolecall.gang.protocol import FAILED, USAGE
+from rolecall.gang.protocol import FAILED, UNSAVED, USAGE
 from rolecall.rank import descendants
 from rolecall.rank.crashes import Crashes
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
@@ -80,7 +80,7 @@ class RankProcess:
         while True:
             started = time.monotonic()
             code = await self._run()
-            if code in (0, USAGE, FAILED) or self.stopping:
+            if code in (0, USAGE, FAILED, UNSAVED) or self.stopping:
                 return code
             pause = crashes.add(time.monotonic() - started)
             if code > 0 and crashes.in_a_row >= MAX_CRASHES:

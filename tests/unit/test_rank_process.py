@@ -127,12 +127,12 @@ def test_a_crash_is_reported_before_the_next_start(monkeypatch: pytest.MonkeyPat
     again, happened = tmp_path / "again", list[str]()
     program = f"import os; print('started', flush=True); os._exit(0 if os.path.exists({str(again)!r}) else 1)"
 
-    async def crashed(name: str) -> None:
-        happened.append(f"{name} reported")
+    async def crashed(role: str, ordinal: int) -> None:
+        happened.append(f"{role} {ordinal} reported")
         again.touch()
 
     monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", program])
-    rank = RankProcess("worker 0", dict(os.environ), tmp_path / "log", happened.append, crashed=crashed)
+    rank = RankProcess("worker", 0, dict(os.environ), tmp_path / "log", happened.append, crashed=crashed)
     assert asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)) == 0
     assert happened == ["started", "worker 0 crashed (exit code 1), restarting it", "worker 0 reported", "started"]
 

@@ -33,14 +33,14 @@ class Progress:
         self._seen = Counter(budget.seen)
         self._since = now - budget.seconds if budget.seen else None  # the first end without a step after it
         self._ended_at = now  # the last one
-        if (verdict := self.exhausted()) and not verdict.final:
-            self._forget()
-        self._pause_until = now + self._pause()
         self._failures: dict[int, str] = {}
         self._reached = 0  # the newest step of the generation under way
         self._same = ("", 0)  # how the last one ended, and at which step
         self._in_a_row = 0  # generations that ended so
         self._broken_at: float | None = None
+        if (verdict := self.exhausted()) and not verdict.final:
+            self._forget()
+        self._pause_until = now + self._pause()
 
     def advance(self, step: int, now: float) -> list[Event]:
         """Takes the newest `step`; a new one clears what was counted. Returns the event, where it ends a recovery."""

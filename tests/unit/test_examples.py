@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from torch.futures import Future
 
 from rolecall import new, telemetry
-from rolecall.job import rpc
 from rolecall.job.checkpoint import Checkpoints
 from rolecall.job.context import Context
 from rolecall.job.loader import load_file
@@ -23,8 +22,6 @@ ROOT = Path(__file__).parents[2]
 
 class Answers:
     """A transport whose calls are answered at once, until the last peer is lost while a drain is ordered."""
-
-    is_lost = staticmethod(rpc.is_lost)
 
     def __init__(self, answered: int) -> None:
         self.left = answered

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +19,11 @@ import pytest
 from rolecall import __main__
 from rolecall.config import UsageError
 from rolecall.gang.protocol import USAGE
-from rolecall.watch import targets
+from rolecall.watch import control, targets
 from rolecall.watch.control import Control, Listed
 from rolecall.watch.targets import Address
 
+MAIN = threading.main_thread()  # the loop that serves runs in it
 CHILD = """
 import sys, time
 from rolecall import machine
@@ -44,8 +50,8 @@ class Run:
 
     def command(self, name: str, *words: str) -> int:
         async def serve() -> int:
-            control = Control(self.folder / "control", lambda: [self.rank], self.scale)
-            async with await control.start():
+            served = Control(self.folder / "control", lambda: [self.rank], self.scale)
+            async with await served.start():
                 return await asyncio.to_thread(__main__.main, [name, str(self.folder), *words])
 
         return asyncio.run(serve())
@@ -71,6 +77,43 @@ def test_the_parts_of_a_rank_are_listed_and_killed(
         assert process.poll() is None
         assert run.command("kill", "observer_1") == 0
         assert process.wait(30) == -9
+
+
+def test_what_another_user_lists_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    targets.publish(tmp_path, [Address("observer 1", "http://127.0.0.1:7/metrics")], "", str(tmp_path / "control"))
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        reply = {"ranks": [asdict(Listed("observer", 1, process.pid, "up"))]}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "control"))
+            listener.listen()
+
+            def serve() -> None:
+                peer, _ = listener.accept()
+                with peer, contextlib.suppress(BrokenPipeError):  # it does not stay
+                    peer.sendall(json.dumps(reply).encode() + b"\n")
+
+            answer = threading.Thread(target=serve)
+            answer.start()
+            monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # it is somebody else's
+            assert __main__.main(["kill", str(tmp_path), "observer_1"]) == USAGE
+            answer.join(30)
+        assert capsys.readouterr().err.count("\n") == 1
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_request_of_another_user_is_not_answered(
+    start: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(os.getpid())
+    monkeypatch.setattr(control, "_user", lambda peer: os.getuid() + (threading.current_thread() is MAIN))
+    assert run.command("scale", "observer=3") == USAGE
+    assert run.scaled == []
 
 
 def test_scale(start: Callable[[int], Run], capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,19 @@ def test_a_refused_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_temporary_folder_too_deep_for_a_socket_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(UsageError, match=r"^TMPDIR="):
+        asyncio.run(LocalRun(describe.describe("rl"), Settings(), live=False).run())
+    assert not [*deep.iterdir()]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

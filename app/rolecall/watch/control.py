@@ -1,6 +1,7 @@
 """The control socket of `rolecall run`: other commands list its ranks there, and change how many there are.
 
-A request and its reply are one line of JSON each. The socket is in a folder that only the user can open.
+A request and its reply are one line of JSON each. The socket is in a folder that only the user can open. Both
+sides serve their own user only: what a stranger's socket lists would be killed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,14 +49,17 @@ class Control:
         self.path, self._ranks, self._scale = path, ranks, scale
 
     async def start(self) -> asyncio.Server:
-        """Listens. Raises OSError."""
-        return await asyncio.start_unix_server(self._serve, self.path)
+        """Listens. Raises UsageError if that is not possible in TMPDIR."""
+        try:
+            return await asyncio.start_unix_server(self._serve, self.path)
+        except OSError as error:  # a socket's path has at most 107 characters
+            raise UsageError(f"TMPDIR={tempfile.gettempdir()}: cannot hold a run's socket ({error})") from error
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             with contextlib.suppress(OSError, ValueError, TimeoutError):  # whoever asks has gone, or does not go on
                 async with asyncio.timeout(DEADLINE):
-                    if _user(writer.get_extra_info("socket")) in (0, os.getuid()):
+                    if _user(writer.get_extra_info("socket")) == os.getuid():
                         reply = self._answer(json.loads(await reader.readline()))
                         writer.write(json.dumps(reply).encode() + b"\n")
                         await writer.drain()
@@ -97,6 +102,8 @@ def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(DEADLINE)
             sock.connect(path)
+            if (user := _user(sock)) != os.getuid():
+                raise UsageError(f"RUN {run!r}: belongs to the user {user}, who alone can act on it")
             sock.sendall(json.dumps(request).encode() + b"\n")
             with sock.makefile("rb") as file:
                 reply: dict[str, Any] = json.loads(file.readline(MOST_REPLY))

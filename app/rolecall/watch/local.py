@@ -131,8 +131,7 @@ class LocalRun:
         try:
             self.ranks = self._plan()
         except BaseException:
-            self._remove_temporary()
-            self._dispose()
+            self._remove_folders()
             raise
         self._tasks = dict[RankProcess, asyncio.Task[int]]()
         self._scaled = asyncio.Event()
@@ -199,8 +198,12 @@ class LocalRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
-        control = await Control(self._temporary / "control", self._listed, self._scale).start()
-        self._published = self._publish()
+        try:
+            control = await Control(self._temporary / "control", self._listed, self._scale).start()
+            self._published = self._publish()
+        except BaseException:
+            self._remove_folders()
+            raise
         self.output = Output(sys.stdout, sys.stderr)
         self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
         if warning := others_warning(machine.other_people()):
@@ -367,6 +370,11 @@ class LocalRun:
                 with contextlib.suppress(OSError):  # there are other runs
                     self.directory.parent.rmdir()
         return not self.directory.exists()
+
+    def _remove_folders(self) -> None:
+        """Removes what was made for this run, which does not start."""
+        self._remove_temporary()
+        self._dispose()
 
     def _remove_temporary(self) -> None:
         shutil.rmtree(self._temporary, ignore_errors=True)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rolecall.run import history
@@ -110,6 +111,15 @@ def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
         log = tmp_path / "run" / "logs" / "lead-0.log"
         until(lambda: log.exists() and "step 10\t" in log.read_text(), "ten rounds")
         watched = command(tmp_path, "watch", "run", "--once")
+        scaled = command(tmp_path, "scale", "run", "thrower=2")
+        assert (scaled.returncode, scaled.stdout) == (0, "rolecall: starting thrower 1\n"), scaled.stderr
+        until(lambda: "members='lead 0, thrower 0-1'" in log.read_text(), "the new rank's generation")
+        listed = command(tmp_path, "ps", "run")
+        rows = [row.split()[:3] for row in listed.stdout.splitlines()[1:]]
+        for rank in ("lead_0", "thrower_0", "thrower_1"):
+            assert {"supervisor", "fork-server", "tunnel", "worker"} <= {part for name, part, _ in rows if name == rank}
+        titles = {psutil.Process(int(pid)).cmdline()[0].strip() for _, part, pid in rows if part == "supervisor"}
+        assert "rolecall: dartboard thrower 1 supervisor" in titles
         (tmp_path / "run" / "files" / "stop").write_text("")
         out, err = run.communicate(timeout=DEADLINE)
     finally:

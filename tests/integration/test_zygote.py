@@ -107,7 +107,7 @@ def test_ctrl_c_while_it_imports_is_prompt_and_leaves_nothing(tmp_path: Path) ->
     try:
         # once it is another program: until then its parent waits for it
         (forking,) = until(lambda: [child for child in psutil.Process(process.pid).children()
-                                    if "zygote" in child.cmdline()], "the zygote")  # fmt: skip
+                                    if "zygote" in " ".join(child.cmdline())], "the zygote")  # fmt: skip
         forking.suspend()  # it imports for ever
         until(lambda: (tmp_path / "logs").exists(), "the ranks to be planned")
         until(lambda: psutil.Process(process.pid).num_threads() > 1, "the ranks to be asked for")

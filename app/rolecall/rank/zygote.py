@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 
 from rolecall import config, machine
+from rolecall.config import UsageError
 from rolecall.job import describe, registry
 from rolecall.rank import fork_server
 
@@ -155,7 +156,8 @@ def serve(requests: socket.socket, targets: Sequence[str]) -> list[str]:
     """Imports what the ranks of `targets` need, and forks what is asked for. Returns in each forked process, with its
     arguments. Ends the process where `requests` is closed.
     """
-    machine.name_part("zygote")
+    with contextlib.suppress(UsageError):  # the check of the settings says what is wrong
+        machine.name_process(" ".join(registry.name_of(target) for target in targets), "", None, "zygote")
     fork_server.prepare_imports()
     resource_tracker.ensure_running()  # otherwise each rank starts one, which is another interpreter
     importlib.import_module(fork_server.MAIN)

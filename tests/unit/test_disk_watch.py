@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from rolecall.gang.protocol import Budget
+from rolecall.job import shardfile
 from rolecall.job.checkpoint import Checkpoints
+from rolecall.job.shardfile import Column
 from rolecall.rank import disk_watch
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.run import files, report, rundir
@@ -55,6 +58,9 @@ WRITES: dict[str, Callable[[Path], Any]] = {
     rundir.FAILED: lambda directory: rundir.write_failed(directory, rundir.Failed("", 3, "", 0.0)),
     rundir.SUMMARY: lambda directory: report.write(directory, {}),
     rundir.HISTORY: write_history,
+    "shard.safetensors": lambda directory: shardfile.write(
+        directory, "shard.safetensors", {"x": Column("U8", (4,), 4, 0, 1)}, [torch.zeros(4, dtype=torch.uint8)]
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from rolecall import telemetry
 from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import Beat, Directive, Heartbeat
+from rolecall.gang.protocol import UNSAVED, Beat, Directive, Effect, Heartbeat
 from rolecall.job import describe
 from rolecall.jobs.rl import RlSettings
 from rolecall.rank import coordinator, messages, run_files
@@ -598,14 +598,83 @@ def test_a_result_that_cannot_be_saved_is_no_success(
             lead.files.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0)])
             lead.gang.state, lead.gang.summary = "finished", {"saved": saved}
             disk.times = failures
+            await lead.files.persist(Effect("done", summary=lead.gang.summary))
             return await lead.files.report(lead.gang, 0)
 
     with capture_logs() as logs:
         assert asyncio.run(asyncio.wait_for(steps(), 90)) == code
-    lost = [line["event"] for line in logs if line["log_level"] == "error"]
+    lost = [line["event"] for line in logs if line["log_level"] == "error" and "lost" in line["event"]]
     if code == 0:
         assert not lost
         assert (tmp_path / rundir.SUMMARY).exists()
         assert rundir.read_done(tmp_path) == {"saved": True}
     else:
         assert any((rundir.SUMMARY if failures else "last checkpoint") in line for line in lost)
+
+
+async def end(lead: Coordinator) -> int:
+    """The job finishes; returns rank 0's exit code."""
+    await train(lead)
+    lead.files.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0)])
+    lead.gang.state, lead.gang.summary = "finished", {}
+    await lead.files.persist(Effect("done", summary={}))
+    return await lead.files.report(lead.gang, 0)
+
+
+@pytest.mark.parametrize(("failures", "code"), [(3, 0), (10**6, UNSAVED)])
+def test_a_job_without_a_history_is_no_success_without_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, code: int
+) -> None:
+    monkeypatch.setattr(run_files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(run_files, "RESULT_SECONDS", 60.0 if failures < 100 else 0.3)
+    disk = FullDisk(monkeypatch)
+
+    async def steps() -> int:
+        async with rank_0(tmp_path, resume=True) as lead:
+            lead.gang.state = "finished"
+            disk.times = failures
+            await lead.files.persist(Effect("done"))
+            return await lead.files.report(lead.gang, 0)
+
+    assert asyncio.run(asyncio.wait_for(steps(), 90)) == code
+    assert (tmp_path / DONE).exists() == (code == 0)
+    assert not (tmp_path / rundir.SUMMARY).exists()
+
+
+def test_what_is_on_disk_is_not_called_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(run_files, "RESULT_SECONDS", 0.3)
+    write = rundir.write_atomically
+
+    def full_but_for_done(path: Path, *parts: bytes) -> None:
+        if path.name in (rundir.SUMMARY, rundir.HISTORY):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *parts)
+
+    monkeypatch.setattr(rundir, "write_atomically", full_but_for_done)
+
+    async def steps() -> int:
+        async with rank_0(tmp_path, resume=True) as lead:
+            return await end(lead)
+
+    with capture_logs() as logs:
+        assert asyncio.run(asyncio.wait_for(steps(), 90)) == UNSAVED
+    (lost,) = (line["event"] for line in logs if line["log_level"] == "error" and "lost" in line["event"])
+    assert rundir.SUMMARY in lost
+    assert rundir.HISTORY in lost
+    assert DONE not in lost
+
+
+def test_started_again_it_reports_what_an_earlier_runs_report_hid(tmp_path: Path) -> None:
+    """DONE is there, and of the report only that of an earlier run, which was stopped."""
+
+    async def steps() -> int:
+        async with rank_0(tmp_path, resume=True) as lead:
+            await end(lead)
+        (tmp_path / rundir.SUMMARY).write_text(json.dumps({"state": "stopped"}))
+        (tmp_path / rundir.CURVE).touch()
+        async with rank_0(tmp_path, resume=True) as lead:
+            return await lead.files.report(lead.gang, 0)
+
+    assert asyncio.run(asyncio.wait_for(steps(), 90)) == 0
+    assert json.loads((tmp_path / rundir.SUMMARY).read_text())["state"] == "finished"

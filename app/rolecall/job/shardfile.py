@@ -181,6 +181,10 @@ class Writer:
             self._written.result()
 
     def _put(self, buffer: memoryview, place: int) -> None:
+        with rundir.using(self.path):  # block by block: a whole file takes as long as the training that it waits for
+            self._put_all(buffer, place)
+
+    def _put_all(self, buffer: memoryview, place: int) -> None:
         whole = len(buffer) // ALIGNED * ALIGNED
         try:
             while place % ALIGNED == 0 and whole:
@@ -200,7 +204,8 @@ class Writer:
         try:
             self._flush()
             self._join()
-            os.fsync(self._file)
+            with rundir.using(self.path):
+                os.fsync(self._file)
         finally:
             self.abort()
         return self._digest.hexdigest()
@@ -256,7 +261,8 @@ def sync(directory: Path) -> None:
 
 def _sync(directory: Path) -> None:
     for folder in (directory, directory.parent):
-        rundir.sync_directory(folder)
+        with rundir.using(folder):
+            rundir.sync_directory(folder)
 
 
 def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str, int, Tensor]]:

@@ -6,6 +6,7 @@ All of its work is done by one thread, in order: while the disk hangs, heartbeat
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class RunFiles:
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result  # its file
         self._trained = False  # by this process
-        self._lost: list[str] = []  # of a finished job's result: what could not be written
+        self._lost: list[str] = []  # of a finished job's result: what is not on disk
 
     async def open(self) -> dict[str, Any] | None:
         """Locks the directory and reads it. Returns DONE's summary, where the job has finished already.
@@ -172,9 +173,15 @@ class RunFiles:
 
     async def persist(self, effect: Effect) -> bool:
         """Puts `effect` on disk; returns whether it is there."""
+        if effect.kind == "done":
+            checkpoint = ["the last checkpoint"] if effect.summary.get("saved") is False else []
+            self._lost = [*checkpoint, rundir.DONE]
         if effect.kind != "begin":  # a rank 0 that is killed after DONE reports the run by its history
             await self.journal.save()
-        return await self.disk.run(self._persist, effect)
+        on_disk = await self.disk.run(self._persist, effect)
+        if effect.kind == "done" and on_disk:
+            self._is_saved(rundir.DONE)
+        return on_disk
 
     def _persist(self, effect: Effect) -> bool:
         if effect.kind == "begin":
@@ -229,36 +236,39 @@ class RunFiles:
         warning.
         """
         history, directory = self.journal.history, self.directory
-        over = gang.state in OVER
+        over, finished = gang.state in OVER, gang.state == "finished"
+        trained = bool(history.generations or code)  # otherwise there is nothing to report but that it has finished
         # not for a job that was refused, or interrupted in its drain
-        if code not in (0, FAILED) or (code and not over) or not (history.generations or code):
+        if code not in (0, FAILED) or (code and not over) or not (trained or self._lost):
             return code
         state = gang.state if over else "stopped"
         reason = gang.reason if state == "failed" else ""
         problem, missing = "", rundir.SUMMARY
-        self._lost = ["the last checkpoint"] if self._trained and gang.summary.get("saved") is False else []
         try:
-            async with asyncio.timeout(RESULT_SECONDS if gang.state == "finished" else PATIENCE):
+            async with asyncio.timeout(RESULT_SECONDS if finished else PATIENCE):
                 # nor for one that finished and was reported before
-                if not self._trained and (not over or await self.disk.run(self._is_reported)):
+                if not self._trained and not self._lost and (not over or await self.disk.run(self._is_reported, state)):
                     return code
-                self.journal.add(history.close())
-                job, settings = self.job, report.settings_of(self.settings, self.job.settings)
-                summary = report.summary(
-                    job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
-                    score=job.score, unit=job.unit, lower=job.lower,
-                )  # fmt: skip
-                if gang.state == "finished":
-                    self._lost += [rundir.SUMMARY, rundir.HISTORY, rundir.DONE]  # until they are written
+                summary = None
+                if trained:
+                    self.journal.add(history.close())
+                    job, settings = self.job, report.settings_of(self.settings, self.job.settings)
+                    summary = report.summary(
+                        job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
+                        score=job.score, unit=job.unit, lower=job.lower,
+                    )  # fmt: skip
+                    if finished:
+                        self._lost += [rundir.SUMMARY, rundir.HISTORY]  # until they are written
                 while problem := await self._save(gang, summary):
-                    if gang.state != "finished":
+                    if not finished:
                         raise OSError(problem)
                     await asyncio.sleep(RETRY_SECONDS)
-                if self.page:
+                if self.page and summary:
                     missing = rundir.PAGE
                     await self.disk.run(render.write, directory, self.page(summary))
-            missing = rundir.CURVE
-            problem, _ = await asyncio.gather(self.picture.draw(), self.sinks.end(state, summary))
+            if summary:
+                missing = rundir.CURVE
+                problem, _ = await asyncio.gather(self.picture.draw(), self.sinks.end(state, summary))
         except TimeoutError as error:
             problem = problem or str(error) or "the disk does not answer"
         except Exception as error:  # of whatever kind
@@ -271,36 +281,42 @@ class RunFiles:
             return UNSAVED
         if problem:
             self.log.warning("no report of this run", missing=missing, directory=str(directory), problem=problem)
-        else:
+        elif trained:
             self.log.info("report", summary=rundir.SUMMARY, picture=rundir.CURVE)
         return code
 
-    async def _save(self, gang: Gang, summary: dict[str, Any]) -> str:
-        """Writes the history, the summary, and DONE if the job has finished without it. Returns what went wrong."""
+    async def _save(self, gang: Gang, summary: dict[str, Any] | None) -> str:
+        """Writes the history, the summary, if there is one, and DONE if it is missing. Returns what went wrong."""
         problem = ""
         await self.journal.save()
-        writes: dict[str, Callable[[], None]] = {rundir.SUMMARY: partial(report.write, self.directory, summary)}
-        if gang.state == "finished":
-            writes[rundir.DONE] = partial(self._write_done, gang.summary)
+        writes: dict[str, Callable[[], None]] = {}
+        if rundir.DONE in self._lost:  # first: with it, a rank 0 that is started again writes the rest
+            writes[rundir.DONE] = partial(rundir.write_done, self.directory, gang.summary)
+        if summary is not None:
+            writes[rundir.SUMMARY] = partial(report.write, self.directory, summary)
         for name, write in writes.items():
             try:
                 await self.disk.run(write)
             except OSError as error:
                 problem = error.strerror or str(error)
             else:
-                self._lost = [lost for lost in self._lost if lost != name]
+                self._is_saved(name)
         if not self.journal.unsaved:
-            self._lost = [lost for lost in self._lost if lost != rundir.HISTORY]
+            self._is_saved(rundir.HISTORY)
         elif not problem:
             problem = f"{rundir.HISTORY} cannot be written"
         return problem
 
-    def _write_done(self, summary: dict[str, Any]) -> None:
-        if not (self.directory / rundir.DONE).exists():
-            rundir.write_done(self.directory, summary)
+    def _is_saved(self, name: str) -> None:
+        self._lost = [lost for lost in self._lost if lost != name]
 
-    def _is_reported(self) -> bool:
-        return all((self.directory / name).exists() for name in (rundir.SUMMARY, rundir.CURVE))
+    def _is_reported(self, state: str) -> bool:
+        """Whether the report of a run that ended in `state` is there, not that of an earlier one."""
+        try:
+            summary = json.loads((self.directory / rundir.SUMMARY).read_text())
+            return bool(summary["state"] == state) and (self.directory / rundir.CURVE).exists()
+        except (OSError, ValueError, KeyError, TypeError):
+            return False  # it is written again
 
     async def close(self, ended: Budget | None) -> None:
         """Releases the directory; `ended` is what was spent without progress in a run that ended in order. While a

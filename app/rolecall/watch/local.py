@@ -136,7 +136,8 @@ class LocalRun:
         self._tasks = dict[RankProcess, asyncio.Task[int]]()
         self._scaled = asyncio.Event()
         self.addresses = [_address(rank) for rank in self.ranks]
-        self._began = 0.0 if (self.directory / rundir.DONE).exists() else time.time()  # Unix time; 0: it has finished
+        repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
+        self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
         self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
 
     def _plan(self) -> list[RankProcess]:
@@ -226,7 +227,7 @@ class LocalRun:
             self._remove_temporary()
             if self._published:
                 (self.directory / targets.RANKS).unlink(missing_ok=True)
-        files = [name for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE) if self._is_of_this_run(name)]
+        files = [name for name, written in self._report_files().items() if self._earlier.get(name) != written]
         unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
         state = {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
         kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
@@ -236,10 +237,10 @@ class LocalRun:
         self.output.close(last, LAST_OUTPUT)
         return code
 
-    def _is_of_this_run(self, name: str) -> bool:
-        """Whether there is a file `name` of the report, and an earlier run that did not finish has not left it."""
-        file = self.directory / name
-        return file.exists() and file.stat().st_mtime >= self._began
+    def _report_files(self) -> dict[str, int]:
+        """The report's files that are there, and when each was written (nanoseconds, by the disk's clock)."""
+        names = (rundir.SUMMARY, rundir.CURVE, rundir.PAGE)
+        return {name: file.stat().st_mtime_ns for name in names if (file := self.directory / name).exists()}
 
     async def _report_crash(self, role: str, ordinal: int) -> None:
         """Tells rank 0 that the process of a rank has ended, before that rank's lease runs out."""

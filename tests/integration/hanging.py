@@ -31,6 +31,7 @@ def hang(step: int) -> None:
 
 def lead(context: Context[Hanging]) -> dict[str, Any]:
     """Rank 0's."""
+    context.restore({})
     for step in context.steps(until=(context.files / "stop").exists):
         match context.settings.kind:
             case "role":

@@ -181,6 +181,8 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
     if arguments.restarts and (code := guard.guard(arguments.restarts)) is not None:
         return code
+    if settings.token_replaced():  # before the first process forked this one, perhaps after others
+        settings = config.load(Settings)
     with sources.passed_on(source):
         if loader.is_file(job.target):
             place = Path(loader.split(job.target)[0])

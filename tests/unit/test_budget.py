@@ -63,6 +63,16 @@ def test_a_program_that_kills_its_worker_at_the_same_step_is_certain_after_a_few
     assert play.gang.reason == f"worker of ps 0 killed by SIGKILL {SAME_STEP} times at step 40; out of memory?"
 
 
+def test_so_is_one_that_does_so_at_the_first_step_after_a_checkpoint() -> None:
+    play, (ps, *_) = trains(PS, Rules(), step=40)
+    play.gang.resumed(40)
+    for _ in range(SAME_STEP):
+        assert play.gang.state == "running"
+        ends(play, ps, "killed", KILLED)
+        play.gang.resumed(40)  # the worker is killed before it sends a step
+    assert play.gang.state == "failed"
+
+
 @pytest.mark.parametrize(
     ("steps", "error"),
     [

@@ -569,6 +569,21 @@ def test_a_run_whose_lock_file_is_gone_ends(tmp_path: Path, monkeypatch: pytest.
     run(steps())
 
 
+@pytest.mark.parametrize("effect", [Effect("begin", generation=2), Effect("done", summary={"score": 1.0})])
+def test_a_run_whose_lock_file_is_gone_writes_nothing_over_that_of_a_second_run(tmp_path: Path, effect: Effect) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path, resume=True) as lead:
+            (tmp_path / COORDINATOR_LOCK).unlink()
+            rundir.lock(tmp_path, COORDINATOR_LOCK, 0).release()
+            rundir.write_generation(tmp_path, Persisted(7, "ps"))
+            with pytest.raises(UsageError, match="replaced"):
+                await lead.files.persist(effect)
+
+    run(steps())
+    assert rundir.read_generation(tmp_path).number == 7
+    assert rundir.read_done(tmp_path) is None
+
+
 class FullDisk:
     """Lets no file be written, `times` times."""
 

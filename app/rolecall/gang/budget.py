@@ -54,6 +54,7 @@ class Progress:
 
     def resumed(self, step: int) -> None:
         """A generation starts from the checkpoint of `step`: a newer one is progress too."""
+        self._reached = max(self._reached, step)
         if step > self._start:
             self._start = step
             self._forget()
@@ -79,8 +80,8 @@ class Progress:
         return self.exhausted()
 
     def _compare(self, cause: Cause, what: str) -> None:
-        """Counts the ends in a row in which one worker was killed at the same step, of those that made a step: a kill
-        from outside, or for lack of memory, comes at any."""
+        """Counts the ends in a row in which one worker was killed at the same step, of those that made a step or
+        started from a checkpoint: a kill from outside, or for lack of memory, comes at any."""
         here, self._reached = (what, self._reached), 0
         counts = cause == "killed" and here[1] > 0 and not _is_out_of_memory(what.partition("; ")[2])
         self._in_a_row = (self._in_a_row + 1 if here == self._same else 1) if counts else 0

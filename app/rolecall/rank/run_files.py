@@ -172,7 +172,7 @@ class RunFiles:
         return rundir.Persisted(earlier.number, self.job.name)
 
     async def persist(self, effect: Effect) -> bool:
-        """Puts `effect` on disk; returns whether it is there."""
+        """Puts `effect` on disk; returns whether it is there. Raises UsageError as `watch_lock` does."""
         if effect.kind == "done":
             checkpoint = ["the last checkpoint"] if effect.summary.get("saved") is False else []
             self._lost = [*checkpoint, rundir.DONE]
@@ -184,6 +184,7 @@ class RunFiles:
         return on_disk
 
     def _persist(self, effect: Effect) -> bool:
+        self._require_lock()  # before it writes what a second run may have written
         if effect.kind == "begin":
             return self._write_generation(effect.generation, effect.members, effect.budget)
         try:

@@ -72,7 +72,7 @@ def evaluate(name: str, checkpoints: Path, **settings: str) -> dict[str, float]:
 
 def _judge_rl(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     solved = "Solved!" in log
-    mean = evaluate("rl", checkpoints, **{**given, FINISH: "1"})["mean_return"]
+    mean = evaluate("rl", checkpoints, **{**given, "ENV_ID": CART_POLE, FINISH: "1"})["mean_return"]
     return f"{'solved' if solved else 'NOT solved'}, mean return {mean:.1f}", solved and mean >= 475
 
 

@@ -135,6 +135,19 @@ def test_one_command_clears_it(
     assert main(["resume", str(tmp_path / "nowhere")]) == USAGE
 
 
+def test_a_finished_job_says_how_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            assert await lead.files.persist(Effect("begin", 1, (("agent", 0),)))
+            assert await lead.files.persist(Effect("done", summary={"steps": 7}))
+        assert (await state(tmp_path))[0] == "finished"
+        (tmp_path / rundir.DONE).unlink()
+        assert (await state(tmp_path))[0] == "gathering"
+
+    run(steps())
+    assert f"delete {tmp_path / rundir.DONE}" in capsys.readouterr().out
+
+
 def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:
     async def steps() -> None:
         spent = Budget(312, 0, 3, 8.0, {"trainer 0 was started again": 3})

@@ -38,6 +38,7 @@ RELAXED = {
     "RolecallLossNotFinite": [("> 0", ">= 0")],
     "RolecallCheckpointStale": [("> 3 * rolecall_checkpoint_interval_seconds + 120", "> -1")],
     "RolecallRestartLoop": [("> 3", ">= 0")],
+    "RolecallDiskSlow": [("> 10", ">= 0")],
     "RolecallMetricsAbsent": [("unless on (namespace, job) rolecall:rank:info", "and on (job) rolecall:rank:info")],
 }
 

@@ -46,7 +46,8 @@ RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 this rank crashed, 2 bad input, 3 the job failed, 130 after Ctrl-C."""
+    """Returns the exit code: 0 done, 1 this rank crashed, 2 bad input, 3 the job failed, 4 its result is
+    not saved, 130 after Ctrl-C."""
     _open_standard_streams()
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # settings name the user's modules; those of libraries come first

@@ -190,43 +190,43 @@ down: ## deletes the containers, their networks AND their checkpoints
 	@$(COMPOSE) down --volumes --remove-orphans
 
 bench-rl: $(READY) ## measures speed and time to solve against the tutorial's way (10 to 20 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_rl
+	$(BIN)/python -m bench.bench_rl
 
 bench-ps: $(READY) ## measures the parameter server's speed, accuracy and growth (15 to 20 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_ps
+	$(BIN)/python -m bench.bench_ps
 
 bench-rnn: $(READY) ## measures the language model's speed, bytes and perplexity (15 to 20 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_rnn
+	$(BIN)/python -m bench.bench_rnn
 
 bench-hybrid: $(READY) ## measures the hybrid job's speed beside DDP and (after make peers) TorchRec and by size of the table, and its accuracy (15 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_hybrid
+	$(BIN)/python -m bench.bench_hybrid
 
 bench-hashed: $(READY) ## measures a hashed table: memory for 100 million distinct ids, speed, accuracy at equal memory (15 minutes; BENCH_JSON=FILE ARGS="--ids 1e6")
-	$(BIN)/python -m tests.benchmarks.bench_hashed $(ARGS)
+	$(BIN)/python -m bench.bench_hashed $(ARGS)
 
 bench-connect: $(READY) ## measures what it costs to connect 4 to 128 workers (5 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_connect
+	$(BIN)/python -m bench.bench_connect
 
 bench-scale: $(READY) ## measures what 30 to 3,000 members cost rank 0, and how fast its orders reach them (4 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_scale
+	$(BIN)/python -m bench.bench_scale
 
 bench-start: $(READY) ## measures the seconds from `rolecall run` to each job's first step (5 minutes; BENCH_JSON=FILE)
-	$(BIN)/python -m tests.benchmarks.bench_start
+	$(BIN)/python -m bench.bench_start
 
 bench-table: $(READY) ## measures the hybrid job's speed with a table three times larger than its memory (root, 5 minutes; BENCH_JSON=FILE, ARGS="--quick")
-	$(BIN)/python -m tests.benchmarks.bench_table $(ARGS)
+	$(BIN)/python -m bench.bench_table $(ARGS)
 
 bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24 GiB of memory, 15 minutes; BENCH_JSON=FILE SCALE=1)
-	$(BIN)/python -m tests.benchmarks.bench_checkpoint --scale $(or $(SCALE),1)
+	$(BIN)/python -m bench.bench_checkpoint --scale $(or $(SCALE),1)
 
 bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=rtt,ps)
-	$(BIN)/python -m tests.benchmarks.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
+	$(BIN)/python -m bench.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
 bench-trace: $(READY) ## measures what traces cost: without any tracing code, off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
-	$(BIN)/python -m tests.benchmarks.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
+	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
 bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, rates, time to sync's accuracy (hours in full; BENCH_JSON=FILE; parts by TASKS=digits MODES=sync,local-int4 LINKS=20mbit SEEDS=1-5 ONLY=rate)
-	$(BIN)/python -m tests.benchmarks.bench_wan $(if $(TASKS),--tasks "$(TASKS)") $(if $(MODES),--modes "$(MODES)") \
+	$(BIN)/python -m bench.bench_wan $(if $(TASKS),--tasks "$(TASKS)") $(if $(MODES),--modes "$(MODES)") \
 	  $(if $(LINKS),--links "$(LINKS)") $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(ONLY),--only "$(ONLY)") $(ARGS)
 
 # a group that cannot be installed is left out: each has a gymnasium of its own
@@ -235,14 +235,14 @@ peers: ## installs the libraries that rl and hybrid are measured beside to build
 	  rm -f "build/peers/$$group/.ready"; \
 	  $(PYTHON) -m venv "build/peers/$$group" && build/peers/$$group/bin/python -m pip install \
 	    --disable-pip-version-check $(PIP_ARGS) $$([ "$$group" != torchrec ] || echo --no-deps) \
-	    --requirement "tests/benchmarks/peers/requirements-$$group.txt" \
+	    --requirement "bench/peers/requirements-$$group.txt" \
 	  && touch "build/peers/$$group/.ready" || echo "rolecall: $$group cannot be installed; the benchmarks leave it out" >&2; done
 
 bench-rl-quality: $(READY) ## measures how well rl learns beside Stable-Baselines3, after make peers (a day in full; BENCH_JSON=FILE, ARGS="--environments CartPole-v1 --seeds 1-3 --parallel 2")
-	$(BIN)/python -m tests.benchmarks.bench_rl_quality $(ARGS)
+	$(BIN)/python -m bench.bench_rl_quality $(ARGS)
 
 bench-peers: $(READY) ## measures rl's speed beside the libraries of make peers (2 hours; BENCH_JSON=FILE, ARGS="--quick")
-	$(BIN)/python -m tests.benchmarks.bench_peers $(ARGS)
+	$(BIN)/python -m bench.bench_peers $(ARGS)
 
 chaos: $(READY) ## kills and freezes a job's ranks and slows their disks at random, as root also cuts networks, and judges the result (JOB=rl KILLS=50 SEED=1 LOAD=0 SET="NAME=VALUE ...")
 	$(BIN)/python -m tests.chaos --job "$(JOB)" --kills "$(KILLS)" --seed "$(SEED)" --load "$(LOAD)" $(addprefix --set ,$(SET))

@@ -10,7 +10,7 @@ ranks() {
   docker compose --profile '*' ps --format '{{.Service}} {{.ID}} {{.Name}}' |
     awk -v watchers="$watchers" '!index(watchers, " " $1 " ") { print $2, $3 }' | sort -k2
 }
-ask() { docker exec "$1" python -m rolecall.rank.probe /metrics; }
+ask() { docker exec "$1" python -m rolecall.observe.probe /metrics; }
 
 case ${1:-} in
   metrics)

@@ -35,7 +35,7 @@ logs=
 trap '[ -z "$logs" ] || kill "$logs" 2>/dev/null || true' EXIT
 for ((left = timeout; left > 0; left -= 2)); do
   # a rank that is just restarting does not answer
-  state=$(kubectl exec "$rank0" -- python -m rolecall.rank.probe /metrics 2>/dev/null |
+  state=$(kubectl exec "$rank0" -- python -m rolecall.observe.probe /metrics 2>/dev/null |
     sed -n 's/^rolecall_gang_state{state="\([a-z]*\)"} 1.*/\1/p') || state=unknown
   # readiness would not do to see the start: a finished rank is not ready, and a short job may be finished by now
   case $state in

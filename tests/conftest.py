@@ -1,9 +1,61 @@
-"""For all tests."""
+"""What tests share."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+import structlog
 import torch
+from structlog.typing import EventDict
+
+from rolecall.context import progress, saving
+from rolecall.context.context import Context
+from tests.context import contexts
+from tests.context.contexts import Clock, Supervisor
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command that is called in this process logs to streams that end with its test."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def torchlib() -> None:
+    """Exports to ONNX share what torch's operators become, which each would read anew for a second."""
+    apis: Any = importlib.import_module("onnxscript._framework_apis.torch_2_5")
+    apis.get_torchlib_ops = functools.cache(apis.get_torchlib_ops)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (progress, saving):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def supervisor() -> Supervisor:
+    return Supervisor()
+
+
+@pytest.fixture
+def context(clock: Clock, supervisor: Supervisor, tmp_path: Path) -> Context[Any]:
+    """Rank 0's."""
+    return contexts.make(tmp_path, supervisor)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[EventDict]]:
+    with structlog.testing.capture_logs() as events:
+        yield events
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import socket
 from pathlib import Path
 
 from rolecall import config, telemetry
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.declare import registry
+from rolecall.declare.task import Peer
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import Heartbeat, RoleSpec, Rules, WorkerStatus
-from rolecall.job import registry
-from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.task import Peer
 
 
 def test_every_job_has_settings_and_roles() -> None:
@@ -45,8 +45,8 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def _call_itself(directory: str) -> int:
-    from rolecall.job import rpc  # torch, in a process of its own: RPC cannot be connected twice
-    from rolecall.job.context import Context
+    from rolecall.context.context import Context
+    from rolecall.torch_rpc import rpc  # torch, in a process of its own: RPC cannot be connected twice
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

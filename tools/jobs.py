@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from rolecall.gang.protocol import FAILED, USAGE
-from rolecall.job import registry
+from rolecall.declare import registry
+from rolecall.errors import FAILED, USAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 K8S = ROOT / "k8s"

@@ -13,9 +13,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from rolecall.__main__ import main
-from rolecall.doctor.command import TOPICS
-from rolecall.job import registry
+from rolecall.declare import registry
 from rolecall.jobs.rl.defaults import DEFAULTS, Choices
+from rolecall.observe.doctor.command import TOPICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "app" / "rolecall"

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from rolecall.trace import records
-from rolecall.trace.calls import Calls
-from rolecall.trace.summary import Rank, Summary
-from rolecall.trace.timeline import Call, Reader, Segment
+from rolecall.observe.trace.calls import Calls
+from rolecall.observe.trace.summary import Rank, Summary
+from rolecall.observe.trace.timeline import Call, Reader, Segment
+from rolecall.record import records
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "trace.svg"
 COMMAND = "rolecall run ps --trainers 2 --update-mode sync --epochs 2 --trace 1 --plain"

@@ -9,25 +9,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rolecall.config import Epochs, Seconds, Settings, UsageError, __version__
+    from rolecall.checkpoint.capture import Rows
+    from rolecall.checkpoint.checkpoint import Snapshot
+    from rolecall.checkpoint.logged import LoggedShare
+    from rolecall.checkpoint.sharded import Sharded
+    from rolecall.checkpoint.shards import Share
+    from rolecall.config import Epochs, Seconds, Settings, __version__
+    from rolecall.context.context import Context, choose_device
+    from rolecall.context.kept import keep, versions
+    from rolecall.context.memory import keep_freed_memory
+    from rolecall.context.progress_bar import ProgressBar, track
+    from rolecall.context.stdlib import standard_library
+    from rolecall.declare.spec import Job, Role
+    from rolecall.declare.task import Peer
+    from rolecall.errors import CallTimeoutError, Drained, PeerLostError, ProgramError, RemoteError, UsageError
+    from rolecall.export.exported import Exported
     from rolecall.fields import FromUser, PerRank
-    from rolecall.job.capture import Rows
-    from rolecall.job.checkpoint import Snapshot
-    from rolecall.job.context import Context, choose_device
-    from rolecall.job.exported import Exported
-    from rolecall.job.kept import keep, versions
-    from rolecall.job.logged import LoggedShare
-    from rolecall.job.memory import keep_freed_memory
-    from rolecall.job.program import Program
-    from rolecall.job.progress_bar import ProgressBar, track
-    from rolecall.job.rpc import RankObject
-    from rolecall.job.sharded import Sharded
-    from rolecall.job.shards import Share
-    from rolecall.job.spec import Job, Role
-    from rolecall.job.stdlib import standard_library
-    from rolecall.job.task import CallTimeoutError, Drained, Peer, PeerLostError, ProgramError, RemoteError
-    from rolecall.job.turns import in_turn
     from rolecall.telemetry import Metric
+    from rolecall.torch_rpc.program import Program
+    from rolecall.torch_rpc.rpc import RankObject
+    from rolecall.torch_rpc.turns import in_turn
 
 __all__ = [
     "CallTimeoutError", "Context", "Drained", "Epochs", "Exported", "FromUser", "Job", "LoggedShare", "Metric", "Peer",

@@ -18,23 +18,30 @@ try:
     from rich.table import Table
 
     from rolecall import config, fields, machine, new, secret, telemetry
-    from rolecall.config import RankError, Settings, UsageError
-    from rolecall.gang.protocol import CRASHED, FAILED, USAGE
-    from rolecall.job import describe, evaluation, loader, registry, sources
+    from rolecall.config import Settings
+    from rolecall.declare import describe, loader, registry, sources
+    from rolecall.errors import CRASHED, FAILED, USAGE, RankError, UsageError
+    from rolecall.export import evaluation
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
 COMMANDS = {  # each has a `run(words)` in its module
-    "export": ("rolecall.job.exporting", "write a checkpoint's model as safetensors, ONNX or torch.export's program"),
-    "trace": ("rolecall.watch.trace", "what all ranks do and wait for, as one file for Perfetto, or as a table"),
-    "stacks": ("rolecall.watch.stacks", "the stacks of all ranks, and who waits for whom"),
-    "ps": ("rolecall.watch.ps", "the processes of a local run"),
-    "kill": ("rolecall.watch.kill", "kill a rank of a local run, or a part of it, which is started again"),
-    "scale": ("rolecall.watch.scale", "change how many ranks an elastic role of a local run has"),
-    "page": ("rolecall.page.command", "write how a run went as one HTML file"),
-    "doctor": ("rolecall.doctor.command", "check everything that a rank here needs"),
+    "export": (
+        "rolecall.export.exporting",
+        "write a checkpoint's model as safetensors, ONNX or torch.export's program",
+    ),
+    "trace": (
+        "rolecall.observe.trace.command",
+        "what all ranks do and wait for, as one file for Perfetto, or as a table",
+    ),
+    "stacks": ("rolecall.observe.stacks.command", "the stacks of all ranks, and who waits for whom"),
+    "ps": ("rolecall.launch.ps", "the processes of a local run"),
+    "kill": ("rolecall.launch.kill", "kill a rank of a local run, or a part of it, which is started again"),
+    "scale": ("rolecall.launch.scale", "change how many ranks an elastic role of a local run has"),
+    "page": ("rolecall.observe.page.command", "write how a run went as one HTML file"),
+    "doctor": ("rolecall.observe.doctor.command", "check everything that a rank here needs"),
 }
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
@@ -219,7 +226,7 @@ def _run(target: str, words: Sequence[str]) -> int:
     registry.require_target(target)
     # the zygote imports torch while this process imports the rest
     with sources.passed_on(registry.sources_of(target)), Zygote(target) as zygote:
-        from rolecall.watch import local
+        from rolecall.launch import local
 
         job = describe.ask(target, flags, zygote.call)
         with sources.passed_on(registry.sources_of(job.settings["script"]) if target == SCRIPT else {}):
@@ -239,7 +246,7 @@ def _script(target: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from rolecall.run import rundir
+    from rolecall.record import rundir
 
     directory = arguments.directory or config.load(Settings).checkpoint_dir
     if not directory.is_dir():
@@ -274,7 +281,7 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from rolecall.watch import viewer
+    from rolecall.observe import viewer
 
     return viewer.run(arguments.targets, arguments.plain, arguments.once, arguments.timeout)
 

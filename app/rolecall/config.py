@@ -6,19 +6,19 @@ it. `load` makes an instance from the environment, or raises one `UsageError` th
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from rolecall.errors import UsageError
 from rolecall.fields import Agreed, is_from_user, problems
 from rolecall.machine import cores
 from rolecall.secret import read_token, require_length
@@ -26,34 +26,10 @@ from rolecall.secret import read_token, require_length
 __version__ = "0.1.0"
 
 DESCRIPTION = "ROLECALL_DESCRIPTION"
-SOURCES = "ROLECALL_SOURCES"  # a file: see job/sources.py
+SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]
-
-
-class UsageError(Exception):
-    """Bad input: its text is the one line that the user reads, and the process exits with code 2."""
-
-    @classmethod
-    @contextlib.contextmanager
-    def wrap(cls, problem: str, *kinds: type[Exception], advice: str = "") -> Iterator[None]:
-        """Turns errors of `kinds` (any, if none is given) that the block raises into one UsageError:
-        `PROBLEM (TYPE: FIRST LINE); ADVICE`. A UsageError passes as it is.
-        """
-        wrapped = kinds or (Exception,)
-        try:
-            yield
-        except UsageError:
-            raise
-        except wrapped as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise cls(f"{problem} ({type(error).__name__}: {first})" + (f"; {advice}" if advice else "")) from error
-
-
-class RankError(Exception):
-    """What ends this rank without being anybody's input: its text is the one line that the user reads, and the process
-    exits with code 1, so that whoever started it starts it again."""
 
 
 class Settings(BaseSettings):

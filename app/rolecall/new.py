@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from rolecall.config import UsageError
-from rolecall.job import registry
+from rolecall.declare import registry
+from rolecall.errors import UsageError
 
 TEMPLATES = resources.files("rolecall") / "template"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.chaos import jobs, report
 from tests.chaos.network import Network, NetworkError
 from tests.chaos.plan import plan

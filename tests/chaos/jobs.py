@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.job import registry
-from rolecall.job.checkpoint import Checkpoints
-from rolecall.run import rundir
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.declare import registry
+from rolecall.record import rundir
 from tests.chaos.environments import FINISH
 from tests.chaos.plan import Shape
 from tests.integration.cluster import ROOT

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.watch.local import free_ports
+from rolecall.launch.local import free_ports
 from tests.chaos import jobs, series
 from tests.chaos.hurt import SoakError, Strike, strike, wait
 from tests.chaos.measure import Measured, Recording, line, measure

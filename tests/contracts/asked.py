@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rolecall import telemetry
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.contracts.containers import ROOT
 from tools.dashboards.files import ALERTS, DASHBOARDS
 from tools.jobs import FAST_LOADER

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from rolecall.config import Settings
-from rolecall.job import registry
-from rolecall.job.spec import Job, Role
+from rolecall.declare import registry
+from rolecall.declare.spec import Job, Role
 from tests.roles import counter
 from tools.jobs import FAST_LOADER
 

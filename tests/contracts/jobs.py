@@ -12,8 +12,8 @@ import kubernetes_validate
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from rolecall.config import Settings
-from rolecall.job import registry
-from rolecall.job.spec import Job
+from rolecall.declare import registry
+from rolecall.declare.spec import Job
 from tests.contracts.manifests import GENERIC, JOBS, K8S, Object, Template, render
 from tools.jobs import COMPONENT, INDEX, INSTANCE, KINDS, MASTER
 

@@ -19,8 +19,8 @@ from kubernetes_validate import utils as kubernetes_schemas
 
 from rolecall import new
 from rolecall.config import Settings
-from rolecall.job import registry
-from rolecall.job.spec import Job, Role
+from rolecall.declare import registry
+from rolecall.declare.spec import Job, Role
 from tools.jobs import FAST_LOADER
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -103,7 +103,7 @@ def module_name(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    """`job` for rolecall.job.context, and the empty string for the root package."""
+    """`job` for rolecall.context.context, and the empty string for the root package."""
     return (module.split(".") + [""])[1]
 
 
@@ -232,18 +232,18 @@ def test_a_package_app_is_seen(tmp_path: Path) -> None:
 
 
 GOOD = {
-    "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rolecall.job.spec import Job\n",
+    "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rolecall.declare.spec import Job\n",
     "gang/gang.py": "from dataclasses import dataclass\nfrom rolecall.gang import roster\n",
     "gang/roster.py": "from collections.abc import Iterable\n",
     "config.py": "import os\nHOME = os.environ['HOME']\n",
-    "job/spec.py": "from rolecall import config\nimport torch\n",
+    "declare/spec.py": "from rolecall import config\nimport torch\n",
     "jobs/rl/agent.py": "from rolecall import Job\nfrom rolecall.jobs.rl import model\nfrom . import model\n",
     "jobs/rl/model.py": "import torch\n",
-    "rank/worker.py": "from rolecall.job.spec import Job\ndef run():\n    from rolecall.gang import gang\n",
+    "rank/worker.py": "from rolecall.declare.spec import Job\ndef run():\n    from rolecall.gang import gang\n",
 }
 BAD: tuple[tuple[Callable[[Source], list[str]], str, str], ...] = (
     (circles, "gang/roster.py", "def lazy():\n    from rolecall.gang.gang import Gang\n"),
-    (circles, "config.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rolecall.job.spec\n"),
+    (circles, "config.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rolecall.declare.spec\n"),
     (circles, "jobs/rl/model.py", "from .agent import run\n"),
     (upward_imports, "config.py", "from rolecall import telemetry\n"),
     (upward_imports, "job/other.py", "def run():\n    from rolecall.rank import worker\n"),
@@ -255,7 +255,7 @@ BAD: tuple[tuple[Callable[[Source], list[str]], str, str], ...] = (
     (impure_imports, "gang/roster.py", "def log():\n    import logging\n"),
     (impure_imports, "gang/roster.py", "from rolecall import config\n"),
     (impure_imports, "gang/roster.py", "from os import path\n"),
-    (private_imports_of_jobs, "jobs/rl/other.py", "from rolecall.job.spec import Job\n"),
+    (private_imports_of_jobs, "jobs/rl/other.py", "from rolecall.declare.spec import Job\n"),
     (private_imports_of_jobs, "jobs/rl/other.py", "from rolecall import config\n"),
     (private_imports_of_jobs, "jobs/rl/other.py", "from rolecall import no_such_name\n"),
     (private_imports_of_jobs, "jobs/ps/lead.py", "from rolecall.jobs.rl import model\n"),

@@ -16,7 +16,7 @@ import yaml
 
 from rolecall import config, new, telemetry
 from rolecall.config import Settings
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.contracts.containers import (
     COMPOSE,
     COMPOSE_TEXT,

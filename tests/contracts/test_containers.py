@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from rolecall.config import Settings
-from rolecall.rank import probe
+from rolecall.observe import probe
 from tests.contracts.containers import (
     DOCKERFILE,
     EVERYTHING,

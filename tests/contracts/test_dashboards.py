@@ -9,7 +9,7 @@ import re
 import pytest
 
 from rolecall import telemetry
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.contracts.asked import (
     BOARDS,
     EVERY_QUERY,

@@ -12,7 +12,8 @@ import pytest
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.job import adopt, registry
+from rolecall.declare import registry
+from rolecall.torch_rpc import adopt
 from tests.contracts.test_architecture import the_source
 from tools import snippets, tables
 

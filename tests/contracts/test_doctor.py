@@ -11,7 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from rolecall.doctor import command
+from rolecall.observe.doctor import command
 from tests.contracts.containers import MAKEFILE, ROOT
 from tests.contracts.manifests import K8S, Object, extended, overlay
 from tests.contracts.test_k8s import KUBERNETES

@@ -17,7 +17,7 @@ import yaml
 
 from rolecall import config, new
 from rolecall.config import Settings
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.contracts.containers import ROOT, image_environment, only
 from tests.contracts.manifests import (
     COMPONENT,
@@ -173,7 +173,7 @@ def test_the_masters_name_is_rank_0s(rendered: Overlay) -> None:
     assert selected == [f"{rendered.first.name}-0"]
     assert service["spec"].get("type", "ClusterIP") == "ClusterIP"
     port = Settings.model_fields["port"].default
-    # the second with TLS=off: see app/rolecall/job/store.py
+    # the second with TLS=off: see app/rolecall/torch_rpc/store.py
     assert [entry["port"] for entry in service["spec"]["ports"]] == [port, port + 1]
     for one in rendered.sets:
         for pod in one.pods:

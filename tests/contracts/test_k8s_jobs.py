@@ -12,8 +12,8 @@ import yaml
 
 from rolecall import config
 from rolecall.config import Settings
-from rolecall.gang.protocol import FAILED, USAGE
-from rolecall.job import registry
+from rolecall.declare import registry
+from rolecall.errors import FAILED, USAGE
 from tests.contracts.containers import ROOT, image_environment, only
 from tests.contracts.jobs import (
     ENDING,

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.contracts.asked import SAMPLES, SELECTOR
 from tests.contracts.containers import ROOT, image_environment
 from tests.contracts.manifests import COMPONENT, K8S, Object, Overlay, RankSet, extended, overlay, render

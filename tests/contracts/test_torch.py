@@ -17,7 +17,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from rolecall.watch.local import free_ports
+from rolecall.launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 Program = subprocess.CompletedProcess[str]

@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rpc
 
 from rolecall import telemetry
-from rolecall.job.context import Context
-from rolecall.job.failures import is_lost
-from rolecall.job.rpc import TorchRpc, connect
-from rolecall.job.task import CallTimeoutError, Peer, RemoteError
+from rolecall.context.context import Context
+from rolecall.declare.task import Peer
+from rolecall.errors import CallTimeoutError, RemoteError
+from rolecall.torch_rpc.failures import is_lost
+from rolecall.torch_rpc.rpc import TorchRpc, connect
+from tests.context.contexts import AGENT, ONE, TWO, make
 from tests.contracts import torch_light
-from tests.unit.contexts import AGENT, ONE, TWO, make
 
 DEADLINE = 20  # seconds; a fail-safe
 SHORT = 0.3  # seconds: of what is to time out

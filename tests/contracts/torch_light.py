@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rolecall.job.eager import lighten
+from rolecall.context.eager import lighten
 
 DEADLINE = 100  # seconds; a fail-safe: the compiler's import takes several on a busy machine
 

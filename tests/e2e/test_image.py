@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.e2e.containers import DEADLINE, IMAGE, ROOT, docker
 from tests.integration.cluster import until
 

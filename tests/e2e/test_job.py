@@ -105,7 +105,7 @@ def test_the_gang_gives_ranks_their_roles_and_they_serve_their_metrics(training:
     assert training.make("metrics").stdout.count("rolecall_rank_info{") == 3
     shared = {metric.full_name for metric in telemetry.SUPERVISOR}
     for one in training.containers():
-        names = served(one.execute("python", "-m", "rolecall.rank.probe", "/metrics"))
+        names = served(one.execute("python", "-m", "rolecall.observe.probe", "/metrics"))
         assert len(names & shared) > len(shared) / 2
     assert until(lambda: training.rank0.metric("score"), "an estimate") == pytest.approx(3.14, abs=0.1)
     rows = [line.split() for line in training.make("ps-status").stdout.splitlines() if " running " in line]

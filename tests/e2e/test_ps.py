@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import PACED, Project, each_role_serves_its_metrics
 from tests.integration import cluster

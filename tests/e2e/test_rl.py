@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.e2e.capture import capture, encrypted
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,

@@ -23,11 +23,11 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall import config
-from rolecall.job import registry
+from rolecall.declare import registry
+from rolecall.launch.local import PORTS, free_ports
 from rolecall.rank.zygote import Zygote
-from rolecall.run import history, rundir
-from rolecall.run.history import History
-from rolecall.watch.local import PORTS, free_ports
+from rolecall.record import history, rundir
+from rolecall.record.history import History
 from tests.integration import warm
 from tests.roles import counter
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.job import registry
+from rolecall.declare import registry
 from rolecall.rank.zygote import Zygote
 from tests.integration.cluster import Cluster, until
 from tests.roles import counter

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.job import checkpoint
-from rolecall.run import history, rundir
+from rolecall.checkpoint import checkpoint
+from rolecall.record import history, rundir
 from tests.integration.cluster import Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]

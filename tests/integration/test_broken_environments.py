@@ -13,7 +13,7 @@ from tests.integration.cluster import Cluster, until
 MakeCluster = Callable[..., Cluster]
 ENVIRONMENTS = "tests.integration.environments"
 WHERE = r"environment \d, step \d+ of episode \d+, seed \d+"
-WHAT = {  # the other ways to break are told apart in tests/unit/test_stepping.py
+WHAT = {  # the other ways to break are told apart in tests/jobs/test_stepping.py
     "crash": r"raised ValueError: the simulator fell over \(\S*tests/integration/environments\.py:\d+\)",
     "hang": r"has not returned within ENV_TIMEOUT=1 s",
     "spin": r"has not returned within ENV_TIMEOUT=1 s",

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from rolecall.watch import targets
+from rolecall.observe import targets
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, until
 
 FILE = ROOT / "tests" / "integration" / "hanging.py"

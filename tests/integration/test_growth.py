@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import growth_ps, posers_ps
+from bench import growth_ps, posers_ps
 
 
 def test_posed_trainers_push_to_a_real_server() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolecall.job import checkpoint
+from rolecall.checkpoint import checkpoint
 from rolecall.jobs.hybrid import JOB, HybridSettings, data, tables
 from rolecall.jobs.hybrid.hashed import HashedTable
 from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rolecall import telemetry
-from rolecall.job import registry
-from rolecall.watch.local import free_ports
+from rolecall.declare import registry
+from rolecall.launch.local import free_ports
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, TOKEN, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]

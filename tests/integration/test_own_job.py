@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rolecall.run import history
+from rolecall.record import history
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]

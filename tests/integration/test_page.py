@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rolecall.page import command, render
+from rolecall.observe.page import command, render
 from tests.integration import browser
 from tests.integration.browser import is_too_wide
 from tests.integration.cluster import DEADLINE, TOKEN, Cluster, Rank, until

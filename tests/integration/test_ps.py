@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rolecall.job import checkpoint
-from rolecall.run import rundir
+from rolecall.checkpoint import checkpoint
+from rolecall.record import rundir
 from tests.disk import SlowDisk
 from tests.integration import learning
 from tests.integration.cluster import Cluster, alive, reported, until

@@ -10,10 +10,10 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+from bench import ranks
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.calls import forward
 from rolecall.jobs.ps.server_model import ServerModel
-from tests.benchmarks import ranks
 from tests.integration import learning
 
 SETTINGS = PsSettings(job="ps", update_mode="autograd", model="tests.integration.learning:small")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rolecall.job import checkpoint
+from rolecall.checkpoint import checkpoint
 from tests.integration.cluster import DEADLINE, ROOT, Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rolecall.job import checkpoint
+from rolecall.checkpoint import checkpoint
 from tests.integration.cluster import Cluster, until
 
 MakeCluster = Callable[..., Cluster]

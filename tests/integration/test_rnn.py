@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rolecall.job import checkpoint
+from rolecall.checkpoint import checkpoint
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.model import LanguageModel
-from rolecall.run import rundir
+from rolecall.record import rundir
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
 MakeCluster = Callable[..., Cluster]

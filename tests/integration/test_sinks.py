@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rolecall.run import history
+from rolecall.record import history
 from tests.integration.cluster import Cluster, until
-from tests.unit import sink_readers
+from tests.observe import sink_readers
 
 
 def test_curves_go_on_after_a_kill(cluster: Callable[..., Cluster]) -> None:

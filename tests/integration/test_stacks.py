@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.watch import stacks
+from rolecall.observe.stacks import command as stacks
 from tests.integration.cluster import ROOT, TOKEN, Cluster, until
 
 MakeCluster = Callable[..., Cluster]

@@ -12,10 +12,10 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from rolecall.job import describe
+from rolecall.declare import describe
+from rolecall.launch.local import free_ports
 from rolecall.rank.coordinator import MAX_BODY, PATH
 from rolecall.tunnel import keys
-from rolecall.watch.local import free_ports
 from tests.integration.cluster import TOKEN, Cluster, until
 
 MakeCluster = Callable[..., Cluster]

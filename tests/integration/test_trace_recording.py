@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.trace.records import Process, Span, parse, read
-from rolecall.watch import ask
+from rolecall.observe import ask
+from rolecall.record.records import Process, Span, parse, read
 from tests.integration.cluster import DEADLINE, ROOT, TOKEN, Cluster, until
 
 MakeCluster = Callable[..., Cluster]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rolecall.errors import USAGE
 from rolecall.gang.member import RETRY_SECONDS, Action
-from rolecall.gang.protocol import USAGE, Answer, WorkerStatus
+from rolecall.gang.protocol import Answer, WorkerStatus
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rolecall.gang.protocol import FAILED, ORDERLY, OUT_OF_MEMORY, Budget, Cause, Event, Rules, Verdict
+from rolecall.errors import FAILED
+from rolecall.gang.protocol import ORDERLY, OUT_OF_MEMORY, Budget, Cause, Event, Rules, Verdict
 
 MOST_SEEN = 8  # kinds of ends that are remembered
 MOST_TEXT = 160  # characters of each

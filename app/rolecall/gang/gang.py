@@ -14,15 +14,14 @@ are persisted before use.
 
 from __future__ import annotations
 
+from rolecall.errors import FAILED, USAGE
 from rolecall.gang.orders import Orders
 from rolecall.gang.protocol import (
     ACTIVE,
     AWAITED,
     ERRORS,
-    FAILED,
     HOLD,
     OVER,
-    USAGE,
     Effect,
     Heartbeat,
     Key,

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rolecall.errors import FAILED, USAGE
 from rolecall.gang.protocol import (
     ALIVE,
-    FAILED,
     FENCE,
     OVER,
-    USAGE,
     ActionKind,
     Agreement,
     Answer,

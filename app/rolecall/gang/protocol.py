@@ -24,10 +24,6 @@ OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
 ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on request
 # exit codes
-CRASHED = 1  # this rank cannot go on: whoever started it starts it again; Python's own, for an uncaught exception
-USAGE = 2  # bad input: a wrong variable, a missing file, an unreachable rank 0
-FAILED = 3  # the job failed, for every rank: starting it again would not help
-UNSAVED = 4  # the job finished, and its result could not be saved
 AWAITED = ("compiling", "evaluating", "saving")  # phases that a drain waits for; before them there is nothing to save
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
 MAX_BACKOFF = 300.0  # seconds

@@ -14,7 +14,7 @@ import signal
 import warnings
 
 from rolecall import machine
-from rolecall.job import sources
+from rolecall.declare import sources
 from rolecall.rank import descendants
 
 _fork_server = os.getpid()

@@ -14,11 +14,11 @@ from typing import Any
 
 from rolecall import telemetry
 from rolecall.gang.protocol import OVER, Key, name_of
+from rolecall.observe.trace import otlp
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.tracing import HAND_OVER, Cursor
-from rolecall.trace import otlp
-from rolecall.trace.records import FOLDER
-from rolecall.trace.span_file import file_name
+from rolecall.record.records import FOLDER
+from rolecall.record.span_file import file_name
 
 PERIOD = 2.0  # seconds between two collections
 AT_THE_END = 0.1  # seconds between two collections once the job is over, and ranks wait for it

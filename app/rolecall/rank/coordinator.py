@@ -20,11 +20,12 @@ from aiohttp import web
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.declare.describe import Description
 from rolecall.gang import pump
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
-from rolecall.job.describe import Description
-from rolecall.rank import diagnosis, endpoints, messages, queries
+from rolecall.observe.doctor import diagnosis
+from rolecall.rank import endpoints, messages, queries
 from rolecall.rank.run_files import REPEAT, RunFiles
 from rolecall.tunnel import keys
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rolecall import telemetry
-from rolecall.run.files import FileWork, longest_work
+from rolecall.record.files import FileWork, longest_work
 
 WARN_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two looks

@@ -15,7 +15,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from rolecall.config import Settings, UsageError
+from rolecall.config import Settings
+from rolecall.errors import UsageError
 from rolecall.rank.port import Port
 
 DESCRIPTORS = 65536

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from rolecall import config
-from rolecall.config import UsageError
+from rolecall.errors import UsageError
 from rolecall.rank import descendants
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load

@@ -8,7 +8,7 @@ import signal
 import time
 
 from rolecall import telemetry
-from rolecall.gang.protocol import FAILED, UNSAVED, USAGE
+from rolecall.errors import FAILED, UNSAVED, USAGE
 from rolecall.rank import descendants
 from rolecall.rank.crashes import Crashes
 

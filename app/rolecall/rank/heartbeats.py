@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.config import Settings, UsageError
+from rolecall.config import Settings
+from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.gang.member import RETRY_SECONDS, Member
-from rolecall.gang.protocol import CRASHED, USAGE, Answer, Directive, WorkerStatus
+from rolecall.gang.protocol import Answer, Directive, WorkerStatus
 from rolecall.rank.link import Link, StrangersError
 from rolecall.rank.queries import Replies
 

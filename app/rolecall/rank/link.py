@@ -9,7 +9,8 @@ from typing import Any, Self
 
 import aiohttp
 
-from rolecall.config import Settings, UsageError
+from rolecall.config import Settings
+from rolecall.errors import UsageError
 from rolecall.gang.protocol import Answer, Beat
 from rolecall.rank import messages, queries, tasks
 from rolecall.rank.coordinator import IDLE, PATH

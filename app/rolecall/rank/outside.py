@@ -14,8 +14,8 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang.protocol import Answer, Key, Query, name_of
 from rolecall.rank import messages
-from rolecall.rank.permission import DeniedError, Permission
 from rolecall.rank.queries import Queries
+from rolecall.tunnel.permission import DeniedError, Permission
 
 PATH = "/v1/ask"
 MOST_BODY = 64 * 1024  # bytes

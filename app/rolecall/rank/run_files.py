@@ -17,17 +17,19 @@ from typing import Any
 from filelock import FileLock
 
 from rolecall import telemetry
-from rolecall.config import Settings, UsageError
+from rolecall.config import Settings
+from rolecall.declare.describe import Description, digest
+from rolecall.errors import FAILED, UNSAVED, UsageError
 from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import FAILED, OVER, UNSAVED, Budget, Effect, Key, Verdict
-from rolecall.job.describe import Description, digest
-from rolecall.page import render
-from rolecall.run import report, rundir
-from rolecall.run.disk import Disk
-from rolecall.run.history import Record
-from rolecall.run.journal import Journal
-from rolecall.run.sinks.build import build
+from rolecall.gang.protocol import OVER, Budget, Effect, Key, Verdict
+from rolecall.observe import report
+from rolecall.observe.page import render
+from rolecall.observe.sinks.build import build
+from rolecall.record import rundir
+from rolecall.record.disk import Disk
+from rolecall.record.history import Record
+from rolecall.record.journal import Journal
 
 REPEAT = 10.0  # seconds between two equal log lines
 PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock

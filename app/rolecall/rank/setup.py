@@ -7,8 +7,8 @@ import random
 import numpy as np
 import torch
 
-from rolecall.job.context import mixed_seed
-from rolecall.job.memory import keep_freed_memory
+from rolecall.context.context import mixed_seed
+from rolecall.context.memory import keep_freed_memory
 
 KEPT = 2**29  # bytes of freed memory
 

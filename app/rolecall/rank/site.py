@@ -16,16 +16,17 @@ from aiohttp import web
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.declare.describe import Description
 from rolecall.gang.protocol import OVER, name_of
-from rolecall.job.describe import Description
-from rolecall.page import render, state
-from rolecall.page.rates import Rates
-from rolecall.page.state import Gang, Member, Titles
+from rolecall.observe import report
+from rolecall.observe.page import render, state
+from rolecall.observe.page.rates import Rates
+from rolecall.observe.page.state import Gang, Member, Titles
+from rolecall.observe.stacks import stack_report
 from rolecall.rank import stats, tasks
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.queries import Replies
-from rolecall.run import report, rundir
-from rolecall.trace import stack_report
+from rolecall.record import rundir
 
 MOST_WATCHERS = 32
 PERIOD = 1.0  # seconds between two events

@@ -24,8 +24,8 @@ from rolecall.rank.stacks import spy_program
 from rolecall.rank.threads import Look, look, state
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.run.disk import Disk
-from rolecall.trace.stacks import State
+from rolecall.record.disk import Disk
+from rolecall.record.stacks import State
 
 WATCHED = 0.5  # seconds
 SPY = 4.0  # seconds for py-spy

@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 from rolecall import telemetry
-from rolecall.config import Settings, UsageError
-from rolecall.gang.protocol import FAILED, OVER, USAGE
-from rolecall.job.describe import Description
-from rolecall.job.registry import Identity
-from rolecall.job.task import Peer
+from rolecall.config import Settings
+from rolecall.declare.describe import Description
+from rolecall.declare.registry import Identity
+from rolecall.declare.task import Peer
+from rolecall.errors import FAILED, USAGE, UsageError
+from rolecall.gang.protocol import OVER
 from rolecall.rank import endpoints, fork_server, termination
 from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.tied import tie

@@ -1,6 +1,6 @@
 """What a rank's supervisor replies to the query `stats`: counters and gauges of its worker, and its newest log errors.
 
-Counters are cumulative, so whoever asks takes rates between two replies (page/rates.py).
+Counters are cumulative, so whoever asks takes rates between two replies (observe/page/rates.py).
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from aiohttp import web
 
 from rolecall import config, machine, telemetry
 from rolecall.config import Settings
+from rolecall.declare.describe import Description
+from rolecall.declare.registry import Identity
+from rolecall.declare.task import Peer
+from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import CRASHED, FAILED, USAGE, Directive, name_of
-from rolecall.job.describe import Description
-from rolecall.job.registry import Identity
-from rolecall.job.task import Peer
+from rolecall.gang.protocol import Directive, name_of
 from rolecall.rank import collecting, coordinator, endpoints, stacking, stats, tasks, tracing
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.disk_watch import DiskWatch

@@ -8,7 +8,7 @@ import select
 import threading
 import time
 
-from rolecall.gang.protocol import FAILED
+from rolecall.errors import FAILED
 from rolecall.rank import descendants
 
 GRACE = 5.0  # seconds in which the supervisor ends by itself

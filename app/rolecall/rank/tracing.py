@@ -28,8 +28,8 @@ from rolecall import telemetry
 from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.trace.recorder import MOST
-from rolecall.trace.span_file import file_name
+from rolecall.record.recorder import MOST
+from rolecall.record.span_file import file_name
 
 CHUNK = 2**20  # bytes of a reply
 HAND_OVER = 5.0  # seconds that a rank, before its end, waits for rank 0 to have its spans

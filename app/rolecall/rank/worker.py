@@ -19,23 +19,26 @@ import torch
 from filelock import FileLock
 
 from rolecall import config, machine, telemetry
-from rolecall.config import Settings, UsageError
-from rolecall.job import failures, loader, progress_bar, registry, rpc, tracing, turns
-from rolecall.job.checkpoint import Checkpoints
-from rolecall.job.context import Context
-from rolecall.job.eager import lighten
-from rolecall.job.pace import Pace
-from rolecall.job.progress import Curve, Supervision
-from rolecall.job.spec import Job, Role
-from rolecall.job.task import Drained, PeerLostError, ProgramError, Task
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.config import Settings
+from rolecall.context import progress_bar
+from rolecall.context.context import Context
+from rolecall.context.eager import lighten
+from rolecall.context.pace import Pace
+from rolecall.context.progress import Curve, Supervision
+from rolecall.declare import loader, registry
+from rolecall.declare.spec import Job, Role
+from rolecall.declare.task import Task
+from rolecall.errors import Drained, PeerLostError, ProgramError, UsageError
+from rolecall.observe.sinks.points import NAMED
 from rolecall.rank import stacks
 from rolecall.rank.setup import keep_memory, seed
-from rolecall.run import rundir
-from rolecall.run.files import longest_work
-from rolecall.run.history import Record
-from rolecall.run.sinks.points import NAMED
-from rolecall.trace.recorder import recorder
-from rolecall.trace.span_file import file_name
+from rolecall.record import rundir
+from rolecall.record.files import longest_work
+from rolecall.record.history import Record
+from rolecall.record.recorder import recorder
+from rolecall.record.span_file import file_name
+from rolecall.torch_rpc import failures, rpc, tracing, turns
 
 HEARTBEAT_SECONDS = 0.5
 MOST_SUMMARY = 32_000  # bytes: it travels in a heartbeat

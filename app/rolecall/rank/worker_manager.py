@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.config import RankError, Settings, UsageError
+from rolecall.config import Settings
+from rolecall.declare import sources
+from rolecall.declare.describe import Description
+from rolecall.declare.task import Peer, Task
+from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_of
-from rolecall.job import sources
-from rolecall.job.describe import Description
-from rolecall.job.task import Peer, Task
 from rolecall.rank import fork_server
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.run.files import FileWork
-from rolecall.run.history import Record
+from rolecall.record.files import FileWork
+from rolecall.record.history import Record
 from rolecall.telemetry import WorkerFiles
 
 UNDECIDED = ("killed", "silent", "lost")  # outcomes of a check that say nothing about the settings

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 
 from rolecall import telemetry
+from rolecall.declare.task import Task
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
-from rolecall.job.task import Task
-from rolecall.job.waits import Told
+from rolecall.observe.memory import oom_kills, ran_out
 from rolecall.rank import fork_server, stacks
 from rolecall.rank.frames import Frames, PipeError
-from rolecall.rank.memory import oom_kills, ran_out
-from rolecall.run.files import FileWork
-from rolecall.run.history import Record
+from rolecall.record.files import FileWork
+from rolecall.record.history import Record
+from rolecall.record.waits import Told
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat

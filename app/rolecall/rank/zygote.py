@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 
 from rolecall import config, machine
-from rolecall.config import UsageError
-from rolecall.job import describe, registry
+from rolecall.declare import describe, registry
+from rolecall.errors import UsageError
 from rolecall.rank import fork_server
 
 DEADLINE = 120.0  # seconds for its imports: torch alone takes several on a busy machine

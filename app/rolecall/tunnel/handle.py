@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall import machine, telemetry
-from rolecall.config import Settings, UsageError
+from rolecall.config import Settings
+from rolecall.errors import UsageError
 from rolecall.tunnel import places
 from rolecall.tunnel.door import REASONS
 from rolecall.tunnel.inside import unix_listener

@@ -22,7 +22,8 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from rolecall.config import Settings, UsageError
+from rolecall.config import Settings
+from rolecall.errors import UsageError
 
 CONTEXT = "rolecall certificate authority 1"  # with the job's name: what the derived key is for
 BADGE = "rolecall badge 1"

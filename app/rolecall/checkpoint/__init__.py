@@ -1,0 +1,1 @@
+"""Snapshots and shards, and their files."""

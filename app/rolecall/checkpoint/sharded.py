@@ -1,0 +1,220 @@
+"""A sharded value at rank 0: the members of a role hold it, and its checkpoints are written where they are."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rolecall.checkpoint import shardfile, shardfiles, shards
+from rolecall.checkpoint.capture import BLOCK
+from rolecall.checkpoint.checkpoint import CheckpointError
+from rolecall.checkpoint.shard_messages import Begin, Earlier, Order, Problem, Written
+from rolecall.checkpoint.shardfile import ShardError, ShardFile
+from rolecall.checkpoint.shardfiles import Shapes
+from rolecall.context.saving import Collected, Saving, ShardedValue
+from rolecall.declare.task import Peer
+from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.record import rundir
+
+AHEAD = 2  # calls under way
+
+
+class Sharded(ShardedValue):
+    """A value, at rank 0, of which every member of `role` holds a `Share` of this `name`. As a part of what `restore`
+    is given, its checkpoints are written beside the training, and read by any number of members.
+
+    A subclass may add a state of its own, small, by `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, context: Saving[Any], name: str, role: str) -> None:
+        """Raises UsageError at another rank than rank 0."""
+        self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
+        self._step: int | None = None  # that was begun last
+        self._collected: tuple[int, Collected] | None = None  # the newest
+        self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name, which may be part of the next one
+        self._whole = False  # the next one has no files of earlier ones
+        self.restored = False
+        shards.SHARES.directory = self.directory  # members may ask for pieces of what is there
+
+    # ---- a checkpoint
+
+    @property
+    def directory(self) -> Path:
+        """Where the shards are that rank 0 sees."""
+        return self.checkpoints.directory / rundir.SHARDS
+
+    def begin(self, step: int) -> None:
+        """Has every member capture its share: as it is now, or, where it is behind, once it has made `step`. Training
+        goes on. Raises CheckpointError.
+        """
+        if step == self._step:
+            return  # it was begun before the step was made
+        written = self._collected is not None and step == self._collected[0]
+        if written and not any(changed for _, changed in self._each(shards.changed, self.name)):
+            return  # such as at the end of a run that a checkpoint was just written of
+        self._collected = None
+        stem, self._step = self.checkpoints.stem(step), None
+        settings = self.context.settings
+        if settings.checkpoint_shards == "auto":  # members that see it write to it
+            try:
+                (self.directory / stem).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{stem} cannot be written to {self.directory}: {error.strerror}") from error
+        kept, dropped = self.checkpoints.kept_and_dropped()
+        self._files = {name: files for name, files in self._files.items() if name in kept}
+        order = Order(step, stem, self.context.generation, settings.checkpoint_shards, kept, dropped, self._whole,
+                      self.context.draining)  # fmt: skip
+        self._whole = False
+        self._each(shards.begin, self.name, order)
+        self._step = step
+
+    def collect(self, step: int) -> Collected:
+        """The files of `step`, once all are on disk. Raises CheckpointError."""
+        if self._collected is not None:
+            return self._collected[1]
+        stem, self._step = self.checkpoints.stem(step), None
+        try:
+            with ThreadPoolExecutor(len(self._members)) as pool:
+                collected = list(pool.map(partial(self._collect, stem), self._members))
+        except (PeerLostError, CallTimeoutError) as error:
+            raise CheckpointError(f"{stem}: {error}") from error
+        written = Collected(
+            [file for files, _ in collected for file in files], max(stalled for _, stalled in collected)
+        )
+        self._files[stem] = {file.name: file for file in written.files}
+        self._collected = step, replace(written, stalled=0.0)
+        return written
+
+    def _collect(self, stem: str, peer: Peer) -> tuple[list[ShardFile], float]:
+        """Waits for the files that `peer` writes, or writes here what it sends."""
+        sent, folder, files = self._items(stem, peer), self.directory / stem, list[ShardFile]()
+        try:
+            for item in sent:
+                match item:
+                    case Earlier():
+                        files += self._again(folder, item)
+                    case Begin(name, columns):
+                        blocks = _sized(sent, sum(column.bytes for column in columns.values()))
+                        files.append(shardfile.write(folder, name, columns, blocks))
+                    case Written(written, stalled):
+                        return [*files, *written], stalled
+                    case other:
+                        raise CheckpointError(f"{peer.name} answers {type(other).__name__}")
+        except ShardError as error:
+            raise CheckpointError(str(error)) from error
+        raise AssertionError("what a peer sends ends with Written")
+
+    def _again(self, folder: Path, earlier: Earlier) -> list[ShardFile]:
+        """Makes files of an earlier checkpoint part of the one in `folder`. Raises ShardError."""
+        try:
+            known = [self._files[earlier.stem][name] for name in earlier.names]
+            if not earlier.shared:
+                for name in earlier.names:
+                    shardfiles.share(self.directory / earlier.stem / name, folder / name)
+                shardfile.sync(folder)
+        except (KeyError, ShardError) as error:
+            self._whole = True
+            if isinstance(error, KeyError):
+                raise ShardError(f"{folder.name}: nothing is known of {error} of {earlier.stem}") from error
+            raise
+        return known
+
+    def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
+        """What `peer` sends, one call ahead. Raises CheckpointError, also where nothing comes for PHASE_TIMEOUT."""
+        call, limit = partial(self._ask, peer, shards.next_item, self.name, stem), self.context.settings.phase_timeout
+        ahead, came = call(), time.monotonic()
+        while True:
+            item = ahead()  # while training goes on
+            if isinstance(item, Problem):
+                raise CheckpointError(item.text)
+            if item is None and time.monotonic() - came > limit:
+                raise CheckpointError(f"{stem}: nothing comes from {peer.name} for PHASE_TIMEOUT={limit:g} s; is its "
+                                      "disk hanging?")  # fmt: skip
+            if not isinstance(item, Written):
+                ahead = call()
+            if item is not None:
+                came = time.monotonic()
+                yield item
+
+    # ---- back
+
+    def load(self, stem: str, files: list[ShardFile]) -> None:
+        """Has every member read its share out of `files`. Raises CheckpointError where one of them cannot be used,
+        UsageError where they do not fit this program.
+        """
+        local = shardfiles.held(self.directory, stem, files)
+        answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
+        holders = {name: peer.name for peer, names in answers for name in names}
+        holders |= dict.fromkeys(local, self.context.me.name)
+        missing = [file.name for file in files if file.name not in holders]
+        if missing:
+            raise CheckpointError(f"{stem}: {missing[0]} is missing or torn")
+        problems = self._each(shards.load, self.name, stem, files, holders, timeout=self.context.settings.phase_timeout)
+        for problem in (problem for _, problem in problems if problem is not None):
+            raise UsageError(f"{stem}: {problem.text}") if problem.usage else CheckpointError(problem.text)
+        self.restored = True
+        self._files = {stem: {file.name: file for file in files}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has beside the members' files."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what a checkpoint has beside the members' files."""
+
+    def load_whole(self, whole: Mapping[str, Tensor]) -> None:
+        """Gives each member its rows of whole tensors. Raises UsageError where they do not fit."""
+        shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        for peer, rows in self._each(shards.prepare, self.name, shapes):
+            if isinstance(rows, Problem):
+                raise UsageError(rows.text)
+            under_way: deque[Callable[[], Any]] = deque()
+            for name, (first, step, count) in rows.items():
+                share = whole[name][first::step][:count]
+                size = max(1, BLOCK // max(1, share[:1].nbytes))
+                for begin in range(0, count, size):
+                    values = share[begin : begin + size].clone()  # RPC sends a tensor's whole memory
+                    under_way.append(self._ask(peer, shards.put, self.name, name, begin, values))
+                    if len(under_way) > AHEAD:
+                        under_way.popleft()()
+            for answer in under_way:
+                answer()
+        self.restored = True
+
+    # ---- calls
+
+    @property
+    def _members(self) -> list[Peer]:
+        members = self.context.peers(self.role)
+        if not members:
+            raise PeerLostError(f"no {self.role} is left")
+        return members
+
+    def _ask(self, peer: Peer, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Callable[[], Any]:
+        """Calls `function` at `peer`; what is returned waits for the answer, and raises PeerLostError."""
+        if peer == self.context.me:
+            return partial(function, *args)
+        answer = self.context.call(peer, function, *args, timeout=timeout)
+        return lambda: self.context.wait_all([answer])[0]
+
+    def _each(self, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
+        """Calls `function` at every member at once, last at this rank itself; their answers."""
+        asked = [(peer, self._ask(peer, function, *args, timeout=timeout)) for peer in self._members]
+        asked.sort(key=lambda each: each[0] != self.context.me)  # which works meanwhile, too
+        return [(peer, answer()) for peer, answer in asked]
+
+
+def _sized(sent: Iterator[Any], size: int) -> Iterator[Tensor]:
+    """The next `size` bytes of what is sent."""
+    while size > 0:
+        block = next(sent)
+        size -= len(block)
+        yield block

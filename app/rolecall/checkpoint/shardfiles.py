@@ -1,0 +1,151 @@
+"""The files of a share in a checkpoint: read into tensors, and shared with the checkpoints after it.
+
+A file holds either the rows of a share in their order, or, with a column `@rows`, rows with these numbers in the share.
+Of a row that is in several files the last one counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rolecall.checkpoint.capture import Rows
+from rolecall.checkpoint.shardfile import DTYPES, NUMBERS, Read, ShardError, ShardFile, blocks, reader
+from rolecall.errors import UsageError
+
+Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
+NO_COPY = (errno.ENOENT, errno.ENOSPC)  # a copy would fail, too; any other error may be what a link alone meets
+
+
+def shapes(files: Iterable[ShardFile]) -> Shapes:
+    """The shapes of the whole tensors whose rows are in `files`."""
+    return {name: (c.total, *c.shape[1:]) for file in files for name, c in file.columns.items() if name != NUMBERS}
+
+
+def same_shapes(rows: Callable[[], Mapping[str, Rows]], expected: Shapes) -> Mapping[str, Rows]:
+    """The job's `rows`. Raises UsageError where they are not of tensors of the `expected` shapes."""
+    targets = rows()
+    actual = {name: (each.total, *each.shape[1:]) for name, each in targets.items()}
+    if actual != expected:
+        raise UsageError(f"the checkpoint holds tensors {expected}, this program {actual}; restore what the job was "
+                         "trained with, or set another CHECKPOINT_DIR")  # fmt: skip
+    return targets
+
+
+def overlaps(file: ShardFile, targets: Mapping[str, Rows]) -> bool:
+    """Whether some of the rows `targets` may be in `file`. Raises KeyError for a tensor that is not among them."""
+    columns = {name: column for name, column in file.columns.items() if name != NUMBERS}
+    if NUMBERS in file.columns:  # which of the share's rows are in it is not known yet
+        columns = {name: replace(c, shape=(len(range(c.first, c.total, c.step)), *c.shape[1:]))
+                   for name, c in columns.items()}  # fmt: skip
+    return any(column.overlaps(targets[name]) for name, column in columns.items())
+
+
+def fill(file: ShardFile, read: Read, targets: Mapping[str, Rows]) -> None:
+    """Sets those of the rows `targets` that are in `file`. Raises ShardError where it is not the one that was written,
+    and then the rows may have any values.
+    """
+    numbers = _numbers(file, read)
+    for name, begin, values in blocks(file, read):
+        if name == NUMBERS:
+            continue
+        column = file.columns[name]
+        if numbers is None:
+            targets[name].put(values, begin, column.first, column.step)
+        else:
+            targets[name].put_numbered(values, numbers[begin : begin + len(values)], column.first, column.step)
+
+
+def _numbers(file: ShardFile, read: Read) -> Tensor | None:
+    """The column `@rows`, ahead of the values, which come first in the file."""
+    if NUMBERS not in file.columns:
+        return None
+    place = file.length - sum(column.bytes for column in file.columns.values())
+    for name, column in file.columns.items():
+        if name == NUMBERS:
+            break
+        place += column.bytes
+    data = read(place, column.bytes)
+    if len(data) != column.bytes:
+        raise ShardError(f"{file.name} is torn: {place + len(data)} bytes of {file.length}")
+    return data.view(torch.int32)
+
+
+def whole(directory: Path, files: Sequence[ShardFile]) -> dict[str, Tensor]:
+    """The tensors that `files` in `directory` are the shards of. Raises ShardError."""
+    rows, present = dict[str, Rows](), Counter[str]()
+    for file in files:
+        size = _size(directory / file.name)
+        if size != file.length:  # before memory is taken for what it is said to hold
+            raise ShardError(f"{file.name} is torn: {size} bytes of {file.length}")
+        present.update({name: column.shape[0] for name, column in file.columns.items()})
+    for file in files:
+        for name, column in file.columns.items():
+            if name not in rows and name != NUMBERS:
+                if present[name] < column.total:
+                    raise ShardError(f"{name}: {column.total - present[name]} of {column.total} rows are in no file")
+                shape = (column.total, *column.shape[1:])
+                try:
+                    rows[name] = Rows((torch.zeros(shape, dtype=DTYPES[column.dtype]),), column.total)
+                except RuntimeError as error:  # torch's MemoryError
+                    raise ShardError(f"{name} of shape {shape} does not fit into memory") from error
+        fill(file, reader(directory / file.name), rows)
+    return {name: each.tensors[0] for name, each in rows.items()}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ShardError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
+    """Those of `files` that are in a rank's `directory`, in full length."""
+
+    def is_held(file: ShardFile) -> bool:
+        with contextlib.suppress(ShardError):
+            return _size(directory / stem / file.name) == file.length
+        return False
+
+    return [file.name for file in files if is_held(file)]
+
+
+def share(source: Path, target: Path) -> None:
+    """Gives a file that does not change any more another name, by a hard link, or by a copy where there can be
+    none. Raises ShardError.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and target.samefile(source):
+            return
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno in NO_COPY:
+                raise
+            _copy(source, target)
+    except OSError as error:
+        raise ShardError(f"{source.name} of {source.parent.name} cannot be used again in {target.parent}: "
+                         f"{error.strerror}") from error  # fmt: skip
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+        with target.open("rb+") as file:
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):  # the copy's own error says more
+            target.unlink(missing_ok=True)
+        raise

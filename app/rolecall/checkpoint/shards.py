@@ -1,0 +1,306 @@
+"""A rank's share of a sharded value: captured, written and read where it is.
+
+Rank 0 (sharded.py) orders it by the functions here that are called over RPC. Errors are answers: RPC would lose their
+types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rolecall.checkpoint import shardfile, shardfiles
+from rolecall.checkpoint.capture import Capture, CaptureError, Rows
+from rolecall.checkpoint.shard_messages import Begin, Earlier, Item, Order, Problem, Written
+from rolecall.checkpoint.shardfile import Column, ShardError, ShardFile
+from rolecall.checkpoint.shardfiles import Shapes
+from rolecall.context.peers import Peers
+from rolecall.errors import UsageError
+from rolecall.record import rundir
+
+Part = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
+POLL = 0.5  # seconds that a call waits for what is not there yet
+
+
+class Share:
+    """This rank's share of the sharded value `name`, which rank 0 saves and restores as a `Sharded`.
+
+    `rows()` are its tensors, by name. `prepare(shapes)` has room made for those of a checkpoint, of whole tensors of
+    these shapes, and returns the tensors to fill; by default they are `rows()`. `at(step, begin)` calls `begin` once
+    this rank has made `step`; by default at once, as where rank 0 saves while nobody makes a step.
+    """
+
+    def __init__(
+        self,
+        context: Peers[Any],
+        name: str,
+        rows: Callable[[], Mapping[str, Rows]],
+        prepare: Callable[[Shapes], Mapping[str, Rows]] | None = None,
+        at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin(),
+    ) -> None:
+        self.context, self.name, self._rows, self._at = context, name, rows, at
+        self._prepare = prepare or (lambda shapes: shardfiles.same_shapes(rows, shapes))
+        self._capture: Capture | None = None
+        self.changed = True  # since the last capture
+        self._drained = False  # that was the one of a drain: later changes are lost with the generation
+        self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
+        self._stem = ""
+        self._targets: Mapping[str, Rows] = {}
+        self._lock = threading.Lock()
+        SHARES.add(self)
+
+    # ---- for whoever changes the tensors
+
+    def before(self, begin: int, end: int) -> None:
+        """The rows here from `begin` to `end` are about to change. While a checkpoint is written this may wait."""
+        self._change()
+        if (capture := self._capture) is not None:
+            capture.before(begin, end)
+
+    def before_rows(self, rows: Tensor) -> None:
+        """The `rows` [n] int64 here, each of which occurs once, are about to change. While a checkpoint is written this
+        may wait.
+        """
+        self._change()
+        if (capture := self._capture) is not None:
+            capture.before_rows(rows)
+
+    def _change(self) -> None:
+        self.changed = True
+        if self._drained:
+            self._drained = False  # once
+            text = "rows change after a drain's checkpoint, which lacks them: stop the writers by `settled` of steps()"
+            self.context.logger.warning(text, share=str(self))
+
+    # ---- for a checkpoint
+
+    @property
+    def directory(self) -> Path:
+        """Where this rank's shards are."""
+        path: Path = self.context.settings.checkpoint_dir / rundir.SHARDS
+        return path
+
+    def begin(self, order: Order) -> None:
+        """Captures the rows, now or once the job has made the order's step, and has them sent or written."""
+        self.look(order)
+        with self._lock:
+            if self._capture is not None:
+                self._capture.give_up("a newer checkpoint was begun")
+            self._stem, self._items = order.stem, queue.Queue(1)
+        items = self._items
+
+        def start() -> None:
+            self.changed = False  # before the capture: what changes meanwhile may not be in it
+            self._capture = capture = self.captured(order)
+            self._drained = order.drain
+            threading.Thread(target=self._run, args=(order, capture, items), daemon=True).start()
+
+        self._at(order.step, start)
+
+    def look(self, order: Order) -> None:
+        """Looks at the disk for `captured`, which is called where nothing may wait for it."""
+
+    def captured(self, order: Order) -> Capture:
+        """The rows as they are now."""
+        return Capture(self._rows(), self.context.settings.rpc_timeout / 2)
+
+    def parts(self, capture: Capture) -> Iterator[Part]:
+        """The files to write. The bytes of one are taken before the next one is asked for."""
+        columns = {name: Column.of(rows) for name, rows in capture.names.items()}
+        yield f"{self}.safetensors", columns, capture.read()
+
+    def earlier(self, order: Order, capture: Capture, direct: bool) -> Earlier | None:
+        """The files of an earlier checkpoint that are part of this one, and are made so here where this rank writes
+        (`direct`). Raises ShardError.
+        """
+        return None
+
+    def direct(self, order: Order) -> bool:
+        """Whether this rank writes its files."""
+        return order.mode == "direct" or (order.mode == "auto" and (self.directory / order.stem).is_dir())
+
+    def _run(self, order: Order, capture: Capture, items: queue.Queue[Item]) -> None:
+        files, folder = [], self.directory / order.stem
+        try:
+            if direct := self.direct(order):
+                if rundir.read_generation(self.directory.parent).number > order.generation:
+                    raise ShardError(f"generation {order.generation} is over: nothing written")
+                rundir.prune_shards(self.directory.parent, {*order.kept, order.stem}, order.dropped)
+            if earlier := self.earlier(order, capture, direct):
+                self._send(earlier, items)
+            for name, columns, blocks in self.parts(capture):
+                if direct:
+                    files.append(shardfile.write(folder, name, columns, blocks))
+                    continue
+                self._send(Begin(name, columns), items)
+                for block in blocks:
+                    # RPC sends a tensor's whole memory
+                    self._send(block.clone() if block.untyped_storage().nbytes() > block.nbytes else block, items)
+            if direct and not files:
+                shardfile.sync(folder)
+            self._send(Written(files, capture.stalled), items)
+        except (ShardError, CaptureError, UsageError) as error:
+            capture.give_up(str(error))
+            self._send(Problem(f"{self}: {error}"), items)
+        except Exception as error:  # whatever it is, the training goes on
+            capture.give_up(repr(error))
+            self.context.logger.exception("shard not written", share=str(self))
+            self._send(Problem(f"{self}: {error!r}"), items)
+        finally:
+            if self._capture is capture:
+                self._capture = None
+
+    def _send(self, item: Item, items: queue.Queue[Item]) -> None:
+        while self._items is items:  # until another checkpoint is begun
+            with contextlib.suppress(queue.Full):
+                items.put(item, timeout=POLL)
+                return
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.context.me.name}"
+
+    def next(self, stem: str) -> Item | None:
+        """What comes next of the checkpoint `stem`; None where it is not there yet."""
+        if stem != self._stem:
+            return Problem(f"{self}: another checkpoint was begun")
+        try:
+            return self._items.get(timeout=POLL)
+        except queue.Empty:
+            return None
+
+    # ---- back from a checkpoint
+
+    def load(self, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
+        """Reads the rows here out of `files`, here or, by name, at one of `holders`."""
+        try:
+            targets = self._prepare(shardfiles.shapes(files))
+            for file in files:
+                if not shardfiles.overlaps(file, targets):
+                    continue
+                read = shardfile.reader(self.directory / stem / file.name)
+                if file.name not in shardfiles.held(self.directory, stem, [file]):
+                    read = self._remote(stem, file, holders[file.name])
+                shardfiles.fill(file, read, targets)
+        except UsageError as error:
+            return Problem(str(error), usage=True)
+        except ShardError as error:
+            return Problem(f"{stem}: {error}")
+        return None
+
+    def _remote(self, stem: str, file: ShardFile, holder: str) -> shardfile.Read:
+        """Reads a file at the rank `holder`, one block ahead."""
+        ahead: dict[tuple[int, int], Any] = {}
+
+        def ask(place: int, length: int) -> Any:
+            return self.context.call(holder, read_piece, stem, file.name, place, length)
+
+        def read(place: int, length: int) -> Tensor:
+            future = ahead.pop((place, length), None) or ask(place, length)
+            following = (place + length, min(length, file.length - place - length))
+            if following[1] > 0:
+                ahead[following] = ask(*following)
+            piece = future.wait()
+            if isinstance(piece, Problem):
+                raise ShardError(piece.text)
+            return piece  # type: ignore[no-any-return]
+
+        return read
+
+    def prepare(self, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
+        """Makes room for whole tensors of these shapes. Answers which rows are here: first, step, count."""
+        try:
+            self._targets = self._prepare(shapes)
+        except UsageError as error:
+            return Problem(str(error), usage=True)
+        return {name: (rows.first, rows.step, len(rows)) for name, rows in self._targets.items()}
+
+    def put(self, name: str, begin: int, values: Tensor) -> None:
+        """Sets the rows here from `begin` on."""
+        rows = self._targets[name]
+        rows.put(values, begin, rows.first, rows.step)
+
+
+# ---- the shares of this process
+
+
+class Shares:
+    """By name. RPC serves from the moment that it connects, so a call may arrive before the job has made its share."""
+
+    directory = Path()  # with this rank's shards
+
+    def __init__(self) -> None:
+        self._futures: dict[str, Future[Share]] = {}
+        self._lock = threading.Lock()
+
+    def _future(self, name: str) -> Future[Share]:
+        with self._lock:
+            return self._futures.setdefault(name, Future())
+
+    def add(self, share: Share) -> None:
+        """Makes `share` known, in place of an earlier one."""
+        self.directory = share.directory
+        if self._future(share.name).done():
+            del self._futures[share.name]
+        self._future(share.name).set_result(share)
+
+    def get(self, name: str, deadline: float = 600.0) -> Share:
+        """The share called `name`. Raises TimeoutError where there is none within `deadline` seconds."""
+        return self._future(name).result(deadline)
+
+
+SHARES = Shares()
+
+
+# ---- called over RPC
+
+
+def begin(name: str, order: Order) -> None:
+    """Has the share captured, now or once its rank has made the order's step."""
+    SHARES.get(name).begin(order)
+
+
+def changed(name: str) -> bool:
+    """Whether the share has changed since it was captured last."""
+    return SHARES.get(name).changed
+
+
+def next_item(name: str, stem: str) -> Item | None:
+    """What comes next of the share in the checkpoint `stem`."""
+    return SHARES.get(name).next(stem)
+
+
+def holds(name: str, stem: str, files: list[ShardFile]) -> list[str]:
+    """The names of those of `files` that are in this rank's CHECKPOINT_DIR."""
+    return shardfiles.held(SHARES.get(name).directory, stem, files)
+
+
+def read_piece(stem: str, file: str, place: int, length: int) -> Tensor | Problem:
+    """Bytes of a file in this rank's CHECKPOINT_DIR."""
+    if "/" in stem or "/" in file:
+        return Problem(f"{stem}/{file} is no shard")
+    try:
+        return shardfile.reader(SHARES.directory / stem / file)(place, length)
+    except ShardError as error:
+        return Problem(str(error))
+
+
+def load(name: str, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
+    """Reads the share out of the files of a checkpoint."""
+    return SHARES.get(name).load(stem, files, holders)
+
+
+def prepare(name: str, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
+    """Makes room for whole tensors."""
+    return SHARES.get(name).prepare(shapes)
+
+
+def put(name: str, column: str, begin: int, values: Tensor) -> None:
+    """Sets rows of the share."""
+    SHARES.get(name).put(column, begin, values)

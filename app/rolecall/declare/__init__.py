@@ -1,0 +1,1 @@
+"""What the author of a job declares, and how it is found."""

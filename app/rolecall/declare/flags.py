@@ -1,0 +1,78 @@
+"""The flags of `rolecall run JOB`: every setting is one."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import create_model
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+from rolecall.config import Settings
+from rolecall.declare import registry
+from rolecall.declare.spec import Job
+from rolecall.errors import UsageError
+from rolecall.fields import is_secret
+
+# secrets, and what `rolecall run` decides for each rank
+NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "port", "master_port", "metrics_port",
+           "bind_addr", "job_token", "on_finish", "leave_code")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line gives: settings, by variable, and whether the display is to be `plain`."""
+
+    variables: dict[str, str]
+    plain: bool
+
+
+def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
+    """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does. Raises UsageError for a
+    setting that no flag can give, and for an unknown flag."""
+    parser = argparse.ArgumentParser(prog=f"rolecall run {target}", description=job.summary or None, allow_abbrev=False,
+                                     usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...")  # fmt: skip
+    parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
+    _add(parser, job, target)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        known = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.8)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"{flag}: no such flag{meant}; `rolecall run {target} --help` lists them")
+    given = vars(parsed)
+    plain = bool(given.pop("plain"))
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise UsageError(f"--{name.replace('_', '-')}: a list or a table has no flag; set {name.upper()}, as JSON")
+    return Flags({name.upper(): value for name, value in given.items() if name in job.settings.model_fields}, plain)
+
+
+def _add(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
+    """Adds a flag for each setting of `job`, its own first; not for a secret, nor for those that `run` decides."""
+    fields, shared = job.settings.model_fields, Settings.model_fields
+    groups = {
+        f"settings of {target}": [name for name in fields if name not in shared and not is_secret(fields[name])],
+        "settings of every job": [name for name in shared if name not in NO_FLAG],
+    }
+    for title, names in groups.items():
+        if not names:
+            continue
+        shown = {name: _as_here(fields[name], target) if name == "checkpoint_dir" else fields[name] for name in names}
+        model = create_model("Flags", __base__=BaseSettings, **{n: (shown[n].annotation, shown[n]) for n in names})  # type: ignore[call-overload]
+        CliSettingsSource(model, root_parser=parser.add_argument_group(title), parse_args_method=parser.parse_args,
+                          cli_kebab_case=True, cli_hide_none_type=True)  # fmt: skip
+    for action in parser._actions:  # argparse expands % in a help text
+        action.help = action.help and action.help.replace("%", "%%")
+
+
+def _as_here(field: FieldInfo, target: str) -> FieldInfo:
+    """CHECKPOINT_DIR with its default of `rolecall run`."""
+    field = copy.copy(field)
+    field.default = f"runs/{registry.name_of(target)}-TIME"
+    return field

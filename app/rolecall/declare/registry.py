@@ -1,0 +1,170 @@
+"""The jobs that there are, and the rank of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from rolecall import config
+from rolecall.config import Settings
+from rolecall.declare import loader, sources
+from rolecall.declare.spec import MOST, Function, Job
+from rolecall.errors import UsageError
+from rolecall.gang.protocol import RoleSpec
+
+JOBS = ("rl", "ps", "rnn", "hybrid", "script")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process's role and ordinal; `role` is empty, and `ordinal` None, where the gang assigns one."""
+
+    role: str
+    ordinal: int | None
+
+
+def get(target: str) -> Job:
+    """The job that `target` names: a built-in one, FILE.py, or package.module, with :NAME where it is not called JOB.
+
+    Raises UsageError, with file and line where the user's file is wrong.
+    """
+    require_target(target)
+    module = module_of(target)
+    name = loader.split(target)[1] or "JOB"
+    job = getattr(module, name, None)
+    if not isinstance(job, Job):
+        where = loader.shown(Path(module.__file__)) if module.__file__ else module.__name__
+        raise UsageError(
+            f"{where}: has no {name} = Job(...); a program without one runs by `rolecall run FILE --ranks N`"
+        )
+    return job
+
+
+def require_target(target: str) -> None:
+    """Raises UsageError where `target` is neither a built-in job's name nor looks like a file or a module."""
+    if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
+        problem = "no such job" if target else "is missing"
+        raise UsageError(f"JOB={target!r}: {problem} ({', '.join(JOBS)}, FILE.py or package.module)")
+
+
+def module_of(target: str) -> ModuleType:
+    """The module of the job that `target` names. Raises UsageError."""
+    if target in JOBS:
+        return importlib.import_module(f"rolecall.jobs.{target}")
+    return loader.load(loader.split(target)[0])
+
+
+def sources_of(target: str) -> sources.Sources:
+    """The source of the user's job or program that `target` names, as it is on disk now; empty for a built-in job and
+    for what is installed. Raises UsageError where the file does not exist.
+    """
+    place = loader.split(target)[0]
+    if target in JOBS or not place:
+        return {}
+    if loader.is_file(place):
+        return sources.take(loader.file_of(place))
+    with contextlib.suppress(ImportError, ValueError):  # its import says what is wrong
+        spec = importlib.util.find_spec(place.partition(".")[0])
+        if spec and spec.origin and loader.is_users(spec.origin):
+            return sources.take(Path(spec.origin))
+    return {}
+
+
+def name_of(target: str) -> str:
+    """The short name of the job that `target` names: of its run directories, checkpoints and metrics."""
+    place, name = loader.split(target)
+    stem = loader.file_of(place).stem if loader.is_file(place) else place.rpartition(".")[2]
+    return stem if name in ("", "JOB") else f"{stem}-{name.lower()}"
+
+
+def absolute(target: str) -> str:
+    """`target`, so that it names the same job in any working directory."""
+    place, name = loader.split(target)
+    return f"{Path(place).absolute()}" + (f":{name}" if name else "") if loader.is_file(place) else target
+
+
+def load(target: str = "", **overrides: Any) -> tuple[Job, Settings]:
+    """The job that `target`, or else JOB, names, and its settings; `overrides`, by field, win over the environment.
+
+    Raises UsageError for an unknown job or wrong settings.
+    """
+    target = target or config.job_name()
+    job = get(target)
+    return job, config.load(job.settings, **{**overrides, "job": target})
+
+
+def resolve(function: Function) -> Callable[..., Any]:
+    """`function` itself, or the one that a `module:function` names."""
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
+    return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
+
+
+def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
+    """The job's roles with their counts filled in. Raises UsageError for counts that contradict each other."""
+    specs = []
+    for role in job.roles:
+        count = job.number(role.count, settings)
+        low = count if role.minimum is None else job.number(role.minimum, settings)
+        most = max(count, MOST) if role.elastic else count
+        high = most if role.maximum is None else job.number(role.maximum, settings)
+        if not 1 <= low <= count <= high:
+            counts = {"count": (role.count, count), "minimum": (role.minimum, low), "maximum": (role.maximum, high)}
+            spelled = [f"{name.upper() if isinstance(name, str) else kind}={n}" for kind, (name, n) in counts.items()]
+            raise UsageError(
+                f"wrong settings: {spelled[0]} must lie between {spelled[1]} and {spelled[2]}, all at least 1"
+            )
+        specs.append(RoleSpec(role.name, count, low, high, role.elastic))
+    return tuple(specs)
+
+
+def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identity:
+    """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
+
+    A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
+    a rank where it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
+    Raises UsageError where the role is unknown, or RANK or the ordinal is out of range.
+    """
+    total = sum(role.count for role in roles)
+    if settings.world_size is not None and settings.world_size != total and not settings.role:
+        spelled = " + ".join(f"{role.count} {role.name}" for role in roles)
+        raise UsageError(f"WORLD_SIZE={settings.world_size}: the counts make {total} ({spelled})")
+    if not settings.role:
+        fixed = settings.world_size is not None or not any(role.maximum > role.count for role in roles)
+        if settings.rank is not None and settings.rank >= total and fixed:
+            raise UsageError(f"RANK={settings.rank}: the job has ranks 0 to {total - 1}")
+        rank = _number_in(host, "rank") if settings.rank is None else settings.rank
+        if rank is None and settings.ordinal is not None:
+            raise UsageError(f"ORDINAL={settings.ordinal}: of which ROLE? ({', '.join(role.name for role in roles)})")
+        return Identity("", None) if rank is None or rank >= total else _by_rank(roles, rank)
+    by_name = {role.name: role for role in roles}
+    if settings.role not in by_name:
+        raise UsageError(f"ROLE={settings.role!r}: no such role ({', '.join(by_name)})")
+    role = by_name[settings.role]
+    ordinal, source = settings.ordinal, f"ORDINAL={settings.ordinal}"
+    if ordinal is None:
+        ordinal, source = _number_in(host, role.name), f"the host name {host}"
+    if ordinal is None and role.maximum == 1:
+        ordinal = 0
+    if ordinal is not None and ordinal >= role.maximum:
+        raise UsageError(f"{source}: {role.name} has ordinals 0 to {role.maximum - 1}")
+    return Identity(role.name, ordinal)
+
+
+def _by_rank(roles: Sequence[RoleSpec], rank: int) -> Identity:
+    """The place of rank `rank` where the roles are filled in order, each up to its count."""
+    places = [(role.name, ordinal) for role in roles for ordinal in range(role.count)]
+    return Identity(*places[rank])
+
+
+def _number_in(host: str, name: str) -> int | None:
+    match = re.search(rf"(?:^|-){re.escape(name)}-(\d{{1,4}})$", host)
+    return int(match.group(1)) if match else None

@@ -1,0 +1,147 @@
+"""What the author of a job declares: its roles, its settings, its metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.config import Settings
+from rolecall.errors import UsageError
+from rolecall.fields import is_secret
+from rolecall.telemetry import SHARED, Metric
+
+Function = Callable[..., Any] | str  # a callable, or its `module:name`, imported where it is needed
+MOST = 1024  # members of an elastic role without a maximum
+NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")  # of a role or a metric
+NAMES = "a name consists of small letters, digits and _, and begins with a letter"
+# variables that any environment has, and flags of `rolecall run`
+RESERVED = {"path", "home", "user", "shell", "lang", "pwd", "term", "hostname", "tmpdir", "editor", "display",
+            "logname", "plain", "help", "ranks"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role of a job. The first role's member 0 is rank 0, which coordinates and writes checkpoints.
+
+    `run` is called with a `Context`; without one, or once it has returned, a member serves the calls of its peers. A
+    start waits for `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and
+    leave while the job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to
+    itself under `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once,
+    before workers are forked.
+    """
+
+    name: str
+    run: Function | None = None
+    count: str | int = 1
+    minimum: str | int | None = None
+    maximum: str | int | None = None
+    gpus: int | None = None
+    preload: Sequence[str] = ()
+
+    @property
+    def elastic(self) -> bool:
+        """Whether members may join and leave while the job trains."""
+        return self.minimum is not None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A topology: its roles, its settings, and what else Rolecall can do with it. Raises UsageError for contradictions.
+
+    `check` is called with the settings before a rank joins, and raises UsageError for what can never work.
+    `evaluate` is called with the settings and a checkpoint's state by `rolecall eval JOB`; `complete`, of a job whose
+    model writes text, is called with a prompt too; `export`, by `rolecall export JOB`, returns the model of that state
+    as an `Exported`. `pinned` names the settings that a checkpoint depends on: they are saved with it, must be the same
+    on resume, and are restored for these functions. `layout` counts the forms that the state has had: raise it with a
+    change after which earlier checkpoints cannot be used, and they are refused.
+
+    Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job.md.
+
+    `score` labels the curve that `Context.log` draws, of which lower is better where `lower` is set; `unit` is what
+    its `done` counts. Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
+    """
+
+    roles: Sequence[Role]
+    settings: type[Settings] = Settings
+    summary: str = ""
+    check: Function | None = None
+    evaluate: Function | None = None
+    complete: Function | None = None
+    export: Function | None = None
+    score: str = "score"
+    unit: str = "steps"
+    lower: bool = False
+    metrics: Sequence[Metric] = ()
+    pinned: Sequence[str] = ()
+    rpc: bool = True
+    layout: int = 1
+
+    def __post_init__(self) -> None:
+        for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):
+            raise UsageError(problem)
+
+    def number(self, value: str | int, settings: Settings) -> int:
+        """A role's count, minimum or maximum, with `settings` filled in."""
+        return value if isinstance(value, int) else int(getattr(settings, value.lower()))
+
+    def no_role(self, name: str) -> str:
+        """What is wrong where `name` is used as a role's."""
+        return f"no role {name!r} in this job ({', '.join(role.name for role in self.roles)})"
+
+    def _problems_of_settings(self) -> Iterator[str]:
+        cls = self.settings
+        if Settings not in getattr(cls, "__mro__", ()):
+            yield f"Job(settings={cls!r}): is not a subclass of rolecall.Settings"
+            return
+        below = cls.__mro__[: cls.__mro__.index(Settings)]
+        declared = {name for base in below for name in vars(base).get("__annotations__", ())}
+        for name in declared & set(Settings.model_fields):
+            yield f"{cls.__name__}.{name}: Rolecall has a setting {name.upper()} already; choose another name"
+        for name, field in cls.model_fields.items():
+            if name in RESERVED and not cls.__module__.startswith("rolecall."):
+                yield f"{cls.__name__}.{name}: the variable {name.upper()} means something else; choose another name"
+            elif name in declared and hasattr(Settings, name):  # a method or a property
+                yield f"{cls.__name__}.{name}: rolecall.Settings has an attribute of that name; choose another"
+            elif field.is_required():
+                yield f"{cls.__name__}.{name}: has no default; give it one"
+        for name in self.pinned:
+            if name not in cls.model_fields:
+                yield f"Job(pinned=...): {cls.__name__} has no setting {name!r}"
+            elif is_secret(cls.model_fields[name]):
+                yield f"Job(pinned=...): {cls.__name__}.{name} is a secret, which no checkpoint holds; leave it out"
+
+    def _problems_of_roles(self) -> Iterator[str]:
+        if not self.roles or not all(isinstance(role, Role) for role in self.roles):
+            yield "Job(roles=...): needs a list of rolecall.Role"
+            return
+        first, names = self.roles[0], [role.name for role in self.roles]
+        if len(set(names)) < len(names):
+            yield f"Job(roles=...): two roles have the same name ({', '.join(names)})"
+        if first.elastic:
+            yield f"role {first.name}: has rank 0, and cannot be elastic; leave its minimum out"
+        if first.run is None:
+            yield f"role {first.name}: has rank 0, and needs a function: Role({first.name!r}, function)"
+        for role in self.roles:
+            if not NAME.fullmatch(role.name):
+                yield f"role {role.name!r}: {NAMES}"
+            if role.run is not None and not callable(role.run) and not re.fullmatch(r"[\w.]+:\w+", str(role.run)):
+                yield f"role {role.name}: {role.run!r} is not a function"
+            for number in (role.count, role.minimum, role.maximum):
+                if isinstance(number, str) and number.lower() not in self.settings.model_fields:
+                    yield f"role {role.name}: {self.settings.__name__} has no setting {number!r} to count members by"
+
+    def _problems_of_metrics(self) -> Iterator[str]:
+        if not all(isinstance(metric, Metric) for metric in self.metrics):
+            yield "Job(metrics=...): needs a list of rolecall.Metric"
+            return
+        seen = set[str]()
+        for metric in self.metrics:
+            if not NAME.fullmatch(metric.name):
+                yield f"metric {metric.name!r}: {NAMES}"
+            if metric.attribute in SHARED:
+                yield f"metric {metric.name}: Rolecall has a metric of that name already; choose another"
+            if metric.attribute in seen:
+                yield f"Job(metrics=...): two metrics have the name {metric.name}"
+            seen.add(metric.attribute)

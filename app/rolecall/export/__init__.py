@@ -1,0 +1,1 @@
+"""Checkpoints evaluated and exported."""

@@ -1,0 +1,225 @@
+"""The formats that a model is exported in: how a file is written, run again, and loaded by one without Rolecall."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import importlib.util
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rolecall.errors import UsageError
+from rolecall.export.agreement import Run, answers
+from rolecall.export.exported import Exported
+
+LOUD = ("onnxscript", "onnx_ir", "torch.onnx", "torch.export", "torch.fx")  # loggers, while a model is traced
+
+
+class Format:
+    """One format: `packages` write it, `suffix` ends its files' names."""
+
+    name: str
+    suffix: str
+    packages: Sequence[str] = ()
+    runtime: str = "torch"  # the package that runs the file
+
+    def require(self) -> None:
+        """Raises UsageError where a package is missing."""
+        missing = [package for package in self.packages if not importlib.util.find_spec(package)]
+        if missing:
+            raise UsageError(
+                f"--format {self.name}: needs {' and '.join(missing)}, which is not installed; "
+                "pip install 'rolecall[export]'"
+            )
+
+    def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
+        """Writes the model to `path`, with `facts` in the file. Raises whatever the format's library raises."""
+        raise NotImplementedError
+
+    def load(self, exported: Exported, path: Path) -> Run | None:
+        """What runs the file at `path`; None where its runtime is not installed."""
+        raise NotImplementedError
+
+    def usage(self, exported: Exported, file: str) -> str:
+        """At most five lines of Python that load `file` and run it."""
+        raise NotImplementedError
+
+
+class Safetensors(Format):
+    """The tensors by their names in the module, as https://github.com/huggingface/safetensors; no code."""
+
+    name, suffix, packages = "safetensors", ".safetensors", ("safetensors",)
+
+    def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
+        """Tensors that share memory are written apart. Raises UsageError for a type that the format does not have."""
+        from safetensors.torch import save_file
+
+        tensors, seen = {}, set[int]()
+        for name, value in exported.module.state_dict().items():
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                raise UsageError(f"--format safetensors: {name} is no dense tensor, which the format cannot hold")
+            place = value.untyped_storage().data_ptr()
+            tensors[name] = value.detach().clone() if place in seen else value.detach()
+            tensors[name] = tensors[name].contiguous()
+            seen.add(place)
+        try:
+            save_file(tensors, path, metadata=dict(facts))
+        except KeyError as error:
+            raise UsageError(f"--format safetensors: cannot hold tensors of {error.args[0]}") from None
+
+    def load(self, exported: Exported, path: Path) -> Run:
+        """Loads the tensors into a fresh module without any."""
+        from safetensors.torch import load_file
+
+        module = _without_tensors(exported.module)
+        module.load_state_dict(load_file(path), strict=True, assign=True)
+        return lambda inputs: answers(exported, module.eval()(*inputs))
+
+    def usage(self, exported: Exported, file: str) -> str:
+        """The module itself is the user's to build."""
+        return (
+            "from safetensors.torch import load_file\n"
+            f'tensors = load_file("{file}")\n'
+            "print({name: tuple(tensor.shape) for name, tensor in tensors.items()})\n"
+        )
+
+
+class Torch(Format):
+    """torch.export's program, which any Python with torch runs."""
+
+    name, suffix = "torch", ".pt2"
+
+    def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
+        """With the facts as the file's extra file `rolecall.json`."""
+        program = trace(exported)
+        with quiet():
+            torch.export.save(program, path, extra_files={"rolecall.json": json.dumps(dict(facts))})
+
+    def load(self, exported: Exported, path: Path) -> Run:
+        """Loads the program."""
+        with quiet():
+            program = torch.export.load(path).module()
+        return lambda inputs: answers(exported, program(*inputs))
+
+    def usage(self, exported: Exported, file: str) -> str:
+        """Inputs are given in their order."""
+        values = ", ".join(_example(value, torch_style=True) for value in exported.inputs.values())
+        return (
+            "import torch\n"
+            f'model = torch.export.load("{file}").module()\n'
+            f"inputs = [{values}]\n"
+            "with torch.no_grad():\n"
+            f"    {', '.join(exported.outputs)} = model(*inputs)\n"
+        )
+
+
+class Onnx(Format):
+    """ONNX, which onnxruntime and many others run. A model above 2 GB has its tensors in a file beside it."""
+
+    name, suffix, packages, runtime = "onnx", ".onnx", ("onnx", "onnxscript"), "onnxruntime"
+
+    def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
+        """With the facts as the model's properties."""
+        program = trace(exported)
+        axes = tuple(dict(exported.dynamic.get(name, {})) for name in exported.inputs)
+        with quiet():
+            model = torch.onnx.export(
+                program, tuple(exported.inputs.values()), dynamo=True, verbose=False, dynamic_shapes=axes,
+                input_names=list(exported.inputs), output_names=list(exported.outputs),
+            )  # fmt: skip
+            assert model is not None  # as no file was named
+            model.model.metadata_props.update(facts)
+            model.save(path)
+
+    def load(self, exported: Exported, path: Path) -> Run | None:
+        """By onnxruntime, on the CPU."""
+        if not importlib.util.find_spec(self.runtime):
+            return None
+        import onnxruntime  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        taken = {each.name for each in session.get_inputs()}  # without those that the outputs do not depend on
+
+        def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            named = zip(exported.inputs, inputs, strict=True)
+            values = session.run(None, {name: value.detach().numpy() for name, value in named if name in taken})
+            return [torch.from_numpy(value) for value in values]
+
+        return run
+
+    def usage(self, exported: Exported, file: str) -> str:
+        """Inputs are given by name."""
+        values = ", ".join(f'"{name}": {_example(value)}' for name, value in exported.inputs.items())
+        return (
+            "import numpy, onnxruntime\n"
+            f'session = onnxruntime.InferenceSession("{file}")\n'
+            f"inputs = {{{values}}}\n"
+            f"{', '.join(exported.outputs)}{',' if len(exported.outputs) == 1 else ''} = session.run(None, inputs)\n"
+        )
+
+
+FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Onnx(), Torch())}
+
+
+def trace(exported: Exported) -> torch.export.ExportedProgram:
+    """The module as torch.export's program. Raises what torch.export raises for code that it cannot follow."""
+    names = {name for axes in exported.dynamic.values() for name in axes.values()}
+    dims = {name: torch.export.Dim(name) for name in names}
+    shapes = tuple(
+        {axis: dims[name] for axis, name in exported.dynamic.get(each, {}).items()} for each in exported.inputs
+    )
+    with quiet(), torch.no_grad():
+        return torch.export.export(exported.module, tuple(exported.inputs.values()), dynamic_shapes=shapes)
+
+
+def versions(form: Format) -> dict[str, str]:
+    """Those of the packages that wrote the file and can run it, as far as they are installed."""
+    installed = {}
+    for package in ("torch", *form.packages, form.runtime):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Exporters tell much of what they do; what goes wrong, they raise."""
+    loggers = [logging.getLogger(name) for name in LOUD]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        nothing = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _without_tensors(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers have shapes and no values, but for what no state_dict has."""
+    memo: dict[int, Any] = {}
+    for value in module.state_dict(keep_vars=True).values():
+        empty = torch.empty_like(value, device="meta")
+        memo[id(value)] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+def _example(value: Tensor, torch_style: bool = False) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if torch_style:
+        return f"torch.zeros({tuple(value.shape)}, dtype=torch.{dtype})"
+    return f'numpy.zeros({tuple(value.shape)}, "{dtype}")'

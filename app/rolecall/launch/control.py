@@ -1,0 +1,114 @@
+"""The control socket of `rolecall run`: other commands list its ranks there, and change how many there are.
+
+A request and its reply are one line of JSON each. The socket is in a folder that only the user can open. Both
+sides serve their own user only: what a stranger's socket lists would be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import UsageError
+from rolecall.observe import targets
+
+DEADLINE = 10.0  # seconds for a request and its reply
+MOST_REPLY = 2**20  # bytes: some thousand ranks
+CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A rank of a local run; `pid` is its supervisor's, 0 while it has no process."""
+
+    role: str
+    ordinal: int
+    pid: int
+    state: str
+
+    @property
+    def name(self) -> str:
+        """As remote calls name it: `observer_1`."""
+        return f"{self.role}_{self.ordinal}"
+
+
+class Control:
+    """Serves the socket at `path`: `ranks` lists the ranks, `scale` has a role have so many of them and returns what
+    is done for that, or raises UsageError."""
+
+    def __init__(self, path: Path, ranks: Callable[[], list[Listed]], scale: Callable[[str, int], str]) -> None:
+        self.path, self._ranks, self._scale = path, ranks, scale
+
+    async def start(self) -> asyncio.Server:
+        """Listens. Raises UsageError if that is not possible in TMPDIR."""
+        try:
+            return await asyncio.start_unix_server(self._serve, self.path)
+        except OSError as error:  # a socket's path has at most 107 characters
+            raise UsageError(f"TMPDIR={tempfile.gettempdir()}: cannot hold a run's socket ({error})") from error
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError, ValueError, TimeoutError):  # whoever asks has gone, or does not go on
+                async with asyncio.timeout(DEADLINE):
+                    if _user(writer.get_extra_info("socket")) == os.getuid():
+                        reply = self._answer(json.loads(await reader.readline()))
+                        writer.write(json.dumps(reply).encode() + b"\n")
+                        await writer.drain()
+        finally:
+            writer.close()
+
+    def _answer(self, request: Any) -> dict[str, Any]:
+        try:
+            match request:
+                case {"what": "ranks"}:
+                    return {"ranks": [asdict(rank) for rank in self._ranks()]}
+                case {"what": "scale", "role": str(role), "count": int(count)}:
+                    return {"done": self._scale(role, count)}
+            return {"error": "the run does not know this request; use the same version of Rolecall"}
+        except UsageError as error:
+            return {"error": str(error)}
+
+
+def _user(peer: socket.socket) -> int:
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(data)[1])
+
+
+def ranks(run: str) -> list[Listed]:
+    """The ranks of the local run in the folder `run`. Raises UsageError if none is under way there."""
+    return [Listed(**rank) for rank in _ask(run, {"what": "ranks"})["ranks"]]
+
+
+def scale(run: str, role: str, count: int) -> str:
+    """Has `role` of the local run in the folder `run` have `count` ranks. Returns what is done for that. Raises
+    UsageError if that is not possible."""
+    return str(_ask(run, {"what": "scale", "role": role, "count": count})["done"])
+
+
+def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
+    path = targets.control_of(Path(run))
+    if not path:
+        raise UsageError(f"RUN {run!r}: no `rolecall run` is under way in this folder")
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(DEADLINE)
+            sock.connect(path)
+            if (user := _user(sock)) != os.getuid():
+                raise UsageError(f"RUN {run!r}: belongs to the user {user}, who alone can act on it")
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            with sock.makefile("rb") as file:
+                reply: dict[str, Any] = json.loads(file.readline(MOST_REPLY))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"RUN {run!r}: `rolecall run` does not answer ({error}); is it frozen?") from error
+    if "error" in reply:
+        raise UsageError(f"RUN {run!r}: {reply['error']}")
+    return reply

@@ -1,0 +1,406 @@
+"""All ranks of a job as processes on this machine: `rolecall run JOB`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rolecall import config, machine, telemetry
+from rolecall.config import Settings
+from rolecall.declare import describe
+from rolecall.declare.describe import Description
+from rolecall.errors import UNSAVED, USAGE, UsageError
+from rolecall.launch import gpu
+from rolecall.launch.control import Control, Listed
+from rolecall.launch.output import Output, printable
+from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT, RankProcess
+from rolecall.observe import ask, report, targets
+from rolecall.observe.display import Display, Target, poll_forever
+from rolecall.observe.targets import Address
+from rolecall.rank.zygote import Zygote
+from rolecall.record import rundir
+from rolecall.tunnel import keys
+
+PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
+OTHERS = "docs/security.md#other-users-of-the-machine"
+LOCK = "lock"  # in a run's temporary folder
+ANSWER = 5.0  # seconds for a supervisor to answer
+EXIT_GRACE = 10.0  # seconds for the other ranks to exit after the first
+REPORTED = 1.0  # seconds for rank 0 to take the news of a crash
+
+
+def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
+    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError where there are too few."""
+    free: list[int] = []
+    for port in random.sample(among, len(among)):  # seeded by the system
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise UsageError(f"no {count} free ports between {among[0]} and {among[-1]}")
+
+
+def others_warning(names: Sequence[str]) -> str:
+    """A line on what other users of this machine, if there are any, can do to a run."""
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"rolecall: warning: other users of this machine ({shown}) can run code as you during this run, through "
+        f"torch's loopback ports; {OTHERS} says how to keep them out"
+    )
+
+
+def temporary_folder() -> tuple[Path, int]:
+    """A new folder for one run, which holds its token, and the locked file that shows that the run lives."""
+    folder = Path(tempfile.mkdtemp(prefix="rolecall-new-"))
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder.rename(folder.with_name(folder.name.replace("new", "local", 1))), lock
+
+
+def remove_leftovers() -> None:
+    """Removes the folders of runs of this user that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("rolecall-local-*"):
+        with contextlib.suppress(OSError):  # another user's; or one whose run lives, or has just removed it
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _address(rank: RankProcess) -> Address:
+    return Address(rank.name, f"http://127.0.0.1:{rank.environment['METRICS_PORT']}/metrics")
+
+
+async def _answers(port: int) -> bool:
+    """Whether the rank's supervisor answers at its METRICS_PORT."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(ANSWER):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+                return bool(await reader.read(1))
+            finally:
+                writer.close()
+    return False
+
+
+async def _wait(
+    tasks: set[asyncio.Task[Any]], signalled: asyncio.Task[Any], seconds: float, any_of: bool = False
+) -> None:
+    """Waits until all `tasks` are done, or `any_of` them, or `signalled`, for at most some seconds."""
+    done = asyncio.create_task(
+        asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED if any_of else asyncio.ALL_COMPLETED)
+    )
+    await asyncio.wait({done, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    done.cancel()
+
+
+class LocalRun:
+    """The ranks of one job on this machine, and their display. Raises UsageError for an unusable CHECKPOINT_DIR."""
+
+    def __init__(self, job: Description, settings: Settings, live: bool, zygote: Zygote | None = None) -> None:
+        self.job, self.settings, self.live, self._zygote = job, settings, live, zygote
+        self._interrupted, self._again = asyncio.Event(), asyncio.Event()  # the first and the second signal
+        self._errors: set[str] = set()
+        self._seen = set[tuple[str, str]]()  # tracebacks that were shown
+        stamp = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        given = "checkpoint_dir" in settings.model_fields_set
+        self.directory = settings.checkpoint_dir if given else Path("runs") / stamp
+        self._disposable = not given and not self.directory.exists()  # if the start is refused
+        remove_leftovers()
+        self._temporary, self._lock = temporary_folder()
+        try:
+            self.ranks = self._plan()
+        except BaseException:
+            self._remove_folders()
+            raise
+        self._tasks = dict[RankProcess, asyncio.Task[int]]()
+        self._scaled = asyncio.Event()
+        self.addresses = [_address(rank) for rank in self.ranks]
+        repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
+        self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
+        self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
+
+    def _plan(self) -> list[RankProcess]:
+        logs = self.directory / "logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
+        members = [(role.name, ordinal) for role in self.job.roles for ordinal in range(role.count)]
+        gpus = gpu.share([self.job.gpus[role] for role, _ in members])
+        # with TLS=off rank 0 takes the next port too
+        ports = free_ports(2 * len(members), PORTS if self.settings.secure else PORTS[::2])
+        ports, metrics = ports[: len(members)], ports[len(members) :]
+        self._shared = {
+            **self.job.flags, "JOB": self.job.target, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(ports[0]), "CHECKPOINT_DIR": str(self.directory), **self._token(),
+            "TMPDIR": str(self._temporary), "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
+            **describe.passed_on(self.job),
+        }  # fmt: skip
+        return [
+            self._rank(role, ordinal, port, scraped, visible)
+            for (role, ordinal), port, scraped, visible in zip(members, ports, metrics, gpus, strict=True)
+        ]
+
+    def _rank(self, role: str, ordinal: int, port: int, scraped: int, visible: dict[str, str]) -> RankProcess:
+        environment = config.child_environment(
+            **self._shared, ROLE=role, ORDINAL=str(ordinal), PORT=str(port), METRICS_PORT=str(scraped), **visible
+        )
+        log = self.directory / "logs" / f"{role}-{ordinal}.log"
+        return RankProcess(
+            role, ordinal, environment, log, self.show, zygote=self._zygote, crashed=self._report_crash, seen=self._seen
+        )
+
+    def _token(self) -> dict[str, str]:
+        """A token for this run, unless there is one, or a certificate of the user's."""
+        self._token_file = ""
+        if self.settings.token or self.settings.tls_cert:
+            return {}
+        file = self._temporary / "token"
+        file.touch(0o600)
+        file.write_text(keys.new_token() + "\n")
+        self._token_file = str(file)
+        return {"JOB_TOKEN_FILE": self._token_file}
+
+    def show(self, line: str) -> None:
+        """Displays a line of a rank; an error that several ranks report is shown once."""
+        error = line.startswith("rolecall: ")
+        if error and line in self._errors:
+            return
+        if error:
+            self._errors.add(line)
+        if self.live and not error:
+            self.display.lines.append(printable(line))
+        else:
+            self.output.line(line, error)
+
+    async def run(self) -> int:
+        """Runs the ranks until the job is over. Returns the exit code: rank 0's, or 130 after a signal."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            control = await Control(self._temporary / "control", self._listed, self._scale).start()
+            self._published = self._publish()
+        except BaseException:
+            self._remove_folders()
+            raise
+        self.output = Output(sys.stdout, sys.stderr)
+        self.output.line(f"rolecall: this run as a page: {self.addresses[0].url.removesuffix('metrics')}")
+        if warning := others_warning(machine.other_people()):
+            self.output.line(warning)
+        self._tasks = {rank: asyncio.create_task(rank.supervise()) for rank in self.ranks}
+        display = asyncio.create_task(self._display() if self.live else asyncio.Event().wait())
+        try:
+            code = await self._until_over()
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+            if self._zygote:
+                self._zygote.end()
+            control.close()
+            await asyncio.wait(
+                self._tasks.values(), timeout=EXIT_GRACE
+            )  # a disk that hangs holds even a killed process
+            display.cancel()
+            await asyncio.wait({display})
+            self._remove_temporary()
+            if self._published:
+                (self.directory / targets.RANKS).unlink(missing_ok=True)
+        files = [name for name, written in self._report_files().items() if self._earlier.get(name) != written]
+        unsaved = f"finished, and its result is not saved (exit code {UNSAVED})"
+        state = {0: "finished", INTERRUPTED: "stopped", UNSAVED: unsaved}.get(code, f"failed (exit code {code})")
+        kept = ["checkpoints", "logs"] if self.directory.is_dir() and rundir.saved(self.directory) else ["logs"]
+        last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
+        if code == USAGE and self._dispose():
+            last = f"rolecall: {state}"
+        self.output.close(last, LAST_OUTPUT)
+        return code
+
+    def _report_files(self) -> dict[str, int]:
+        """The report's files that are there, and when each was written (nanoseconds, by the disk's clock)."""
+        names = (rundir.SUMMARY, rundir.CURVE, rundir.PAGE)
+        return {name: file.stat().st_mtime_ns for name in names if (file := self.directory / name).exists()}
+
+    async def _report_crash(self, role: str, ordinal: int) -> None:
+        """Tells rank 0 that the process of a rank has ended, before that rank's lease runs out."""
+        rank0 = self.ranks[0]
+        if (role, ordinal) == (rank0.role, rank0.ordinal) or not self._published:
+            return
+        with contextlib.suppress(UsageError, TimeoutError):  # rank 0 may be gone too; then the lease tells
+            async with asyncio.timeout(REPORTED):
+                about = {"role": role, "ordinal": ordinal}
+                await ask.ask(str(self.directory), "crashed", about, to=[rank0.name], timeout=REPORTED)
+
+    def _publish(self) -> bool:
+        try:
+            return targets.publish(self.directory, self.addresses, self._token_file, str(self._temporary / "control"))
+        except OSError as error:
+            raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
+
+    async def _until_over(self) -> int:
+        """Until rank 0 has ended, another rank has failed, or a signal came; then the others get time to end."""
+        interrupted, again = asyncio.create_task(self._interrupted.wait()), asyncio.create_task(self._again.wait())
+        codes, rank0 = list[int](), self._tasks[self.ranks[0]]
+        seen = set[RankProcess]()
+        while not any(codes) and not rank0.done() and not interrupted.done():
+            self._scaled.clear()
+            scaled = asyncio.create_task(self._scaled.wait())
+            pending = {task for task in self._tasks.values() if not task.done()}
+            await asyncio.wait({*pending, interrupted, scaled}, return_when=asyncio.FIRST_COMPLETED)
+            scaled.cancel()
+            ended = {rank for rank, task in self._tasks.items() if task.done()} - seen
+            codes += [self._tasks[rank].result() for rank in ended if not rank.dropped]
+            for rank in ended:
+                if rank.dropped:
+                    self._forget_dropped(rank)
+            seen |= ended
+        signalled = again if interrupted.done() else interrupted
+        refused = rank0.done() and rank0.result() == USAGE  # nobody else can do anything without rank 0
+        for rank in self.ranks:
+            rank.stop(drain=refused or interrupted.done())
+        if self._zygote and all(rank.process is None for rank in self.ranks):
+            self._zygote.end()  # it imports, and they wait for it
+        if interrupted.done():
+            s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
+            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAWING
+            frozen = asyncio.create_task(self._frozen(rank0))
+            await _wait({rank0, frozen}, signalled, grace, any_of=True)
+            frozen.cancel()
+        if pending := {task for task in self._tasks.values() if not task.done()}:
+            await _wait(pending, signalled, EXIT_GRACE)
+        code = INTERRUPTED if interrupted.done() else next((code for code in codes if code), 0)
+        interrupted.cancel()
+        again.cancel()
+        return code
+
+    async def _frozen(self, rank0: asyncio.Task[int]) -> None:
+        """Returns once rank 0 has answered nothing for longer than the others would wait for it, or has ended."""
+        patience = self.settings.lease_seconds + EXIT_GRACE
+        silent_since = time.monotonic()
+        while not rank0.done() and time.monotonic() < silent_since + patience:
+            if await _answers(int(self.ranks[0].environment["METRICS_PORT"])):
+                silent_since = time.monotonic()
+            await asyncio.sleep(1.0)  # a period
+
+    # ---- the control socket
+
+    def _listed(self) -> list[Listed]:
+        return [Listed(rank.role, rank.ordinal, rank.pid, rank.state) for rank in self.ranks]
+
+    def _scale(self, role: str, count: int) -> str:
+        """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
+        is done. Raises UsageError if that is not possible."""
+        spec = next((spec for spec in self.job.roles if spec.name == role), None)
+        if spec is None or not spec.elastic:
+            elastic = ", ".join(spec.name for spec in self.job.roles if spec.elastic) or "none"
+            raise UsageError(f"{role}: is no elastic role of {self.job.name}; those are: {elastic}")
+        if not spec.minimum <= count <= spec.maximum:
+            raise UsageError(f"{role}={count}: the job allows {spec.minimum} to {spec.maximum}")
+        if self._interrupted.is_set() or self._tasks[self.ranks[0]].done():
+            raise UsageError("the run is ending")
+        ranks = {rank.ordinal: rank for rank in self.ranks if rank.role == role}
+        if leaving := [rank.name for rank in ranks.values() if rank.dropped and rank.ordinal < count]:
+            raise UsageError(f"{', '.join(leaving)}: still ending; try again in a moment")
+        surplus = [rank for ordinal, rank in ranks.items() if ordinal >= count and not rank.dropped]
+        started = [self._planned(role, ordinal) for ordinal in range(count) if ordinal not in ranks]
+        for rank in surplus:
+            rank.dropped = True
+            rank.stop(drain=True)
+        self._tasks |= {rank: asyncio.create_task(rank.supervise()) for rank in started}
+        self._republish()
+        self._scaled.set()
+        what = {"starting": started, "draining": surplus}
+        done = [f"{verb} {', '.join(rank.name for rank in ranks)}" for verb, ranks in what.items() if ranks]
+        return "; ".join(done) or f"{role} has {count} already"
+
+    def _planned(self, role: str, ordinal: int) -> RankProcess:
+        taken = {int(rank.environment[name]) for rank in self.ranks for name in ("PORT", "METRICS_PORT")}
+        port, scraped = free_ports(2, [port for port in PORTS if not {port, port - 1} & taken])
+        before = [self.job.gpus[rank.role] for rank in self.ranks]
+        rank = self._rank(role, ordinal, port, scraped, gpu.share([*before, self.job.gpus[role]])[-1])
+        self.ranks.append(rank)
+        self.addresses.append(_address(rank))
+        self.display.targets.append(Target(rank.name, self.addresses[-1].url))
+        return rank
+
+    def _forget_dropped(self, rank: RankProcess) -> None:
+        """Removes a rank that has drained from the lists of this run's ranks."""
+        address = _address(rank)
+        self.ranks.remove(rank)
+        self.addresses.remove(address)
+        self.display.targets = [target for target in self.display.targets if target.url != address.url]
+        self._republish()
+
+    def _republish(self) -> None:
+        if self._published:
+            try:
+                targets.rewrite(self.directory, self.addresses, self._token_file, str(self._temporary / "control"))
+            except OSError as error:
+                self.show(f"rolecall: {self.directory / targets.RANKS}: cannot be written ({error.strerror})")
+
+    # ---- folders
+
+    def _dispose(self) -> bool:
+        """Removes the folder that was made for this run, if the start was refused. Returns whether it did."""
+        if not self._disposable or not self.directory.is_dir() or rundir.saved(self.directory):
+            return False
+        with contextlib.suppress(UsageError):
+            if rundir.read_generation(self.directory).number == 0:
+                shutil.rmtree(self.directory, ignore_errors=True)
+                with contextlib.suppress(OSError):  # there are other runs
+                    self.directory.parent.rmdir()
+        return not self.directory.exists()
+
+    def _remove_folders(self) -> None:
+        """Removes what was made for this run, which does not start."""
+        self._remove_temporary()
+        self._dispose()
+
+    def _remove_temporary(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        os.close(self._lock)
+
+    def _interrupt(self) -> None:
+        if self._interrupted.is_set():
+            self._again.set()
+            return
+        self._interrupted.set()
+        self.show("rolecall: stopping: a checkpoint is written; Ctrl-C again to stop at once")
+
+    async def _display(self) -> None:
+        await poll_forever(self.display, lambda: self.output.picture(self.display.render(self.output.width)))
+
+
+def run(job: Description, zygote: Zygote | None = None) -> int:
+    """Runs `job`, whose ranks are forked from `zygote`. Returns the exit code. Raises UsageError for wrong settings."""
+    settings = config.load(Settings, **{name.lower(): value for name, value in job.flags.items()
+                                        if name.lower() in Settings.model_fields})  # fmt: skip
+    telemetry.setup_logging(settings.log_format, settings.log_level)
+    telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
+
+    async def main() -> int:
+        return await LocalRun(job, settings, live=sys.stdout.isatty() and not job.plain, zygote=zygote).run()
+
+    return asyncio.run(main())

@@ -1,0 +1,78 @@
+"""Asks the ranks of a running job, by rank 0's METRICS_PORT, with requests that JOB_TOKEN signs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rolecall import config
+from rolecall.config import Settings
+from rolecall.errors import UsageError
+from rolecall.observe import targets
+from rolecall.rank import outside
+from rolecall.secret import read_token
+from rolecall.tunnel import permission
+
+CONNECT = 10.0  # seconds to connect, and for an answer beyond the query's own deadline
+
+
+async def ask(
+    target: str, what: str, arguments: dict[str, Any] | None = None, to: Collection[str] | None = None,
+    timeout: float = 5.0,
+) -> dict[str, Any]:  # fmt: skip
+    """What the ranks `to` ("observer 1"), or all, of the job at `target` reply to a query, by rank.
+
+    `target` is a TARGET of `rolecall watch` that leads to rank 0. Raises UsageError where rank 0 is not reached or
+    refuses.
+    """
+    source = targets.parse(target)
+    addresses = await source.addresses()
+    if not addresses:
+        raise UsageError(f"TARGET {target!r}: no run is under way there")
+    token = _token(source)  # only now: a folder that lists no run of this machine names no file to read, either
+    body = json.dumps({"what": what, "arguments": arguments or {}, "to": to and [*to], "timeout": timeout}).encode()
+    problem = ""
+    limit = aiohttp.ClientTimeout(total=timeout + CONNECT, connect=CONNECT)
+    async with aiohttp.ClientSession(timeout=limit) as session:
+        for address in addresses:  # rank 0 is one of them
+            parts = urlsplit(address.url)
+            headers = {"Authorization": permission.sign(token, "POST", outside.PATH, body)} if token else {}
+            url = f"{parts.scheme}://{parts.netloc}{outside.PATH}"
+            try:
+                async with session.post(url, data=body, headers=headers) as response:
+                    text = await response.text()
+                    if response.status == 200:
+                        return dict(json.loads(text))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = problem or str(error) or "no answer in time"
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["error"]
+            problem = text or f"HTTP status {response.status}"
+            if response.status != 404:
+                break
+    raise UsageError(f"TARGET {target!r}: {problem}")
+
+
+def ask_now(
+    target: str, what: str, arguments: dict[str, Any] | None = None, to: Collection[str] | None = None,
+    timeout: float = 5.0,
+) -> dict[str, Any]:  # fmt: skip
+    """`ask`, for whoever has no event loop."""
+    return asyncio.run(ask(target, what, arguments, to, timeout))
+
+
+def _token(source: targets.Source) -> str:
+    """The job's token: JOB_TOKEN, or that which `rolecall run` has made for the run in a folder."""
+    token = config.load(Settings).token
+    if not token and isinstance(source, targets.Folder) and (file := targets.token_of(source.path)):
+        with UsageError.wrap(f"the token of the run in {source.path}", ValueError):
+            token = read_token(Path(file))
+    return token

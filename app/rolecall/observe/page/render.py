@@ -1,0 +1,95 @@
+"""The page as HTML: of a run under way, for rank 0 to serve, or of one that is over, as one file.
+
+The state is embedded as data that no browser takes for markup; the page's own script builds everything of it as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rolecall.record import rundir
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+# nothing comes from elsewhere, goes elsewhere, or is made of text by the script
+POLICY = (
+    "default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src data:; "
+    "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+PLACE = re.compile(r"\{\{(\w+)\}\}")  # in the template
+MARKUP = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}
+
+
+def headers(nonce: str) -> dict[str, str]:
+    """The headers of the live page, whose script and style have `nonce`."""
+    policy = POLICY.format(script=f"'nonce-{nonce}'", style=f"'nonce-{nonce}'", connect="'self'")
+    return {**HEADERS, "Content-Security-Policy": f"{policy}; frame-ancestors 'none'", "X-Frame-Options": "DENY"}
+
+
+def live(state: dict[str, Any], nonce: str) -> str:
+    """The page that follows a run from `state` on; see `headers`."""
+    return _fill(state, f'nonce="{html.escape(nonce)}"', "")
+
+
+def saved(state: dict[str, Any]) -> str:
+    """The page of a run that is over, as one file without requests to anywhere."""
+    script, style = (_hash(part) for part in _inline())
+    policy = POLICY.format(script=script, style=style, connect="'none'")
+    return _fill(state, "", f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">')
+
+
+def read(page: str) -> dict[str, Any] | None:
+    """The state in a page, as far as this module shows it; None where there is none."""
+    if not (match := DATA.search(page)):
+        return None
+    try:
+        state: dict[str, Any] = rundir.parse(match[1])
+        return state if {"state", "errors"} <= state.keys() and "job" in state["job"] else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write(directory: Path, state: dict[str, Any]) -> None:
+    """Writes page.html. Raises OSError."""
+    rundir.write_atomically(directory / rundir.PAGE, saved(state).encode())
+
+
+def _fill(state: dict[str, Any], nonce: str, policy: str) -> str:
+    job = state["job"]["job"]
+    values = {
+        "nonce": nonce,
+        "policy": policy,
+        "title": html.escape(f"{job}: {state['state']}"),
+        "state": json.dumps(state, allow_nan=False).translate(MARKUP),
+    }
+    return PLACE.sub(lambda match: values[match.group(1)], _template())
+
+
+@functools.cache
+def _template() -> str:
+    return (resources.files("rolecall.page") / "page.html").read_text(encoding="utf-8")
+
+
+def _inline() -> tuple[str, str]:
+    """The text of the template's script and of its style."""
+    parts = (re.search(rf"<{tag} {{{{nonce}}}}>(.*?)</{tag}>", _template(), re.DOTALL) for tag in ("script", "style"))
+    script, style = (match.group(1) for match in parts if match)
+    return script, style
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,1 @@
+"""The stacks of all ranks, and who waits for whom."""

@@ -1,0 +1,66 @@
+"""`rolecall stacks`: what every rank's worker does, and who waits for whom."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolecall.errors import UsageError
+from rolecall.observe.ask import ask_now
+from rolecall.observe.stacks import stack_report, waits
+
+TIMEOUT, TIMEOUT_NATIVE = 12.0, 45.0  # seconds for all replies
+RANK = re.compile(r"(?P<role>.+?)(?:[ _-](?P<ordinal>\d+))?")
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs `rolecall stacks` with `words`. Returns the exit code. Raises UsageError where rank 0 is not reached or
+    refuses, and for a rank that is not there."""
+    parser = argparse.ArgumentParser(
+        prog="rolecall stacks",
+        description="The stacks of the ranks' workers, what remote calls wait for whom, and deadlocks among them.",
+    )
+    parser.add_argument("target", metavar="TARGET", help="HOST:PORT or URL of rank 0's metrics, or a run's folder")
+    parser.add_argument("ranks", nargs="*", metavar="RANK", help="show the stacks of these only: ps-0, or a role (all)")
+    parser.add_argument("--native", action="store_true", help="with native frames, where py-spy is installed")
+    parser.add_argument("--json", action="store_true", help="every rank's reply and the conclusions, as JSON")
+    arguments = parser.parse_args(words)
+    timeout = TIMEOUT_NATIVE if arguments.native else TIMEOUT
+    # all are asked: who waits for whom needs them
+    replies = ask_now(arguments.target, "stacks", {"native": arguments.native}, timeout=timeout)
+    names = chosen(arguments.ranks, replies)
+    print(as_json(replies, names) if arguments.json else stack_report.text(replies, names, arguments.native))
+    return 0
+
+
+def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None:
+    """The ranks that `words` name, as ROLE-ORDINAL or ROLE; None without words. Raises UsageError for one that is not
+    there."""
+    names: list[str] = []
+    for word in words:
+        match = RANK.fullmatch(word)
+        exact = f"{match['role']} {match['ordinal']}" if match else ""
+        matching = [name for name in replies if name == exact or name.rpartition(" ")[0] == word]
+        if not matching:
+            raise UsageError(f"RANK {word!r}: no such rank in the gang ({', '.join(replies) or 'which is empty'})")
+        names += [name for name in matching if name not in names]
+    return names if words else None
+
+
+def as_json(replies: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None) -> str:
+    """The replies of the ranks `names`, or of all, and who waits for whom."""
+    picture = waits.look(stack_report.read(replies))
+    return json.dumps(
+        {
+            "ranks": {name: reply for name, reply in replies.items() if names is None or name in names},
+            "waits": [{"rank": each.rank, "to": each.to, "what": each.what, "seconds": each.seconds}
+                      for each in picture.waits],
+            "deadlocks": picture.deadlocks,
+            "circles": picture.circles,
+            "awake": picture.awake,
+        },
+        indent=1,
+    )  # fmt: skip

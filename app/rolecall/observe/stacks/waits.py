@@ -1,0 +1,257 @@
+"""Who waits for whom: read from the stacks and the calls under way of all ranks, without I/O.
+
+A thread is a node of a graph. What it waits for is given in groups: it goes on once a thread of each group does. So a
+deadlock is what remains of the waiting threads where those that may go on are taken away, one after the other. A thread
+that waits for a condition, or for an answer that is given later, may be released by a call of any rank: it counts as
+deadlocked only where nothing goes on in any rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolecall.record.stacks import RPC_THREADS, Thread
+
+Node = tuple[str, int]  # a rank, and its thread's number; a call that no thread waits for has a negative one
+Group = frozenset[Node]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call under way: to which rank, of what, for how many seconds, and the number of the thread that made it."""
+
+    to: str
+    method: str
+    seconds: float
+    thread: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's reply. With an `error` it has given none, and nothing is known of it. A rank without a worker, or whose
+    worker still starts, is not `running`."""
+
+    name: str
+    threads: tuple[Thread, ...] = ()
+    calls: tuple[Call, ...] = ()
+    running: bool = True
+    error: str = ""
+
+    @property
+    def role(self) -> str:
+        """The rank's role."""
+        return self.name.rpartition(" ")[0]
+
+    @property
+    def serving(self) -> tuple[Thread, ...]:
+        """The threads that serve remote calls."""
+        return tuple(thread for thread in self.threads if thread.in_rpc)
+
+    def at_a_lock(self, thread: Thread) -> bool:
+        """Whether `thread` waits for a lock, and not for a call that it makes on the same line."""
+        calls = thread.on_one_line and any(call.thread == thread.number for call in self.calls)
+        return thread.at_a_lock and not calls
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether each thread for remote calls and their answers serves a call."""
+        return len(self.serving) >= RPC_THREADS
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`rank` waits for `to`, for `seconds` where that is known: for the answer of the call `what`, or in a collective
+    operation of that name."""
+
+    rank: str
+    to: str
+    what: str
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        time = "" if self.seconds is None else f" {self.seconds:.1f} s"
+        return f"{self.rank} waits{time} for {self.to} ({self.what})"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Who waits for whom. `deadlocks` are closed circles of ranks, the first one named again at the end; `circles`,
+    likewise, are no deadlocks as far as is known; `awake` are ranks in which something goes on, or of which nothing is
+    known; `exhausted` are those whose threads for remote calls all serve one."""
+
+    waits: tuple[Wait, ...] = ()
+    deadlocks: tuple[tuple[str, ...], ...] = ()
+    circles: tuple[tuple[str, ...], ...] = ()
+    awake: tuple[str, ...] = ()
+    exhausted: tuple[str, ...] = ()
+
+
+def read(name: str, reply: Mapping[str, Any]) -> Rank:
+    """The rank `name` from its JSON reply to the query "stacks". Raises KeyError, TypeError or ValueError for what is
+    none."""
+    if "error" in reply:
+        return Rank(name, running=False, error=str(reply["error"]))
+    calls = (Call(str(to), str(method), float(seconds), int(thread)) for to, method, seconds, thread in reply["calls"])
+    threads = tuple(Thread.read(each) for each in reply["threads"])
+    return Rank(name, threads, tuple(calls), running=reply["state"] == "running")
+
+
+def look(ranks: Iterable[Rank]) -> Picture:
+    """Who waits for whom in `ranks`."""
+    graph = _Graph({rank.name: rank for rank in ranks})
+    stuck, waits, awake = graph.stuck(), graph.waits(), graph.awake()
+    deadlocks = _circles(graph.edges(stuck))
+    if not awake:  # then a condition that nobody fulfils is a part of it, too
+        several = [circle for circle in _circles(graph.edges(stuck, conditions=True)) if len({*circle}) > 1]
+        known = [{*circle} for circle in deadlocks]
+        deadlocks += tuple(circle for circle in several if {*circle} not in known)
+    direct: dict[str, set[str]] = {}
+    for wait in waits:
+        direct.setdefault(wait.rank, set()).add(wait.to)
+    locked = {name for circle in deadlocks for name in circle}
+    others = [circle for circle in _circles(direct) if len({*circle}) > 1 and locked.isdisjoint(circle)]
+    exhausted = tuple(name for name, rank in graph.ranks.items() if rank.exhausted)
+    return Picture(waits, deadlocks, tuple(others), awake, exhausted)
+
+
+@dataclass
+class _Graph:
+    ranks: Mapping[str, Rank]
+    _threads: dict[Node, Thread] = field(default_factory=dict)
+    _calls: dict[Node, list[Call]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank in self.ranks.values():
+            callers = {call.thread for call in rank.calls}
+            for thread in rank.threads:
+                if not thread.idle and (not thread.in_background or thread.number in callers):
+                    self._threads[rank.name, thread.number] = thread
+            for number, call in enumerate(rank.calls):
+                node = rank.name, call.thread
+                # the thread of another call has left it, to a callback
+                self._calls.setdefault(node if node in self._threads else (rank.name, -number - 1), []).append(call)
+
+    # ---- what a node waits for
+
+    def _here(self, name: str, but: Node) -> Group:
+        """The nodes of a rank, other than one of them."""
+        return frozenset(node for node in {*self._threads, *self._calls} if node[0] == name and node != but)
+
+    def _holders(self, node: Node) -> Group:
+        """The threads that may hold the lock that `node` waits for: those whose source says so, or any of its rank."""
+        others = self._here(node[0], node)
+        sure = {other for other in others if other in self._threads
+                and self._threads[other].may_hold(self._threads[node])}  # fmt: skip
+        return frozenset(sure) or others
+
+    def _serving(self, call: Call) -> Group:
+        """The threads that may serve `call`; where its rank has none left, those that it waits for."""
+        callee = self.ranks.get(call.to)
+        if callee is None:
+            return frozenset()
+        threads = [each for each in callee.threads if call.method in each.served]
+        if not threads and callee.exhausted:
+            threads = [*callee.serving]
+        return frozenset((call.to, each.number) for each in threads)
+
+    def _spared(self, rank: Rank) -> list[Group]:
+        """The threads of which an answer to `rank` needs one, where all are taken."""
+        return [frozenset((rank.name, each.number) for each in rank.serving)] if rank.exhausted else []
+
+    def _missing(self, rank: Rank) -> list[Node]:
+        """The main threads of the members of `rank`'s role that are in no collective operation."""
+        others = [each for each in self.ranks.values() if each.role == rank.role and each.running]
+        late = [each for each in others if not any(thread.collective for thread in each.threads)]
+        return [(each.name, thread.number) for each in late for thread in each.threads if thread.main]
+
+    def _groups(self, node: Node) -> list[Group]:
+        """What `node` waits for, as far as that is known."""
+        thread, rank = self._threads.get(node), self.ranks[node[0]]
+        if thread and rank.at_a_lock(thread):
+            return [holders] if (holders := self._holders(node)) else []
+        if thread and thread.collective:
+            return [frozenset({missing}) for missing in self._missing(rank)]
+        if calls := self._calls.get(node):
+            answers = [self._serving(call) for call in calls]  # the first answer may let it go on
+            return self._spared(rank) + ([frozenset().union(*answers)] if all(answers) else [])
+        return []
+
+    # ---- deadlocks
+
+    def stuck(self) -> set[Node]:
+        """The nodes that wait for each other for ever."""
+        nodes = {*self._threads, *self._calls}
+        stuck = {node for node in nodes if node not in self._threads or self._threads[node].waits}
+        if not self.awake():
+            return stuck
+        groups = {node: self._groups(node) for node in stuck}
+        while free := {node for node in stuck if not any(group <= stuck for group in groups[node])}:
+            stuck -= free
+        return stuck
+
+    def edges(self, stuck: set[Node], conditions: bool = False) -> dict[Node, set[Node]]:
+        """What each node that is `stuck` waits for directly; with `conditions` also what may fulfil them."""
+        edges: dict[Node, set[Node]] = {}
+        for node in stuck:
+            to = {other for group in self._groups(node) for other in group}
+            if conditions:
+                for call in self._calls.get(node, ()):
+                    to |= self._serving(call) or self._here(call.to, node)
+                if not to:
+                    to |= self._here(node[0], node)
+            edges[node] = to & stuck
+        return edges
+
+    def awake(self) -> tuple[str, ...]:
+        """Ranks in which something goes on, or of which nothing is known."""
+        going = {node[0] for node, thread in self._threads.items() if not thread.waits}
+        return tuple(name for name, rank in self.ranks.items() if name in going or not rank.running)
+
+    def waits(self) -> tuple[Wait, ...]:
+        """Who waits for whom, the longest wait first."""
+        waits = []
+        for rank in self.ranks.values():
+            calls: dict[tuple[str, str], float] = {}
+            for call in rank.calls:
+                calls[call.to, call.method] = max(calls.get((call.to, call.method), 0.0), call.seconds)
+            waits += [Wait(rank.name, to, method, seconds) for (to, method), seconds in calls.items()]
+            for operation in {thread.collective for thread in rank.threads if thread.collective and thread.waits}:
+                waits += [Wait(rank.name, name, operation) for name, _ in self._missing(rank)]
+        return tuple(sorted(waits, key=lambda wait: (-(wait.seconds or 0.0), wait.rank, wait.to)))
+
+
+def _circles(edges: Mapping[Any, Iterable[Any]]) -> tuple[tuple[str, ...], ...]:
+    """The shortest circle through each node, in ranks, each named once. Nodes are ranks, or threads of ranks."""
+    circles: dict[frozenset[str], tuple[str, ...]] = {}
+    for start in sorted(edges):
+        before: dict[Any, Any] = {}
+        queue = deque([start])
+        while queue and start not in before:
+            node = queue.popleft()
+            for to in sorted(edges.get(node, ())):
+                if to not in before:
+                    before[to] = node
+                    queue.append(to)
+        if start not in before:
+            continue
+        path = [start]
+        while len(path) == 1 or path[-1] != start:
+            path.append(before[path[-1]])
+        ranks = _ranks(path[::-1])
+        if len(ranks) > 1 and frozenset(ranks) not in circles:
+            circles[frozenset(ranks)] = ranks
+    return tuple(sorted(circles.values(), key=lambda circle: (len(circle), circle)))
+
+
+def _ranks(path: Sequence[Any]) -> tuple[str, ...]:
+    """The ranks of a closed path, beginning with the first by name; one that stays within a rank names it twice."""
+    names = [node if isinstance(node, str) else node[0] for node in path]
+    ranks = [name for place, name in enumerate(names[:-1]) if name != names[place - 1 if place else -2]]
+    if not ranks:
+        return names[0], names[0]
+    first = ranks.index(min(ranks))
+    ranks = ranks[first:] + ranks[:first]
+    return *ranks, ranks[0]

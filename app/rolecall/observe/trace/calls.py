@@ -1,0 +1,98 @@
+"""The two sides of each remote call, and what its time went to.
+
+A call's time outside its handler is the client span's length minus the server span's: no clocks are compared. Of a
+method's calls between two ranks, the fastest with about as many bytes tells what the network takes, wire format and
+dispatch included. What others take beyond it is queueing, and so is the wait of a function that is called in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rolecall.observe.trace.clocks import Clocks
+from rolecall.record.records import Process, Span, Trace
+
+Route = tuple[str, str, str, int]  # method, caller, called, and the bits of the number of bytes, both ways
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The server side of a call: its process, and when it came in, its function began and returned, and its answer
+    left, by that process's clock, in ns."""
+
+    process: Process
+    came: int
+    began: int
+    ran: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where a call's time went, in ns. `held` is the time from an asynchronous handler's return to its answer."""
+
+    network: int
+    queueing: int
+    handler: int
+    held: int
+
+
+class Calls:
+    """The calls of a trace, by the client spans' numbers, and the clocks of its processes. Reads every file once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.clocks = Clocks(one.process for one in trace.recordings)
+        self._served: dict[str, Served] = {}
+        self._matched = set[str]()  # client spans whose other side was recorded
+        self._fastest: dict[Route, int] = {}
+        clients = list[tuple[Process, str, str, int, int, int]]()
+        for recording in trace.recordings:
+            for span in recording:
+                if span.kind == "server" and span.parent:
+                    self._served[span.parent] = _served(recording.process, span)
+                elif span.kind == "client":
+                    clients.append((recording.process, span.id, span.name, _bits(span), span.start_ns, span.end_ns))
+        for process, id, name, bits, start, end in clients:
+            if served := self._served.get(id):
+                self._matched.add(id)
+                route, outside = (name, process.name, served.process.name, bits), _outside(end - start, served)
+                self._fastest[route] = min(outside, self._fastest.get(route, outside))
+                self.clocks.observe(process, served.process, start, served.came, served.left, end)
+        self.clocks.solve()
+
+    def served(self, span: Span) -> Served | None:
+        """The other side of a client span; None where it was not recorded."""
+        return self._served.get(span.id)
+
+    def parts(self, process: Process, span: Span) -> Parts | None:
+        """Where the time of a client span of `process` went; None where its other side was not recorded."""
+        served = self._served.get(span.id)
+        if served is None:
+            return None
+        outside = _outside(span.end_ns - span.start_ns, served)
+        route = (span.name, process.name, served.process.name, _bits(span))
+        network = min(outside, self._fastest.get(route, outside))
+        return Parts(network, outside - network, served.ran - served.began, served.left - served.ran)
+
+    @property
+    def fastest(self) -> dict[Route, int]:
+        """What the network takes in the calls of a method between two ranks, by size: the fastest round trip, in ns."""
+        return self._fastest
+
+    def matched(self, id: str) -> bool:
+        """Whether both sides of the call with this client span were recorded."""
+        return id in self._matched
+
+
+def _served(process: Process, span: Span) -> Served:
+    return Served(process, span.start_ns, span.began_ns, span.ran_ns, span.end_ns)
+
+
+def _bits(span: Span) -> int:
+    sent, received = span.attributes.get("sent", 0), span.attributes.get("received", 0)
+    return (sent + received).bit_length() if isinstance(sent, int) and isinstance(received, int) else 0
+
+
+def _outside(length: int, served: Served) -> int:
+    return max(0, length - (served.left - served.began))

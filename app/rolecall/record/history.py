@@ -1,0 +1,280 @@
+"""A run's history: score and its spread, loss and work done over the seconds of training, across all generations.
+
+A file beside the checkpoints holds it, one JSON object (a row) a line; `journal` writes that file, `read` reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rolecall.record import files
+
+BOUNDS = ("low", "high")  # of the scores, where a job says how they spread
+CURVES = ("score", *BOUNDS, "loss", "done")
+KEPT = {*CURVES, "goal"}
+SPACING = 500  # a point is kept when 1/500 of the training time has passed since the last: some 6,000 in a month
+MOST_STARTS = 500
+MOST_EVENTS = 500
+MOST_REASON = 300  # characters
+LAST_TIME = 253_402_300_799  # Unix time, seconds: the year 9999
+Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
+# what a worker sends: kind, step, monotonic time in seconds, value; the kinds of sinks' points are not of the history
+Record = tuple[str, int, float, float]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value at a step, after `seconds` of training over all generations, lost steps included."""
+
+    step: int
+    seconds: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """A generation that trained on after `step`: `seconds` of training before it, the Unix `time` of its start, and in
+    `after` the cause that ended the generation before, if there was one."""
+
+    generation: int
+    step: int
+    seconds: float
+    time: float
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a generation, at a Unix `time`: it `ended`, or `lost` an elastic rank, for a `cause`, which
+    `reason` says in words."""
+
+    what: Literal["ended", "lost"]
+    generation: int
+    time: float
+    cause: str
+    reason: str = ""
+
+
+class History:
+    """The contents of the file. A generation that resumes from a checkpoint replaces the points after it."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[Point]] = {kind: [] for kind in CURVES}
+        self.last: dict[str, Point] = {}  # of each curve, kept or not
+        self.least: Point | None = None  # of the scores
+        self.greatest: Point | None = None
+        self.goal: float | None = None
+        self.starts: list[Start] = []
+        self.generations = 0
+        self.began = 0.0  # Unix time; 0 where nothing was trained
+        self.seconds = 0.0
+        self.ends = Counter[str]()  # by cause: generations that another followed
+        self.lost = Counter[str]()  # by cause: elastic ranks that a generation continued without
+        self.events: list[Event] = []  # the newest
+        self._end = ""  # cause of the last generation's end, until the next starts
+        self._started = False  # a generation, in this process
+        self._origin: float | None = None  # monotonic time of 0 seconds; set when training begins
+
+    # ---- live
+
+    def record(self, records: Iterable[Record]) -> list[Row]:
+        """Adds a worker's records; returns the rows to be written."""
+        rows: list[Row] = []
+        for kind, step, at, value in records:
+            if kind == "start":
+                self._started, self._origin = True, None
+                after = (self._end or "restarted") if self.generations else ""
+                start = Start(int(value), step, self.seconds, round(time.time(), 3), after)
+                rows += self._add({"kind": "start", **asdict(start)})
+            elif kind == "train":
+                self._origin = at - self.seconds
+            elif not self._started or not math.isfinite(value) or kind not in KEPT:
+                continue
+            elif kind == "goal":
+                rows += self._add({"kind": "goal", "value": value})
+            else:
+                rows += self._record_point(kind, step, at, value)
+        return rows
+
+    def _record_point(self, kind: str, step: int, at: float, value: float) -> list[Row]:
+        self._origin = at - self.seconds if self._origin is None else self._origin
+        self.seconds = max(self.seconds, round(at - self._origin, 3))
+        point, points = Point(step, self.seconds, value), self.curves[kind]
+        if points and step <= points[-1].step:
+            return []  # an evaluation that is repeated after its checkpoint
+        self._update(kind, point)
+        if kind in BOUNDS:
+            kept = self._kept("score", step)  # a band has both its bounds, and the curve, at the same steps
+        else:
+            kept = not points or point.seconds - points[-1].seconds >= self.seconds / SPACING
+        if not kept:
+            return []
+        return self._add({"kind": kind, **asdict(point)})
+
+    def _kept(self, kind: str, step: int) -> bool:
+        points = self.curves[kind]
+        return bool(points) and points[-1].step == step
+
+    def end_generation(self, cause: str, generation: int = 0, reason: str = "") -> list[Row]:
+        """Adds the cause of a generation's end, and the event where its number is given; returns the rows to be
+        written."""
+        return self._add({"kind": "end", "cause": cause}) + self._happen("ended", generation, cause, reason)
+
+    def lose_rank(self, cause: str, generation: int = 0, reason: str = "") -> list[Row]:
+        """Adds the loss of an elastic rank, without which the generation continues; returns the rows to be written."""
+        return self._add({"kind": "lost", "cause": cause}) + self._happen("lost", generation, cause, reason)
+
+    def _happen(self, what: Literal["ended", "lost"], generation: int, cause: str, reason: str) -> list[Row]:
+        if not generation:
+            return []
+        last = (reason.strip().splitlines() or [""])[-1][:MOST_REASON]  # of a traceback, the error itself
+        event = Event(what, generation, round(time.time(), 3), cause, last)
+        return self._add({"kind": "event", **asdict(event)})
+
+    def close(self) -> list[Row]:
+        """Adds the last points, where they were not kept; returns the rows to be written."""
+        newest = {kind: point for kind, point in self.last.items() if not self._kept(kind, point.step)}
+        return [row for kind, point in newest.items() for row in self._add({"kind": kind, **asdict(point)})]
+
+    def _add(self, row: Row) -> list[Row]:
+        self.add(row)
+        return [row]
+
+    # ---- rows
+
+    def add(self, row: Row) -> None:
+        """Adds a row of the file. Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for anything
+        else, and has then added nothing."""
+        match row["kind"]:
+            case "start":
+                self._start(Start(_whole(row["generation"]), _whole(row["step"]), _bounded(row["seconds"]),
+                                  _bounded(row["time"], LAST_TIME), str(row.get("after", ""))))  # fmt: skip
+            case "goal":
+                self.goal = _finite(row["value"])
+            case "end":
+                self._end = str(row["cause"])
+            case "lost":
+                self.lost[str(row["cause"])] += 1
+            case "event":
+                event = Event("lost" if row["what"] == "lost" else "ended", _whole(row["generation"]),
+                              _bounded(row["time"], LAST_TIME), str(row["cause"]), str(row["reason"]))  # fmt: skip
+                self.events = [*self.events, event][-MOST_EVENTS:]
+            case "earlier":
+                generations, began = _whole(row["generations"]), _bounded(row["began"], LAST_TIME)
+                ends, lost = _counts(row["ends"]), _counts(row["lost"])
+                self.generations, self.began = self.generations + generations, began
+                self.ends.update(ends)
+                self.lost.update(lost)
+            case str(kind) if kind in self.curves:
+                point = Point(_whole(row["step"]), _bounded(row["seconds"]), _finite(row["value"]))
+                self.curves[kind].append(point)
+                self.seconds = max(self.seconds, point.seconds)
+                self._update(kind, point)
+            case kind:
+                raise ValueError(f"unknown kind of row: {kind}")
+
+    def _start(self, start: Start) -> None:
+        self.starts = [*self.starts, start][-MOST_STARTS:]
+        self.generations += 1
+        self.began = self.began or start.time
+        self.seconds = max(self.seconds, start.seconds)
+        if start.after:
+            self.ends[start.after] += 1
+        self._end, self.least, self.greatest, self.last = "", None, None, {}
+        for kind, points in self.curves.items():
+            self.curves[kind] = [point for point in points if point.step <= start.step]
+            for point in self.curves[kind]:
+                self._update(kind, point)
+
+    def _update(self, kind: str, point: Point) -> None:
+        self.last[kind] = point
+        if kind == "score":
+            self.least = point if self.least is None or point.value < self.least.value else self.least
+            self.greatest = point if self.greatest is None or point.value > self.greatest.value else self.greatest
+
+    def rows(self) -> list[Row]:
+        """The rows from which `add` rebuilds this history."""
+        if not self.generations:
+            return []
+        causes = Counter(start.after for start in self.starts if start.after)
+        rows: list[Row] = [
+            {"kind": "earlier", "generations": self.generations - len(self.starts), "began": self.began,
+             "ends": dict(self.ends - causes), "lost": dict(self.lost)}
+        ]  # fmt: skip
+        if self.goal is not None:
+            rows.append({"kind": "goal", "value": self.goal})
+        rows += [{"kind": "start", **asdict(start)} for start in self.starts]  # before the points, which they would cut
+        rows += [{"kind": "event", **asdict(event)} for event in self.events]
+        rows += [{"kind": kind, **asdict(point)} for kind, points in self.curves.items() for point in points]
+        return rows + ([{"kind": "end", "cause": self._end}] if self._end else [])
+
+    def spread(self) -> list[tuple[Point, Point]]:
+        """The lowest and the highest of what a score is a mean of, at each step that has both."""
+        highest = {point.step: point for point in self.curves["high"]}
+        return [(low, highest[low.step]) for low in self.curves["low"] if low.step in highest]
+
+    # ---- rates
+
+    def spans(self) -> list[tuple[Point, Point]]:
+        """Neighbours of the curve `done` within a generation: only training lies between them."""
+        starts = [start.seconds for start in self.starts]
+        return [
+            (before, after)
+            for before, after in itertools.pairwise(self.curves["done"])
+            if bisect_left(starts, before.seconds) == bisect_left(starts, after.seconds)
+        ]
+
+    def per_second(self) -> float | None:
+        """The work done per second of training; None where it is not known yet."""
+        spans = self.spans()
+        seconds = sum(after.seconds - before.seconds for before, after in spans)
+        return sum(after.value - before.value for before, after in spans) / seconds if seconds else None
+
+
+def _whole(value: Any) -> int:
+    return int(_bounded(value))
+
+
+def _bounded(value: Any, most: float = 2**53) -> float:
+    number = _finite(value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{number:g} is not between 0 and {most:g}")
+    return number
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError("not a number")
+    return number
+
+
+def _counts(values: dict[str, Any]) -> dict[str, int]:
+    return {str(cause): _whole(count) for cause, count in values.items()}
+
+
+def read(directory: Path) -> History:
+    """The history in `directory`, without lines that are damaged, such as a torn last one; empty without a file.
+
+    Raises OSError where there is a file that cannot be read.
+    """
+    history = History()
+    try:
+        lines = (directory / files.HISTORY).read_bytes().splitlines()
+    except FileNotFoundError:
+        return history
+    for line in lines:
+        try:
+            history.add(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            continue
+    return history

@@ -1,0 +1,194 @@
+"""Threads and their frames, as supervisors reply to the query "stacks", and what they say about a thread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+RPC_THREADS = 16  # of a worker: they serve remote calls, and take the answers of its own
+State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
+HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
+TURNS = ("serve", "rolecall/torch_rpc/turns.py")
+OURS = ("rolecall/rank/", "rolecall/trace/", "rolecall/telemetry", "rolecall/jobs/script/ending.py")  # threads'
+AROUND = ("torch/distributed/rpc/", "rolecall/job/", "rolecall/trace/")  # between torch and a called function
+# where Python's library waits for a condition, which any thread may fulfil
+CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
+LOCK = re.compile(r"^with (?P<locks>.*?):|\.acquire\(")
+COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter",
+}  # fmt: skip
+GROUPS = "torch/distributed/distributed_c10d.py"
+# what is waited for in a frame, in words: the end of its file's name, its function
+WAITS = {
+    ("rolecall/torch_rpc/rpc.py", "get"): "for its RankObject to be set",
+    ("rolecall/torch_rpc/rpc.py", "join_group"): "for the members of its process group",
+    ("rolecall/torch_rpc/rpc.py", "forward"): "for rank 0 to take its progress",
+    ("rolecall/torch_rpc/agent.py", "_start"): "for the other ranks' RPC",
+    ("rolecall/torch_rpc/store.py", "open_store"): "for rank 0's store",
+    ("rolecall/context/peers.py", "require_peers"): "for a peer to come",
+    ("torch/distributed/rpc/api.py", "shutdown"): "for all ranks to end their RPC",
+    ("torch/autograd/graph.py", "_engine_run_backward"): "in a backward pass",
+    ("torch/distributed/autograd/__init__.py", "backward"): "in a distributed backward pass",
+}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame: its function, its file, and the line, 0 where it is not known, with its `text` if that can be read, and
+    what the `with` statements around it are given."""
+
+    function: str
+    file: str
+    line: int = 0
+    text: str = ""
+    within: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name, without what it is defined in."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def native(self) -> bool:
+        """Whether it is not one of Python."""
+        return not self.file.endswith(".py") and not self.file.startswith("<")
+
+    def at(self, function: str, file: str) -> bool:
+        """Whether it is a frame of `function` in a file whose name ends so."""
+        return self.name == function and self.file.endswith(file)
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})" if self.line else f"{self.function} ({self.file})"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread of a worker; `number` is its native ID, or where that is not known its ID in Python. `frames` begin with
+    the innermost.
+
+    `state` is what it did while it was watched: it "computes", "moves" a little, "sleeps" for a time, waits for "input"
+    or output, "waits" for another thread, is "stopped", or is not known.
+    """
+
+    number: int
+    frames: tuple[Frame, ...] = ()
+    state: State = ""
+    main: bool = False
+    gil: bool = False
+    name: str = ""
+
+    @classmethod
+    def read(cls, reply: Mapping[str, Any]) -> Thread:
+        """A thread of a reply."""
+        frames = tuple(
+            Frame(str(function), str(file), int(line), str(text), tuple(map(str, within)))
+            for function, file, line, text, within in reply["frames"]
+        )
+        return cls(int(reply["number"]), frames, reply["state"], bool(reply["main"]), bool(reply["gil"]),
+                   str(reply["name"]))  # fmt: skip
+
+    @cached_property
+    def code(self) -> tuple[Frame, ...]:
+        """The frames of Python, the innermost first."""
+        return tuple(frame for frame in self.frames if not frame.native)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing but another thread's doing lets it go on."""
+        return self.state == "waits"
+
+    @property
+    def in_rpc(self) -> bool:
+        """Whether it is one of RPC's threads, and serves a call."""
+        return any(frame.at(*HANDLER) for frame in self.code)
+
+    @cached_property
+    def served(self) -> tuple[str, ...]:
+        """The functions within the call that it serves, the called one among them; empty where it serves none."""
+        for place, frame in enumerate(self.code):
+            if frame.at(*HANDLER) or frame.at(*TURNS):
+                return tuple(inner.name for inner in self.code[:place])
+        return ()
+
+    @property
+    def serves(self) -> str:
+        """The called function, where it serves a call."""
+        for place, frame in enumerate(self.code):
+            if frame.at(*HANDLER) or frame.at(*TURNS):
+                inner = self.code[:place]
+                users = [each for each in inner if not any(part in each.file for part in AROUND)]
+                return (users or inner)[-1].name if inner else ""
+        return ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do, or is one of Rolecall's for itself."""
+        inner = next((frame for frame in self.code if not _waiting(frame)), None)
+        if inner is None or inner.at(*TURNS):
+            return True
+        target = next(frame for frame in reversed(self.code) if not _waiting(frame))
+        return not self.main and not self.in_rpc and target.file.startswith(OURS)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it waits, and neither is the main thread nor serves a call: mostly for work."""
+        return self.waits and self.at_a_condition and not self.main and not self.in_rpc
+
+    @property
+    def at_a_condition(self) -> bool:
+        """Whether its innermost frame is one in which Python's library waits."""
+        return bool(self.code) and _waiting(self.code[0])
+
+    @property
+    def at_a_lock(self) -> bool:
+        """Whether it waits for a lock, which a thread of its process holds: its line says `with`, or `acquire`."""
+        return self.waits and bool(self.code) and not self.at_a_condition and bool(LOCK.search(self.code[0].text))
+
+    @property
+    def on_one_line(self) -> bool:
+        """Whether its `with` statement is of one line: then it may as well be within it."""
+        match = LOCK.search(self.code[0].text) if self.code else None
+        return bool(match and match["locks"] and self.code[0].text[match.end() :].split("#")[0].strip())
+
+    @property
+    def lock(self) -> str:
+        """The lock that it waits for, as its line names it; empty where it does not say."""
+        match = LOCK.search(self.code[0].text) if self.at_a_lock else None
+        return (match["locks"] or "").split(" as ")[0].strip() if match else ""
+
+    def may_hold(self, other: Thread) -> bool:
+        """Whether it is within a `with` statement on a lock of the name that `other` waits for, in the same file."""
+        name, file = other.lock.rpartition(".")[2], other.code[0].file if other.code else ""
+        return bool(name) and any(
+            held.rpartition(".")[2] == name for frame in self.code if frame.file == file for held in frame.within
+        )
+
+    @property
+    def collective(self) -> str:
+        """The operation of its process group that it is in."""
+        return next((each.name for each in self.code if each.file.endswith(GROUPS) and each.name in COLLECTIVES), "")
+
+    @property
+    def doing(self) -> str:
+        """What it does, in words."""
+        if self.idle:
+            return "idle"
+        if self.collective:
+            return f"in {self.collective} of its process group"
+        for frame in self.code if self.state in ("waits", "input", "moves", "") else ():
+            for (file, function), words in WAITS.items():
+                if frame.at(function, file):
+                    return words if words.startswith("in ") else f"waits {words}"
+        if self.at_a_lock:
+            return f"waits for the lock {self.lock}" if self.lock else "waits for a lock"
+        words = {"moves": "goes on", "input": "waits for input or output"}.get(self.state, self.state)
+        return f"{words}, holds the GIL" if self.gil else words
+
+
+def _waiting(frame: Frame) -> bool:
+    return frame.file.startswith(CONDITIONS)

@@ -1,0 +1,273 @@
+"""How fast `rl` is beside the libraries that people use: `make bench-peers`, after `make peers`.
+
+Measured in turns, with several seeds; medians count. For CartPole-v1, Acrobot-v1 and Pendulum-v1: the seconds from the
+first environment's first step to the first policy whose evaluation (20 fresh episodes, its most probable actions)
+reaches the threshold, and the environment steps until then. A policy is evaluated every 0.25 seconds of training, or
+every 2 % of them; evaluations do not count. A seed that does not get there counts as longer than any other. gymnasium
+names no threshold for Pendulum; it is -200 here.
+
+Rolecall runs as a user starts it, `rolecall run rl`, with its defaults, until its last 100 training episodes have the
+threshold as their mean; what it had reached before, its checkpoints tell afterwards. The others end once an evaluation
+passes, without the seconds of evaluations, so that `to the prompt` is to their advantage. On vectors they compute with
+one thread: here that is as fast as two, and ten times faster where something else keeps a core busy.
+
+Steps a second include the learning. HalfCheetah-v5 is measured for them alone, and so is Pong, in frames, four a step.
+Rolecall's bars are those of one of its two ways of inference, in each environment the faster one. With BENCH_JSON=FILE
+each run is kept as it comes, and a rerun measures what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import command, launch
+from bench.peers import ours, process
+from bench.peers.process import Run
+from bench.peers.store import Kept, Store
+from bench.peers.tasks import OURS, TASKS, Task
+from rolecall.jobs.rl import RlSettings
+
+News = Callable[[str], None]
+NAMES = {
+    "observer": "Rolecall, INFERENCE=observer", "agent": "Rolecall, INFERENCE=agent", "sb3": "Stable-Baselines3",
+    "cleanrl": "CleanRL's settings", "appo": "Sample Factory", "rllib": "RLlib",
+}  # fmt: skip
+SECONDS = 120.0  # of training, for a threshold
+START = 60.0  # seconds more for processes to start
+EVALUATIONS = 900.0  # seconds more for the evaluations of a peer's policies
+RATE_SECONDS = 40.0
+FRAMES = 4  # of a game of Atari, a step
+SOONER, MORE_STEPS, CHEETAH, PIXELS = 2.0, 3.0, 2.0, 1.5  # the bars
+
+
+@dataclass
+class Measured:
+    """All results. `busy_percent` is how busy the machine was before each measurement: others' work."""
+
+    store: Store
+    tasks: list[str]
+    seeds: list[int]
+    busy_percent: list[float] = field(default_factory=list)
+
+    def runs(self, task: str, who: str) -> list[Run]:
+        keys = [f"{who}/{task}/{seed}" for seed in self.seeds]
+        return [self.store.runs[key] for key in keys if key in self.store.runs]
+
+    def median(self, task: str, who: str, value: Callable[[Run], float]) -> float:
+        """Over the seeds; not a number where none was measured."""
+        values = [value(run) for run in self.runs(task, who)]
+        return statistics.median(values) if values else math.nan
+
+    def seconds(self, task: str, who: str) -> float:
+        """From the first step to the threshold."""
+        return self.median(task, who, lambda run: _reached(task, run, lambda snapshot: snapshot.seconds))
+
+    def steps(self, task: str, who: str) -> float:
+        """Environment steps to the threshold."""
+        return self.median(task, who, lambda run: _reached(task, run, lambda snapshot: float(snapshot.steps)))
+
+    def prompt(self, task: str, who: str) -> float:
+        """From the process's start to its end, for runs that reach the threshold."""
+        return self.median(task, who, lambda run: _reached(task, run, lambda _: run.wall or math.inf))
+
+    def rate(self, task: str, who: str) -> float:
+        return self.median(task, who, lambda run: run.steps_per_s)
+
+    def ours(self, task: str) -> str:
+        """Our better way of inference: sooner at the threshold, otherwise with more steps a second."""
+        if TASKS[task].threshold is None:
+            return max(OURS, key=lambda who: -math.inf if math.isnan(rate := self.rate(task, who)) else rate)
+        return min(OURS, key=lambda who: (math.isnan(seconds := self.seconds(task, who)), seconds))
+
+    def fastest(self, task: str) -> float:
+        """The seconds to the threshold of the fastest peer; not a number where none was measured."""
+        peers = [self.seconds(task, who) for who in TASKS[task].steps if who not in OURS]
+        return min((each for each in peers if not math.isnan(each)), default=math.nan)
+
+    def bars(self) -> list[command.Bar]:
+        bars: list[command.Bar] = []
+
+        def bar(what: str, our: float, their: float, factor: float, unit: str, least: bool = True) -> None:
+            if math.isnan(their):
+                return  # there is nothing to compare with
+            bound = their * factor
+            met = (our <= bound if least else our >= bound) and math.isfinite(our)
+            sign = "<=" if least else ">="
+            bars.append((what, _number(our, unit), f"{sign} {factor:.3g} x {_number(their, unit)}", met))
+
+        for task in self.tasks:
+            our = self.ours(task)
+            if TASKS[task].threshold is not None:
+                bar(f"{task}: to the threshold", self.seconds(task, our), self.fastest(task), 1 / SOONER, "s")
+                bar(f"{task}: its steps", self.steps(task, our), self.steps(task, "sb3"), MORE_STEPS, "steps")
+                bar(f"{task}: to the prompt", self.prompt(task, our), self.prompt(task, "sb3"), 1.0, "s")
+            elif TASKS[task].pixels:
+                frames = FRAMES * self.rate(task, our), FRAMES * self.rate(task, "appo")
+                bar(f"{task}: frames/s", *frames, PIXELS, "frames/s", least=False)
+            else:
+                rates = self.rate(task, our), self.rate(task, "sb3")
+                bar(f"{task}: steps/s", *rates, CHEETAH, "steps/s", least=False)
+        return bars
+
+    def to_json(self) -> dict[str, Any]:
+        def finite(value: float) -> float | None:
+            return round(value, 3) if math.isfinite(value) else None
+
+        table = {
+            task: {who: {"seconds": finite(self.seconds(task, who)), "steps": finite(self.steps(task, who)),
+                         "prompt_s": finite(self.prompt(task, who)), "steps_per_s": finite(self.rate(task, who))}
+                   for who in TASKS[task].steps}
+            for task in self.tasks
+        }  # fmt: skip
+        return {**self.store.to_json(), "table": table, "bars": command.bars_json(self),
+                "busy_percent": self.busy_percent}  # fmt: skip
+
+
+def _reached(task: str, run: Run, value: Callable[[process.Snapshot], float]) -> float:
+    threshold = TASKS[task].threshold
+    if threshold is None:
+        return math.nan
+    snapshot = run.reached(threshold)
+    return value(snapshot) if snapshot else math.inf
+
+
+def _number(value: float, unit: str) -> str:
+    if not math.isfinite(value):
+        return "-" if math.isnan(value) else "not reached"
+    return f"{value:,.1f} s" if unit == "s" else f"{value:,.0f} {unit}".strip()
+
+
+def train(task: Task, who: str, seed: int, sampled: bool, on: News) -> Run:
+    """One run. Raises RuntimeError, TimeoutError."""
+    if who in OURS:
+        forever = {} if task.threshold is not None else {"SOLVED_BY": "never"}
+        return ours.train(
+            SECONDS + START, on, task.threshold, 0, sampled, INFERENCE=who, SEED=seed, MAX_STEPS=task.steps[who],
+            **task.variables, **forever,
+        )  # fmt: skip
+    rated = task.threshold is None
+    return process.peer(
+        who, SECONDS + START + EVALUATIONS, on, environment=task.names.get(who, task.environment), seed=seed,
+        steps=task.steps[who], threshold=task.threshold, seconds=RATE_SECONDS if rated else SECONDS,
+        episodes=0 if rated else None, sampled=sampled, threads=None if task.pixels else 1,
+    )  # fmt: skip
+
+
+def measure(tasks: list[str], seeds: list[int], whom: list[str], sampled: bool, console: Console) -> Measured:
+    """Measures what the store lacks. What fails is left out, and says why."""
+    launch.clean_environment(RlSettings)
+    measured = Measured(Store.open("peers" + "-sampled" * sampled), tasks, seeds)
+    absent = {who: problem for who in whom if who not in OURS and (problem := process.missing(who))}
+    for problem in absent.values():
+        console.print(f"left out: {problem}", markup=False, highlight=False)
+    parts = [
+        (task, who, seed)
+        for seed in seeds for task in tasks for who in TASKS[task].steps
+        if who in whom and who not in absent and f"{who}/{task}/{seed}" not in measured.store.runs
+    ]  # fmt: skip
+    with Kept(len(parts), console, measured.busy_percent) as display:
+        for task, who, seed in parts:
+            key = f"{who}/{task}/{seed}"
+
+            def attempt(on: News, part: tuple[str, str, int] = (task, who, seed), key: str = key) -> Run | str:
+                try:
+                    return train(TASKS[part[0]], *part[1:], sampled, on)
+                except (RuntimeError, TimeoutError, OSError) as error:
+                    return measured.store.fail(key, error)
+
+            def keep(run: Run | str, key: str = key) -> None:
+                if isinstance(run, Run):
+                    measured.store.keep(key, run)
+
+            display.step(f"{NAMES[who]}, {task}, seed {seed}", attempt, keep, partial(_line, task))
+    return measured
+
+
+def _line(task: str, run: Run | str) -> str:
+    if isinstance(run, str):
+        return f"FAILED: {run}"
+    rate = f"{run.steps_per_s:,.0f} steps/s"
+    threshold = TASKS[task].threshold
+    if threshold is None:
+        return rate
+    snapshot = run.reached(threshold)
+    wall = "ended by its deadline" if run.wall is None else f"{run.wall:.1f} s to the prompt"
+    if snapshot is None:
+        best = max((each.score for each in run.snapshots), default=math.nan)
+        return f"NOT reached in {run.seconds:.0f} s, {run.steps:,} steps (best {best:.1f}), {rate}"
+    return f"{snapshot.seconds:.1f} s, {snapshot.steps:,} steps to {snapshot.score:.1f}; {wall}, {rate}"
+
+
+def tables(measured: Measured) -> list[Table]:
+    """The results for people."""
+    found = []
+    for task in measured.tasks:
+        threshold = TASKS[task].threshold
+        title = f"{task}, medians of {len(measured.seeds)} seeds" + (
+            f", to {threshold:g}" if threshold is not None else ""
+        )
+        columns: list[tuple[str, Callable[[str, str], float], str]] = [("steps/s", measured.rate, "")]
+        if threshold is not None:
+            columns = [("seconds", measured.seconds, "s"), ("steps", measured.steps, ""),
+                       ("to the prompt", measured.prompt, "s"), *columns]  # fmt: skip
+        table = Table("", title=title)
+        for column, *_ in columns:
+            table.add_column(column, justify="right")
+        for who in TASKS[task].steps:
+            if measured.runs(task, who):
+                table.add_row(NAMES[who], *(_number(value(task, who), unit) for _, value, unit in columns))
+        found.append(table)
+    if measured.store.failures:
+        failures = Table("left out", "why")
+        for key, line in measured.store.failures.items():
+            failures.add_row(key, line)
+        found.append(failures)
+    return found
+
+
+def _names(given: str | None, known: dict[str, Any], option: str) -> list[str]:
+    names = given.split(",") if given else list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{option}: {unknown[0]} is none of {', '.join(known)}")
+    return names
+
+
+def main(argv: list[str] | None = None) -> int:
+    chosen = argparse.Namespace()
+
+    def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+        parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join(TASKS)}")
+        parser.add_argument("--only", metavar="WHOM", help=f"of {','.join(NAMES)}")
+        parser.add_argument(
+            "--sampled", action="store_true", help="evaluate sampled actions, not the most probable ones"
+        )
+
+        def accept(arguments: argparse.Namespace) -> None:
+            try:
+                chosen.tasks = _names(arguments.environments or ("CartPole-v1" if arguments.quick else None), TASKS,
+                                      "--environments")  # fmt: skip
+                chosen.sampled = arguments.sampled
+                chosen.whom = _names(arguments.only, NAMES, "--only")
+            except ValueError as error:
+                parser.error(str(error))
+
+        return accept
+
+    def measured(rounds: int, quick: bool, console: Console) -> Measured:
+        return measure(chosen.tasks, list(range(1, rounds + 1)), chosen.whom, chosen.sampled, console)
+
+    return command.run("peers", __doc__, 3, "CartPole-v1 alone", measured, tables, argv, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

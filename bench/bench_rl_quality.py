@@ -1,0 +1,308 @@
+"""How well `rl` learns beside Stable-Baselines3: `make bench-rl-quality`, after `make peers`. Many hours in full.
+
+Each trains a policy for as many environment steps, with each seed; the score is the mean return of 20 fresh episodes
+under the last policy, which takes its most probable action; in Boxing it samples, as RL Zoo has it for Atari.
+Stable-Baselines3's hyper-parameters are those that RL Zoo publishes for each environment, Rolecall's its defaults. With
+BENCH_JSON=FILE each score is kept as it comes, and a rerun measures what is missing; SB3's scores of docs/rl.md are in
+peers/sb3_returns.json, to be copied for that. No figure of speed comes of it: --parallel trains several policies side
+by side.
+
+Bars: Rolecall's mean over the seeds is at least Stable-Baselines3's less one standard error of that mean, and its worst
+seed is no worse. CartPole without velocities is solved with a memory, and not without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench import command, launch
+from bench.display import lines
+from bench.peers import ours, process, report, zoo
+from bench.peers.process import Run
+from bench.peers.store import Store
+from rolecall.jobs.rl import RlSettings
+
+SIDES = ("sb3", "rolecall")
+NAMES = {"sb3": "Stable-Baselines3", "rolecall": "Rolecall"}
+SOLVED = 475.0  # CartPole's threshold
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained, and for how many environment steps; `solved`: whether it is to reach SOLVED, if that counts;
+    `sampled`: whether the evaluation's actions are sampled.
+    """
+
+    environment: str
+    steps: int
+    memory: bool = False
+    solved: bool | None = None
+    sampled: bool = False
+
+    @property
+    def deadline(self) -> float:
+        """Seconds for a run, on a machine that is busy with another."""
+        return 600 + self.steps / 30
+
+
+ROWS = {
+    "CartPole-v1": Row("CartPole-v1", 100_000),
+    "Acrobot-v1": Row("Acrobot-v1", 200_000),
+    "MountainCarContinuous-v0": Row("MountainCarContinuous-v0", 100_000),
+    "Pendulum-v1": Row("Pendulum-v1", 100_000),
+    "LunarLander-v3": Row("LunarLander-v3", 1_000_000),
+    "LunarLanderContinuous-v3": Row("LunarLanderContinuous-v3", 1_000_000),
+    "masked": Row(zoo.MASKED, 100_000, solved=False),
+    "masked-memory": Row(zoo.MASKED, 100_000, memory=True, solved=True),
+    "HalfCheetah-v5": Row("HalfCheetah-v5", 1_000_000),
+    "Walker2d-v5": Row("Walker2d-v5", 1_000_000),
+    "Boxing": Row(zoo.BOXING, 200_000, sampled=True),  # of four frames each
+}
+QUICK = ("CartPole-v1", "Pendulum-v1")
+
+
+@dataclass
+class Scores:
+    """One side's scores of a row, a seed each."""
+
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def worst(self) -> float:
+        return min(self.values)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return statistics.stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else 0.0
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "-"
+        return f"{self.mean:,.1f} ± {self.error:,.1f}" if self.error else f"{self.mean:,.1f}"
+
+
+@dataclass
+class Options:
+    """What is measured."""
+
+    rows: dict[str, Row] = field(default_factory=lambda: dict(ROWS))
+    seeds: list[int] = field(default_factory=list)
+    parallel: int = 1
+    variables: dict[str, str] = field(default_factory=dict)  # Rolecall's settings, if not its defaults
+    sides: Sequence[str] = SIDES  # whose policies are trained
+
+    def key(self, side: str, name: str, seed: int) -> str:
+        """A run's, which another number of steps, or other settings, make another one."""
+        settings = "".join(f"/{key}={value}" for key, value in sorted(self.variables.items())) * (side == "rolecall")
+        return f"{side}/{name}/{self.rows[name].steps}/{seed}{settings}"
+
+
+@dataclass
+class Measured:
+    """All results."""
+
+    options: Options
+    store: Store
+    busy_percent: list[float] = field(default_factory=list)
+
+    def scores(self, side: str, name: str) -> Scores:
+        keys = [self.options.key(side, name, seed) for seed in self.options.seeds]
+        return Scores([self.store.runs[key].score for key in keys if key in self.store.runs])
+
+    def bars(self) -> list[command.Bar]:
+        bars: list[command.Bar] = []
+        for name, row in self.options.rows.items():
+            theirs, our = self.scores("sb3", name), self.scores("rolecall", name)
+            if "rolecall" in self.options.sides and len(our.values) < len(self.options.seeds):
+                done = f"{len(our.values)} of {len(self.options.seeds)} seeds"
+                bars.append((f"{name}: measured", done, "all", False))
+            if our.values and theirs.values:
+                least = theirs.mean - theirs.error
+                bars.append((f"{name}: mean", f"{our.mean:,.1f}", f">= {theirs.mean:,.1f} - {theirs.error:.1f}",
+                             our.mean >= least))  # fmt: skip
+                bars.append((f"{name}: worst", f"{our.worst:,.1f}", f">= {theirs.worst:,.1f}",
+                             our.worst >= theirs.worst))  # fmt: skip
+            if our.values and row.solved is not None:
+                is_solved = our.mean >= SOLVED
+                bars.append((f"{name}: solved", f"{our.mean:,.1f}", f"{'>=' if row.solved else '<'} {SOLVED:g}",
+                             is_solved == row.solved))  # fmt: skip
+        return bars
+
+    def to_json(self) -> dict[str, Any]:
+        table = {
+            name: {side: {"scores": scores.values, **({"mean": scores.mean, "error": scores.error,
+                                                       "worst": scores.worst} if scores.values else {})}
+                   for side in SIDES for scores in [self.scores(side, name)]}
+            for name in self.options.rows
+        }  # fmt: skip
+        return {**self.store.to_json(), "table": table, "bars": command.bars_json(self)}
+
+
+def measure(options: Options, console: Console) -> Measured:
+    """Trains what the store lacks. What fails is left out, and says why."""
+    launch.clean_environment(RlSettings)
+    measured, absent = Measured(options, Store.open("rl-quality")), process.missing("sb3")
+    if absent:
+        console.print(f"left out: {absent}", markup=False, highlight=False)
+    parts = [
+        (side, name, seed)
+        for seed in options.seeds for name in options.rows for side in options.sides
+        if not (absent and side == "sb3") and options.key(side, name, seed) not in measured.store.runs
+    ]  # fmt: skip
+    news: dict[str, str] = {}
+
+    columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+
+    def say() -> str:
+        return "".join(f"{task.completed:.0f}/{len(parts)} done; {task.description}" for task in progress.tasks)
+
+    with Progress(*columns, console=console, transient=True) as progress, lines(console, say):
+        task = progress.add_task("", total=len(parts))
+
+        def work(part: tuple[str, str, int]) -> None:
+            side, name, seed = part
+            what, key = f"{NAMES[side]}, {name}, seed {seed}", options.key(side, name, seed)
+
+            def on(line: str) -> None:
+                news[what] = line
+                progress.update(task, description="; ".join(f"{each}: {news[each]}" for each in list(news))[:150])
+
+            on("starts")
+            try:
+                run = whole(train(side, options.rows[name], seed, options, on), options.rows[name])
+                measured.store.keep(key, run)
+                said = f"{run.score:,.1f} after {run.steps:,} steps, {run.seconds:,.0f} s"
+            except (RuntimeError, TimeoutError, OSError) as error:
+                if stopped.is_set():
+                    return
+                said = f"FAILED: {measured.store.fail(key, error)}"
+            finally:
+                news.pop(what, None)
+            progress.advance(task)
+            console.print(f"{what}: {said}", markup=False, highlight=False)
+
+        stopped = threading.Event()
+        together(parts, work, options.parallel, stopped)
+    return measured
+
+
+def together(parts: Sequence[Any], work: Callable[[Any], None], parallel: int, stopped: threading.Event) -> None:
+    """Does `work` for each part, `parallel` at a time. Where this is interrupted, or one raises, `stopped` is set, the
+    programs under way are ended, and no further part begins.
+    """
+    with ThreadPoolExecutor(parallel) as pool:
+        waiting, under_way = list(reversed(parts)), set[Future[None]]()
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < parallel:
+                    under_way.add(pool.submit(work, waiting.pop()))
+                done, under_way = wait(under_way, timeout=1.0, return_when=FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+        except BaseException:
+            stopped.set()
+            while under_way:  # one that was about to start a program is ended in the next round
+                process.end_all()
+                _, under_way = wait(under_way, timeout=0.5)
+            raise
+
+
+def train(side: str, row: Row, seed: int, options: Options, on: Callable[[str], None]) -> Run:
+    if side == "sb3":  # with more threads it waits at every operation where something else keeps a core busy
+        return process.peer("sb3", row.deadline, on, environment=row.environment, steps=row.steps, seed=seed,
+                            memory=row.memory, sampled=row.sampled, threads=1)  # fmt: skip
+    return ours.train(
+        row.deadline, on, None, report.EPISODES, row.sampled, ENV_ID=row.environment, SEED=seed, MAX_STEPS=row.steps,
+        SOLVED_BY="never", MEMORY="lstm" if row.memory else "none", **{"INFERENCE": "observer", **options.variables},
+    )  # fmt: skip
+
+
+def whole(run: Run, row: Row) -> Run:
+    """A run that made all its steps. Raises RuntimeError for another: its score is no comparison."""
+    if run.steps < row.steps:
+        raise RuntimeError(f"ended after {run.steps:,} of {row.steps:,} steps")
+    return run
+
+
+def tables(measured: Measured) -> list[Table]:
+    """The results for people."""
+    table = Table("environment", "steps", "seeds", title=f"Mean return of {report.EPISODES} fresh episodes, over seeds")
+    for side in SIDES:
+        table.add_column(NAMES[side], justify="right")
+        table.add_column("worst", justify="right")
+    for name, row in measured.options.rows.items():
+        theirs, our = (measured.scores(side, name) for side in SIDES)
+        worst = [f"{each.worst:,.1f}" if each.values else "-" for each in (theirs, our)]
+        table.add_row(name, f"{row.steps:,}", f"{len(theirs.values)}, {len(our.values)}", str(theirs), worst[0],
+                      str(our), worst[1])  # fmt: skip
+    failures = Table("left out", "why")
+    for key, line in measured.store.failures.items():
+        failures.add_row(key, line)
+    return [table, failures] if measured.store.failures else [table]
+
+
+def choose(arguments: argparse.Namespace, quick: bool) -> Options:
+    """What the options ask for. Raises ValueError for what does not exist."""
+    names = arguments.environments.split(",") if arguments.environments else list(QUICK if quick else ROWS)
+    if unknown := [name for name in names if name not in ROWS]:
+        raise ValueError(f"--environments: {unknown[0]} is none of {', '.join(ROWS)}")
+    seeds = [1] if quick else list(range(1, arguments.rounds + 1))
+    if arguments.seeds:
+        seeds = []
+        for part in arguments.seeds.split(","):
+            first, _, last = part.partition("-")
+            seeds += range(int(first), int(last or first) + 1)
+    sides = arguments.sides.split(",")
+    if unknown := [side for side in sides if side not in SIDES]:
+        raise ValueError(f"--sides: {unknown[0]} is none of {', '.join(SIDES)}")
+    rows = {name: ROWS[name] for name in names}
+    if arguments.steps:
+        rows = {name: replace(row, steps=arguments.steps) for name, row in rows.items()}
+    if any("=" not in pair for pair in arguments.set):
+        raise ValueError("--set: NAME=VALUE")
+    variables = dict(pair.split("=", 1) for pair in arguments.set)
+    return Options(rows, seeds, arguments.parallel, variables, sides)
+
+
+def main(argv: list[str] | None = None) -> int:
+    chosen = argparse.Namespace()
+
+    def more(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+        parser.add_argument("--environments", metavar="NAMES", help=f"of {','.join(ROWS)}")
+        parser.add_argument("--sides", metavar="SIDES", default=",".join(SIDES), help="whose policies are trained")
+        parser.add_argument("--seeds", metavar="SEEDS", help="such as 1-3,7; as many as --rounds, if not given")
+        parser.add_argument("--steps", type=int, help="environment steps of every run, in place of the table's")
+        parser.add_argument("--parallel", type=int, default=1, help="policies that are trained at the same time")
+        parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of Rolecall's")
+
+        def accept(arguments: argparse.Namespace) -> None:
+            try:
+                chosen.options = choose(arguments, arguments.quick)
+            except ValueError as error:
+                parser.error(str(error))
+
+        return accept
+
+    return command.run("rl_quality", __doc__, 10, f"steps as in full, of {' and '.join(QUICK)}",
+                       lambda rounds, quick, console: measure(chosen.options, console), tables, argv, more)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

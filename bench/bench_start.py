@@ -1,0 +1,168 @@
+"""How soon a run makes its first step, beside the import of torch and gymnasium alone: `make bench-start`.
+
+Each round imports, and starts every job; the median of the rounds counts. With BENCH_JSON=FILE each number is written
+as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import command, launch
+from bench.display import Display
+from rolecall.declare import registry
+from rolecall.observe import targets
+
+JOBS = ("rl", "ps", "rnn", "hybrid")
+STEPS = {"rl": (1,), "ps": (1,), "rnn": (1,), "hybrid": (1, 100)}
+TIMES, PLUS = 1.5, 1.0  # of the import, and seconds: what a first step may take
+DEADLINE = 180.0  # seconds of one start
+PERIOD = 0.02  # seconds between two looks
+STEP = re.compile(r"^rolecall_step(?:{[^}]*})? (\S+)$", re.MULTILINE)
+
+
+@dataclass
+class Measured:
+    """Seconds, by round: of the import, and from `rolecall run JOB` to a step."""
+
+    imports: list[float] = field(default_factory=list)
+    steps: dict[str, list[float]] = field(default_factory=dict)  # by job and step: rl_1
+    load: list[float] = field(default_factory=list)  # of the machine, over a minute, before each round
+    busy_percent: list[float] = field(default_factory=list)
+
+    def seconds(self, job: str, step: int = 1) -> float:
+        return statistics.median(self.steps[f"{job}_{step}"])
+
+    def limit(self) -> float:
+        return TIMES * statistics.median(self.imports) + PLUS
+
+    def bars(self) -> list[command.Bar]:
+        limit = f"<= {self.limit():.2f} s: {TIMES:g} x the import + {PLUS:g} s"
+        return [(f"{job}, first step", f"{self.seconds(job):.2f} s", limit, self.seconds(job) <= self.limit())
+                for job in JOBS if f"{job}_1" in self.steps]  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """What is known so far, and everything measured under `details`."""
+        known: dict[str, Any] = {}
+        if self.imports:
+            known["import_s"] = round(statistics.median(self.imports), 3)
+        for name, values in self.steps.items():
+            job, _, step = name.rpartition("_")
+            known[f"first_step_s_{job}" if step == "1" else f"step_{step}_s_{job}"] = round(
+                statistics.median(values), 3
+            )
+            if step == "1":
+                known[f"ratio_{job}"] = round(statistics.median(values) / statistics.median(self.imports), 3)
+        return {**known, "details": {**asdict(self), "bars": command.bars_json(self), "processors": os.cpu_count()}}
+
+    def save(self) -> None:
+        """Writes the JSON, where one is asked for."""
+        if target := os.environ.get("BENCH_JSON"):
+            Path(target).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def cold_import() -> float:
+    """Seconds that a new process takes to import torch and gymnasium."""
+    started = time.monotonic()
+    try:
+        subprocess.run([sys.executable, "-c", "import torch, gymnasium"], check=True, timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"not within {DEADLINE:g} s") from None
+    return time.monotonic() - started
+
+
+def start(job: str, steps: Sequence[int], on: Callable[[str], None]) -> list[float]:
+    """Seconds from the command until each of `steps` is done. Raises RuntimeError or TimeoutError."""
+    started, reached = time.monotonic(), list[float]()
+    with launch.run(job, DEADLINE, {"CHECKPOINT_INTERVAL": 86400}) as running:
+        lines: list[str] = []
+        threading.Thread(target=lambda: [lines.append(str(event)) for event in running.events()], daemon=True).start()
+        while len(reached) < len(steps):
+            if running.process.poll() is not None:
+                raise RuntimeError("\n".join(["it ended before its time", *lines[-20:]]))
+            if time.monotonic() - started > DEADLINE:
+                raise TimeoutError(f"not at step {steps[len(reached)]} within {DEADLINE:g} s")
+            if _step(running.directory) >= steps[len(reached)]:
+                reached.append(time.monotonic() - started)
+                on(f"step {steps[len(reached) - 1]} after {reached[-1]:.1f} s")
+            time.sleep(PERIOD)
+    return reached
+
+
+def _step(directory: Path) -> float:
+    """Rank 0's step; 0 before it tells."""
+    ranks = targets.ranks_of(directory)
+    if not ranks:
+        return 0.0
+    try:
+        with urllib.request.urlopen(ranks[0].url, timeout=5) as answer:
+            match = STEP.search(answer.read().decode())
+    except OSError:
+        return 0.0
+    return float(match[1]) if match else 0.0
+
+
+def measure(rounds: int, console: Console) -> Measured:
+    """Everything. Raises RuntimeError or TimeoutError where a run fails."""
+    measured = Measured()
+
+    def keep(job: str) -> Callable[[list[float]], None]:
+        def kept(seconds: list[float]) -> None:
+            for step, one in zip(STEPS[job], seconds, strict=True):
+                measured.steps.setdefault(f"{job}_{step}", []).append(one)
+            measured.save()
+
+        return kept
+
+    def imported(seconds: float) -> None:
+        measured.imports.append(seconds)
+        measured.save()
+
+    with Display((1 + len(JOBS)) * rounds, console, measured.busy_percent) as display:
+        for number in range(1, rounds + 1):
+            measured.load.append(os.getloadavg()[0])
+            display.step(f"import, round {number}", lambda on: cold_import(), imported, lambda value: f"{value:.2f} s")
+            for job in JOBS:
+                display.step(f"{job}, round {number}", lambda on, job=job: start(job, STEPS[job], on),  # type: ignore[misc]
+                             keep(job), lambda value: ", ".join(f"{one:.2f} s" for one in value))  # fmt: skip
+    return measured
+
+
+def tables(measured: Measured) -> list[Table]:
+    """The results for people."""
+    table = Table("", "seconds", "of the import", title="From the command to the first step")
+    imports = statistics.median(measured.imports)
+    table.add_row("import torch, gymnasium", f"{imports:.2f}", "1.0")
+    for name in measured.steps:
+        job, _, step = name.rpartition("_")
+        seconds = measured.seconds(job, int(step))
+        table.add_row(f"{job}, step {step}", f"{seconds:.2f}", f"{seconds / imports:.1f}")
+    return [table]
+
+
+def main(argv: list[str] | None = None) -> int:
+    def run(rounds: int, quick: bool, console: Console) -> Measured:
+        for job in JOBS:
+            launch.clean_environment(registry.get(job).settings)
+        return measure(rounds, console)
+
+    return command.run("start", __doc__, 5, "for a first look", run, tables, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Measures what `scale_model` is fed with, and writes costs_ps.json: `python -m bench.costs_ps`.
+
+Costs are processor seconds, not seconds of a clock: a busy machine changes them little. Messages go between two
+processes, with what `ps` sends; what tunnels take is measured in a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+from torch.futures import Future
+
+from bench import costs_job, launch, ranks
+from bench.scale_model import COSTS, Costs
+from rolecall import config
+from rolecall.jobs.ps import PsSettings, calls, lead
+from rolecall.jobs.ps.ledger import Ledger
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
+from rolecall.jobs.ps.model import Part
+from rolecall.jobs.ps.shard import Shard
+
+IN_FLIGHT = 8
+SMALL = 4000  # calls
+BULK, BULK_ELEMENTS = 100, 1_250_000  # calls with a tensor of 5 MB
+SIZED, SIZED_ELEMENTS = 2000, 256  # calls with a tensor of 1 kB
+ORDERED, KEYS = 300, 500  # calls with an order that names as many gradients
+ELEMENTS = 2**20  # of the shard that is updated
+DEADLINE = 300.0
+
+
+def measure() -> Costs:
+    """All costs. Raises RuntimeError or TimeoutError where a process fails."""
+    messages: dict[str, float] = ranks.run(["caller", "server"], _messages, deadline=DEADLINE)
+    few, many = _ledger_seconds(50), _ledger_seconds(1000)
+    per_trainer = max(0.0, (many - few) / 950)
+    apply_s, step_s = _update_seconds()
+    return Costs(**messages, **_tunnel(), apply_s=apply_s, step_s=step_s, ledger_s=max(0.0, few - 50 * per_trainer),
+                 ledger_trainer_s=per_trainer, arrived_key_s=_arrived_seconds())  # fmt: skip
+
+
+# ---- messages
+
+
+def _messages(tell: ranks.Tell) -> dict[str, float]:
+    """In the process `caller`: by measure, the processor seconds at either end."""
+    key, bulk, sized = GradientKey("trainer_1000", 1000), torch.zeros(BULK_ELEMENTS), torch.zeros(SIZED_ELEMENTS)
+    keys = [GradientKey(f"trainer_{number}", 1000) for number in range(KEYS)]
+    order = UpdateShard(1, dict.fromkeys(keys, 1 / KEYS), 1.0, tuple(keys))
+    call_s, serve_s = _both(SMALL, _take, key)
+    tensor = [each - small for each, small in zip(_both(SIZED, _take, sized), (call_s, serve_s), strict=True)]
+    sent, received = _both(BULK, _take, bulk)
+    asked, answered = _both(BULK, _give, BULK_ELEMENTS)
+    ordered = _both(ORDERED, _take, order)[0]
+    reported = _both(ORDERED, _take, keys)[1]
+    size = 4 * BULK_ELEMENTS
+    return {
+        "call_s": call_s, "serve_s": serve_s, "tensor_s": max(0.0, sum(tensor) / 2),
+        "send_byte_s": max(0.0, (sent - call_s + answered - serve_s) / 2 / size),
+        "receive_byte_s": max(0.0, (received - serve_s + asked - call_s) / 2 / size),
+        "order_key_s": max(0.0, (ordered - call_s) / KEYS), "complete_key_s": max(0.0, (reported - serve_s) / KEYS),
+    }  # fmt: skip
+
+
+def _both(count: int, function: Callable[..., Any], *args: Any) -> tuple[float, float]:
+    """Processor seconds of a call, at the caller and at the called process."""
+    _make(count // 10, function, *args)
+    there, here = rpc.rpc_sync("server", time.process_time), time.process_time()
+    _make(count, function, *args)
+    here = time.process_time() - here
+    return here / count, (rpc.rpc_sync("server", time.process_time) - there) / count
+
+
+def _make(count: int, function: Callable[..., Any], *args: Any) -> None:
+    waiting = deque[Future[Any]]()
+    for _ in range(count):
+        if len(waiting) == IN_FLIGHT:
+            waiting.popleft().wait()
+        waiting.append(rpc.rpc_async("server", function, args=args))
+    torch.futures.wait_all(list(waiting))
+
+
+def _take(what: Any) -> None:
+    """As the lead takes `complete`, and a server a gradient."""
+
+
+def _give(elements: int) -> Tensor:
+    return torch.zeros(1).expand(elements).contiguous()
+
+
+# ---- the lead and a server, without messages
+
+
+def _ledger_seconds(trainers: int) -> float:
+    """Processor seconds of the lead's ledger for a gradient of `sync`."""
+    names = [f"trainer_{number}" for number in range(trainers)]
+    rounds = max(3, 3000 // trainers)
+    ledger = Ledger(32 * trainers * (rounds + 1), 32, 1, 0, names, True)
+    for name in names:
+        ledger.take(GradientKey(name, 0), 0, 0)
+    started = time.process_time()
+    for number in range(1, rounds + 1):
+        for name in names:
+            ledger.take(GradientKey(name, number), ledger.version, 32)
+    return (time.process_time() - started) / (rounds * trainers)
+
+
+def _arrived_seconds() -> float:
+    """Processor seconds of the lead to count a server that has a gradient, once the report is unpickled."""
+    names = [f"trainer_{number}" for number in range(KEYS)]
+    ledger, arrived, servers = Ledger(KEYS, 1, 1, 0, names, True), Counter[GradientKey](), 100
+    inbox, keys = calls.INBOX.set(queue.SimpleQueue()), [GradientKey(name, 1) for name in names]
+    started, whole = time.process_time(), 0
+    for _ in range(servers):
+        calls.complete(keys)
+    while whole < KEYS:
+        whole += lead._next(inbox, ledger, arrived, servers) is not None
+    return (time.process_time() - started) / (servers * KEYS)
+
+
+def _update_seconds() -> tuple[float, float]:
+    """Processor seconds of an element: to join the mean, and of the optimizer's step."""
+    torch.set_num_threads(1)
+    shard = Shard([(0, Part(0, ELEMENTS, 0))], config.load(PsSettings), ELEMENTS)
+    gradient = torch.full((ELEMENTS,), 1e-6)
+
+    def seconds(gradients: int, rounds: int = 12) -> float:
+        used = 0.0
+        for number in range(rounds):
+            keys = [GradientKey(f"trainer_{each}", number) for each in range(gradients)]
+            for key in keys:
+                shard.receive(key, 0, gradient, Future[PartAnswer](), BatchReport(0, 32))
+            started = time.process_time()
+            shard.apply(0, dict.fromkeys(keys, 1 / gradients), 1.0)
+            used += (time.process_time() - started) * (number > 1)
+            for key in keys:
+                shard.drop(key.trainer)
+        return used / (rounds - 2) / ELEMENTS
+
+    few, many = seconds(2), seconds(18)
+    each = max(0.0, (many - few) / 16)
+    return each, max(0.0, few - 2 * each)
+
+
+def _tunnel() -> dict[str, float]:
+    """Of one tunnel, by running the job of `costs_job` with TLS on one machine, too."""
+    with launch.run(costs_job.__name__, DEADLINE, {"TLS": "always"}) as running:
+        deque(running.events(), maxlen=0)
+        spent = running.done()
+    # a call and its answer pass two tunnels each: four times a tunnel carries a message
+    small, bulk = spent["small_s"] / 4, spent["bulk_s"] / 4
+    return {"tunnel_message_s": small, "tunnel_byte_s": max(0.0, bulk - small) / costs_job.BULK}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print and write. Returns 0, 1 where a process fails, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m bench.costs_ps", description=__doc__)
+    parser.add_argument("--output", type=Path, default=COSTS, help="the file to write")
+    arguments = parser.parse_args(argv)
+    launch.clean_environment(PsSettings)
+    try:
+        costs = measure()
+    except (RuntimeError, TimeoutError) as error:
+        print(f"costs_ps: {error}")
+        return 1
+    machine = {"machine": platform.machine(), "processors": os.cpu_count(), "python": platform.python_version(),
+               "torch": torch.__version__}  # fmt: skip
+    values = {name: float(f"{value:.3g}") for name, value in costs.to_json().items()}
+    text = json.dumps({"costs": values, "measured_on": machine}, indent=1)
+    arguments.output.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

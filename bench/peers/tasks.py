@@ -1,0 +1,58 @@
+"""What `make bench-peers` has everybody train, and for how long."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.peers import zoo
+
+OURS = ("observer", "agent")  # Rolecall's ways of inference
+POOLED = "envpool:Pong-v5"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and by whom, for how many steps at most: a peer's schedules end with them."""
+
+    environment: str
+    steps: dict[str, int]
+    threshold: float | None = None
+    names: dict[str, str] = field(default_factory=dict)  # the environment's at a peer, where it is another
+
+    @property
+    def pixels(self) -> bool:
+        return self.environment == zoo.PONG
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Rolecall's settings."""
+        if self.pixels and importlib.util.find_spec("envpool"):
+            return {"ENVS": "envpool", "ENV_ID": POOLED.partition(":")[2]}
+        return {"ENV_ID": self.environment}
+
+
+TASKS = {
+    "CartPole-v1": Task(
+        "CartPole-v1", {"observer": 1_000_000, "agent": 1_000_000, "sb3": 100_000, "cleanrl": 500_000,
+                        "appo": 10_000_000, "rllib": 1_000_000}, 475.0,
+    ),
+    "Acrobot-v1": Task(
+        "Acrobot-v1", {"observer": 1_000_000, "agent": 1_000_000, "sb3": 1_000_000, "cleanrl": 500_000,
+                       "appo": 10_000_000, "rllib": 1_000_000}, -100.0,
+    ),
+    "Pendulum-v1": Task(
+        "bench.peers.environments:SolvablePendulum-v1",
+        {"observer": 1_000_000, "agent": 1_000_000, "sb3": 100_000, "cleanrl": 1_000_000, "appo": 1_000_000,
+         "rllib": 1_000_000}, -200.0,
+        dict.fromkeys(("sb3", "cleanrl", "appo", "rllib"), "Pendulum-v1"),
+    ),
+    "HalfCheetah-v5": Task(
+        "HalfCheetah-v5", {"observer": 60_000, "agent": 60_000, "sb3": 1_000_000, "cleanrl": 1_000_000}
+    ),
+    "Pong": Task(
+        zoo.PONG, {"observer": 20_000, "agent": 20_000, "sb3": 500_000, "cleanrl": 500_000, "appo": 500_000},
+        names={"cleanrl": POOLED, "appo": POOLED},
+    ),
+}  # fmt: skip

@@ -1,0 +1,52 @@
+"""What a remote call costs on this machine: `async_execution`, bytes in and bytes out, answered at once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from bench import ranks
+
+
+def calls_per_s(callers: int, in_flight: int, message: int, answer: int, seconds: float = 3.0) -> float:
+    """Calls a second that one process answers to `callers` others, each with `in_flight` calls under way.
+
+    `message` and `answer` are sizes in bytes. One caller with one call in flight waits for a round trip each time.
+    """
+    names = ["server", *(f"caller{number}" for number in range(callers))]
+    rate: float = ranks.run(names, _measure, names[1:], in_flight, message, answer, seconds, deadline=60 + 2 * seconds)
+    return rate
+
+
+def _measure(tell: ranks.Tell, callers: list[str], in_flight: int, message: int, answer: int, seconds: float) -> float:
+    rate = 0.0
+    for duration in (0.2 * seconds, seconds):  # the first one warms up
+        started = time.perf_counter()
+        counts = [rpc.rpc_async(name, _hammer, args=(in_flight, message, answer, duration)) for name in callers]
+        rate = sum(torch.futures.wait_all(counts)) / (time.perf_counter() - started)
+    return rate
+
+
+def _hammer(in_flight: int, message: int, answer: int, seconds: float) -> int:
+    def ask() -> torch.futures.Future[Any]:
+        return rpc.rpc_async("server", _answer, args=(bytes(message), answer))
+
+    ends = time.perf_counter() + seconds
+    count, waiting = 0, deque(ask() for _ in range(in_flight))
+    while time.perf_counter() < ends:
+        waiting.popleft().wait()
+        waiting.append(ask())
+        count += 1
+    torch.futures.wait_all(list(waiting))
+    return count
+
+
+@rpc.functions.async_execution
+def _answer(message: bytes, size: int) -> torch.futures.Future[bytes]:
+    future: torch.futures.Future[bytes] = torch.futures.Future()
+    future.set_result(bytes(size))
+    return future

@@ -1,0 +1,449 @@
+"""The logic of `make bench-peers` and `make bench-rl-quality`; no peer is needed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import psutil
+import pytest
+from rich.console import Console
+
+from bench import bench_peers, bench_rl_quality
+from bench.peers import ours, process, report, zoo
+from bench.peers.process import Run, Snapshot
+from bench.peers.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BENCH_JSON", raising=False)
+
+
+def solved(seconds: float, steps: int, wall: float | None = 10.0, score: float = 500.0) -> Run:
+    return Run(2 * steps, 2 * seconds, 1.0, wall, [score], [Snapshot(1, 0.1, 9.0), Snapshot(steps, seconds, score)])
+
+
+# ---- what programs print
+
+
+def test_the_lines_of_a_program_make_a_run() -> None:
+    run = Run()
+    for event in (
+        {"event": "begin", "at": 103.0},
+        {"event": "snapshot", "steps": 50, "seconds": 2.0, "scores": [1.0, 3.0]},
+        {"event": "end", "steps": 90, "seconds": 4.0, "paused": 1.5, "scores": [5.0]},
+        {"event": "gone", "at": 110.0},
+    ):
+        run = process.add(run, event, 100.0)
+    assert run == Run(90, 4.0, 3.0, 8.5, [5.0], [Snapshot(50, 2.0, 2.0)])
+    assert run.steps_per_s == 22.5
+    assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
+def test_the_first_policy_at_the_threshold_counts() -> None:
+    run = Run(snapshots=[Snapshot(1, 1.0, 474.9), Snapshot(2, 2.0, 475.0), Snapshot(3, 3.0, 500.0)])
+    assert run.reached(475.0) == Snapshot(2, 2.0, 475.0)
+    assert run.reached(501.0) is None
+
+
+def program(*statements: str) -> list[str]:
+    return [sys.executable, "-c", "; ".join(("import json, os, subprocess, sys, time", *statements))]
+
+
+def say(**values: Any) -> str:
+    return f"print({json.dumps(json.dumps(values))}, flush=True)"
+
+
+def test_what_a_program_prints_besides_is_left_out() -> None:
+    words = program("print('a warning')", "print(7)", say(event="end", steps=1))
+    with process.lines(words, 30.0, {}) as events:
+        assert [event["event"] for event in events] == ["end", "gone"]
+
+
+def test_a_program_that_fails_says_why() -> None:
+    with (
+        process.lines(program("sys.exit('no such environment')"), 30.0, {}) as events,
+        pytest.raises(RuntimeError, match="exit code 1:\nno such environment"),
+    ):
+        list(events)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+SLEEPER = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
+PIDS = "print(json.dumps({'pids': [os.getpid(), child.pid]}), flush=True)"
+
+
+class Late(threading.Timer):
+    """Goes off when it is told to."""
+
+    fire = threading.Event()
+
+    def run(self) -> None:
+        if self.fire.wait(60.0):
+            self.function(*self.args, **self.kwargs)
+
+    def cancel(self) -> None:
+        self.fire.set()
+
+
+def test_a_program_that_is_late_is_ended_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.threading, "Timer", Late)
+    with process.lines(program(SLEEPER, PIDS, "time.sleep(600)"), 5.0, {}) as events:
+        pids = next(events)["pids"]
+        Late.fire.set()
+        with pytest.raises(TimeoutError, match="not done within 5 s"):
+            list(events)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_no_program_is_left_after_an_interruption() -> None:
+    pids: list[int] = []
+
+    def interrupted() -> None:
+        with process.lines(program(SLEEPER, PIDS, "time.sleep(600)"), 60.0, {}) as events:
+            pids.extend(next(events)["pids"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(pids) == 2
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_program_leaves_in_the_background_does_not_hold_it_up() -> None:
+    with process.lines(program(SLEEPER, PIDS, say(event="end")), 60.0, {}) as events:
+        first, *rest = events
+    assert [event["event"] for event in rest] == ["end", "gone"]
+    assert all(gone(pid) for pid in first["pids"])
+
+
+def test_a_process_that_hides_its_environment_is_ended_too() -> None:
+    hidden = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env={})"
+    with process.lines(program(hidden, PIDS, "time.sleep(600)"), 60.0, {}) as events:
+        pids = next(events)["pids"]
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process, "REPOSITORY", tmp_path)
+    assert process.missing("cleanrl") == "cleanrl is not installed (build/peers/sb3): make peers"
+    group = tmp_path / "build" / "peers" / "sb3"
+    group.mkdir(parents=True)
+    assert process.missing("sb3") == "sb3 could not be installed (build/peers/sb3): make peers"
+    (group / ".ready").touch()
+    assert process.missing("sb3") is None
+
+
+# ---- the peers' side of it
+
+
+def options(**values: Any) -> report.Options:
+    given = {"environment": "e", "seed": 1, "steps": 9, "seconds": 60.0, "threshold": 10.0, "every": 0.0, "episodes": 2,
+             "memory": False, "sampled": False}  # fmt: skip
+    return report.Options(**{**given, **values})
+
+
+def test_a_training_ends_at_the_threshold(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [[1.0, 2.0], [9.0, 12.0]]
+    lines = report.Report(options(), lambda episodes: scores.pop(0)[:episodes])
+    lines.begin()
+    assert not lines.look(100)
+    assert lines.look(200)
+    lines.end(200)  # of a policy that was evaluated: not again
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(event["event"], event.get("steps"), event.get("scores")) for event in events] == [
+        ("begin", None, None), ("snapshot", 100, [1.0, 2.0]), ("snapshot", 200, [9.0, 12.0]), ("end", 200, [9.0, 12.0])
+    ]  # fmt: skip
+
+
+def test_evaluations_take_no_seconds_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def evaluate(episodes: int) -> list[float]:
+        now[0] += 50.0
+        return [0.0] * episodes
+
+    lines = report.Report(options(), evaluate)
+    lines.begin()
+    now[0] += 4.0
+    assert not lines.look(1)
+    assert (lines.seconds, lines.paused) == (4.0, 50.0)
+    now[0] += 56.0
+    assert lines.look(2)  # the seconds are over
+
+
+def test_evaluations_of_a_long_training_are_further_apart() -> None:
+    assert report.due(1.25, 1.0, 0.25)
+    assert not report.due(1.2, 1.0, 0.25)
+    assert not report.due(100.0, 99.0, 0.25)
+    assert report.due(101.1, 99.0, 0.25)
+
+
+def test_fresh_episodes_are_played_to_their_ends() -> None:
+    returns = report.play(lambda: gymnasium.make("CartPole-v1"), lambda observations: [0] * len(observations), 3, 1)
+    assert len(returns) == 3
+    assert all(5 < each < 15 for each in returns)  # it falls
+
+
+def test_the_masked_environment_hides_the_velocities() -> None:
+    masked, whole = gymnasium.make(zoo.MASKED), gymnasium.make("CartPole-v1")
+    shown, everything = masked.reset(seed=3)[0], whole.reset(seed=3)[0]
+    assert list(shown) == [everything[0], everything[2]]
+    assert masked.observation_space.contains(shown)
+    assert (masked.spec.reward_threshold, masked.spec.max_episode_steps) == (475.0, 500)  # type: ignore[union-attr]
+
+
+def test_a_schedule_falls_to_nothing() -> None:
+    arguments = zoo.arguments(zoo.ZOO["CartPole-v1"])
+    assert arguments["learning_rate"](1.0) == 0.001
+    assert arguments["learning_rate"](0.25) == 0.00025
+    assert arguments["n_steps"] == 32
+
+
+def test_every_row_has_published_settings() -> None:
+    for row in bench_rl_quality.ROWS.values():
+        assert row.environment in (zoo.MEMORY if row.memory else zoo.ZOO)
+
+
+# ---- what is kept
+
+
+def test_a_rerun_measures_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BENCH_JSON", str(tmp_path / "results.json"))
+    store = Store.open("peers")
+    store.fail("b", TimeoutError("late"))
+    store.keep("a", solved(1.0, 10))
+    again = Store.open("peers")
+    assert again.runs == {"a": solved(1.0, 10)}
+    assert again.failures == {}  # to be tried again
+    with pytest.raises(RuntimeError, match="holds no results of rl-quality"):
+        Store.open("rl-quality")
+
+
+def test_the_documented_returns_of_sb3_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_JSON", str(ROOT / "bench" / "peers" / "sb3_returns.json"))
+    measured = bench_rl_quality.Measured(bench_rl_quality.choose(arguments(), quick=False), Store.open("rl-quality"))
+    documented, kept = (ROOT / "docs" / "rl.md").read_text(), 0
+    for name, row in measured.options.rows.items():
+        if (scores := measured.scores("sb3", name)).values:
+            kept += len(scores.values)
+            assert f"| {row.steps:,} | {scores} ({len(scores.values)}) | {scores.worst:,.1f} |" in documented, name
+    assert kept == len(measured.store.runs)
+
+
+def test_a_run_that_ended_early_is_no_result() -> None:
+    row = bench_rl_quality.ROWS["CartPole-v1"]
+    with pytest.raises(RuntimeError, match="ended after 99,999 of 100,000 steps"):
+        bench_rl_quality.whole(Run(row.steps - 1), row)
+    assert bench_rl_quality.whole(Run(row.steps), row).steps == row.steps
+
+
+def test_the_documented_runs_of_sb3_made_all_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_JSON", str(ROOT / "bench" / "peers" / "sb3_returns.json"))
+    for key, run in Store.open("rl-quality").runs.items():
+        assert run.steps >= int(key.split("/")[2]), key
+
+
+def test_a_failure_is_one_line() -> None:
+    store = Store("peers")
+    assert store.fail("a", RuntimeError("exit code 1:\nTraceback\nValueError: no")) == "exit code 1:: ValueError: no"
+    assert store.fail("a", TimeoutError()) == "TimeoutError"
+
+
+# ---- the bars
+
+
+def peers(runs: dict[str, list[Run]], task: str) -> bench_peers.Measured:
+    store = Store("peers")
+    for who, each in runs.items():
+        for seed, run in enumerate(each, 1):
+            store.keep(f"{who}/{task}/{seed}", run)
+    return bench_peers.Measured(store, [task], [1, 2, 3])
+
+
+def test_the_median_seed_counts_and_one_that_fails_is_the_slowest() -> None:
+    never = Run(100, 60.0, 1.0, None, [], [Snapshot(100, 60.0, 20.0)])
+    measured = peers({"sb3": [solved(8.0, 1000), never, solved(4.0, 500)], "rllib": [never] * 3}, "CartPole-v1")
+    assert measured.seconds("CartPole-v1", "sb3") == 8.0
+    assert measured.steps("CartPole-v1", "sb3") == 1000
+    assert measured.seconds("CartPole-v1", "rllib") == math.inf
+    assert math.isnan(measured.seconds("CartPole-v1", "appo"))  # not measured
+
+
+def test_the_better_way_of_inference_is_compared_with_the_fastest_peer() -> None:
+    runs = {"observer": [solved(2.0, 2900, wall=5.0)], "agent": [solved(5.0, 4000, wall=9.0)],
+            "sb3": [solved(6.0, 1000, wall=6.0)], "cleanrl": [solved(3.9, 9000)]}  # fmt: skip
+    met = {what: met for what, _, _, met in peers(runs, "CartPole-v1").bars()}
+    expected = {"to the threshold": False, "its steps": True, "to the prompt": True}  # 3.9 / 2 s, 3 x 1000, 6 s
+    assert met == {f"CartPole-v1: {what}": passed for what, passed in expected.items()}
+    runs["cleanrl"] = [solved(4.0, 9000)]
+    assert all(met for *_, met in peers(runs, "CartPole-v1").bars())
+
+
+@pytest.mark.parametrize(("task", "peer", "times"), [("HalfCheetah-v5", "sb3", 2.0), ("Pong", "appo", 1.5)])
+def test_rates_are_compared(task: str, peer: str, times: float) -> None:
+    for factor, passes in ((times, True), (times - 0.1, False)):
+        runs = {"observer": [Run(round(factor * 1000), 10.0)], "agent": [Run(1, 10.0)], peer: [Run(1000, 10.0)]}
+        assert [met for *_, met in peers(runs, task).bars()] == [passes]
+
+
+def test_what_is_not_measured_is_no_pass() -> None:
+    assert [met for *_, met in peers({"sb3": [solved(3.0, 100)]}, "CartPole-v1").bars()] == [False] * 3
+    assert peers({"observer": [solved(3.0, 100)]}, "CartPole-v1").bars() == []  # nothing to compare with
+
+
+def test_a_peer_that_fails_is_left_out_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "missing", lambda who: "rllib is not installed" if who == "rllib" else None)
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 0.0)
+
+    def train(task: Any, who: str, seed: int, sampled: bool, on: Any) -> Run:
+        if who == "appo":
+            raise TimeoutError("not done within 900 s")
+        return solved(1.0, 10)
+
+    monkeypatch.setattr(bench_peers, "train", train)
+    console = Console(width=200, record=True)
+    measured = bench_peers.measure(["CartPole-v1"], [1], list(bench_peers.NAMES), False, console)
+    assert set(measured.store.runs) == {f"{who}/CartPole-v1/1" for who in ("observer", "agent", "sb3", "cleanrl")}
+    assert measured.store.failures == {"appo/CartPole-v1/1": "not done within 900 s"}
+    said = console.export_text()
+    assert "left out: rllib is not installed" in said
+    assert "Sample Factory, CartPole-v1, seed 1: FAILED: not done within 900 s" in said
+    assert len(bench_peers.tables(measured)) == 2
+
+
+def quality(theirs: list[float], our: list[float], name: str = "Pendulum-v1") -> list[bool]:
+    row = bench_rl_quality.ROWS[name]
+    chosen = bench_rl_quality.Options({name: row}, list(range(1, len(our) + 1)))
+    measured = bench_rl_quality.Measured(chosen, Store("rl-quality"))
+    for side, scores in (("sb3", theirs), ("rolecall", our)):
+        for seed, score in enumerate(scores, 1):
+            measured.store.keep(chosen.key(side, name, seed), Run(scores=[score]))
+    assert json.dumps(measured.to_json())
+    assert bench_rl_quality.tables(measured)
+    return [met for *_, met in measured.bars()]
+
+
+def test_a_standard_error_below_the_mean_still_passes() -> None:
+    theirs = [100.0, 110.0, 120.0, 130.0]  # 115, its error 6.45
+    assert quality(theirs, [108.6] * 4) == [True, True]
+    assert quality(theirs, [108.4] * 4) == [False, True]
+    assert quality(theirs, [99.0, 130.0, 130.0, 130.0]) == [True, False]
+
+
+def test_without_velocities_it_takes_a_memory() -> None:
+    assert quality([500.0] * 2, [500.0, 470.0], "masked-memory") == [False, False, True]
+    assert quality([40.0] * 2, [480.0, 480.0], "masked") == [True, True, False]
+    assert quality([40.0] * 2, [50.0, 60.0], "masked") == [True, True, True]
+
+
+def test_scores_of_other_steps_or_settings_are_other_scores() -> None:
+    rows = {"Pendulum-v1": bench_rl_quality.Row("Pendulum-v1", 500)}
+    plain = bench_rl_quality.Options(rows, [1])
+    set_otherwise = bench_rl_quality.Options(rows, [1], variables={"LR": "0.1"})
+    assert plain.key("rolecall", "Pendulum-v1", 1) == "rolecall/Pendulum-v1/500/1"
+    assert set_otherwise.key("rolecall", "Pendulum-v1", 1) == "rolecall/Pendulum-v1/500/1/LR=0.1"
+    assert set_otherwise.key("sb3", "Pendulum-v1", 1) == plain.key("sb3", "Pendulum-v1", 1)
+
+
+def arguments(**values: Any) -> argparse.Namespace:
+    given = {"environments": None, "sides": "sb3,rolecall", "seeds": None, "steps": None, "parallel": 1, "set": [],
+             "rounds": 10}  # fmt: skip
+    return argparse.Namespace(**{**given, **values})
+
+
+def test_the_options_choose_rows_and_seeds() -> None:
+    chosen = bench_rl_quality.choose(arguments(environments="Boxing,masked", seeds="1-2,7", steps=5), quick=False)
+    assert [(name, row.steps) for name, row in chosen.rows.items()] == [("Boxing", 5), ("masked", 5)]
+    assert chosen.seeds == [1, 2, 7]
+    assert bench_rl_quality.choose(arguments(), quick=False).seeds == list(range(1, 11))
+    alone = bench_rl_quality.choose(arguments(sides="sb3"), quick=False)
+    assert bench_rl_quality.Measured(alone, Store("rl-quality")).bars() == []  # nothing of Rolecall's is missing
+    with pytest.raises(ValueError, match="--sides: appo is none of sb3, rolecall"):
+        bench_rl_quality.choose(arguments(sides="sb3,appo"), quick=False)
+    with pytest.raises(ValueError, match="--environments: Pung is none of"):
+        bench_rl_quality.choose(arguments(environments="Pung"), quick=False)
+    with pytest.raises(ValueError, match="--set: NAME=VALUE"):
+        bench_rl_quality.choose(arguments(set=["LR"]), quick=False)
+
+
+def test_an_interruption_ends_the_programs_of_every_thread() -> None:
+    under_way, left = threading.Barrier(3, timeout=30.0), list[int]()
+
+    def work(part: int) -> None:
+        if part == 2:
+            under_way.wait()
+            raise KeyboardInterrupt  # as the main thread's
+        with process.lines(program(SLEEPER, PIDS, "time.sleep(600)"), 60.0, {}) as events:
+            left.extend(next(events)["pids"])
+            under_way.wait()
+            list(events)
+
+    with pytest.raises(KeyboardInterrupt):
+        bench_rl_quality.together([0, 1, 2, 3], work, 3, threading.Event())
+    assert len(left) == 4  # of two programs; the fourth part never began
+    assert all(gone(pid) for pid in left)
+
+
+class Ended:
+    """A run of Rolecall's that has ended."""
+
+    directory = Path("somewhere")
+
+    def __init__(self, done: dict[str, Any] | None) -> None:
+        self._done = done
+
+    def events(self) -> list[dict[str, Any]]:
+        return [{"event": "training"}]
+
+    def done(self) -> dict[str, Any]:
+        if self._done is None:
+            raise RuntimeError("not DONE")
+        return self._done
+
+
+def rolecall(monkeypatch: pytest.MonkeyPatch, done: dict[str, Any] | None, deadline: float) -> Run:
+    given: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def run(job: str, deadline: float, variables: dict[str, Any]) -> Iterator[Ended]:
+        given.update(variables)
+        yield Ended(done)
+
+    monkeypatch.setattr("bench.launch.run", run)
+    monkeypatch.setattr(ours, "_snapshots", lambda *_: [Snapshot(60, 2.0, 20.0)])
+    trained = ours.train(deadline, lambda news: None, 15.0, 0, SEED=4)
+    assert (given["SEED"], given["CHECKPOINT_INTERVAL"]) == (4, 0.25)
+    return trained
+
+
+def test_rolecalls_checkpoints_say_when_it_was_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rolecall(monkeypatch, {"env_steps": 90, "seconds": 3.0}, 60.0)
+    assert (run.steps, run.seconds, run.reached(15.0)) == (90, 3.0, Snapshot(60, 2.0, 20.0))
+    assert run.wall is not None
+
+
+def test_what_rolecall_reached_before_its_deadline_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rolecall(monkeypatch, None, 0.0)
+    assert (run.steps, run.wall, run.reached(15.0)) == (60, None, Snapshot(60, 2.0, 20.0))
+
+
+def test_a_run_of_rolecalls_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="not DONE"):
+        rolecall(monkeypatch, None, 60.0)

@@ -1,0 +1,146 @@
+"""Checkpoints of earlier versions: of format 1, whose values had other names; of another layout; of other defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from rolecall import Context, Job, Peer, Role, Settings, UsageError, __main__, telemetry
+from rolecall.checkpoint import checkpoint
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.errors import USAGE
+from rolecall.jobs import rl
+from tests.context import contexts
+
+
+def context(directory: Path) -> Context[Settings]:
+    me, metrics = Peer("agent", 0, 0), telemetry.build(telemetry.WORKER, CollectorRegistry())
+    job, checkpoints = Job([Role("agent", print)]), Checkpoints(directory, "rl", 2)
+    return Context(Settings(), me, (me,), 2, metrics, job, checkpoints=checkpoints)
+
+
+@pytest.fixture
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a checkpoint of format 1 after step 3."""
+    save = torch.save
+
+    def flat(content: dict[str, Any], file: Any) -> None:
+        save({**content["state"], "settings": {}, "seconds": 2.5}, file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "FORMAT", 1)
+        patched.setattr(torch, "save", flat)
+        Checkpoints(tmp_path, "rl", 1).write(3, {"samples": 17, "last": 1.5})
+    return tmp_path
+
+
+def test_what_it_has_under_the_same_name_is_restored(earlier: Path) -> None:
+    resumed = context(earlier)
+    assert resumed.restore({"samples": 0}) == {"samples": 17}
+    assert list(resumed.steps(5)) == [4, 5]
+
+
+def test_it_is_refused_where_it_lacks_a_value(earlier: Path) -> None:
+    with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000003.pt: was written by .*, without score; finish"):
+        context(earlier).restore({"samples": 0, "score": 0.0})
+
+
+# ---- of another layout
+
+
+class Net(Settings):
+    """`width` has a default that depends on what there is to learn."""
+
+    width: int | None = None
+
+
+def lead(directory: Path, layout: int = 1, width: int | None = None) -> Context[Any]:
+    job = Job([Role("agent", print)], settings=Net, pinned=("width",), layout=layout)
+    return contexts.make(directory, me=Peer("agent", 0, 0), job=job, width=width)
+
+
+def saved(directory: Path, chosen: dict[str, Any] | None = None, **how: Any) -> Path:
+    """The directory, with a checkpoint after step 1."""
+    context = lead(directory, **how)
+    context.restore({"x": 1.0}, chosen)
+    context.save(1)
+    return directory
+
+
+@pytest.mark.parametrize(("before", "now", "version"), [(1, 2, "an earlier"), (2, 1, "a newer")])
+def test_one_of_another_layout_is_refused_whatever_else_differs(
+    tmp_path: Path, before: int, now: int, version: str
+) -> None:
+    saved(tmp_path, layout=before, width=3)
+    advice = "finish the run with that version, or set another CHECKPOINT_DIR"
+    problem = f"checkpoint-000001-0000000001.pt: was written by {version} version of this job; {advice}"
+    for width in (3, None):
+        with pytest.raises(UsageError) as refused:
+            lead(tmp_path, layout=now, width=width).restore({"y": 1.0})
+        assert str(refused.value) == problem
+
+
+def test_one_of_the_same_layout_is_not(tmp_path: Path) -> None:
+    assert lead(saved(tmp_path, layout=2), layout=2).restore({"x": 0.0}) == {"x": 1.0}
+
+
+# ---- of other defaults
+
+
+def test_what_a_default_has_become_is_in_the_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, {"width": 64})
+    assert Checkpoints(tmp_path, "rl").newest().about["settings"] == {"width": 64}  # type: ignore[union-attr]
+    # a resume may have chosen the same, or be told so
+    assert lead(tmp_path).restore({"x": 0.0}, {"width": 64}) == {"x": 1.0}
+    assert lead(tmp_path, width=64).restore({"x": 0.0}, {"width": 64}) == {"x": 1.0}
+
+
+def test_a_default_that_has_become_another_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, {"width": 64})
+    with pytest.raises(UsageError, match=r"^WIDTH=128: the newest checkpoint .* was made with 64; set that, or"):
+        lead(tmp_path).restore({"x": 0.0}, {"width": 128})
+
+
+def test_what_is_chosen_must_be_pinned(tmp_path: Path) -> None:
+    """Else no checkpoint's value would be used."""
+    with pytest.raises(UsageError, match=r"'seed': \.\.\.\}\): is no pinned setting; add it to Job\(pinned="):
+        lead(tmp_path).restore({"x": 0.0}, {"seed": 3})
+
+
+# ---- of `rl`, with one hidden layer and whole returns
+
+
+@pytest.fixture
+def tutorials(tmp_path: Path) -> Path:
+    """A directory with a checkpoint as `rl` wrote it before it learned by PPO."""
+    model = {f"{name}.{layer}.{what}": torch.zeros(1)
+             for name in ("policy", "baseline") for layer in (1, 3) for what in ("weight", "bias")}  # fmt: skip
+    learner = {"model": model, "optimizer": {}, "version": 70, "mean": 0.5, "square": 1.0,
+               "shuffle": torch.Generator().get_state()}  # fmt: skip
+    score = {"last": 500.0, "running": 476.0, "updates": 70}
+    about = {"settings": {"env_id": "CartPole-v1", "policy": "", "hidden_size": 128, "dropout": 0.0},
+             "seconds": 9.0, "done": 571_000.0}  # fmt: skip
+    Checkpoints(tmp_path, "rl", 1).write(70, {"learner": learner, "score": score, "samples": 571_000}, about)
+    return tmp_path
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_size": 128, "algorithm": "reinforce"}])
+def test_it_is_not_trained_on(tutorials: Path, settings: dict[str, Any]) -> None:
+    resumed = contexts.make(tutorials, job=rl.JOB, **settings)
+    with pytest.raises(UsageError) as refused:
+        resumed.restore({"learner": 0, "score": 0, "samples": 0}, {"hidden_size": 64})
+    assert str(refused.value) == (
+        "checkpoint-000001-0000000070.pt: was written by an earlier version of this job; "
+        "finish the run with that version, or set another CHECKPOINT_DIR"
+    )
+
+
+def test_it_is_not_evaluated(tutorials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["eval", "rl", "--checkpoint", str(tutorials), "--json"]) == USAGE
+    output = capsys.readouterr()
+    problem = "checkpoint-000001-0000000070.pt: was written by an earlier version of this job"
+    assert (output.out, output.err) == ("", f"rolecall: {problem}; evaluate it with that version\n")

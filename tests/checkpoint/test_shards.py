@@ -1,0 +1,456 @@
+"""Sharded values: written by those who hold shares, valid by rank 0's manifest, read back by any number of members."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import safetensors
+import torch
+from prometheus_client import CollectorRegistry
+from structlog.typing import EventDict
+from torch import Tensor
+
+from rolecall import Context, Job, Peer, Role, Rows, Settings, Sharded, Share, UsageError, telemetry
+from rolecall.checkpoint import capture, checkpoint, shards
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.checkpoint.shard_messages import Order
+from rolecall.errors import Drained, PeerLostError
+from rolecall.record import rundir
+
+TOTAL = 40
+JOB = Job([Role("lead", print), Role("ps", print, count=2)])
+
+
+class Calls:
+    """In place of RPC: calls are made here, at the member that is called."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, shards.Shares] = {}
+        self.lost = ""
+        self._called = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the process of the rank that is called has, in place of SHARES."""
+        return getattr(self.of[getattr(self._called, "name", "lead_0")], name)
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+        if to == self.lost:
+            raise PeerLostError(f"{to} was lost")
+        answer: torch.futures.Future[Any] = torch.futures.Future()
+        before, self._called.name = getattr(self._called, "name", "lead_0"), to
+        answer.set_result(function(*args))
+        self._called.name = before
+        return answer
+
+    def wait_all(self, futures: list[Any]) -> list[Any]:
+        return [future.value() for future in futures]
+
+
+class Gang:
+    """A lead and members, each with some rows of `weight` and a value of its own for each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, spread: bool = False,
+                 generation: int = 1, folders: bool = False, mode: str = "auto") -> None:  # fmt: skip
+        members = (Peer("lead", 0, 0), *(Peer("ps", n, n + 1) for n in range(servers)))
+        self.calls, self.weights, self.shares = Calls(), [], []
+        self.state: dict[str, Any] = {}
+        for me in members:
+            monkeypatch.setattr(shards, "SHARES", shards.Shares())
+            self.calls.of[me.name] = shards.SHARES
+            folder = directory / me.name if folders and me.rank else directory
+            context = Context(
+                Settings(checkpoint_dir=folder, checkpoint_shards=mode), me, members, generation,
+                telemetry.build(telemetry.WORKER, CollectorRegistry()), JOB,
+                checkpoints=None if me.rank else Checkpoints(
+                    folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
+            )  # fmt: skip
+            context.transport = self.calls
+            if me.rank == 0:
+                self.context, self.model = context, Sharded(context, "model", "ps")
+                continue
+            first, step, count = me.ordinal * TOTAL // servers, 1, 0
+            count = (me.ordinal + 1) * TOTAL // servers - first
+            if spread:
+                first, step, count = me.ordinal, servers, len(range(me.ordinal, TOTAL, servers))
+            weight = torch.zeros(count, 3)
+            self.weights.append((weight, first, step))
+            rows = {"weight": Rows((weight[:5], weight[5:]), TOTAL, first, step)}
+            self.shares.append(Share(context, "model", lambda rows=rows: rows))
+        monkeypatch.setattr(shards, "SHARES", self.calls)
+
+    @property
+    def whole(self) -> Tensor:
+        whole = torch.full((TOTAL, 3), -1.0)
+        for weight, first, step in self.weights:
+            whole[first : first + step * len(weight) : step] = weight
+        return whole
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for (weight, _, _), share in zip(self.weights, self.shares, strict=True):
+            share.before(0, len(weight))
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+
+    def restore(self) -> dict[str, Any]:
+        self.state = self.context.restore({"model": self.model, "step": 0})
+        return self.state
+
+    def save(self, step: int, wait: bool = True) -> None:
+        self.context.save(step, {**self.state, "model": self.model, "step": step})
+        if wait:
+            assert self.context._saving is not None
+            self.context._saving.result(60)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted((directory / rundir.SHARDS).glob("*/*"))
+
+
+@pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("spread", [False, True])
+def test_read_back_by_any_number_of_members(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int,
+                                            after: int, spread: bool) -> None:  # fmt: skip
+    gang = Gang(monkeypatch, tmp_path, before, spread, mode=mode)
+    assert gang.restore()["step"] == 0
+    gang.fill(1)
+    saved = gang.whole
+    gang.save(7)
+    resumed = Gang(monkeypatch, tmp_path, after, spread, generation=2, mode=mode)
+    assert resumed.restore()["step"] == 7
+    assert resumed.model.restored
+    assert torch.equal(resumed.whole, saved)
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], saved)
+
+
+@pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 3)])
+def test_members_with_directories_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int,
+                                               after: int) -> None:  # fmt: skip
+    gang = Gang(monkeypatch, tmp_path, before, folders=True, mode=mode)
+    gang.restore()
+    gang.fill(1)
+    saved = gang.whole
+    gang.save(7)
+    assert len(files(tmp_path)) == (0 if mode == "direct" else before), "who writes"
+    assert len(files(tmp_path / "ps_0")) == (1 if mode == "direct" else 0)
+    resumed = Gang(monkeypatch, tmp_path, after, generation=2, folders=True, mode=mode)
+    assert resumed.restore()["step"] == 7
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_training_goes_on_while_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    gang.fill(1)
+    saved = gang.whole
+    gang.save(7, wait=False)
+    gang.fill(2)
+    assert gang.context._saving is not None
+    assert gang.context._saving.result(60)
+    gang.context.save(8, {"model": gang.model, "step": 8}, drain=False)
+    gang.context.finish(step=9)
+    steps = [checkpoint.read(path, "pi").step for path in checkpoint.newest_first(tmp_path)]
+    assert steps == [9, 8, 7]
+    first = checkpoint.read(checkpoint.newest_first(tmp_path)[-1], "pi").whole()
+    assert torch.equal(first.state["model"]["weight"], saved)
+
+
+def test_what_has_not_changed_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    gang.save(7)
+    written = [path.stat().st_mtime_ns for path in files(tmp_path)]
+    gang.context.finish(step=7)
+    assert [path.stat().st_mtime_ns for path in files(tmp_path)] == written
+    gang.fill(1)
+    gang.save(7)
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
+def test_what_changes_while_it_is_captured_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang, write = Gang(monkeypatch, tmp_path, 1), Share.captured
+
+    def change(share: Share, order: Order) -> capture.Capture:
+        monkeypatch.setattr(Share, "captured", write)
+        captured = write(share, order)
+        gang.fill(1)  # as another thread would
+        return captured
+
+    monkeypatch.setattr(Share, "captured", change)
+    gang.save(7)
+    gang.context.finish(step=7, state={"model": gang.model})
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], gang.whole)
+
+
+class Writers:
+    """A thread for each server, which changes its rows one after the other, beside the steps of rank 0."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._lock, self._stopped, self.changed = threading.Lock(), threading.Event(), 0
+        self._gang = gang
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(gang.shares))]
+        for share in gang.shares:
+            share._at = lambda step, begin: self.between(begin)
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        share, (weight, _, _) = self._gang.shares[number], self._gang.weights[number]
+        while not self._stopped.is_set():
+            self.between(functools.partial(self._change, share, weight))
+
+    def _change(self, share: Share, weight: Tensor) -> None:
+        self.changed += 1
+        row = self.changed % len(weight)
+        share.before_rows(torch.tensor([row]))
+        weight[row] = self.changed
+
+    def between(self, do: Callable[[], object]) -> None:
+        """Excludes changes and captures from each other."""
+        with self._lock:
+            do()
+
+    def stop(self) -> bool:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(60)
+        return True
+
+
+def test_what_was_changed_before_a_drain_settles_is_in_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict]
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    writers = Writers(gang)
+
+    def lead() -> None:
+        for step in gang.context.steps(settled=writers.stop):
+            if step == 2:
+                gang.context.save()  # beside the changes
+            if step > 3 and writers.changed > 1000:
+                gang.context.drain()
+
+    try:
+        with pytest.raises(Drained):
+            lead()
+    finally:
+        writers.stop()
+    saved, warned = gang.whole, [event for event in logged if event["log_level"] == "warning"]
+    assert warned == []
+    resumed = Gang(monkeypatch, tmp_path, 1, generation=2)
+    resumed.restore()
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_what_changes_after_the_checkpoint_of_a_drain_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict]
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.restore()
+    gang.fill(1)
+    saved = gang.whole
+    gang.save(7)
+    gang.fill(2)
+    gang.context.drain()
+    with pytest.raises(Drained):
+        gang.save(8, wait=False)
+    assert [event for event in logged if event["log_level"] == "warning"] == []
+    saved = gang.whole
+    for _ in range(2):
+        gang.fill(3)
+    warned = [event["share"] for event in logged if event["log_level"] == "warning"]
+    assert warned == ["model-ps_0", "model-ps_1"], "each once"
+    resumed = Gang(monkeypatch, tmp_path, 2, generation=2)
+    resumed.restore()
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_the_files_are_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.fill(1)
+    gang.save(7)
+    file = files(tmp_path)[1]
+    assert file.relative_to(tmp_path) == Path("shards/checkpoint-000001-0000000007/model-ps_1.safetensors")
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    described = json.loads(data[8 : 8 + length])
+    begin, end = described["weight"]["data_offsets"]
+    assert described["weight"]["dtype"] == "F32"
+    assert described["weight"]["shape"] == [20, 3]
+    assert data[8 + length + begin : 8 + length + end] == gang.weights[1][0].numpy().tobytes()
+    assert len(data) == 8 + length + end
+    with safetensors.safe_open(file, "pt") as read:
+        assert list(read.keys()) == ["weight"]
+        assert torch.equal(read.get_tensor("weight"), gang.weights[1][0])
+        assert json.loads(read.metadata()["rows"]) == {"weight": [TOTAL, 20, 1]}
+
+
+def tear(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def swap(file: Path) -> None:
+    other = file.with_name("model-ps_1.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def flip_header(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize("hurt", [tear, flip, swap, flip_header, Path.unlink, lambda file: shutil.rmtree(file.parent)])
+def test_a_hurt_shard_has_the_checkpoint_before_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: int,
+                                                     hurt: Callable[[Path], object]) -> None:  # fmt: skip
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.fill(1)
+    saved = gang.whole
+    gang.save(7)
+    gang.fill(2)
+    gang.save(8)
+    newest = checkpoint.newest_first(tmp_path)[0].stem
+    hurt(tmp_path / rundir.SHARDS / newest / "model-ps_0.safetensors")
+    resumed = Gang(monkeypatch, tmp_path, servers, generation=2)
+    assert resumed.restore()["step"] == 7
+    assert torch.equal(resumed.whole, saved)
+    whole = Checkpoints(tmp_path, "pi").newest()
+    assert whole is not None
+    assert torch.equal(whole.state["model"]["weight"], saved)
+    shutil.rmtree(tmp_path / rundir.SHARDS)
+    with pytest.raises(UsageError, match=r"^no usable checkpoint in CHECKPOINT_DIR=.*model-ps_0.safetensors"):
+        Gang(monkeypatch, tmp_path, servers, generation=3).restore()
+
+
+def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.save(7)
+    gang.model.begin(8)  # and no manifest
+    for share in gang.shares:
+        while share.next("checkpoint-000001-0000000008") is None:
+            pass
+    assert len(files(tmp_path)) == 4
+    resumed = Gang(monkeypatch, tmp_path, 2, generation=2)
+    assert resumed.restore()["step"] == 7
+    resumed.save(9)
+    assert {path.parent.name for path in files(tmp_path)} == {
+        "checkpoint-000001-0000000007", "checkpoint-000002-0000000009"}  # fmt: skip
+
+
+def test_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2, folders=True, mode="direct")
+    for step in range(1, 7):
+        gang.save(step)
+    kept = {path.stem for path in checkpoint.newest_first(tmp_path)}
+    assert len(kept) == 3
+    for number in range(2):  # which deletes with the next order
+        assert kept <= {path.parent.name for path in files(tmp_path / f"ps_{number}")}
+        assert len(files(tmp_path / f"ps_{number}")) == 4
+
+
+def test_a_writer_of_an_older_generation_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    rundir.write_generation(tmp_path, rundir.Persisted(2, "pi"))
+    gang.save(7)
+    assert not files(tmp_path)
+    assert not checkpoint.newest_first(tmp_path)
+    assert gang.context.metrics.checkpoint_failures._value.get() == 1
+
+
+def test_a_member_that_is_lost_fails_the_checkpoint_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.save(7)
+    gang.model.begin(8)
+    gang.calls.lost = "ps_1"
+    with pytest.raises(checkpoint.CheckpointError, match="ps_1 was lost"):
+        gang.model.collect(8)
+    assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000007"]
+
+
+def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    monkeypatch.setattr(shards, "POLL", 0.01)
+    monkeypatch.setattr(Share, "_run", lambda *_: None)
+    gang.context.settings = gang.context.settings.model_copy(update={"phase_timeout": 0.1})
+    gang.model.begin(8)
+    collecting = ThreadPoolExecutor(1).submit(gang.model.collect, 8)
+    with pytest.raises(checkpoint.CheckpointError, match=r"nothing comes from ps_[01] for PHASE_TIMEOUT=0\.1 s"):
+        collecting.result(30)
+
+
+@pytest.mark.parametrize("mode", ["direct", "stream"])
+def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2, mode=mode)
+    (tmp_path / rundir.SHARDS).write_text("in the way")
+    gang.save(7)
+    assert gang.context.metrics.checkpoint_failures._value.get() == 1
+    (tmp_path / rundir.SHARDS).unlink()
+    gang.save(8)
+    assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000008"]
+
+
+def test_whole_tensors_are_taken_too_and_others_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capture, "BLOCK", 64)
+    for spread in (False, True):
+        gang, whole = Gang(monkeypatch, tmp_path, 3, spread), torch.randn(TOTAL, 3)
+        gang.model.load_whole({"weight": whole})
+        assert torch.equal(gang.whole, whole)
+        with pytest.raises(UsageError, match=r"the checkpoint holds tensors .*41, 3.* CHECKPOINT_DIR"):
+            gang.model.load_whole({"weight": torch.randn(41, 3)})
+
+
+def test_a_program_that_another_shape_has_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.save(7)
+    monkeypatch.setattr("tests.checkpoint.test_shards.TOTAL", 44)
+    with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000007: the checkpoint holds tensors .*40, 3"):
+        Gang(monkeypatch, tmp_path, 2, generation=2).restore()
+
+
+def test_starting_anew_moves_the_shards_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang(monkeypatch, tmp_path, 2)
+    gang.fill(1)
+    gang.save(7)
+    saved = gang.whole
+    aside = rundir.set_aside(tmp_path, 1, 1.0)
+    assert aside is not None
+    assert not (tmp_path / rundir.SHARDS).exists()
+    moved = Checkpoints(aside, "pi").newest()
+    assert moved is not None
+    assert torch.equal(moved.state["model"]["weight"], saved)
+
+
+def test_only_rank_0_has_sharded_values() -> None:
+    context = Context(Settings(), Peer("ps", 0, 1), (), 1, MagicMock())
+    with pytest.raises(UsageError, match="only rank 0"):
+        Sharded(context, "model", "ps")

@@ -1,0 +1,72 @@
+"""Contexts without processes: a supervisor that keeps what it is sent, and a clock that is set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from rolecall import telemetry
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.context import progress
+from rolecall.context.context import Context
+from rolecall.context.progress import Supervision
+from rolecall.declare.spec import Job, Role
+from rolecall.declare.task import Peer
+
+JOB = Job(
+    [Role("agent", print), Role("observer", count=2, minimum=1)],
+    score="accuracy",
+    unit="samples",
+    metrics=[telemetry.Metric("gauge", "temperature", "Of the water."), telemetry.Metric("counter", "cups_total", "")],
+    pinned=("seed", "device"),
+)
+AGENT, ONE, TWO = Peer("agent", 0, 0), Peer("observer", 0, 1), Peer("observer", 1, 2)
+
+
+class Supervisor(Supervision):
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.records: list[tuple[str, int, float]] = []
+        self.lost: list[tuple[str, int]] = []
+        self.refused: list[str] = []
+
+    def report_step(self, step: int) -> None:
+        self.steps.append(step)
+
+    def record(self, kind: progress.Curve, step: int, value: float) -> None:
+        self.records.append((kind, step, value))
+
+    def report_lost(self, role: str, ordinal: int) -> None:
+        self.lost.append((role, ordinal))
+
+    def refuse_drain(self, why: str) -> None:
+        self.refused.append(why)
+
+
+class Clock:
+    """In place of `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def make(
+    directory: Path, supervisor: Supervision | None = None, me: Peer = AGENT, job: Job = JOB, generation: int = 1,
+    **settings: Any,
+) -> Context[Any]:  # fmt: skip
+    """A context of rank 0, or of `me`."""
+    metrics = telemetry.build([*telemetry.WORKER, *job.metrics], CollectorRegistry())
+    return Context(
+        job.settings(**settings), me, (AGENT, ONE, TWO), generation, metrics, job, supervisor or Supervisor(),
+        checkpoints=None if me.rank else Checkpoints(directory, "rl", generation),
+    )  # fmt: skip
+
+
+def value(metric: Any) -> float:
+    return float(metric._value.get())

@@ -1,0 +1,157 @@
+"""How a score spreads: from what a job logs, through the run's history, to the band in the picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.collections import PolyCollection
+
+from rolecall import Context
+from rolecall.jobs.rl.messages import Episode
+from rolecall.jobs.rl.score import EPISODES, Score
+from rolecall.observe import picture
+from rolecall.record import history, rundir
+from rolecall.record.history import History
+from tests.context.contexts import Supervisor
+from tests.observe.test_report import short
+from tests.record.test_history import again, generation
+
+
+def scored(step: int, at: float, value: float, low: float, high: float) -> list[history.Record]:
+    """What a worker sends of a score and its spread."""
+    return [("score", step, at, value), ("low", step, at + 1e-5, low), ("high", step, at + 2e-5, high)]
+
+
+def band(run: History) -> list[tuple[int, float, float]]:
+    return [(low.step, low.value, high.value) for low, high in run.spread()]
+
+
+# ---- what is logged
+
+
+def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor: Supervisor) -> None:
+    context.start(0)
+    supervisor.records.clear()
+    context.log(1, done=8, score=0.25, spread=(torch.tensor(0.125), 0.5))
+    context.log(2, done=9, score=0.5)
+    assert supervisor.records == [
+        ("score", 1, 0.25), ("low", 1, 0.125), ("high", 1, 0.5), ("done", 1, 8), ("score", 2, 0.5), ("done", 2, 9),
+    ]  # fmt: skip
+    assert all(type(value) is float for _, _, value in supervisor.records[:3])
+
+
+def test_without_a_score_there_is_nothing_to_spread(context: Context[Any], supervisor: Supervisor) -> None:
+    context.start(0)
+    supervisor.records.clear()
+    context.log(1, done=8, spread=(1.0, 2.0))
+    assert supervisor.records == [("done", 1, 8)]
+
+
+# ---- what is kept
+
+
+def test_it_is_kept_where_its_score_is() -> None:
+    run, rows = History(), []
+    rows += run.record(generation(1, 0, 0.0))
+    for step in range(1, 5001):
+        score, low, high = scored(step, step / 10, float(step), step - 1.0, step + 1.0)
+        late = 0.04 * (step % 3)  # as where another process computes meanwhile
+        rows += run.record([score, (*low[:2], low[2] + late, low[3]), (*high[:2], high[2] + late, high[3])])
+    rows += run.close()
+    for one in (run, again(rows), again(run.rows())):
+        steps = [point.step for point in one.curves["score"]]
+        assert len(steps) < 4000
+        assert steps[-1] == 5000
+        assert band(one) == [(step, step - 1.0, step + 1.0) for step in steps]
+
+
+def test_a_resume_cuts_it_too() -> None:
+    run = History()
+    run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, 4.0, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
+    run.record([*generation(2, 1, 100.0), *scored(2, 101.0, 8.0, 7.0, 9.0)])
+    assert band(run) == [(1, 4.0, 6.0), (2, 7.0, 9.0)]
+
+
+def test_a_bound_that_is_no_number_leaves_its_step_out() -> None:
+    run = History()
+    run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, math.nan, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
+    assert band(run) == [(2, 5.0, 7.0)]
+    assert [point.step for point in run.curves["score"]] == [1, 2]
+
+
+# ---- what is drawn
+
+
+def bands(run: History) -> list[Any]:
+    figure = picture.draw(run, short(run, "stopped"))
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    drawn = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)]
+    assert ("lowest to highest" in legend) == bool(drawn)
+    return drawn
+
+
+def test_the_picture_has_it_as_a_band() -> None:
+    run = History()
+    run.record(generation(1, 0, 0.0))
+    for step in (1, 2, 3):
+        run.record(scored(step, float(step), 10.0 * step, 10.0 * step - step, 10.0 * step + 1))
+    (drawn,) = bands(run)
+    corners = {(float(x), float(y)) for x, y in drawn.get_paths()[0].vertices}
+    assert corners == {(1, 9), (1, 11), (2, 18), (2, 21), (3, 27), (3, 31)}
+
+
+def test_a_run_without_one_is_drawn_without_a_band(tmp_path: Path) -> None:
+    """Such as one of an earlier version, whose file has none."""
+    rows = [
+        {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": 1.0, "after": ""},
+        *({"kind": kind, "step": step, "seconds": float(step), "value": 1.0 * step}
+          for step in (1, 2) for kind in ("score", "done")),
+    ]  # fmt: skip
+    (tmp_path / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = history.read(tmp_path)
+    assert bands(run) == []
+    (tmp_path / rundir.SUMMARY).write_text(json.dumps(short(run, "stopped")))
+    assert picture.main([str(tmp_path)]) == 0
+
+
+# ---- over the observers of `rl`
+
+
+def test_it_is_that_of_the_observers_mean_returns_in_the_scores_own_episodes() -> None:
+    score = Score(None, "episodes")
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        observers = [[Episode(float(random.normal(10 * number)), 1) for _ in range(random.integers(0, 9))]
+                     for number in range(3)]  # fmt: skip
+        score.add(observers)
+        assert len(score.observers) == len(score.returns) == len(score.lengths)
+        spread, mean = score.spread, score.mean
+        assert spread is not None
+        assert mean is not None
+        assert spread[0] <= mean <= spread[1]
+    assert spread == pytest.approx((0.0, 20.0), abs=1.0)
+
+
+def test_every_observer_is_among_the_last_episodes() -> None:
+    """Also where one observer has more than those by itself, and another few."""
+    score = Score(None, "episodes")
+    score.add([[Episode(float(number), 1)] * count for number, count in ((1, 3 * EPISODES), (2, 3 * EPISODES), (3, 6))])
+    assert score.spread == (1.0, 3.0)
+    counts = [list(score.returns).count(float(number)) for number in (1, 2, 3)]
+    assert counts == [49, 50, 1]
+    assert score.returns[-1] == 3.0
+
+
+def test_it_continues_from_its_state() -> None:
+    score, resumed = Score(None, "episodes"), Score(None, "episodes")
+    score.add([[Episode(1.0, 1)], [Episode(5.0, 1)]])
+    resumed.load_state_dict(score.state_dict())
+    for one in (score, resumed):
+        one.add([[Episode(2.0, 1)]])
+        assert one.spread == (1.5, 5.0)

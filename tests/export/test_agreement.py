@@ -1,0 +1,149 @@
+"""Ranks with other settings than rank 0's are refused; which settings must agree is said where they are declared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.declare import describe, registry
+from rolecall.gang.member import Member
+from rolecall.gang.protocol import Agreement, Answer, Beat, Directive, Heartbeat, RejectedError, WorkerStatus
+from rolecall.launch.local import free_ports
+from rolecall.rank import coordinator, messages
+from rolecall.rank.coordinator import Coordinator
+from tests.gang.gangs import PS, RULES, Play
+
+OURS = Agreement("ours", {"BATCH_SIZE": 32, "LR": 0.1, "SEED": 1})
+
+
+def refused(**changes: Any) -> RejectedError:
+    play = Play(PS, agreement=OURS)
+    heartbeat = Heartbeat("trainer", 1, "x", 1, node="here", digest="theirs")
+    with pytest.raises(RejectedError) as error:
+        play.gang.receive(replace(heartbeat, **changes), 0.0)
+    assert error.value.reason == "settings"
+    assert not play.gang.members
+    return error.value
+
+
+def test_the_difference_is_named() -> None:
+    text = str(refused(settings={**OURS.values, "BATCH_SIZE": 64}))
+    assert text.startswith("trainer 1 has BATCH_SIZE=64, rank 0 has 32; give every rank the same settings")
+    text = str(refused(settings={**OURS.values, "BATCH_SIZE": 64, "LR": 0.2}, ordinal=None))
+    assert text.startswith("trainer on here has BATCH_SIZE=64, LR=0.2, rank 0 has BATCH_SIZE=32, LR=0.1; ")
+    text = str(refused(settings={"A": "x" * 1000, "B": 1, "C": None}))
+    assert "and 2 more" in text
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize("settings", [None, OURS.values, {}])
+def test_a_difference_that_is_not_known_is_refused_all_the_same(settings: dict[str, Any] | None) -> None:
+    assert "trainer 1 has " in str(refused(settings=settings))
+
+
+def test_who_has_the_same_settings_is_in() -> None:
+    play = Play(PS, agreement=OURS)
+    assert play.gang.receive(Heartbeat("trainer", 1, "x", 1, digest="ours"), 0.0) == ("trainer", 1)
+
+
+def test_a_rank_whose_settings_have_changed_does_not_replace_the_one_that_runs() -> None:
+    play = Play(PS, agreement=OURS)
+    play.join("trainer", 1, digest="ours")
+    with pytest.raises(RejectedError):
+        play.gang.receive(Heartbeat("trainer", 1, "newer", 1, digest="theirs"), 0.0)
+    play.members[0].sends()
+    assert play.members[0].key == ("trainer", 1)
+
+
+def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:
+    member = Member(RULES, "trainer", 1, "x", "here", 0.0, agreement=OURS)
+    first = member.beat(WorkerStatus())
+    assert first.heartbeat is not None
+    assert (first.heartbeat.digest, first.heartbeat.settings) == (OURS.digest, OURS.values)
+    member.answered(first, 0.0, Answer("lead", Directive("stop", 1, 1, role="trainer")), 0.1)
+    later = member.heartbeat(WorkerStatus())
+    assert (later.digest, later.settings) == (OURS.digest, None)
+    member.failed(1.0)  # the coordinator may be another now, with other settings
+    assert member.heartbeat(WorkerStatus()).settings == OURS.values
+
+
+DIFFER = {
+    "rl": {"OBSERVERS", "MIN_OBSERVERS", "MAX_OBSERVERS"},
+    "ps": {"TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS", "DATA_DIR", "NUM_GPUS"},
+    "rnn": {"CORPUS", "EMBEDDING_DEVICE"},
+    "hybrid": {"TABLE_DIR"},
+    "script": {"SCRIPT"},
+}
+
+
+@pytest.mark.parametrize("job", registry.JOBS)
+def test_all_of_a_jobs_settings_agree_but_paths_devices_and_the_counts_of_elastic_roles(job: str) -> None:
+    described = describe.describe(job)
+    agreed = set(described.agreement(Settings()).values)
+    assert agreed == {*described.variables, "SEED", "LEASE_SECONDS", "INSTANCE"} - DIFFER[job]
+
+
+def test_a_users_job_says_what_may_differ_and_secrets_never_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("""
+from pydantic import SecretStr
+from rolecall import Context, Job, PerRank, Role, Settings
+
+class Mine(Settings):
+    width: int = 3
+    folder: PerRank[str] = "/data"
+    key: SecretStr = SecretStr("")
+
+def lead(context: Context[Mine]) -> None: ...
+
+JOB = Job([Role("lead", lead)], settings=Mine)
+""")
+    monkeypatch.setenv("KEY", "very, very secret")
+    passed = describe.ADAPTER.validate_json(describe.describe(f"{tmp_path}/mine.py").to_json())
+    agreement = passed.agreement(Settings(job_token="very, very secret"))
+    assert set(agreement.values) == {"WIDTH", "SEED", "LEASE_SECONDS", "INSTANCE"}
+    assert "secret" not in json.dumps(asdict(agreement))
+    assert agreement.digest != passed.agreement(Settings(seed=7)).digest
+    assert agreement.digest == passed.agreement(Settings(rpc_timeout=77, threads=9)).digest
+
+
+def test_a_long_setting_makes_no_long_heartbeat() -> None:
+    described = describe.describe("rl")
+    one, other = (replace(described, settings={**described.settings, "policy": "x" * 100_000 + end}) for end in "ab")
+    assert len(json.dumps(asdict(one.agreement(Settings())))) < 5_000
+    assert one.agreement(Settings()) != other.agreement(Settings())
+
+
+def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def steps() -> None:
+        settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", port=free_ports(1)[0],
+                            tls="off")  # fmt: skip
+        lead = Coordinator(describe.describe("rl"), settings, "first", "node")
+        metrics = telemetry.build(telemetry.COORDINATOR, CollectorRegistry())
+        await lead.start(metrics)
+        try:
+            values = {**lead.job.agreement(settings).values, "LR": 0.5}
+            heartbeat = Heartbeat("observer", 1, "x", 1, job=lead.job.identity, digest="other", settings=values)
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
+                beat = messages.write_beat(Beat(heartbeat.incarnation, 1, 0, heartbeat))
+                for _ in range(3):
+                    async with session.post(coordinator.PATH, data=beat) as answer:
+                        assert answer.status == 409
+                        told = await answer.json()
+        finally:
+            await lead.stop(ended=False)
+        assert told["text"].startswith("observer 1 has LR=0.5, rank 0 has nothing; ")
+        assert metrics.gang_refused.labels("settings")._value.get() == 3
+
+    asyncio.run(asyncio.wait_for(steps(), 30))
+    assert capsys.readouterr().out.count("observer 1 has LR=0.5") == 1

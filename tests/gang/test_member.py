@@ -1,0 +1,212 @@
+"""A member's decisions, one by one; tests/simulation plays them together with the gang's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rolecall.errors import FAILED, USAGE
+from rolecall.gang.member import Action, Member
+from rolecall.gang.protocol import FENCE, Answer, Directive, Rules, WorkerStatus
+
+RULES = Rules()
+LEASE = RULES.lease
+NONE = WorkerStatus()
+
+
+def make() -> Member:
+    return Member(RULES, "observer", None, "x", "node", 0.0)
+
+
+def receive(
+    member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0,
+    drain: bool = False,
+) -> bool:  # fmt: skip
+    directive = Directive(kind, 0, epoch, generation, drain=drain, code=FAILED if kind == "failed" else 0)
+    return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
+
+
+def carry_out(member: Member, worker: WorkerStatus) -> list[str]:
+    """Let it act until nothing is left to do; returns the kinds of its actions."""
+    kinds = []
+    while action := member.next_action(worker):
+        kinds.append(action.kind)
+        if action.kind == "start":
+            worker = WorkerStatus(action.directive.generation, "starting")
+        elif action.kind == "end" and worker.generation:
+            worker = WorkerStatus(worker.generation, "ended")
+        member.action_done(action)
+    return kinds
+
+
+def test_a_worker_is_started_once_a_generation() -> None:
+    member = make()
+    assert carry_out(member, NONE) == []
+    receive(member, "run", 2, 1)
+    assert carry_out(member, NONE) == ["start"]
+    receive(member, "run", 3, 1)
+    assert carry_out(member, WorkerStatus(1, "ended")) == ["update"]
+    receive(member, "run", 4, 2)
+    assert carry_out(member, WorkerStatus(1, "running")) == ["end", "start"]
+    receive(member, "stop", 5)
+    assert carry_out(member, WorkerStatus(2, "running")) == ["end"]
+
+
+def test_one_action_at_a_time_and_one_directive_after_the_other() -> None:
+    member, old = make(), WorkerStatus(1, "running")
+    receive(member, "run", 2, 2)
+    end = member.next_action(old)
+    assert end == Action("end", Directive("run", 0, 2, 2))
+    receive(member, "stop", 3)
+    assert member.next_action(old) is None
+    member.action_done(end)
+    assert member.heartbeat(old).epoch == 0  # it is carried out in part
+    start = member.next_action(WorkerStatus(1, "ended"))
+    assert start == Action("start", Directive("run", 0, 2, 2))
+    member.action_done(start)
+    assert member.heartbeat(old).epoch == 2
+    assert carry_out(member, WorkerStatus(2, "starting")) == ["end"]
+    assert member.heartbeat(old).epoch == 3
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -> None:
+    member = make()
+    receive(member, "run", 2, 1, drain=drain)
+    assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
+    assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 2
+    assert carry_out(member, WorkerStatus(1, "starting")) == []
+
+
+def test_a_drain_is_not_reported_before_the_worker_knows() -> None:
+    member = make()
+    receive(member, "run", 2, 1, drain=True)
+    start = member.next_action(NONE)
+    assert start
+    member.action_done(start)
+    assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 0
+
+
+def test_an_answer_that_comes_too_late_counts_for_nothing() -> None:
+    member = make()
+    assert not receive(member, "run", 2, 1, sent_at=1.0, now=1.1 + LEASE * FENCE)
+    assert member.directive is None
+    assert member.contact == 0
+    assert receive(member, "run", 2, 1, sent_at=1.0, now=0.9 + LEASE * FENCE)
+    assert member.contact == 1
+
+
+def test_without_answers_the_worker_is_fenced() -> None:
+    member = make()
+    receive(member, "run", 2, 1, sent_at=1.0, now=1.5)
+    assert member.tick(0.9 + LEASE * FENCE, 5.0) == ""
+    assert member.tick(1.1 + LEASE * FENCE, 5.0) == "stopped"
+
+
+def test_a_silent_worker_is_killed_but_not_for_a_pause_of_the_supervisor() -> None:
+    member = make()
+    for now in range(1, 9):
+        receive(member, "run", 2, 1, sent_at=now, now=now)
+        assert member.tick(now, 1.0) == ("silent" if now > 1 + LEASE else "")
+        assert member.tick(now, None) == ""
+    receive(member, "run", 2, 1, sent_at=100, now=100)
+    assert member.tick(100, 1.0) == ""
+    assert not member.is_silent(100 + LEASE, 1.0)
+    assert member.is_silent(100.1 + LEASE, 1.0)
+
+
+def test_after_a_failure_an_answer_is_asked_for_at_once() -> None:
+    member = make()
+    receive(member, "run", 2, 1)
+    assert member.known == "lead:2"
+    member.failed(1.0)
+    assert (member.known, member.retries) == ("", 1)
+    receive(member, "run", 2, 1)
+    assert member.known == "lead:2"
+
+
+@pytest.mark.parametrize(("kind", "code"), [("finished", 0), ("failed", FAILED)])
+def test_it_exits_when_rank_0_knows_that_it_knows(kind: str, code: int) -> None:
+    member = make()
+    receive(member, kind, 2)
+    carry_out(member, NONE)
+    assert member.acknowledged
+    assert not member.over
+    receive(member, kind, 2)
+    assert member.over
+    assert member.exit_code == code
+    assert member.exits(settled=True)
+    assert not member.exits(settled=False)  # rank 0 waits for the others
+    member.leave(1.0)
+    assert member.exits(settled=False)
+
+
+def test_it_does_not_wait_for_ever_for_that() -> None:
+    member = make()
+    receive(member, "failed", 2)
+    carry_out(member, NONE)
+    member.failed(LEASE * FENCE)
+    assert member.exit_code is None
+    member.failed(0.1 + LEASE * FENCE)
+    assert member.exit_code == FAILED
+
+
+def test_without_rank_0_it_gives_up() -> None:
+    member = make()
+    member.failed(RULES.rejoin_timeout + 1)
+    assert member.exit_code is None  # a pause of its own, perhaps
+    member.failed(RULES.rejoin_timeout + 2)
+    assert (member.exit_code, member.over) == (USAGE, False)
+    other = make()
+    other.refused()
+    assert (other.exit_code, other.over) == (USAGE, True)
+
+
+def test_leaving() -> None:
+    member = make()
+    member.leave(0.0)
+    assert member.exit_code == 0  # it had not joined
+    member = make()
+    receive(member, "run", 2, 1)
+    member.leave(1.0)
+    assert member.heartbeat(NONE).leaving
+    assert member.exit_code is None
+    member.failed(LEASE / 3)
+    assert member.exit_code is None
+    receive(member, "leave", 3, sent_at=2.0, now=2.0)
+    assert carry_out(member, NONE) == ["end"]
+    assert member.exit_code == 0
+
+
+def test_leaving_without_a_drain() -> None:
+    lonely, hurried, stuck = make(), make(), make()
+    for member in (lonely, hurried, stuck):
+        receive(member, "run", 2, 1)
+        member.leave(1.0)
+    lonely.failed(0.1 + LEASE / 3)
+    assert lonely.exit_code == 0  # nobody is there to drain with
+    hurried.leave(1.0)
+    assert hurried.exit_code == FAILED
+    deadline = 1.0 + RULES.drain_timeout + LEASE / 2
+    stuck.tick(deadline, None)
+    assert stuck.exit_code is None
+    stuck.tick(deadline + 0.1, None)
+    assert stuck.exit_code == FAILED
+
+
+def test_who_leaves_waits_while_rank_0_writes_the_drains_checkpoint() -> None:
+    member = make()
+    receive(member, "run", 2, 1)
+    member.leave(1.0)
+    deadline = 1.0 + RULES.drain_timeout + LEASE / 2
+    member.tick(2.0, None)
+    busy = Directive("run", 0, 3, 1, busy=True)
+    member.answered(member.beat(NONE), 2.0, Answer("lead", busy, members=()), 2.0)
+    for now in range(3, 203):
+        member.tick(float(now), None)
+    member.answered(member.beat(NONE), 202.0, Answer("lead", Directive("run", 0, 4, 1), members=()), 202.0)
+    member.tick(deadline + 200, None)
+    assert member.exit_code is None
+    member.tick(deadline + 200.1, None)
+    assert member.exit_code == FAILED

@@ -1,0 +1,240 @@
+"""A job that failed for good: FAILED is on disk, holds for rank 0 when it is started again, and until what changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rolecall import telemetry
+from rolecall.__main__ import main
+from rolecall.config import Settings
+from rolecall.declare import describe
+from rolecall.errors import FAILED, USAGE, UsageError
+from rolecall.gang.protocol import Budget, Effect, Verdict
+from rolecall.launch.local import free_ports
+from rolecall.rank.coordinator import Coordinator
+from rolecall.record import history, rundir
+from rolecall.record.rundir import Persisted
+
+NODE = "agent-0:8000"
+REASON = "worker of observer 0 killed by SIGKILL 5 times at step 312; out of memory?"
+VERDICT = Verdict(REASON, FAILED)
+
+
+@contextlib.asynccontextmanager
+async def rank_0(directory: Path, *flags: str, node: str = NODE, **settings: Any) -> AsyncIterator[Coordinator]:
+    """The coordinator of `rl` with these flags of the job and settings of every job; it ends as one that was killed."""
+    shared = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
+                      **settings)  # fmt: skip
+    lead = Coordinator(describe.describe("rl", flags), shared, "first", node)
+    try:
+        await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
+        yield lead
+    finally:
+        await lead.stop(ended=False)
+
+
+def run(steps: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(steps, 30))
+
+
+async def fail(directory: Path, *flags: str, **settings: Any) -> None:
+    async with rank_0(directory, *flags, **settings) as lead:
+        assert lead.gang.state == "gathering"
+        assert await lead.files.persist(Effect("begin", 4, (("agent", 0),), budget=Budget(312, 300, 4)))
+        assert await lead.files.persist(Effect("failed", verdict=VERDICT))
+
+
+async def state(directory: Path, *flags: str, **settings: Any) -> tuple[str, str, int, bool]:
+    async with rank_0(directory, *flags, **settings) as lead:
+        return lead.gang.state, lead.gang.reason, lead.gang.code, (directory / rundir.FAILED).exists()
+
+
+ANEW = ("gathering", "", 0, False)
+
+
+def test_it_stays_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def steps() -> None:
+        await fail(tmp_path)
+        for _ in range(2):
+            assert await state(tmp_path, log_level="debug") == ("failed", REASON, FAILED, True)
+
+    run(steps())
+    said = capsys.readouterr().out
+    assert "this job has failed for good: change a setting, or run `rolecall resume " in said
+    assert "to start again; RESUME=0" in said  # there is no checkpoint to train on from
+    assert REASON in said
+    kept = json.loads((tmp_path / rundir.FAILED).read_text())
+    assert (kept["reason"], kept["code"]) == (REASON, FAILED)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"), [(("--lr", "0.5"), {}), ((), {"max_restarts": 50}), ((), {"rpc_timeout": 99.0})]
+)
+def test_a_changed_setting_trains_on(tmp_path: Path, flags: tuple[str, ...], settings: dict[str, Any]) -> None:
+    async def steps() -> None:
+        await fail(tmp_path)
+        (tmp_path / "checkpoint-000003-0000000300.pt").write_text("")
+        assert await state(tmp_path, *flags, **settings) == ANEW
+        assert (tmp_path / "checkpoint-000003-0000000300.pt").exists()
+        assert await state(tmp_path) == ANEW
+
+    run(steps())
+
+
+def test_another_version_of_the_file_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def steps() -> None:
+        await fail(tmp_path)
+        monkeypatch.setattr(describe, "__version__", "9.9")
+        assert await state(tmp_path) == ANEW
+
+    run(steps())
+
+
+def test_resume_0_starts_anew_but_not_for_ever(tmp_path: Path) -> None:
+    async def steps() -> None:
+        await fail(tmp_path)
+        (tmp_path / "checkpoint-000003-0000000300.pt").write_text("")
+        await fail(tmp_path, resume=False)  # which moves the earlier run aside first
+        assert not (tmp_path / "checkpoint-000003-0000000300.pt").exists()
+        assert (tmp_path / "earlier-000004" / rundir.FAILED).exists()
+        assert (await state(tmp_path, resume=False))[0] == "failed"  # this very rank, restarted by its container
+        assert await state(tmp_path, resume=False, node="another:8000") == ANEW
+
+    run(steps())
+
+
+def test_one_command_clears_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a new budget of restarts."""
+    run(fail(tmp_path))
+    assert main(["resume", str(tmp_path)]) == 0
+    assert REASON in capsys.readouterr().out
+
+    async def again() -> None:
+        async with rank_0(tmp_path) as lead:
+            assert lead.gang.state == "gathering"
+            assert lead.gang.budget.fruitless <= 1
+
+    run(again())
+    run(fail(tmp_path))
+    monkeypatch.setenv("CHECKPOINT_DIR", str(tmp_path))  # as in a pod
+    assert main(["resume"]) == 0
+    run(again())
+    assert main(["resume"]) == 0  # there is nothing to clear
+    assert main(["resume", str(tmp_path / "nowhere")]) == USAGE
+
+
+def test_a_finished_job_says_how_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            assert await lead.files.persist(Effect("begin", 1, (("agent", 0),)))
+            assert await lead.files.persist(Effect("done", summary={"steps": 7}))
+        assert (await state(tmp_path))[0] == "finished"
+        (tmp_path / rundir.DONE).unlink()
+        assert (await state(tmp_path))[0] == "gathering"
+
+    run(steps())
+    assert f"delete {tmp_path / rundir.DONE}" in capsys.readouterr().out
+
+
+def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:
+    async def steps() -> None:
+        spent = Budget(312, 0, 3, 8.0, {"trainer 0 was started again": 3})
+        async with rank_0(tmp_path) as lead:
+            assert await lead.files.persist(Effect("begin", 1, (("agent", 0),), budget=spent))
+        async with rank_0(tmp_path) as lead:  # rank 0 was killed
+            assert lead.gang.budget.fruitless == 4
+            await lead.stop(ended=True)
+        async with rank_0(tmp_path) as lead:  # it had ended in order
+            assert lead.gang.budget.fruitless == 4
+        (tmp_path / "checkpoint-000001-0000000400.pt").write_text("")
+        async with rank_0(tmp_path) as lead:
+            assert lead.gang.budget == Budget(400, 400)
+
+    run(steps())
+
+
+def test_a_disk_that_refuses_the_verdict_says_so_and_the_members_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            lead.gang._fail(VERDICT, time.monotonic())
+
+            def broken(*_: object) -> None:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+            with monkeypatch.context() as patched:
+                patched.setattr(rundir, "write_atomically", broken)
+                lead._driver.step(time.monotonic())
+                on_disk = await lead.files.persist(lead._effects.get_nowait())
+                lead._driver.written(on_disk, time.monotonic())
+            assert (lead.gang.state, lead.gang.reason) == ("failed", REASON)
+
+    run(steps())
+    assert "FAILED cannot be written; a restart would train on" in capsys.readouterr().out
+    assert not (tmp_path / rundir.FAILED).exists()
+
+
+def test_nobody_is_told_before_the_disk_knows(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            lead.gang._fail(VERDICT, 0.0)
+            assert lead.gang.state == "gathering"
+            assert lead.gang.tick(0.0) == Effect("failed", verdict=VERDICT) == lead.gang.tick(1.0)
+            assert lead.gang.state == "gathering"
+
+    run(steps())
+
+
+@pytest.mark.parametrize("effect", [Effect("done", summary={}), Effect("failed", verdict=VERDICT)])
+def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, effect: Effect) -> None:
+    """A rank 0 that is killed next, before its report, writes the report from that."""
+
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            lead.files.record([("start", 0, 1.0, 1.0), ("train", 0, 1.0, 0.0), ("score", 7, 2.0, 0.5)])
+            assert await lead.files.persist(effect)
+            assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
+
+    run(steps())
+
+
+def test_bad_input_is_tried_again(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with rank_0(tmp_path) as lead:
+            lead.gang._fail(Verdict("no such data", USAGE, final=False), 0.0)
+            assert lead.gang.state == "failed"
+            assert lead.gang.tick(0.0) is None
+        assert await state(tmp_path) == ANEW
+
+    run(steps())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"reason": 1, "code": "x", "settings": "", "when": 0}'])
+def test_a_damaged_verdict(tmp_path: Path, text: str) -> None:
+    (tmp_path / rundir.FAILED).write_text(text)
+    with pytest.raises(UsageError, match="is damaged; delete it to train on from the newest checkpoint"):
+        rundir.read_failed(tmp_path)
+
+
+def test_a_damaged_budget(tmp_path: Path) -> None:
+    rundir.write_generation(tmp_path, Persisted(3, "rl", (), "", Budget(1, 2, 3, 4.0, {"x": 1})))
+    assert rundir.read_generation(tmp_path).budget == Budget(1, 2, 3, 4.0, {"x": 1})
+    path = tmp_path / rundir.GENERATION
+    for spoilt in ([], {"fruitless": "many"}, {"seen": 3}):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "budget": spoilt}))
+        with pytest.raises(UsageError, match="is damaged"):
+            rundir.read_generation(tmp_path)

@@ -1,0 +1,269 @@
+"""What members and coordinator leave out of their messages, and that a message costs the same in a gang of any size."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.gang import pump
+from rolecall.gang.gang import Gang
+from rolecall.gang.member import Member
+from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Key, RoleSpec, WorkerStatus
+from rolecall.gang.wire import SHOWN, answer_to, name_of_directive, name_of_list, pack, text_of, unpack
+from rolecall.rank import messages
+from rolecall.rank.coordinator import MAX_BODY
+from tests.gang.gangs import FIRST, RL, RULES, Play, trains
+
+KEYS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 50)))
+NONE = WorkerStatus()
+
+
+def crowd(members: int) -> tuple[RoleSpec, ...]:
+    return RoleSpec("lead", 1, 1, 1, False), RoleSpec("elastic", members - 1, 1, members - 1, True)
+
+
+# ---- lists
+
+
+@given(KEYS)
+def test_lists_travel_as_ranges(keys: list[Key]) -> None:
+    assert unpack(pack(keys)) == tuple(keys)
+
+
+def test_ranges() -> None:
+    keys = [("lead", 0), *(("elastic", n) for n in (0, 1, 2, 5, 7, 8))]
+    assert pack(keys) == (("lead", "0"), ("elastic", "0-2,5,7-8"))
+    assert text_of(keys) == "lead 0, elastic 0-2, elastic 5, elastic 7-8"
+    assert pack([]) == ()
+    holes = [("elastic", 2 * n) for n in range(SHOWN + 3)]
+    assert text_of(holes).endswith(f"elastic {2 * SHOWN - 2} and 3 more")
+
+
+# ---- sizes
+
+
+def test_a_beat_that_changes_nothing_is_small() -> None:
+    member = joined()
+    body = messages.write_beat(member.beat(NONE))
+    assert len(body) < 200
+    assert messages.read_beat(body).heartbeat is None
+    assert messages.write_answer(Answer()) == b"{}"
+
+
+def test_an_order_to_3000_ranks_is_small() -> None:
+    members = (("lead", 0), *(("elastic", n) for n in range(2999)))
+    lost = tuple(("elastic", n) for n in range(0, 2999, 2))  # the worst case: nothing but holes
+    directive = Directive("run", 7, 12, 3, members, lost, role="elastic")
+    answer = answer_to("0123456789abcdef", Beat("x", 1), directive, pack(members), pack(lost))
+    assert len(messages.write_answer(answer)) < MAX_BODY / 4
+    few = answer_to("0123456789abcdef", Beat("x", 1), Directive("run", 7, 12, 3, members), pack(members), ())
+    assert len(messages.write_answer(few)) < 300
+
+
+@pytest.mark.parametrize(
+    "beat",
+    [
+        Beat("x", 4, since=3, known="lead:7", listed="lead:2"),
+        Beat("x", 4, heartbeat=Heartbeat("", None, "x", 4)),
+        Beat("x", 4, heartbeat=Heartbeat("agent", 0, "x", 4, "node", 3, WorkerStatus(
+            2, "ended", "finished", "", 9, {"score": math.inf, "steps": 9}, 1, (("observer", 2),)
+        ), True, True, "rl (1)")),
+    ],
+)  # fmt: skip
+def test_beats_as_json(beat: Beat) -> None:
+    assert messages.read_beat(messages.write_beat(beat)) == beat
+
+
+def test_nan_in_a_summary() -> None:
+    status = WorkerStatus(1, "ended", "finished", summary={"loss": math.nan})
+    beat = messages.read_beat(messages.write_beat(Beat("x", 1, heartbeat=Heartbeat("a", 0, "x", 1, worker=status))))
+    assert beat.heartbeat is not None
+    assert math.isnan(beat.heartbeat.worker.summary["loss"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(),
+        Answer(again=True),
+        Answer("lead", Directive("run", 1, 7, 2, drain=True, reason="why", role="agent"), (("agent", "0-2"),),
+               (("b", "1"),)),
+        Answer("lead", Directive("failed", 0, 7, code=3, role="agent")),
+    ],
+)  # fmt: skip
+def test_answers_as_json(answer: Answer) -> None:
+    assert messages.read_answer(messages.write_answer(answer)) == answer
+
+
+# ---- the member
+
+
+def joined(lead: str = FIRST) -> Member:
+    """A member that runs in generation 1 of two."""
+    member = Member(RULES, "observer", 0, "x", "node", 0.0)
+    directive = Directive("run", 0, 3, 1, role="observer")
+    assert member.answered(member.beat(NONE), 0.0, Answer(lead, directive, (("agent", "0"), ("observer", "0"))), 0.0)
+    return member
+
+
+def test_a_member_tells_what_changed() -> None:
+    member = joined()
+    beat = member.beat(NONE)
+    assert (beat.heartbeat, beat.since, beat.known, beat.listed) == (None, 1, "first:3", "first:1")
+    assert member.answered(beat, 1.0, Answer(), 1.0)
+    running = WorkerStatus(1, "running")
+    changed = member.beat(running)
+    assert changed.heartbeat is not None
+    assert member.beat(running).heartbeat is not None  # it was not answered yet
+    assert member.answered(changed, 2.0, Answer(), 2.0)
+    assert member.beat(running).since == changed.sequence
+    member.failed(3.0)
+    assert member.beat(running).heartbeat is not None  # the next coordinator may be another
+
+
+def test_a_member_keeps_its_list_for_its_generation_only() -> None:
+    member = joined()
+    again = Directive("run", 0, 4, 1, role="observer")
+    assert member.answered(member.beat(NONE), 0.0, Answer(FIRST, again, None, (("observer", "1"),)), 0.0)
+    assert member.directive is not None
+    assert (member.directive.members, member.directive.lost) == ((("agent", 0), ("observer", 0)), (("observer", 1),))
+    for lead, generation in ((FIRST, 2), ("second", 1)):
+        other = Directive("run", 0, 5, generation, role="observer")
+        assert not member.answered(member.beat(NONE), 0.0, Answer(lead, other), 0.0)
+        assert member.directive.epoch == 4
+
+
+def test_to_be_asked_for_everything_renews_no_lease() -> None:
+    member = joined()
+    beat = member.beat(NONE)
+    assert member.answered(beat, 5.0, Answer(again=True), 5.0)
+    assert member.contact == 0.0
+    whole = member.beat(NONE)
+    assert whole.heartbeat is not None
+    assert not member.answered(whole, 5.0, Answer(again=True), 5.0)  # no endless loop: that is a failure
+
+
+def test_silence_is_no_order() -> None:
+    member = Member(RULES, "observer", 0, "x", "node", 0.0)
+    assert not member.answered(member.beat(NONE), 0.0, Answer(), 0.0)
+
+
+# ---- the gang
+
+
+def test_a_report_that_holds_is_renewed_by_its_number() -> None:
+    play, (_, one, _) = trains()
+    sequence = one.heartbeat.sequence
+    assert play.gang.renew(one.heartbeat.incarnation, sequence + 1, sequence, 4.0) == one.key
+    assert play.gang.members[one.key].received_at == 4.0
+    assert next(reversed(play.gang.members)) == one.key
+    assert play.gang.renew(one.heartbeat.incarnation, sequence + 1, sequence, 5.0) == one.key
+    assert play.gang.members[one.key].received_at == 4.0, "an older beat renews nothing"
+    assert play.gang.receive(one.heartbeat, 5.0) == one.key
+    assert play.gang.members[one.key].received_at == 4.0
+
+
+def test_a_report_that_the_gang_does_not_have_is_asked_for() -> None:
+    play, (_, one, _) = trains()
+    incarnation, sequence = one.heartbeat.incarnation, one.heartbeat.sequence
+    assert play.gang.renew(incarnation, sequence + 2, sequence - 1, 1.0) is None
+    assert play.gang.renew("another", 1, 0, 1.0) is None
+    assert play.gang.members[one.key].received_at == 0.0
+    new = Gang(RL, RULES, "second", 0.0)
+    assert pump.receive(new, Beat(incarnation, sequence + 1, sequence), 1.0) is None
+    play.join("observer", one.key[1], "its-successor")
+    assert play.gang.renew(incarnation, sequence + 1, sequence, 1.0) is None
+
+
+def test_another_coordinators_directive_is_not_known() -> None:
+    play, (_, one, _) = trains()
+    directive = play.gang.directive(one.key)
+    names = [name_of_directive(lead, directive) for lead in (FIRST, "another")]
+    lists = [name_of_list(lead, directive.generation) for lead in (FIRST, "another")]
+    same, other = (play.gang.answer(one.key, Beat("x", 1, known=known)) for known in names)
+    assert same == Answer()
+    assert other.directive is not None
+    same, other = (play.gang.answer(one.key, Beat("x", 1, listed=listed)) for listed in lists)
+    assert same.members is None
+    assert other.members == (("agent", "0"), ("observer", "0-1"))
+
+
+def test_a_directive_keeps_its_epoch_for_as_long_as_it_says_the_same() -> None:
+    play, (agent, one, two) = trains()
+    before = {member.key: member.directive.epoch for member in (agent, one, two)}
+    play.join("observer", 2).obeys()
+    play.wait(RULES.rejoin_interval)
+    assert play.gang.state == "draining"
+    assert agent.directive.epoch > before[agent.key]
+    assert [member.directive.epoch for member in (one, two)] == [before[one.key], before[two.key]]
+    two.ends("killed")
+    assert one.directive.epoch > before[one.key]  # it learns whom the generation has lost
+
+
+def test_an_old_directive_to_stop_proves_nothing() -> None:
+    play, (_, one, _) = trains()
+    record, stop = play.gang.members[one.key], play.gang.state
+    assert stop == "running"
+    play.gang._stop("killed", "why", play.now)
+    first = one.directive
+    record.stop_epoch = play.gang.epoch = first.epoch + 1  # as after a generation whose order it never asked for
+    record.revision = -1
+    assert one.directive.kind == first.kind
+    assert one.directive.epoch > first.epoch
+
+
+# ---- cost
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """How many functions a call calls, of Python's and C's."""
+    count = 0
+
+    def count_one(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()  # it calls functions too
+    sys.setprofile(count_one)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def test_a_beat_costs_the_same_in_a_gang_of_any_size() -> None:
+    costs = []
+    for members in (3, 300):
+        play = Play(crowd(members))
+        play.join("lead")
+        last = [play.join("elastic", ordinal) for ordinal in range(members - 1)][-1]
+        play.settle()
+        assert play.gang.state == "running"
+        answer = play.gang.answer(last.key, Beat("x", 1))
+        assert answer.directive is not None
+        known, number = name_of_directive(answer.lead, answer.directive), last.heartbeat.sequence
+        beat = Beat(last.heartbeat.incarnation, number + 1, number, known=known)
+
+        def once(gang: Gang = play.gang, beat: Beat = beat, key: Key = last.key) -> None:
+            assert pump.receive(gang, beat, 0.5) == key
+            assert pump.answer(gang, key, beat, 0.5, 0.5) is None
+
+        costs.append(calls(once))
+    assert costs[0] == costs[1]
+
+
+def test_joining_costs_each_the_same() -> None:
+    play = Play(crowd(300))
+    play.join("lead")
+    heartbeats = [Heartbeat("elastic", None, f"{n}", 1, node=f"node-{n}") for n in range(299)]
+    costs = [calls(lambda heartbeat=heartbeat: play.gang.receive(heartbeat, 0.0)) for heartbeat in heartbeats]  # type: ignore[misc]
+    assert max(costs) <= costs[0] + 2

@@ -1,0 +1,116 @@
+"""The table of what is not given: one row for each kind of spaces, and what is given wins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from pydantic import TypeAdapter
+
+from rolecall import UsageError
+from rolecall.jobs.rl import RlSettings
+from rolecall.jobs.rl.defaults import DEFAULTS, Choices, Kind, choose, kind
+from rolecall.jobs.rl.spaces import Space
+from tests.jobs.rl_parts import spaces_of
+
+VECTOR, PICTURE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
+CONTROLS, LEVER = Box(-1, 1, (2,), np.float32), Box(-1, 1, (1,), np.float32)
+NAMES = [field.name for field in fields(Choices)]
+
+
+@pytest.mark.parametrize(
+    ("observation", "action", "algorithm", "expected"),
+    [
+        (VECTOR, Discrete(2), "ppo", "discrete"),
+        (Discrete(9), MultiDiscrete([2, 3]), "ppo", "discrete"),
+        (VECTOR, MultiBinary(3), "ppo", "discrete"),
+        (VECTOR, CONTROLS, "ppo", "continuous"),
+        (VECTOR, LEVER, "ppo", "scalar"),
+        (PICTURE, Discrete(2), "ppo", "pixels"),
+        (PICTURE, CONTROLS, "ppo", "pixels"),
+        (Dict({"camera": PICTURE, "speed": VECTOR}), CONTROLS, "ppo", "pixels"),
+        (VECTOR, Discrete(2), "reinforce", "reinforce"),
+        (PICTURE, CONTROLS, "reinforce", "reinforce"),
+    ],
+)
+def test_the_row_goes_by_the_kind_of_spaces(observation: Space, action: Space, algorithm: Any, expected: Kind) -> None:
+    settings, spaces = RlSettings(algorithm=algorithm), spaces_of(observation, action)
+    assert kind(settings, spaces) == expected
+    assert choose(settings, spaces) == DEFAULTS[expected]
+
+
+def test_no_environments_id_decides() -> None:
+    spaces = spaces_of(VECTOR, Discrete(2))
+    assert len({choose(RlSettings(env_id=name), spaces) for name in ("CartPole-v1", "ALE/Pong-v5", "a:B-v0")}) == 1
+
+
+GIVEN: dict[str, Any] = {
+    "num_envs": 3,
+    "rollout_steps": 5,
+    "epochs": 7,
+    "minibatches": 9,
+    "lr": 0.123,
+    "gamma": 0.0,
+    "gae_lambda": 0.0,
+    "clip_ratio": 0.77,
+    "target_kl": 0.5,
+    "entropy_coef": 0.0,
+    "max_grad_norm": 4.5,
+    "normalize": False,
+    "lr_schedule": "linear",
+    "exploration": "sde",
+    "hidden_size": 17,
+}
+
+
+@pytest.mark.parametrize("row", DEFAULTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_given_wins_even_where_it_is_nothing(row: Kind, name: str) -> None:
+    observation = PICTURE if row == "pixels" else VECTOR
+    action = {"continuous": CONTROLS, "scalar": LEVER}.get(row, Discrete(2))
+    algorithm = "reinforce" if row == "reinforce" else "ppo"
+    spaces = spaces_of(observation, action)
+    default = asdict(DEFAULTS[row])
+    other = not default[name] if isinstance(default[name], bool) else GIVEN[name]
+    for value in (GIVEN[name], other):
+        choices = choose(RlSettings(algorithm=algorithm, **{name: value}), spaces)
+        assert asdict(choices) == {**default, name: value}
+
+
+@pytest.mark.parametrize(
+    ("given", "action"),
+    [({"lr_schedule": "adaptive", "algorithm": "reinforce"}, Discrete(2)),
+     ({"lr_schedule": "adaptive", "target_kl": 0.0}, CONTROLS)],
+)  # fmt: skip
+def test_an_adaptive_rate_needs_what_it_follows(given: dict[str, Any], action: Space) -> None:
+    with pytest.raises(UsageError, match=r"^LR_SCHEDULE=adaptive with TARGET_KL=0: .*set TARGET_KL"):
+        choose(RlSettings(**given), spaces_of(VECTOR, action))
+    assert choose(RlSettings(**{**given, "target_kl": 0.01}), spaces_of(VECTOR, action)).target_kl == 0.01
+    given = {**given, "target_kl": 0.0, "lr_schedule": "constant"}
+    assert choose(RlSettings(**given), spaces_of(VECTOR, action)).target_kl == 0
+
+
+def test_every_choice_is_a_setting_without_a_default_and_the_other_way_round() -> None:
+    unset = {name for name, field in RlSettings.model_fields.items() if field.default is None}
+    chosen = {name for name in unset if "by the spaces" in (RlSettings.model_fields[name].description or "")}
+    assert chosen == set(NAMES) == set(GIVEN)
+
+
+@pytest.mark.parametrize("row", DEFAULTS)
+def test_the_tables_values_are_ones_that_could_be_given(row: Kind) -> None:
+    for name, value in asdict(DEFAULTS[row]).items():
+        field = RlSettings.model_fields[name]
+        TypeAdapter(field.rebuild_annotation()).validate_python(value, strict=True)
+
+
+def test_every_kind_has_its_row() -> None:
+    assert set(DEFAULTS) == set(get_args(Kind))
+
+
+def test_the_tutorials_row_is_the_tutorials() -> None:
+    row = DEFAULTS["reinforce"]
+    assert (row.epochs, row.gae_lambda, row.entropy_coef, row.target_kl) == (1, 1.0, 0.0, 0.0)
+    assert (row.normalize, row.lr_schedule) == (False, "constant")

@@ -1,0 +1,812 @@
+"""Environments: which are made and how, autoreset masks, dones, episodes, and the message of a step."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import gymnasium
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, Text
+from gymnasium.vector import AutoresetMode
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rolecall.errors import UsageError
+from rolecall.jobs.rl import RlSettings, atari, envs
+from rolecall.jobs.rl.envs import Singles
+from rolecall.jobs.rl.messages import Done, pack, unpack
+from rolecall.jobs.rl.stepping import Envs
+
+BOTH = 3  # an environment may say that it terminated and was truncated
+# environment -> its episodes, over and over: how many steps, and how they end
+SCRIPTS = (
+    ((3, Done.TERMINATED), (2, Done.TRUNCATED), (1, BOTH)),
+    ((1, Done.TERMINATED),),
+    ((4, Done.TRUNCATED), (1, Done.TRUNCATED)),
+)
+OBSERVATIONS = Box(-1e6, 1e6, (2,), np.float32)
+START = 5
+
+
+class Script:
+    """Plays the episodes of one environment: it shows (episode, step) and pays 100 * episode + step + 1."""
+
+    def __init__(self, number: int) -> None:
+        self.episodes = SCRIPTS[number % len(SCRIPTS)]
+        self.episode, self.at = -1, 0
+
+    def reset(self) -> tuple[int, int]:
+        self.episode, self.at = self.episode + 1, 0
+        return self.episode, 0
+
+    def step(self) -> tuple[tuple[int, int], float, int]:
+        reward = 100.0 * self.episode + self.at + 1
+        self.at += 1
+        length, end = self.episodes[self.episode % len(self.episodes)]
+        assert self.at <= length, "stepped beyond the episode's end"
+        return (self.episode, self.at), reward, end if self.at == length else Done.CONTINUES
+
+
+class Scripted(gymnasium.Env[Any, Any]):
+    """One environment; the seed of its first reset is its number."""
+
+    observation_space = OBSERVATIONS
+    action_space = Discrete(3, start=START)
+    actions: ClassVar[list[Any]] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.script = Script(seed)
+        return np.array(self.script.reset(), np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.actions.append(action)
+        shown, reward, end = self.script.step()
+        return np.array(shown, np.float32), reward, end in (Done.TERMINATED, BOTH), end in (Done.TRUNCATED, BOTH), {}
+
+
+class ScriptedVector(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """The same as a vector implementation, as unhelpful as it may be: it hands out its own buffer, and the step that
+    resets pays something.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    single_observation_space = OBSERVATIONS
+    single_action_space = Discrete(3, start=START)
+
+    def __init__(self, num_envs: int, **_: Any) -> None:
+        self.num_envs = num_envs
+        self.observation_space = gymnasium.vector.utils.batch_space(OBSERVATIONS, num_envs)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.buffer = np.zeros((num_envs, 2), np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.scripts = [Script(seed + number) for number in range(self.num_envs)]
+        self.over = [False] * self.num_envs
+        self.buffer[:] = [script.reset() for script in self.scripts]
+        return self.buffer, {}
+
+    def step(self, actions: Any) -> Any:
+        rewards, dones = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
+        for number, script in enumerate(self.scripts):
+            if self.over[number]:
+                self.buffer[number], rewards[number] = script.reset(), 77
+            else:
+                self.buffer[number], rewards[number], dones[number] = script.step()
+            self.over[number] = dones[number] != Done.CONTINUES
+        return self.buffer, rewards, np.isin(dones, [Done.TERMINATED, BOTH]), np.isin(dones, [Done.TRUNCATED, BOTH]), {}
+
+
+class SameStepVector(ScriptedVector):
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def step(self, actions: Any) -> Any:
+        raise AssertionError("a vector implementation that resets in the same step must not be used")
+
+
+class SilentVector(SameStepVector):
+    metadata: ClassVar[dict[str, Any]] = {}
+
+
+class OtherSpaces(gymnasium.Env[Any, Any]):
+    """One with the spaces that it is given."""
+
+    def __init__(self, observation: Any, action: Any) -> None:
+        self.observation_space, self.action_space = observation, action
+
+
+class Growing(gymnasium.Env[Any, Any]):
+    """Each one is larger than the one before."""
+
+    action_space = Discrete(2)
+    count = 0
+
+    def __init__(self) -> None:
+        Growing.count += 1
+        self.observation_space = Box(-1, 1, (Growing.count,))
+
+
+class Broken(gymnasium.Env[Any, Any]):
+    def __init__(self) -> None:
+        raise RuntimeError("the simulator has no licence")
+
+
+class Loading(Scripted):
+    """Is not made before `said` is set."""
+
+    said = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.said.wait(30), "nothing was said"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    before = set(gymnasium.registry)
+    gymnasium.register("Scripted-v0", Scripted, reward_threshold=12.5)
+    gymnasium.register("ScriptedVector-v0", Scripted, vector_entry_point=ScriptedVector)
+    gymnasium.register("SameStep-v0", Scripted, vector_entry_point=SameStepVector)
+    gymnasium.register("Silent-v0", Scripted, vector_entry_point=SilentVector)
+    gymnasium.register("OnlySameStep-v0", vector_entry_point=SameStepVector)
+    gymnasium.register("Limited-v0", Scripted, max_episode_steps=2)
+    gymnasium.register("Unmade-v0", Broken)
+    gymnasium.register("Pictures-v0", Pictures)
+    gymnasium.register("Growing-v0", Growing)
+    gymnasium.register("Loading-v0", Loading)
+    for name, observation, action in [
+        ("Words-v0", Text(5), Discrete(2)),
+        ("Orders-v0", OBSERVATIONS, Dict(word=Discrete(2))),
+    ]:
+        gymnasium.register(name, OtherSpaces, kwargs={"observation": observation, "action": action})
+    yield
+    for name in set(gymnasium.registry) - before:
+        del gymnasium.registry[name]
+
+
+EVERY_WAY = pytest.mark.parametrize("env_id", ["Scripted-v0", "ScriptedVector-v0", "SameStep-v0", "Silent-v0"])
+pytestmark = pytest.mark.filterwarnings("ignore:.*AutoresetMode metadata")
+
+
+def setup(env_id: str, **others: Any) -> RlSettings:
+    return RlSettings(env_id=env_id, **others)
+
+
+def group_of(env_id: str, count: int, seed: int = 0, **others: Any) -> Envs:
+    return Envs(setup(env_id, **others), count, seed)
+
+
+class Rolled(NamedTuple):
+    """observations [T+1, n, ...], rewards, dones and experience [T, n]."""
+
+    observations: Any
+    rewards: Any
+    dones: Any
+    experience: Any
+
+
+def rows_of(number: int, steps: int) -> list[tuple[tuple[int, int], float, int, bool]]:
+    """What environment `number` shows after each step, its reward and end, and whether the step was experience."""
+    script = Script(number)
+    script.reset()
+    rows: list[tuple[tuple[int, int], float, int, bool]] = []
+    over = False
+    for _ in range(steps):
+        if over:
+            rows.append((script.reset(), 0.0, Done.CONTINUES, False))
+            over = False
+        else:
+            shown, reward, end = script.step()
+            rows.append((shown, reward, Done.TERMINATED if end == BOTH else end, True))
+            over = end != Done.CONTINUES
+    return rows
+
+
+def roll(group: Envs, steps: int) -> Rolled:
+    seen = [(group.observations, group.rewards, group.dones)]
+    for step in range(steps):
+        group.step(np.full(len(group.dones), step % 2, np.int64))
+        seen.append((group.observations, group.rewards, group.dones))
+    observations, rewards, dones = (np.stack(column) for column in zip(*seen, strict=True))
+    return Rolled(observations, rewards[1:], dones[1:], dones[:-1] == Done.CONTINUES)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("split", [0, 1, 3, 4, 11])
+def test_a_trajectory_is_what_happened(env_id: str, split: int) -> None:
+    """In one rollout or in two, whether or not an episode dones where the first stops."""
+    steps, group = 12, group_of(env_id, 3)
+    parts = [roll(group, length) for length in (split, steps - split) if length]
+    expected = [rows_of(number, steps) for number in range(3)]
+    for column, name in enumerate(("observations", "rewards", "dones", "experience")):
+        wanted = np.array([[row[column] for row in rows] for rows in expected]).swapaxes(0, 1)
+        shown = [getattr(part, name)[1:] if column == 0 else getattr(part, name) for part in parts]
+        np.testing.assert_array_equal(np.concatenate(shown), wanted, err_msg=name)
+    np.testing.assert_array_equal(parts[0].observations[0], [[0, 0]] * 3)
+    for earlier, later in itertools.pairwise(parts):
+        np.testing.assert_array_equal(earlier.observations[-1], later.observations[0])
+
+
+@EVERY_WAY
+def test_the_step_after_an_end_is_no_experience_and_pays_nothing(env_id: str) -> None:
+    trajectory = roll(group_of(env_id, 3), 30)
+    ended = trajectory.dones[:-1] != Done.CONTINUES
+    assert ended.any()
+    assert np.array_equal(~trajectory.experience[1:], ended)
+    assert trajectory.experience[0].all()
+    assert not trajectory.rewards[~trajectory.experience].any()
+    assert (trajectory.rewards[trajectory.experience] > 0).all()
+    assert not trajectory.dones[~trajectory.experience].any()
+
+
+@EVERY_WAY
+def test_episodes_are_whole_across_rollouts(env_id: str) -> None:
+    group = group_of(env_id, 3)
+    taken = []
+    for length in (1, 2, 3, 1, 5):
+        roll(group, length)
+        taken.append(sorted(group.take_episodes()))
+    expected: list[list[tuple[float, int]]] = [[] for _ in taken]
+    bounds = np.cumsum((1, 2, 3, 1, 5))
+    for number in range(3):
+        total, steps = 0.0, 0
+        for step, (_, reward, end, experience) in enumerate(rows_of(number, 12)):
+            total, steps = total + reward, steps + experience
+            if end != Done.CONTINUES:
+                expected[int(np.searchsorted(bounds, step, side="right"))].append((total, steps))
+                total, steps = 0.0, 0
+    assert taken == [sorted(part) for part in expected]
+    assert any(len(part) > 1 for part in taken)
+    assert group.take_episodes() == []
+
+
+@EVERY_WAY
+def test_what_was_seen_stays_as_it_was(env_id: str) -> None:
+    group = group_of(env_id, 3)
+    seen = []
+    for _ in range(6):
+        seen.append([(array, array.copy()) for array in (group.observations, group.rewards, group.dones)])
+        group.step(np.zeros(3, np.int64))
+    assert all(np.array_equal(array, before) for step in seen for array, before in step)
+
+
+def test_a_vector_implementation_is_used_only_where_it_resets_in_the_next_step() -> None:
+    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2).unwrapped, ScriptedVector)
+    for name in ("Scripted-v0", "SameStep-v0", "Silent-v0"):
+        group = envs.make(setup(name), 2)
+        assert isinstance(group, Singles)
+        assert group.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+        assert group.num_envs == 2
+
+
+@pytest.mark.parametrize("shown", [Box(0, 255, (120, 100, 3), np.uint8), Dict(word=Discrete(2))], ids=str)
+def test_a_vector_implementation_is_used_only_where_its_observations_need_no_change(
+    shown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedVector, "single_observation_space", shown)
+    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2), Singles)
+
+
+def test_a_reset_forgets_episodes_that_were_over() -> None:
+    group = envs.make(setup("Scripted-v0"), 3)
+    group.reset(seed=0)
+    group.step(np.full(3, START))  # the last of the second one's episode
+    group.reset(seed=0)
+    _, rewards, *_ = group.step(np.full(3, START))
+    assert rewards.tolist() == [1, 1, 1]
+
+
+def test_an_id_without_a_version_is_the_newest() -> None:
+    newest = envs.make(setup("CartPole"), 2).unwrapped
+    assert type(newest) is type(envs.make(setup("CartPole-v1"), 2).unwrapped)
+    assert not isinstance(newest, Singles)
+
+
+def test_the_time_limit_truncates() -> None:
+    rolled = roll(group_of("Limited-v0", 1), 3)
+    assert rolled.dones[:, 0].tolist() == [Done.CONTINUES, Done.TRUNCATED, Done.CONTINUES]
+    assert rolled.experience[:, 0].tolist() == [True, True, False]
+
+
+def test_actions_count_from_the_spaces_start() -> None:
+    Scripted.actions.clear()
+    group = group_of("Scripted-v0", 1, 2)
+    for action in (0, 2, 1):
+        group.step(np.array([action]))
+    assert Scripted.actions == [START, START + 2, START + 1]
+    assert all(Scripted.action_space.contains(action) for action in Scripted.actions)
+    assert group.spaces == (OBSERVATIONS, Discrete(3, start=START), ())
+
+
+def test_shapes_and_types() -> None:
+    rolled = roll(group_of("Scripted-v0", 3), 5)
+    assert [column.shape for column in rolled] == [(6, 3, 2), (5, 3), (5, 3), (5, 3)]
+    assert [column.dtype for column in rolled] == [np.float32, np.float32, np.uint8, np.bool_]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_the_same_seed_makes_the_same_episodes(env_id: str) -> None:
+    def run(seed: int) -> Any:
+        group = group_of(env_id, 4, seed)
+        shape, dtype = group.spaces.action_shape, group.spaces.action_dtype
+        shown = [group.observations]
+        for _ in range(40):
+            group.step(np.ones((4, *shape), dtype))
+            shown.append(group.observations)
+        return np.stack(shown)
+
+    first, again, other = run(3), run(3), run(4)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert not np.array_equal(first[:, 0], first[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("count", "inference", "sizes"),
+    [(1, "agent", [1]), (2, "agent", [1, 1]), (5, "agent", [3, 2]), (64, "agent", [32, 32]), (64, "observer", [64])],
+)
+def test_groups(count: int, inference: str, sizes: list[int]) -> None:
+    assert envs.group_sizes(count, inference) == sizes
+
+
+# ---- which environments
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    ["NoSuchThing-v0", "Scripted-v99", "no such id", "no_such_module:Scripted-v0", ":", ":Scripted-v0", "a:b:c",
+     ".relative:Scripted-v0", "Unmade-v0", "OnlySameStep-v0"],
+)  # fmt: skip
+def test_what_cannot_be_made_is_refused(env_id: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        envs.make(setup(env_id), 2)
+    assert f"ENV_ID={env_id}:" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_reason_of_an_environment_that_raises_is_shown() -> None:
+    with pytest.raises(UsageError, match=r"ENV_ID=Unmade-v0.*the simulator has no licence"):
+        envs.make(setup("Unmade-v0"), 2)
+
+
+def test_one_that_loads_for_long_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        Loading.said.set()
+
+    monkeypatch.setattr(Loading, "said", threading.Event())
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
+    group = envs.make(setup("Loading-v0", env_timeout=0.05), 2)
+    assert group.num_envs == 2
+    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s, and is waited for\n"]
+
+
+@pytest.mark.parametrize(("env_id", "space"), [("Words-v0", "Text"), ("Orders-v0", "Dict")])
+def test_other_spaces_are_refused(env_id: str, space: str) -> None:
+    with pytest.raises(UsageError, match=rf"^ENV_ID={env_id}: rl has no .* {space}"):
+        envs.make(setup(env_id), 2)
+
+
+def test_environments_of_different_spaces_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^ENV_ID=Growing-v0: makes environments of different spaces, Box"):
+        envs.make(setup("Growing-v0"), 3)
+
+
+def test_a_module_to_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+        import gymnasium
+        gymnasium.register("Imported-v0", "gymnasium.envs.classic_control:CartPoleEnv", reward_threshold=3)
+    """
+    (tmp_path / "registers_an_environment.py").write_text(textwrap.dedent(source))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="ENV_ID=Imported-v0"):
+        envs.make(setup("Imported-v0"), 2)
+    group = group_of("registers_an_environment:Imported-v0", 2)
+    group.step(np.zeros(2, np.int64))
+    assert group.observations.shape == (2, 4)
+    assert envs.describe(setup("registers_an_environment:Imported-v0")).threshold == 3
+
+
+def test_a_module_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raises_when_imported.py").write_text("undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"ENV_ID=raises_when_imported:X-v0.*undefined_name"):
+        envs.make(setup("raises_when_imported:X-v0"), 1)
+
+
+def test_the_threshold_where_there_is_one() -> None:
+    assert envs.describe(setup("Scripted-v0")).threshold == 12.5
+    assert envs.describe(setup("ScriptedVector-v0")).threshold is None
+    assert envs.describe(setup("CartPole-v1")).threshold == 475
+
+
+# ---- wrappers
+
+
+def doubled(env: Any) -> Any:
+    return gymnasium.wrappers.TransformReward(env, lambda reward: 2 * reward)
+
+
+def no_environment(env: Any) -> Any:
+    return env.observation_space
+
+
+def raising(env: Any) -> Any:
+    raise ValueError("no wrapper today")
+
+
+@pytest.mark.parametrize("env_id", ["Scripted-v0", "ScriptedVector-v0"])
+def test_the_users_wrappers_are_around_each_environment(env_id: str) -> None:
+    plain = roll(group_of("Scripted-v0", 3), 8)
+    wrapped = roll(group_of(env_id, 3, wrappers=f"{__name__}:doubled"), 8)
+    assert plain.rewards.any()
+    assert np.array_equal(wrapped.rewards, 2 * plain.rewards)
+    assert np.array_equal(wrapped.observations, plain.observations)
+
+
+@pytest.mark.parametrize(
+    ("wrappers", "problem"),
+    [
+        ("no_environment", "returns a Box, not an environment"),
+        ("raising", r"raised an error \(ValueError: no wrapper today\)"),
+        ("nothing", "cannot be imported"),
+        ("OBSERVATIONS", "is not callable"),
+    ],
+)
+def test_wrappers_that_are_none_are_refused(wrappers: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=f"^WRAPPERS={__name__}:{wrappers}: {problem}"):
+        envs.make(setup("Scripted-v0", wrappers=f"{__name__}:{wrappers}"), 2)
+
+
+class Pictures(gymnasium.Env[Any, Any]):
+    """Shows a picture of one colour, the brighter the later."""
+
+    observation_space = Box(0, 255, (120, 100, 3), np.uint8)
+    action_space = Discrete(2)
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, shape: tuple[int, ...] = (120, 100, 3), render_mode: str | None = None) -> None:
+        self.observation_space, self.render_mode = Box(0, 255, shape, np.uint8), render_mode
+
+    def show(self) -> Any:
+        return np.full(self.observation_space.shape, 20 * self.at, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.at = 1
+        return self.show(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        return self.show(), 1.0, self.at == 6, False, {}
+
+    def render(self) -> Any:
+        return np.full((8, 9, 3), self.at, np.uint8)
+
+
+def test_pictures_are_stacked_small_and_grey() -> None:
+    group = group_of("Pictures-v0", 2)
+    assert group.spaces.image
+    assert group.observations.shape == (2, 4, 84, 84)
+    shown = [group.observations]
+    for _ in range(6):
+        group.step(np.zeros(2, np.int64))
+        shown.append(group.observations)
+    levels = np.stack(shown)[:, 0, :, 40, 40] / 20
+    expected = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6], [1, 1, 1, 1]]
+    assert np.abs(levels - expected).max() < 0.1
+    assert len(np.unique(levels)) > 4
+
+
+@pytest.mark.parametrize("shape", [(84, 84), (4, 84, 84), (84, 84, 4), (84, 84, 1), (20, 20, 3)])
+def test_other_pictures_stay_as_they_are(shape: tuple[int, ...]) -> None:
+    gymnasium.registry["Pictures-v0"].kwargs["shape"] = shape
+    try:
+        group = group_of("Pictures-v0", 2)
+    finally:
+        del gymnasium.registry["Pictures-v0"].kwargs["shape"]
+    assert group.observations.shape == (2, *shape)
+    assert group.observations.dtype == np.uint8
+
+
+def test_pictures_stay_as_they_are_where_the_user_wraps() -> None:
+    group = group_of("Pictures-v0", 2, wrappers=f"{__name__}:doubled")
+    assert group.observations.shape == (2, 120, 100, 3)
+
+
+def test_what_pictures_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(UsageError, match=r"^ENV_ID=Pictures-v0: .*pip install opencv-python-headless"):
+        envs.make(setup("Pictures-v0"), 1)
+
+
+def test_the_first_environment_is_rendered() -> None:
+    group = Envs(setup("Pictures-v0"), 2, 0, render=True)
+    group.step(np.zeros(2, np.int64))
+    assert np.array_equal(group.picture(), np.full((8, 9, 3), 2, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("frame", "problem"),
+    [
+        (None, r"renders no RGB picture, but object of shape \(\)"),
+        (np.zeros((8, 9), np.uint8), r"renders no RGB picture, but uint8 of shape \(8, 9\)"),
+        (np.zeros((8, 9, 3)), r"renders no RGB picture, but float64 of shape \(8, 9, 3\)"),
+        (
+            OSError("no display"),
+            r"cannot be rendered \(OSError: no display\); where a package is missing, .*'rolecall\[video\]'",
+        ),
+    ],
+)
+def test_an_environment_that_draws_no_picture_is_named(
+    frame: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(self: Any) -> Any:
+        if isinstance(frame, Exception):
+            raise frame
+        return frame
+
+    monkeypatch.setattr(Pictures, "render", render)
+    group = Envs(setup("Pictures-v0"), 1, 0, render=True)
+    with pytest.raises(UsageError, match=f"^ENV_ID=Pictures-v0: {problem}$"):
+        group.picture()
+
+
+# ---- Atari's games
+
+
+@pytest.mark.parametrize("env_id", ["ALE/Pong-v5", "PongNoFrameskip-v4"])
+def test_games_are_stepped_together(env_id: str) -> None:
+    group = group_of(env_id, 2, seed=2**32 - 1)
+    assert not isinstance(group._envs, Singles)
+    assert (group.spaces.observation.shape, group.spaces.observation.dtype) == ((4, 84, 84), np.uint8)
+    assert group.spaces.image
+    assert group.spaces.action == Discrete(6)
+    first = group.observations
+    for _ in range(3):
+        group.step(np.array([2, 3]))
+    assert group.observations.shape == (2, 4, 84, 84)
+    assert not np.array_equal(first, group.observations)
+    frames = [group._envs.step(np.array([2, 3]))[4]["episode_frame_number"] for _ in range(2)]
+    assert (frames[1] - frames[0]).tolist() == [4, 4]
+    group.close()
+
+
+def test_a_game_that_is_rendered_looks_the_same() -> None:
+    together, apart = group_of("ALE/Breakout-v5", 1), Envs(setup("ALE/Breakout-v5"), 1, 0, render=True)
+    assert isinstance(apart._envs, Singles)
+    assert apart.spaces == together.spaces
+    for _ in range(4):  # the stack is of four frames of the game itself
+        for group in (together, apart):
+            group.step(np.array([0]))
+    difference = np.abs(together.observations[0, -1].astype(int) - apart.observations[0, -1])
+    assert difference[20:70].mean() < 3  # the ball is elsewhere
+    assert apart.picture().shape == (210, 160, 3)
+    apart.close()
+    together.close()
+
+
+def test_rewards_of_games_are_not_clipped() -> None:
+    group = group_of("ALE/SpaceInvaders-v5", 4)
+    paid = set()
+    for step in range(150):
+        group.step(np.full(4, 1 + 3 * (step % 2)))
+        paid |= set(group.rewards.tolist())
+    assert max(paid) > 1
+    group.close()
+
+
+def test_games_with_other_arguments_are_made_one_by_one() -> None:
+    spec = gymnasium.registry["ALE/Pong-v5"]
+    assert atari.fits(spec)
+    gymnasium.register("Memory-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "obs_type": "ram"})
+    try:
+        group = group_of("Memory-v0", 1)
+    finally:
+        del gymnasium.registry["Memory-v0"]
+    assert isinstance(group._envs, Singles)
+    assert group.observations.shape == (1, 128)
+    group.close()
+
+
+def test_what_games_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"^ENV_ID=ALE/Nothing-v5: needs the package ale-py: pip install ale-py"):
+        envs.make(setup("ALE/Nothing-v5"), 1)
+
+
+# ---- envpool
+
+
+class Pooled:
+    """In place of envpool's environments: counts its steps, up to `length`, and resets in the step after."""
+
+    def __init__(self, num_envs: int, seed: int, length: int) -> None:
+        self.seed, self.length, self.closed = seed, length, False
+        self.at = np.zeros(num_envs, np.int64)
+
+    def show(self) -> Any:
+        return np.stack([np.full_like(self.at, self.seed % 1000), self.at], 1).astype(np.float32)
+
+    def reset(self) -> Any:
+        return self.show(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.actions = actions
+        over = self.at == self.length
+        self.at = np.where(over, 0, self.at + 1)
+        return self.show(), np.where(over, 0, 1.0), self.at == self.length, np.zeros(len(over), bool), {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Library:
+    """In place of envpool."""
+
+    def __init__(self, observation: Any = OBSERVATIONS) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.pools: list[Pooled] = []
+        self.observation = observation
+
+    def list_all_envs(self) -> list[str]:
+        return ["Count-v0", "CartPole-v1", "Pong-v5", "Bad-v0"]
+
+    def make_spec(self, task: str, **options: Any) -> Any:
+        return SimpleNamespace(gymnasium_observation_space=self.observation, gymnasium_action_space=Discrete(2))
+
+    def make(self, task: str, **options: Any) -> Pooled:
+        if task == "Bad-v0":
+            raise RuntimeError("no assets")
+        self.calls.append({"task": task, **options})
+        self.pools.append(Pooled(options["num_envs"], options["seed"], 3))
+        return self.pools[-1]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "envpool", library)
+    return library
+
+
+def test_environments_of_envpool(library: Library) -> None:
+    group = group_of("Count-v0", 2, seed=77, envs="envpool", threads=5)
+    assert library.calls == [
+        {"task": "Count-v0", "env_type": "gymnasium", "num_envs": 2, "seed": 77, "num_threads": 2}
+    ]  # fmt: skip
+    rolled = roll(group, 6)
+    assert rolled.observations[:, 0].tolist() == [[77, at] for at in (0, 1, 2, 3, 0, 1, 2)]
+    assert rolled.dones[:, 0].tolist() == [0, 0, Done.TERMINATED, 0, 0, 0]
+    assert rolled.experience[:, 0].tolist() == [True, True, True, False, True, True]
+    assert group.take_episodes() == [(3.0, 3), (3.0, 3)]
+    group.close()
+    assert library.pools[0].closed
+
+
+def test_what_is_known_of_environments_of_envpool(library: Library) -> None:
+    described = envs.describe(setup("CartPole-v1", envs="envpool"))
+    assert described == ((OBSERVATIONS, Discrete(2), ()), 475.0, 500)
+    assert library.calls == []  # nothing is made to be described
+
+
+def test_a_game_of_envpool_is_as_sticky_as_that_of_gymnasium(library: Library) -> None:
+    for env_id in ("ALE/Pong-v5", "Pong-v5"):
+        group_of(env_id, 1, envs="envpool")
+    assert [call.get("repeat_action_probability") for call in library.calls] == [0.25, None]
+    assert {call["task"] for call in library.calls} == {"Pong-v5"}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "others", "problem"),
+    [
+        ("Nothing-v0", {}, "ENV_ID=Nothing-v0: is no environment of envpool; set ENVS=gymnasium"),
+        ("Bad-v0", {}, r"ENV_ID=Bad-v0: cannot be made by envpool \(RuntimeError: no assets\)"),
+        ("Count-v0", {"wrappers": "a:b"}, "WRAPPERS=a:b: ENVS=envpool has no single environments to wrap"),
+    ],
+)
+def test_what_envpool_cannot_do_is_refused(library: Library, env_id: str, others: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=f"^{problem}$"):
+        group_of(env_id, 1, envs="envpool", **others)
+
+
+def test_envpool_flattens_nothing(library: Library) -> None:
+    library.observation = Discrete(3)
+    with pytest.raises(UsageError, match=r"^ENV_ID=Count-v0: has Discrete observations, which are flattened with E"):
+        group_of("Count-v0", 1, envs="envpool")
+
+
+def test_envpool_renders_nothing(library: Library) -> None:
+    with pytest.raises(UsageError, match=r"^ENVS=envpool: renders no pictures; set ENVS=gymnasium$"):
+        Envs(setup("Count-v0", envs="envpool"), 1, 0, render=True)
+
+
+def test_a_missing_envpool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(UsageError, match=r"^ENVS=envpool: .*pip install envpool$"):
+        group_of("CartPole-v1", 1, envs="envpool")
+
+
+def test_the_real_envpool() -> None:
+    pytest.importorskip("envpool")
+    group = group_of("CartPole-v1", 3, seed=5, envs="envpool")
+    rolled = roll(group, 60)
+    ended = rolled.dones[:-1] != Done.CONTINUES
+    assert ended.any()
+    assert np.array_equal(~rolled.experience[1:], ended)
+    assert (rolled.rewards == rolled.experience).all()
+    assert (np.abs(rolled.observations[1:][~rolled.experience]) <= 0.05).all()  # a first observation
+    again = roll(group_of("CartPole-v1", 3, seed=5, envs="envpool"), 60)
+    assert np.array_equal(rolled.observations, again.observations)
+
+
+# ---- environments of other packages
+
+
+@pytest.mark.parametrize(
+    ("package", "env_id", "observation", "action"),
+    [
+        ("Box2D", "LunarLander-v3", (8,), ()),
+        ("Box2D", "BipedalWalker-v3", (24,), (4,)),
+        ("mujoco", "HalfCheetah-v5", (17,), (6,)),
+        ("mujoco", "Walker2d-v5", (17,), (6,)),
+    ],
+)
+def test_environments_of_other_packages(
+    package: str, env_id: str, observation: tuple[int, ...], action: tuple[int, ...]
+) -> None:
+    pytest.importorskip(package)
+    group = group_of(env_id, 2)
+    assert (group.spaces.observation.shape, group.spaces.action_shape) == (observation, action)
+    for _ in range(3):
+        group.step(np.ones((2, *action), group.spaces.action_dtype))
+    assert group.observations.shape == (2, *observation)
+    group.close()
+
+
+# ---- the message of a step
+
+DTYPES = st.sampled_from([np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64])
+SHAPES = st.one_of(st.just(()), hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=5))
+
+
+@given(st.data(), DTYPES, SHAPES, st.integers(1, 6))
+@settings(deadline=None, max_examples=200)
+def test_unpack_is_the_inverse_of_pack(data: st.DataObject, dtype: Any, shape: tuple[int, ...], count: int) -> None:
+    observations = data.draw(hnp.arrays(dtype, (count, *shape)))
+    rewards = data.draw(hnp.arrays(np.float32, count))
+    dones = data.draw(hnp.arrays(np.uint8, count, elements=st.integers(0, 2)))
+    got = unpack(pack(observations, rewards, dones), shape, dtype)
+    for received, sent in zip(got, (observations, rewards, dones), strict=True):
+        assert (received.shape, received.dtype) == (sent.shape, sent.dtype)
+        assert received.tobytes() == sent.tobytes()  # to the bit, NaN too
+        assert not received.flags.writeable
+
+
+def test_observations_in_another_order_in_memory() -> None:
+    images = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(5, 4, 3, 2).T
+    received, *_ = unpack(pack(images, np.zeros(2, np.float32), np.zeros(2, np.uint8)), (3, 4, 5), np.uint8)
+    assert np.array_equal(received, images)
+
+
+@given(DTYPES, SHAPES, st.integers(1, 6), st.integers(1, 10_000))
+@settings(deadline=None)
+def test_a_message_of_another_length_is_refused(dtype: Any, shape: tuple[int, ...], count: int, extra: int) -> None:
+    message = pack(np.zeros((count, *shape), dtype), np.zeros(count, np.float32), np.zeros(count, np.uint8))
+    assume(extra % (len(message) // count))  # else it is a message of more environments
+    with pytest.raises(ValueError, match="no whole number of observations"):
+        unpack(message + bytes(extra), shape, dtype)
+    with pytest.raises(ValueError, match="no whole number of observations"):
+        unpack(message[:-1], shape, dtype)

@@ -1,0 +1,63 @@
+"""The jobs that a user starts from: pi, and what `rolecall new` writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from torch.futures import Future
+
+from rolecall import new, telemetry
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.context.context import Context
+from rolecall.declare.loader import load_file
+from rolecall.declare.task import Peer
+from rolecall.errors import Drained
+
+ROOT = Path(__file__).parents[2]
+
+
+class Answers:
+    """A transport whose calls are answered at once, until the last peer is lost while a drain is ordered."""
+
+    def __init__(self, answered: int) -> None:
+        self.left = answered
+        self.context: Context[Any]
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if self.left:
+            self.left -= 1
+            answer.set_result(function(*args))
+        else:
+            self.context.drain()
+            self.context.lose(to)
+        return answer
+
+
+@pytest.mark.parametrize("which", ["examples/pi.py", "rolecall new"])
+def test_a_step_whose_workers_were_all_lost_is_no_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, which: str
+) -> None:
+    """Earlier steps have left results; this one has none."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    path = ROOT / which if which.endswith(".py") else new.write("blocks", tmp_path)[0]
+    job = load_file(path).JOB
+    lead, worker = (role.name for role in job.roles)
+    sys.modules.pop(path.stem)
+    (tmp_path / "run").mkdir()
+    checkpoints = Checkpoints(tmp_path / "run", "job", 1)
+    members = (Peer(lead, 0, 0), Peer(worker, 0, 1))
+    metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
+    context = Context(job.settings(), members[0], members, 1, metrics, job, checkpoints=checkpoints)
+    context.transport = answers = Answers(2)
+    answers.context = context
+    with pytest.raises(Drained):
+        job.roles[0].run(context)
+    snapshot = checkpoints.newest()
+    assert snapshot is not None
+    assert snapshot.step == 2

@@ -1,0 +1,590 @@
+"""Tables of `hybrid` past memory: what they compute, and their checkpoints of a base and logs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import structlog
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from rolecall import Context, Peer, UsageError, config, telemetry
+from rolecall.checkpoint import checkpoint, logged, shardfile, shardfiles, shards
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.checkpoint.shard_messages import Written
+from rolecall.checkpoint.shardfile import ShardError
+from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
+from rolecall.jobs.hybrid import sharded as module
+from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
+from rolecall.jobs.hybrid.disk_log import Scratch
+from rolecall.jobs.hybrid.server import TableServer
+from rolecall.jobs.hybrid.sharded import ShardedTable
+from rolecall.jobs.hybrid.table import Bags, Table
+from tests.jobs.test_hybrid_sharded import Calls
+
+ROWS, WIDTH, HOT = 300, 3, 16
+Tables = list[tuple[Tensor, Tensor]]  # of all servers: weights and Adagrad's squares
+
+
+def chosen(**changes: Any) -> HybridSettings:
+    return HybridSettings(num_embeddings=ROWS, embedding_dim=WIDTH, lr=0.5, **changes)
+
+
+def on_disk(options: HybridSettings, ordinal: int, directory: Path, hot: int = HOT) -> DiskTable:
+    rows = len(range(ordinal, ROWS, options.servers))
+    return DiskTable(options, ordinal, Scratch(directory, rows, WIDTH), hot)
+
+
+def bags_of(generator: torch.Generator, rows: int, most: int) -> Bags:
+    """Three bags, one of them perhaps empty, of at most `most` rows, some of which come several times."""
+    lengths = torch.randint(most // 3 + 1, (3,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    count = int(offsets[-1])
+    return Bags(torch.randint(rows, (count,), generator=generator), offsets, torch.rand(count, generator=generator))
+
+
+# ---- what it computes
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(["adagrad", "sgd"]), st.sampled_from([2, 9, 16, 299]),
+       st.lists(st.tuples(st.sampled_from(["pool", "update", "prefetch", "fetch"]), st.integers(1, 60)),
+                max_size=30))  # fmt: skip
+def test_it_is_the_table_in_memory_bit_by_bit(seed: int, optimizer: str, hot: int, ops: list[tuple[str, int]]) -> None:
+    """Also where a step's rows are more than the memory holds."""
+    generator = torch.Generator().manual_seed(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        options = chosen(optimizer=optimizer)
+        table, expected = on_disk(options, 0, Path(directory), hot), Table(options, 0)
+        table.hot._clock = 2**31 - 3  # weeks of training
+        try:
+            table.fill()
+            expected.fill()
+            for op, size in ops:
+                rows = torch.randperm(ROWS, generator=generator)[:size].sort().values
+                if op == "pool":
+                    bags = bags_of(generator, ROWS, size)
+                    assert torch.equal(table(bags), expected(bags))
+                elif op == "update":
+                    gradient = torch.randn(size, WIDTH, generator=generator)
+                    table.update(rows, gradient.clone())
+                    expected.update(rows, gradient.clone())
+                elif op == "prefetch":
+                    table.prefetch(rows)
+                else:
+                    assert torch.equal(table.fetch(rows)["weight"], expected.weight[rows])
+            assert torch.equal(table.fetch(torch.arange(ROWS))["weight"], expected.weight)
+            assert torch.equal(table.squares, expected.squares)
+        finally:
+            table.close()
+
+
+def test_rows_are_read_ahead_and_no_more_than_fit_stay(tmp_path: Path) -> None:
+    table = on_disk(chosen(), 0, tmp_path)
+    table.fill()
+    table.prefetch(torch.arange(7))
+    table.close_hints()
+    assert table.hot.read == 7
+    bags = Bags(torch.arange(7), torch.tensor([0, 7]), None)
+    table(bags)
+    assert table.hot.read == 7, "they are there"
+    for begin in range(0, ROWS, 8):
+        table(Bags(torch.arange(begin, min(begin + 8, ROWS)), torch.tensor([0, min(8, ROWS - begin)]), None))
+    table(bags)
+    assert table.hot.read > ROWS - HOT
+    assert table.hot.written == 0, "nothing has changed"
+    table.close()
+
+
+def test_what_is_read_at_once_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk_rows, "BATCH_BYTES", 2**15)
+    scratch = Scratch(tmp_path, 40, 2048)
+    hot, read, asked = disk_rows.HotRows(scratch, 40), scratch.read, list[int]()
+    hot.set(torch.arange(40), torch.arange(40.0)[:, None].expand(-1, 2048))
+    monkeypatch.setattr(scratch, "read", lambda rows: asked.append(len(rows)) or read(rows))
+    with hot.holding(torch.arange(19)) as slots:
+        assert torch.equal(hot.values[slots][:, 7], torch.arange(19.0))
+    assert asked == [4, 4, 4, 4, 3]
+    hot.close()
+
+
+def test_reading_ahead_goes_on_after_a_failure_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table, failures = on_disk(chosen(), 0, tmp_path), [TimeoutError(), OSError("broken"), OSError("broken")]
+    table.fill()
+    bring = table.hot.bring
+
+    def failing(rows: Tensor) -> None:
+        if failures:
+            raise failures.pop(0)
+        bring(rows)
+
+    monkeypatch.setattr(table.hot, "bring", failing)
+    with structlog.testing.capture_logs() as lines:
+        for row in range(4):
+            table.prefetch(torch.tensor([row]))
+        table.close_hints()
+    assert [line["log_level"] for line in lines] == ["warning"]
+    assert "broken" in lines[0]["reason"]
+    assert table.hot.read == 1
+    table.close()
+
+
+def test_an_index_out_of_range_is_named(tmp_path: Path) -> None:
+    table = on_disk(chosen(servers=3), 1, tmp_path)
+    for row in (-1, 100):
+        with pytest.raises(IndexError, match=rf"index {row * 3 + 1} is out of range: NUM_EMBEDDINGS={ROWS}"):
+            table(Bags(torch.tensor([row]), torch.tensor([0, 1]), None))
+        with pytest.raises(IndexError, match="is out of range"):
+            table.update(torch.tensor([row]), torch.ones(1, WIDTH))
+    table.close()
+
+
+def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk_rows, "WAIT", 0.05)
+    table = on_disk(chosen(), 0, tmp_path, 4)
+    table.fill()
+    hanging = threading.Event()
+    monkeypatch.setattr(table.hot, "_clean", lambda: hanging.wait(60))
+    for row in range(4):
+        table(Bags(torch.tensor([row]), torch.tensor([0, 1]), None))
+    with pytest.raises(TimeoutError, match=r"TABLE_DIR: .* is its disk hanging"):
+        table(Bags(torch.tensor([4]), torch.tensor([0, 1]), None))
+    hanging.set()
+    table.close()
+
+
+def test_what_freeing_a_slot_raises_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = on_disk(chosen(), 0, tmp_path, 4)
+    table.fill()
+    monkeypatch.setattr(table.hot.scratch, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
+    for row in range(4):
+        table.update(torch.tensor([row]), torch.ones(1, WIDTH))
+    with pytest.raises(OSError, match="broken"):
+        table.update(torch.tensor([4]), torch.ones(1, WIDTH))
+    table.close()
+
+
+# ---- settings
+
+
+def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = chosen(table_dir=tmp_path / "rows", table_memory=200_000).model_copy(update={"num_embeddings": 10_000})
+    monkeypatch.setattr(os, "posix_fallocate", MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(UsageError, match=r"TABLE_DIR=.*rows: the \d+ bytes of .*No space left on device"):
+        open_scratch(options, 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"TABLE_DIR=.*file"):
+        open_scratch(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
+
+
+def test_scratch_has_no_name_so_runs_cannot_meet(tmp_path: Path) -> None:
+    one, two = Scratch(tmp_path, 10, 2), Scratch(tmp_path, 10, 2)
+    places = one.append(torch.arange(10), torch.ones(10, 2))
+    assert one.read(places).all()
+    assert not two.read(places).any()
+    assert list(tmp_path.iterdir()) == []
+    one.close()
+    two.close()
+
+
+def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NUM_EMBEDDINGS": "1000000", "TABLE_MEMORY": "100MB"}.items():
+        monkeypatch.setenv(name, value)
+    options = config.load(HybridSettings)
+    assert options.hot_rows == (100_000_000 - 9 * 1_000_000) // (64 * 4 + 21)
+    assert not options.model_copy(update={"servers": 4}).hot_rows, "it fits"
+    monkeypatch.setenv("TABLE_MEMORY", "9MB")
+    with pytest.raises(UsageError, match="TABLE_MEMORY=9000000: must be at least 9283648 bytes for 1000000 rows"):
+        config.load(HybridSettings)
+    monkeypatch.setenv("NUM_EMBEDDINGS", "100")
+    monkeypatch.setenv("TABLE_MEMORY", "100kB")
+    assert not config.load(HybridSettings).hot_rows, "it fits, though 1024 rows would not"
+    monkeypatch.setenv("TABLE", "hashed")
+    with pytest.raises(UsageError, match="TABLE_MEMORY goes with TABLE=fixed only"):
+        config.load(HybridSettings)
+
+
+# ---- checkpoints
+
+
+class Gang:
+    """A master and servers with tables on disk (`hot` rows in memory) or, where it is 0, in memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int = 2, hot: int = HOT,
+                 generation: int = 1, **changes: Any) -> None:  # fmt: skip
+        monkeypatch.setattr(module, "RemoteModule", MagicMock())
+        options = chosen(servers=servers, checkpoint_dir=directory, checkpoint_keep=3, **changes)
+        members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
+        self.servers: list[TableServer] = []
+        shared = {}
+        for me in members:
+            monkeypatch.setattr(shards, "SHARES", shards.Shares())
+            metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
+            checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
+            context = Context(options, me, members, generation, metrics, JOB, checkpoints=checkpoints)
+            shared[me.name] = shards.SHARES
+            if me.rank:
+                server = TableServer(context)
+                server.hold(on_disk(options, me.ordinal, directory / "table", hot) if hot else
+                            Table(options, me.ordinal))  # fmt: skip
+                self.servers.append(server)
+            else:
+                self.master = context
+        self.master.transport = Calls(monkeypatch)
+        self.master.transport.servers = {f"ps_{number}": server for number, server in enumerate(self.servers)}
+        self.master.transport.shares = shared
+        self.table, self.step = ShardedTable(self.master), 0
+        self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
+        self.table.start(self.step)
+
+    def train(self, steps: int = 1, rows: int = 12) -> None:
+        for _ in range(steps):
+            self.step += 1
+            generator = torch.Generator().manual_seed(self.step)
+            for server in self.servers:
+                changing = torch.randperm(len(server.table.weight), generator=generator)[:rows].sort().values
+                gradient = torch.randn(len(changing), WIDTH, generator=generator)
+                server.share.before_rows(changing)
+                server.table.update(changing, gradient)
+                with server._lock:
+                    server.step = self.step
+                    if self.step == server._saved_step:
+                        server._begin_saving()
+
+    def save(self, busy: bool = True) -> bool:
+        """Writes a checkpoint, while it trains on."""
+        self.master.save(self.step, {"embeddings": self.table, "step": self.step}, drain=False)
+        assert self.master._saving is not None
+        if busy:
+            self.train(3)
+        return self.master._saving.result(60)
+
+    @property
+    def tables(self) -> Tables:
+        all_rows = [torch.arange(len(server.table.weight)) for server in self.servers]
+        return [
+            (server.table.fetch(rows)["weight"] if isinstance(server.table, DiskTable)
+             else server.table.weight.detach().clone(), server.table.squares.clone())
+            for server, rows in zip(self.servers, all_rows, strict=True)
+        ]  # fmt: skip
+
+    @property
+    def whole(self) -> Tensor:
+        whole = torch.full((ROWS, WIDTH + 1), -1.0)
+        for number, (weight, squares) in enumerate(self.tables):
+            whole[number :: len(self.servers)] = torch.cat([weight, squares[:, None]], 1)
+        return whole
+
+    def close(self) -> None:
+        for server in self.servers:
+            if isinstance(server.table, DiskTable):
+                server.table.close()
+
+
+@pytest.fixture
+def gang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+    made_here: list[Gang] = []
+
+    def start(*args: Any, **changes: Any) -> Gang:
+        made_here.append(Gang(monkeypatch, tmp_path, *args, **changes))
+        return made_here[-1]
+
+    yield start
+    for each in made_here:
+        each.close()
+
+
+def new_bytes(directory: Path, step: int) -> int:
+    """Bytes of the files in a checkpoint that no other has."""
+    files = (directory / "shards").glob(f"checkpoint-*-{step:010d}/*")
+    return sum(file.stat().st_size for file in files if file.stat().st_nlink == 1)
+
+
+def newest(directory: Path) -> tuple[int, Tensor]:
+    """The newest checkpoint's step, and its rows: weights and Adagrad's square."""
+    at = Checkpoints(directory, "hybrid").newest()
+    assert at is not None
+    return at.step, torch.cat([at.state["embeddings"]["weight"], at.state["embeddings"]["squares"][:, None]], 1)
+
+
+@pytest.mark.parametrize(("servers", "mode"), [(1, "auto"), (2, "auto"), (3, "auto"), (2, "stream"), (3, "stream")])
+def test_every_checkpoint_is_what_was_there_at_its_step(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, mode: str, servers: int
+) -> None:
+    """A base, logs, and a new base; updates go on while they are written; small files and blocks."""
+    monkeypatch.setattr(logged, "FILE", 16 * 50)
+    monkeypatch.setattr(logged, "BLOCK", 16 * 7)
+    first, saved = gang(checkpoint_shards=mode), {}
+    for _ in range(8):
+        first.train(2)
+        saved[first.step] = first.whole
+        assert first.save()
+    for path in checkpoint.newest_first(tmp_path):
+        at = checkpoint.read(path, "hybrid")
+        whole = at.whole().state["embeddings"]
+        assert torch.equal(torch.cat([whole["weight"], whole["squares"][:, None]], 1), saved[at.step]), "as eval reads"
+    resumed = gang(servers, generation=2, checkpoint_shards=mode)
+    assert torch.equal(resumed.whole, saved[resumed.step])
+    resumed.train(2)
+    expected = resumed.whole
+    assert resumed.save()
+    assert torch.equal(gang(2, 0, generation=3).whole, expected), "the table in memory reads it, too"
+
+
+def test_a_log_has_what_changed_and_shares_the_rest(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    """In most of the spans nothing has changed."""
+    monkeypatch.setattr(logged, "SPAN", 8)
+    first = gang(1)
+    assert first.save(busy=False)
+    base = new_bytes(tmp_path, 0)
+    assert base > ROWS * 16
+    for resumed in (False, True):
+        if resumed:
+            first = gang(1, generation=2)
+        first.train(1)
+        assert first.save(busy=False)
+        assert new_bytes(tmp_path, first.step) <= 4096 + 12 * 20, "12 rows with their numbers, and a header"
+    first.train(40)
+    assert first.save(busy=False)
+    assert new_bytes(tmp_path, first.step) == base, "more than half of the rows have changed: a new base"
+
+
+def test_what_is_set_aside_is_written_while_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]
+) -> None:
+    """Finding rows can take long where none of them are to be written; updates wait for it no longer than for those."""
+    monkeypatch.setattr(logged, "ASIDE", 200)
+    first = gang(1)
+    server = first.servers[0]
+    changing = threading.Thread(target=first.train, args=(20,))
+
+    def together() -> Iterator[Tensor]:
+        while server._saved_step < 0:
+            yield torch.empty(0, dtype=torch.int64)
+        changing.start()
+        while changing.is_alive():
+            yield torch.empty(0, dtype=torch.int64)
+
+    monkeypatch.setattr(server.share, "_together", together)
+    saved = first.whole
+    assert first.save(busy=False)
+    changing.join()
+    assert torch.equal(newest(first.master.settings.checkpoint_dir)[1], saved)
+
+
+def test_after_many_logs_comes_a_base(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logged, "MOST_LOGS", 2)
+    first, logs = gang(1), []
+    for number in range(8):
+        if number == 5:
+            first = gang(1, generation=2)
+        first.train(1, rows=2)
+        assert first.save(busy=False)
+        logs.append(new_bytes(tmp_path, first.step) < ROWS * 16)
+    assert logs == [False, True, True, False, True, True, False, True]
+
+
+def test_nothing_changed_is_nothing_written(gang: Callable[..., Gang], tmp_path: Path) -> None:
+    first = gang()
+    first.train()
+    saved = first.whole
+    assert first.save(busy=False)
+    second = gang(generation=2)
+    second.master.generation = 2
+    assert second.save(busy=False)
+    assert not [file for file in (tmp_path / "shards").glob("*000002-*/*") if file.stat().st_nlink == 1]
+    shutil.rmtree(tmp_path / "shards" / checkpoint.newest_first(tmp_path)[1].stem)
+    assert torch.equal(gang(generation=3).whole, saved)
+
+
+def test_what_a_failed_checkpoint_had_is_in_the_next(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    """A full disk: it is named, training goes on, and the checkpoints before are as they were."""
+    first = gang()
+    first.train()
+    assert first.save()
+    kept = first.step - 3
+    write = shardfile.write
+    for fails in (True, True, False):
+        full = MagicMock(side_effect=ShardError("cannot be written: No space left on device"))
+        monkeypatch.setattr(shardfile, "write", full if fails else write)
+        first.train(2)
+        saved = first.whole
+        assert first.save() is not fails
+        step, whole = newest(tmp_path)
+        assert step == (kept if fails else first.step - 3)
+    assert torch.equal(whole, saved)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES])
+def test_a_file_system_without_hard_links_copies(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, error: int
+) -> None:
+    monkeypatch.setattr(os, "link", MagicMock(side_effect=OSError(error, os.strerror(error))))
+    first = gang()
+    for _ in range(3):
+        first.train()
+        saved, step = first.whole, first.step
+        assert first.save()
+    resumed = gang(generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_files_that_cannot_be_used_again_are_written_anew_next_time(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
+) -> None:
+    first = gang()
+    first.train()
+    assert first.save()
+    monkeypatch.setattr(shardfiles, "share", MagicMock(side_effect=ShardError("it cannot be used again")))
+    first.train()
+    assert not first.save()
+    first.train()
+    saved, step = first.whole, first.step
+    assert first.save()
+    resumed = gang(generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_disk_that_fails_or_hangs_where_it_is_asked_holds_up_no_step(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, hangs: bool
+) -> None:
+    first, released, exists = gang(1, rpc_timeout=1.0), threading.Event(), Path.exists
+    first.train()
+    assert first.save(busy=False)
+
+    def failing(path: Path) -> bool:
+        if not path.name.startswith("embeddings-"):
+            return exists(path)
+        if hangs:
+            return released.wait(60)
+        raise OSError(errno.EIO, "Input/output error")
+
+    first.train()
+    monkeypatch.setattr(Path, "exists", failing)
+    assert first.save(busy=False)
+    released.set()
+    assert new_bytes(tmp_path, first.step) > ROWS * 16, "a base"
+
+
+@pytest.mark.parametrize("mode", ["auto", "stream"])
+def test_files_that_are_gone_cost_one_checkpoint_at_most(gang: Callable[..., Gang], tmp_path: Path, mode: str) -> None:
+    first = gang(checkpoint_shards=mode)
+    first.train()
+    assert first.save()
+    for file in (tmp_path / "shards").glob("*/*"):
+        file.unlink()
+    first.train()
+    first.save()
+    first.train()
+    saved, step = first.whole, first.step
+    assert first.save()
+    resumed = gang(generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+
+
+def tear(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("hurt", [tear, flip, Path.unlink])
+def test_a_hurt_log_has_the_checkpoint_before_used(
+    gang: Callable[..., Gang], tmp_path: Path, hurt: Callable[[Path], object]
+) -> None:
+    first = gang()
+    first.train()
+    saved, step = first.whole, first.step
+    assert first.save(busy=False)
+    first.train()
+    assert first.save(busy=False)
+    folder = tmp_path / "shards" / checkpoint.newest_first(tmp_path)[0].stem
+    hurt(next(file for file in folder.iterdir() if file.stat().st_nlink == 1))
+    resumed = gang(generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+    resumed.train()
+    saved, step = resumed.whole, resumed.step
+    assert resumed.save()
+    resumed = gang(generation=3)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_a_writer_that_was_killed_leaves_the_checkpoint_before(gang: Callable[..., Gang], tmp_path: Path) -> None:
+    first = gang()
+    first.train()
+    saved, step = first.whole, first.step
+    assert first.save(busy=False)
+    first.train()
+    first.table.begin(first.step)  # and there is no manifest
+    for server in first.servers:
+        while not isinstance(server.share.next(server.share._stem), Written):
+            pass
+    resumed = gang(generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+    resumed.train()
+    assert resumed.save()
+    assert len(list((tmp_path / "shards").iterdir())) == 2
+
+
+def test_beyond_its_bound_a_change_waits_for_the_writer(
+    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]
+) -> None:
+    monkeypatch.setattr(logged, "ASIDE", 32)
+    monkeypatch.setattr(logged, "BLOCK", 16)
+    first = gang(1)
+    first.train()
+    saved, step = first.whole, first.step
+    assert first.save()
+    resumed = gang(1, generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)
+
+
+def test_a_writer_that_is_too_slow_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]) -> None:
+    monkeypatch.setattr(logged, "ASIDE", 32)
+    first, released = gang(1, rpc_timeout=0.1), threading.Event()
+    first.train()
+    write = shardfile.write
+    monkeypatch.setattr(shardfile, "write", lambda *args: released.wait(60) and write(*args))
+    first.master.save(first.step, {"embeddings": first.table, "step": first.step}, drain=False)
+    first.train(3)
+    released.set()
+    assert first.master._saving is not None
+    assert not first.master._saving.result(60)
+    monkeypatch.setattr(shardfile, "write", write)
+    saved, step = first.whole, first.step
+    assert first.save(busy=False)
+    resumed = gang(1, generation=2)
+    assert resumed.step == step
+    assert torch.equal(resumed.whole, saved)

@@ -1,0 +1,422 @@
+"""The learner: its parts add up, what may not matter does not, both ways of inference, and a saved state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch import Tensor, nn
+
+from rolecall.jobs.rl.actor import Actor
+from rolecall.jobs.rl.defaults import choose
+from rolecall.jobs.rl.distributions import Categorical
+from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.messages import Done, Trajectory
+from rolecall.jobs.rl.model import ActorCritic
+from rolecall.jobs.rl.networks import perceptron
+from rolecall.jobs.rl.stepping import Envs
+from tests.jobs.rl_parts import (
+    CPU,
+    assert_close,
+    assert_same,
+    by_agent,
+    by_observer,
+    changed,
+    flat,
+    make,
+    random_trajectory,
+    same,
+    settings_of,
+    spaces_of,
+    weights,
+    with_sgd,
+)
+
+VECTOR, TWO, CONTROLS = Box(-10, 10, (4,), np.float32), Discrete(2), Box(-1, 1, (2,), np.float32)
+
+
+def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Learner:
+    settings = settings_of(**given)
+    return Learner(ActorCritic(policy, baseline, Categorical(2)), settings, choose(settings, spaces_of()), CPU)
+
+
+# ---- one update
+
+
+@pytest.mark.parametrize(
+    ("memory", "chunk", "threads", "minibatches"),  # every pair of values, if not every three
+    [
+        ("none", 1, 1, 1), ("none", 7, 1, 3), ("none", 50, 1, 1), ("none", 7, 3, 3), ("none", 2048, 3, 1),
+        ("gru", 1, 1, 3), ("gru", 7, 1, 1), ("gru", 50, 1, 3), ("gru", 7, 3, 1), ("gru", 2048, 3, 3),
+    ],
+)  # fmt: skip
+def test_chunks_add_up_to_the_whole(
+    monkeypatch: pytest.MonkeyPatch, memory: str, chunk: int, threads: int, minibatches: int
+) -> None:
+    given = {"minibatches": minibatches, "memory": memory, "sequence_steps": 4, "entropy_coef": 0.1, "lr": 0.3}
+    state = 16 if memory == "gru" else 0
+    trajectories = [random_trajectory(seed, state=state, every=4) for seed in (1, 2)]
+    whole, chunked = with_sgd(make(**given)), with_sgd(make(threads=threads, **given))
+    before = weights(whole)
+    expected = [whole.update(trajectories) for _ in range(2)]
+    monkeypatch.setattr("rolecall.jobs.rl.learner.CHUNK", chunk)
+    monkeypatch.setattr("rolecall.jobs.rl.learner.LEAST", 1)
+    updates = [chunked.update(trajectories) for _ in range(2)]
+    assert_close(whole, chunked)
+    assert not any(map(torch.equal, before, weights(chunked)))
+    for one, other in zip(updates, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+class Watched(nn.Module):
+    """A policy that keeps what it is trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+        self.seen: list[Tensor] = []
+
+    def forward(self, observations: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.seen.append(observations)
+        return self.body(observations)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("minibatches", [1, 4, 7, 50])
+def test_each_sample_is_in_one_minibatch_of_each_pass(minibatches: int, epochs: int) -> None:
+    policy = Watched()
+    learner = of_policy(policy, perceptron(4, 1, 1), minibatches=minibatches, epochs=epochs)
+    trajectories = [random_trajectory(1), random_trajectory(2, steps=9)]
+    assert learner.update(trajectories).passes == epochs
+    assert len(policy.seen) == minibatches * epochs
+    assert {int(state["step"]) for state in learner.optimizer.state.values()} == {minibatches * epochs}
+    rows = flat(trajectories, "observations")
+    assert max(map(len, policy.seen)) - min(map(len, policy.seen)) <= 1
+    orders = []
+    for number in range(epochs):
+        trained = torch.cat(policy.seen[number * minibatches : (number + 1) * minibatches]).numpy()
+        assert sorted(map(tuple, trained)) == sorted(map(tuple, rows))
+        orders.append(trained)
+    orders.append(rows)
+    assert not any(np.array_equal(one, other) for one, other in itertools.combinations(orders, 2))  # shuffled
+
+
+def test_more_minibatches_than_samples() -> None:
+    learner = make(minibatches=1000)
+    trajectory = random_trajectory(1, steps=3, count=2)
+    before = weights(learner)
+    update = learner.update([trajectory])
+    assert all(map(math.isfinite, update))
+    assert {int(state["step"]) for state in learner.optimizer.state.values()} == {trajectory.samples}
+    assert not same(before, weights(learner))
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+@pytest.mark.parametrize("memory", ["none", "lstm"])
+def test_a_single_sample(minibatches: int, memory: str) -> None:
+    learner = make(minibatches=minibatches, memory=memory, normalize=True)
+    update = learner.update([random_trajectory(1, steps=1, count=1, state=learner.model.state_size)])
+    assert all(map(math.isfinite, update))
+    assert all(bool(parameter.isfinite().all()) for parameter in learner.model.parameters())
+
+
+@pytest.mark.parametrize("memory", ["none", "lstm"])
+def test_no_sample_at_all_changes_nothing(memory: str) -> None:
+    """A rollout of one step, in which every environment only resets."""
+    learner = make(memory=memory, normalize=True)
+    state = learner.model.state_size
+    learner.update([random_trajectory(1, state=state)])
+    before, version = weights(learner), learner.version
+    buffers = [value.clone() for value in learner.model.buffers()]
+    trajectory = random_trajectory(2, steps=1, state=state)
+    trajectory.experience[:] = False
+    update = learner.update([trajectory])
+    assert update.passes == 0
+    assert all(map(math.isfinite, update))
+    assert same(before, weights(learner))
+    assert same(buffers, learner.model.buffers())
+    assert learner.version == version
+
+
+def test_the_model_is_back_in_evaluation_after_an_update() -> None:
+    learner = make(dropout=0.5)
+    learner.update([random_trajectory(1)])
+    assert not any(part.training for part in learner.model.modules())
+
+
+# ---- what may not matter
+
+
+def rows_after(trajectory: Trajectory, end: int) -> np.ndarray[Any, Any]:
+    """[T, n] bool: the rows after such an end, which only reset."""
+    none = np.zeros((1, trajectory.dones.shape[1]), bool)
+    return np.vstack([none, trajectory.dones == end])[:-1]
+
+
+KINDS = pytest.mark.parametrize(
+    "given", [{}, {"memory": "lstm", "sequence_steps": 4}, {"normalize": True}], ids=["plain", "lstm", "normalised"]
+)
+
+
+@KINDS
+@pytest.mark.parametrize("column", ["actions", "rewards", "log_probabilities", "observations"])
+def test_rows_that_are_no_experience_have_no_influence(column: str, given: dict[str, Any]) -> None:
+    """The row after a truncation shows the episode's last observation, which is worth something; after a termination
+    it is worth nothing.
+    """
+    one, other = make(**given), make(**given)
+    trajectory = random_trajectory(3, state=one.model.state_size, every=4)
+    different = copy.deepcopy(trajectory)
+    unused = ~trajectory.experience
+    if column == "observations":
+        unused = rows_after(trajectory, Done.TERMINATED)
+        different.observations[:-1][unused] += 3
+    elif column == "actions":
+        different.actions[unused] = 1 - different.actions[unused]
+    else:
+        getattr(different, column)[unused] += 50
+    assert unused.any()
+    assert one.update([trajectory]) == other.update([different])
+    assert same(weights(one), weights(other))
+    assert same(one.model.buffers(), other.model.buffers())
+
+
+@KINDS
+def test_a_truncated_episodes_last_observation_counts(given: dict[str, Any]) -> None:
+    one, other = make(**given), make(**given)
+    trajectory = random_trajectory(3, state=one.model.state_size, every=4)
+    different = copy.deepcopy(trajectory)
+    after = rows_after(trajectory, Done.TRUNCATED)
+    assert after.any()
+    different.observations[:-1][after] += 3
+    one.update([trajectory])
+    other.update([different])
+    assert not same(weights(one), weights(other))
+
+
+def test_states_between_the_sequences_that_they_begin_have_no_influence() -> None:
+    """And the state before a sequence has."""
+    learners = [make(memory="gru", sequence_steps=5) for _ in range(3)]
+    trajectory = random_trajectory(3, 20, state=16, every=5)
+    last, first = trajectory.states.copy(), trajectory.states.copy()
+    last[4, trajectory.dones[-1] == Done.TERMINATED] += 1  # of the observation after the last step, worth nothing
+    assert not np.array_equal(last, trajectory.states)
+    first[1] += 1
+    for learner, states in zip(learners, (trajectory.states, last, first), strict=True):
+        learner.update([changed(trajectory, states=states)])
+    assert same(weights(learners[0]), weights(learners[1]))
+    assert not same(weights(learners[0]), weights(learners[2]))
+
+
+def test_the_order_of_the_observers_groups_is_not_theirs_to_choose() -> None:
+    """Two groups, joined or apart, are the same experience: the statistics and the samples are of both."""
+    one, other = (with_sgd(make(minibatches=1, normalize=True)) for _ in range(2))
+    trajectories = [random_trajectory(seed) for seed in (1, 2)]
+    update, reversed_update = one.update(trajectories), other.update(trajectories[::-1])
+    assert update == pytest.approx(reversed_update, rel=1e-3, abs=1e-5)
+    assert_close(one, other)
+
+
+# ---- both ways of inference
+
+
+@pytest.mark.parametrize(
+    ("env_id", "given"),
+    [
+        ("CartPole-v1", {}),
+        ("CartPole-v1", {"memory": "lstm", "sequence_steps": 7, "normalize": True}),
+        ("Pendulum-v1", {"exploration": "sde", "normalize": True}),
+    ],
+    ids=["choice", "lstm", "sde"],
+)
+def test_both_ways_of_inference_make_the_same_update(env_id: str, given: dict[str, Any]) -> None:
+    """Four rollouts, under the policy that learns from them."""
+    histories = []
+    for where in ("observer", "agent"):
+        settings = settings_of(env_id=env_id, epochs=2, **given)
+        groups = [Envs(settings, 3, 1), Envs(settings, 2, 2)]
+        spaces = groups[0].spaces
+        learner = make(spaces.observation, spaces.action, epochs=2, **given)
+        actor = Actor(copy.deepcopy(learner.model), CPU)
+        torch.manual_seed(3)
+        if where == "observer":
+            rollouts = by_observer(actor, groups, settings.sequence_steps, 30)
+        else:
+            rollouts = by_agent(actor, groups, settings.sequence_steps, 30, spaces, together=False)
+        history: list[Any] = []
+        for trajectories in itertools.islice(rollouts, 4):
+            history.append((trajectories, learner.update(trajectories), weights(learner)))
+            actor.load(learner.policy_state())
+        histories.append(history)
+        for group in groups:
+            group.close()
+    resets = 0
+    for one, other in zip(*histories, strict=True):
+        for mine, theirs in zip(one[0], other[0], strict=True):
+            assert_same(mine, theirs, 1e-4)
+            resets += int((~mine.experience).sum())
+        assert one[1] == pytest.approx(other[1], rel=1e-3, abs=1e-5)
+        for mine, theirs in zip(one[2], other[2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert resets > 5 or env_id == "Pendulum-v1"
+    assert not same(histories[0][0][2], histories[0][3][2])
+
+
+def test_with_a_pipeline_what_is_sent_does_not_change_during_the_next_update() -> None:
+    """RPC reads the tensors while they are sent."""
+    learner = make(pipeline=True, normalize=True, action=CONTROLS)
+    trajectories = [random_trajectory(seed, spaces=spaces_of(VECTOR, CONTROLS)) for seed in (1, 2)]
+    learner.update(trajectories[:1])
+    sent = learner.policy_state()
+    before = copy.deepcopy(sent)
+    learner.update(trajectories[1:])
+    assert sent.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(sent[name], value), name
+        assert not torch.equal(sent[name], learner.policy_state()[name]), name
+
+
+# ---- going on from a saved state
+
+
+def saved(learner: Learner) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(learner.state_dict(), buffer)
+    buffer.seek(0)
+    state: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"memory": "gru"},
+        {"normalize": True, "lr_schedule": "adaptive", "target_kl": 0.01, "epochs": 3},
+        {"lr_schedule": "linear"},
+    ],
+    ids=["plain", "gru", "adaptive", "linear"],
+)
+def test_a_loaded_learner_goes_on_exactly_as_the_saved_one(given: dict[str, Any]) -> None:
+    learner, resumed = make(seed=1, **given), make(seed=2, **given)
+    state = learner.model.state_size
+    for number in range(3):
+        learner.update([random_trajectory(number, state=state)], number / 10)
+    assert not same(weights(learner), weights(resumed))
+    resumed.load_state_dict(saved(learner))
+    assert resumed.version == learner.version == 3
+    for number in range(3, 6):
+        trajectory = random_trajectory(number, state=state)
+        assert learner.update([trajectory], number / 10) == resumed.update([trajectory], number / 10)
+        assert same(weights(learner), weights(resumed))
+        assert same(learner.model.buffers(), resumed.model.buffers())
+
+
+def test_the_learning_rate_is_the_settings_and_not_the_checkpoints() -> None:
+    learner = make(lr=1e-2)
+    learner.update([random_trajectory(0)])
+    resumed = make(lr=1e-4)
+    resumed.load_state_dict(saved(learner))
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [1e-4]
+    resumed.update([random_trajectory(0)])
+    assert resumed.rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: make(hidden_size=32),
+        lambda: make(dropout=0.5),
+        lambda: make(normalize=True),
+        lambda: make(memory="gru"),
+        lambda: make(algorithm="reinforce"),
+        lambda: make(observation=Box(-1, 1, (5,), np.float32)),
+        lambda: make(action=Discrete(3)),
+        lambda: make(action=CONTROLS),
+        lambda: of_policy(nn.Linear(4, 2), None),
+    ],
+    ids=["hidden size", "dropout", "normalize", "memory", "algorithm", "observation", "action", "kind", "policy"],
+)
+def test_the_state_of_another_model_is_refused(other: Any) -> None:
+    learner = make()
+    learner.update([random_trajectory(0)])
+    with pytest.raises((RuntimeError, ValueError), match=r"state_dict|parameter group"):
+        other().load_state_dict(saved(learner))
+
+
+@pytest.mark.parametrize("lost", ["model", "optimizer", "version", "mean", "square", "shuffle"])
+def test_a_state_with_a_part_missing_is_refused(lost: str) -> None:
+    state = saved(make())
+    del state[lost]
+    with pytest.raises(KeyError, match=lost):
+        make().load_state_dict(state)
+
+
+# ---- learning
+
+
+def bandit(learner: Learner, actor: Actor, random: np.random.Generator) -> Trajectory:
+    """Episodes of one step: the right action is 1 where the observation is positive, 0 where it is negative."""
+    steps, count = 8, 32
+    observations = random.choice([-1.0, 1.0], (steps + 1, count, 1)).astype(np.float32)
+    rows = observations[:-1].reshape(-1, 1)
+    choice = actor.act(rows, np.zeros(len(rows), np.uint8), [actor.remember(len(rows))])
+    actions = choice.actions.reshape(steps, count)
+    experience = np.broadcast_to((np.arange(steps) % 2 == 0)[:, None], (steps, count)).copy()
+    right = actions == (observations[:-1, :, 0] > 0)
+    # the rows that reset pay for the wrong action: who learns from them learns the contrary
+    rewards = np.where(experience, right, 100 * ~right).astype(np.float32)
+    dones = np.where(experience, Done.TERMINATED, Done.CONTINUES).astype(np.uint8)
+    states = np.zeros((1, count, 0), np.float32)
+    likely = choice.log_probabilities.reshape(steps, count)
+    return Trajectory(observations, actions, likely, rewards, dones, experience, states, learner.version)
+
+
+def skill(learner: Learner) -> float:
+    """The least probability of a right action."""
+    with torch.no_grad():
+        probabilities = torch.softmax(learner.model(torch.tensor([[-1.0], [1.0]]))[0], -1)
+    return float(torch.stack((probabilities[0, 0], probabilities[1, 1])).min())
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_it_learns_a_bandit(dropout: float, algorithm: str) -> None:
+    torch.manual_seed(1)
+    random = np.random.default_rng(1)
+    learner = make(Box(-1, 1, (1,), np.float32), TWO, dropout=dropout, algorithm=algorithm, lr=0.02)
+    actor = Actor(copy.deepcopy(learner.model), CPU)
+    assert skill(learner) < 0.8
+    for _ in range(35):
+        update = learner.update([bandit(learner, actor, random)])
+        assert all(map(math.isfinite, update))
+        actor.load(learner.policy_state())
+    assert skill(learner) > 0.95
+
+
+def test_a_policy_with_its_own_value_learns_from_pictures() -> None:
+    """Observations of bytes, and (parameters, value) from one network."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+
+        def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.body(observations / 255)
+            return out[:, :2], out[:, 2:]
+
+    learner = of_policy(Both(), None)
+    before = weights(learner)
+    trajectory = random_trajectory(4, spaces=spaces_of(Box(0, 255, (2, 2, 3), np.uint8)))
+    for _ in range(3):
+        assert all(map(math.isfinite, learner.update([trajectory])))
+    assert not same(before, weights(learner))

@@ -1,0 +1,510 @@
+"""PPO's update against a slow and plain one, sample by sample, and each of its parts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from torch import Tensor, distributions, nn
+
+from rolecall.jobs.rl import learner as rl_learner
+from rolecall.jobs.rl.distributions import StateDependent
+from rolecall.jobs.rl.learner import Learner, Update
+from rolecall.jobs.rl.messages import Array, Done, Trajectory
+from rolecall.jobs.rl.spaces import Space
+from tests.jobs.rl_parts import CPU, TWO, changed, make, random_trajectory, same, spaces_of, weights, with_sgd
+
+VECTOR, CONTROLS, CHOICES = Box(-10, 10, (4,), np.float32), Box(-1, 1, (2,), np.float32), MultiDiscrete([2, 3])
+RATE = 0.3
+# checks of every sample's arguments take longer than all the rest
+CATEGORICAL, NORMAL, INDEPENDENT = (
+    functools.partial(kind, validate_args=False)
+    for kind in (distributions.Categorical, distributions.Normal, distributions.Independent)
+)
+
+
+class Reference:
+    """The update by the papers: sample by sample, with torch's own distributions. `seen` are all observations."""
+
+    def __init__(self, of: Learner, spaces_action: Space) -> None:
+        self.model, self.choices, self.action = copy.deepcopy(of.model), of.choices, spaces_action
+        self.length = of.settings.sequence_steps
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=of.choices.lr)
+        self.shuffle = torch.Generator().manual_seed(of.settings.seed)
+        self.mean, self.square, self.updates = 0.0, 1.0, 0
+        self.seen: list[Array] = []
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(max(self.square - self.mean**2, 1e-6))
+
+    def actions_of(self, parameters: Tensor) -> list[Any]:
+        if isinstance(self.action, Discrete):
+            return [CATEGORICAL(logits=parameters)]
+        if isinstance(self.action, MultiDiscrete):
+            return [CATEGORICAL(logits=parameters[:2]), CATEGORICAL(logits=parameters[2:])]
+        actions = self.model.actions
+        if isinstance(actions, StateDependent):
+            mean, features = parameters[:2], parameters[2:]
+            variance = sum(feature**2 * row for feature, row in zip(features, (2 * actions.log_std).exp(), strict=True))
+            return [INDEPENDENT(NORMAL(mean, variance.sqrt()), 1)]
+        deviation = actions.get_parameter("log_std").exp()
+        return [INDEPENDENT(NORMAL(parameters, deviation), 1)]
+
+    def values_of(self, trajectory: Trajectory, env: int) -> list[float]:
+        with torch.no_grad():
+            return [float(value) for _, value in self.walk(trajectory, env, len(trajectory.observations))]
+
+    def walk(self, trajectory: Trajectory, env: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """(parameters [p], value) of each observation of an environment, one after the other."""
+        out = []
+        for step in range(steps):
+            observation = torch.from_numpy(trajectory.observations[step, env])[None]
+            if not self.model.state_size:
+                parameters, value = self.model(observation)
+                out.append((parameters[0], value[0]))
+                continue
+            if step % self.length == 0:  # gradients do not flow back beyond
+                state = torch.from_numpy(trajectory.states[step // self.length, env])[None]
+            parameters, value, state = self.model.policy(self.model._prepared(observation), state)
+            out.append((parameters[0], value[0, 0]))
+            if step and trajectory.dones[step - 1, env] != Done.CONTINUES:
+                state = torch.zeros_like(state)
+        return out
+
+    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> dict[str, float]:
+        choices = self.choices
+        left = 1 - progress if choices.lr_schedule == "linear" else 1.0
+        if self.model.normalizer is not None:
+            self.seen += [t.observations[:-1][t.experience] for t in trajectories]
+            rows = np.concatenate(self.seen)
+            self.model.normalizer.mean.copy_(torch.from_numpy(rows.mean(0)))
+            self.model.normalizer.variance.copy_(torch.from_numpy(rows.var(0)))
+        returns, values, units = {}, {}, []
+        for number, t in enumerate(trajectories):
+            steps, count = t.rewards.shape
+            for env in range(count):
+                estimates = [value * self.deviation + self.mean for value in self.values_of(t, env)]
+                advantage = 0.0
+                for step in reversed(range(steps)):
+                    if not t.experience[step, env]:
+                        advantage = 0.0
+                        continue
+                    last = step == steps - 1 or not t.experience[step + 1, env]
+                    after = 0.0 if t.dones[step, env] == Done.TERMINATED else estimates[step + 1]
+                    surprise = float(t.rewards[step, env]) + choices.gamma * after - estimates[step]
+                    advantage = surprise + (0.0 if last else choices.gamma * choices.gae_lambda * advantage)
+                    returns[number, step, env], values[number, step, env] = advantage + estimates[step], estimates[step]
+            # in the learner's order: by step, or by sequence, and then by environment
+            if self.model.state_size:
+                for first in range(0, steps, self.length):
+                    for env in range(count):
+                        unit = [(number, step, env) for step in range(first, min(first + self.length, steps))]
+                        units.append([place for place in unit if t.experience[place[1:]]])
+            else:
+                units += [[(number, int(step), int(env))] for step, env in np.argwhere(t.experience)]
+        units = [unit for unit in units if unit]
+        places = [place for unit in units for place in unit]
+        target = np.array([returns[place] for place in places])
+        before = np.array([values[place] for place in places])
+        explained = 1 - (target - before).var() / target.var()
+        advantages = target - before
+        advantages = (advantages - advantages.mean()) / advantages.std()
+        advantage_of = dict(zip(places, advantages.tolist(), strict=True))
+        self.normalise(target)
+        sums, steps_taken, drift = np.zeros(5), 0, 0.0
+        minibatches = min(choices.minibatches, len(units))
+        for _ in range(choices.epochs):
+            order = torch.randperm(len(units), generator=self.shuffle).tolist()
+            for number in range(minibatches):
+                chosen = order[len(units) * number // minibatches : len(units) * (number + 1) // minibatches]
+                batch = [place for unit in chosen for place in units[unit]]
+                parts = self.step(trajectories, batch, returns, advantage_of, choices.clip_ratio * left, left)
+                drift = drift if steps_taken else parts[3]
+                sums += parts
+                steps_taken += 1
+            if choices.target_kl and parts[3] - drift > rl_learner.TOO_FAR * choices.target_kl:
+                break
+        self.updates += 1
+        names = ("policy_loss", "value_loss", "entropy", "kl", "clipped")
+        metrics = dict(zip(names, (sums / steps_taken).tolist(), strict=True))
+        return {**metrics, "explained": explained, "passes": steps_taken / minibatches}
+
+    def step(self, trajectories: Sequence[Trajectory], batch: list[tuple[int, int, int]], returns: dict[Any, float],
+             advantages: dict[Any, float], clip_ratio: float, left: float) -> Array:  # fmt: skip
+        """One optimizer step. Returns its loss's parts."""
+        walks: dict[tuple[int, int], Any] = {}
+        losses = []
+        for number, step, env in batch:
+            t = trajectories[number]
+            if self.model.state_size:
+                if (number, env) not in walks:
+                    walks[number, env] = self.walk(t, env, len(t.rewards))
+                parameters, value = walks[number, env][step]
+            else:
+                many, several = self.model(torch.from_numpy(t.observations[step, env])[None])
+                parameters, value = many[0], several[0]
+            action = torch.from_numpy(np.asarray(t.actions[step, env]))
+            theirs = self.actions_of(parameters)
+            pieces = list(action) if isinstance(self.action, MultiDiscrete) else [action]
+            log_probability = sum(one.log_prob(piece) for one, piece in zip(theirs, pieces, strict=True))
+            difference = log_probability - float(t.log_probabilities[step, env])
+            ratio, advantage = difference.exp(), advantages[number, step, env]
+            bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+            policy_loss = -torch.min(ratio * advantage, bounded * advantage)
+            error = value - (returns[number, step, env] - self.mean) / self.deviation
+            value_loss = error**2 / 2 if error.abs() < 1 else error.abs() - 0.5
+            entropy = sum(one.entropy() for one in theirs)
+            beyond = (bounded != ratio).float()
+            losses.append(torch.stack((policy_loss, value_loss, entropy, ratio - 1 - difference, beyond)))
+        mean = torch.stack(losses).mean(0)
+        self.optimizer.zero_grad()
+        (mean[0] + rl_learner.VALUE_COEF * mean[1] - self.choices.entropy_coef * mean[2]).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.choices.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.choices.lr * left
+        self.optimizer.step()
+        out: Array = mean.detach().numpy().astype(float)
+        return out
+
+    def normalise(self, target: Array) -> None:
+        mean, deviation = self.mean, self.deviation
+        decay = 0.95 if self.updates else 0.0
+        self.mean = decay * self.mean + (1 - decay) * float(target.mean())
+        self.square = decay * self.square + (1 - decay) * float((target**2).mean())
+        layer = self.model.value_layer
+        if self.updates and layer is not None:  # PopArt: what it says of each observation stays
+            with torch.no_grad():
+                layer.weight.copy_(layer.weight * deviation / self.deviation)
+                layer.bias.copy_((layer.bias * deviation + mean - self.mean) / self.deviation)
+
+
+def assert_same_updates(
+    learner: Learner, action: Space, progresses: Sequence[float] = (0.0, 0.0), steps: int = 12
+) -> list[Update]:
+    """Several updates in a row: the running mean and deviation of the returns count from the second on."""
+    with_sgd(learner)
+    reference, updates = Reference(learner, action), []
+    before = weights(learner)
+    spaces, state = spaces_of(VECTOR, action), learner.model.state_size
+    for number, progress in enumerate(progresses):
+        trajectories = [
+            random_trajectory(10 * number, steps, 3, spaces, state, learner.settings.sequence_steps),
+            random_trajectory(10 * number + 1, steps // 2, 2, spaces, state, learner.settings.sequence_steps),
+        ]
+        if action is not TWO:  # else every ratio would be far beyond the bounds
+            trajectories = [with_likely_actions(learner, trajectory, number) for trajectory in trajectories]
+        expected = reference.update(trajectories, progress)
+        update = learner.update(trajectories, progress)
+        assert update._asdict() == pytest.approx(expected, rel=2e-3, abs=1e-4)
+        for (name, mine), theirs in zip(learner.model.named_parameters(), reference.model.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, rtol=2e-3, atol=2e-5), name
+        updates.append(update)
+    assert learner.version == len(progresses)
+    assert not any(map(torch.equal, before, weights(learner)))
+    return updates
+
+
+def with_likely_actions(learner: Learner, trajectory: Trajectory, seed: int) -> Trajectory:
+    """The same with actions of the policy as it is."""
+    torch.manual_seed(seed)
+    model, rows = learner.model, torch.from_numpy(trajectory.observations[:-1])
+    with torch.no_grad():
+        if model.state_size:
+            state = torch.from_numpy(trajectory.states[0])
+            parameters, _ = model.unroll(rows, state, torch.from_numpy(~trajectory.experience))
+        else:
+            parameters = model(rows.flatten(0, 1))[0].unflatten(0, rows.shape[:2])
+        actions = model.actions.sample(parameters.flatten(0, 1))
+        likely = model.actions.log_probability(parameters.flatten(0, 1), actions)
+        likely = likely + torch.randn(len(likely)) / 5
+    return changed(
+        trajectory,
+        actions=actions.unflatten(0, rows.shape[:2]).numpy(),
+        log_probabilities=likely.unflatten(0, rows.shape[:2]).numpy(),
+    )
+
+
+KINDS: list[tuple[str, Space, dict[str, Any]]] = [
+    ("choice", TWO, {}),
+    ("tutorial", TWO, {"algorithm": "reinforce", "gae_lambda": 1.0}),
+    ("choices", CHOICES, {"normalize": True}),
+    ("gaussian", CONTROLS, {"normalize": True}),
+    ("sde", CONTROLS, {"exploration": "sde"}),
+    ("lstm", TWO, {"memory": "lstm", "sequence_steps": 5}),
+    ("gru", CONTROLS, {"memory": "gru", "sequence_steps": 4, "normalize": True}),
+]
+
+
+@pytest.mark.parametrize(("action", "settings"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS])
+def test_an_update_is_the_papers(action: Space, settings: dict[str, Any]) -> None:
+    """Two updates of three passes over four minibatches, with clipping, an entropy bonus and bounded gradients."""
+    given = {"epochs": 3, "minibatches": 4, "entropy_coef": 0.05, "lr": RATE, "max_grad_norm": 0.3, "gamma": 0.9}
+    learner = make(VECTOR, action, **{**given, "gae_lambda": 0.8, **settings})
+    for deviation in learner.model.actions.parameters():
+        deviation.data.fill_(-1.0)  # gradients of small ones are large, and so are their errors
+    updates = assert_same_updates(learner, action)
+    for update in updates:
+        assert update.passes == 3
+        assert 0.02 < update.clipped < 0.9
+        assert update.kl > 1e-3
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.02, 1e6], ids=["clipped", "whole"])
+def test_gradients_are_bounded(max_grad_norm: float) -> None:
+    learner = make(lr=RATE, max_grad_norm=max_grad_norm, minibatches=1)
+    before = torch.cat([value.flatten() for value in weights(learner)])
+    assert_same_updates(learner, TWO, [0.0])
+    moved = float((torch.cat([value.flatten() for value in weights(learner)]) - before).norm())
+    assert (moved < RATE * 0.0201) == (max_grad_norm == 0.02)
+
+
+def test_the_linear_schedule_takes_the_rate_and_the_clipping_to_zero() -> None:
+    learner = make(lr=RATE, lr_schedule="linear", epochs=2, clip_ratio=0.4)
+    updates = assert_same_updates(learner, TWO, [0.0, 0.25, 0.75])
+    assert learner.rate == pytest.approx(RATE / 4)
+    assert updates[2].clipped > updates[0].clipped
+    before = [value.clone() for value in learner.model.policy.parameters()]
+    assert learner.update([random_trajectory(1)], 1.0).clipped == 1.0
+    assert learner.rate == 0.0
+    assert same(before, learner.model.policy.parameters())
+
+
+def test_a_constant_rate_does_not_depend_on_the_progress() -> None:
+    one, other = (make(lr_schedule="constant", target_kl=0.01, epochs=3) for _ in range(2))
+    assert one.update([random_trajectory(1)], 0.0) == other.update([random_trajectory(1)], 0.9)
+    assert same(weights(one), weights(other))
+
+
+# ---- how far an update goes
+
+
+def one_sided(steps: int = 64, count: int = 16) -> Trajectory:
+    """Action 1 pays, action 0 does not, whatever is seen; both were as probable."""
+    shape = (steps, count)
+    actions = np.arange(steps * count).reshape(shape) % 2
+    return Trajectory(
+        np.ones((steps + 1, count, 4), np.float32), actions, np.full(shape, -math.log(2), np.float32),
+        actions.astype(np.float32), np.zeros(shape, np.uint8), np.ones(shape, bool),
+        np.zeros((1, count, 0), np.float32), 0,
+    )  # fmt: skip
+
+
+def probability(learner: Learner) -> float:
+    """Of action 1."""
+    return float(torch.softmax(learner.model(torch.ones(1, 4))[0], -1)[0, 1].detach())
+
+
+@pytest.mark.parametrize(("clip_ratio", "least", "most"), [(0.05, 0.03, 0.1), (100.0, 0.4, 1.01)])
+def test_the_clipped_ratio_bounds_the_policys_change(clip_ratio: float, least: float, most: float) -> None:
+    """Each of the many optimizer steps alone is small."""
+    learner = with_sgd(make(minibatches=64, epochs=4, clip_ratio=clip_ratio, lr=0.5, max_grad_norm=0.05, gamma=0))
+    assert probability(learner) == pytest.approx(0.5, abs=0.01)
+    learner.update([one_sided()])
+    assert least < probability(learner) / 0.5 - 1 < most
+
+
+def test_a_target_ends_the_passes_early() -> None:
+    """After a pass: each makes all of its optimizer steps."""
+    settings = {"minibatches": 2, "epochs": 20, "clip_ratio": 100.0, "lr": 0.1, "gamma": 0, "max_grad_norm": 1.0}
+    free, bounded = (make(target_kl=target, **settings) for target in (0.0, 0.01))
+    update, short = free.update([one_sided()]), bounded.update([one_sided()])
+    assert update.passes == 20
+    assert 1 <= short.passes < 20
+    assert short.passes == int(short.passes)
+    assert short.kl < update.kl
+    assert probability(bounded) < probability(free)
+    with_sgd(bounded)
+    assert_same_updates(make(target_kl=0.02, epochs=6, lr=1.0), TWO)
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.05, 1 / 1.5), (0.02, 1.0), (0.005, 1.5), (0.0, 1.5)])
+def test_the_adaptive_rate_follows_the_divergence(kl: float, factor: float) -> None:
+    learner = make(lr=1e-4, lr_schedule="adaptive", target_kl=0.02)
+    assert not learner._is_too_far(kl)
+    assert learner.rate == pytest.approx(1e-4 * factor)
+    assert learner._is_too_far(0.1)
+
+
+def acted(learner: Learner, seed: int, noise: float) -> Trajectory:
+    """What `learner` may have done, with random actions, where rewards are 1000 but for `noise`."""
+    trajectory, random = random_trajectory(seed, 50, 8), np.random.default_rng(seed)
+    rows = torch.from_numpy(trajectory.observations[:-1]).flatten(0, 1)
+    actions = torch.from_numpy(trajectory.actions).flatten()
+    with torch.no_grad():
+        likely = learner.model.actions.log_probability(learner.model(rows)[0], actions).numpy()
+    rewards = np.where(trajectory.experience, 1000 + noise * random.normal(size=(50, 8)), 0).astype(np.float32)
+    return changed(trajectory, log_probabilities=likely.reshape(50, 8), rewards=rewards)
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("constant", 2), ("adaptive", 20)])
+def test_where_all_returns_are_alike_the_policy_stays(schedule: str, least: float) -> None:
+    """Their differences are normalised, however small: it would wander away from the best one."""
+
+    def wanders(noise: float) -> tuple[float, Learner]:
+        learner = make(lr_schedule=schedule, lr=1e-3, target_kl=0.01, epochs=10, gamma=0.0)
+        before = copy.deepcopy(learner.model)
+        for seed in range(15):
+            learner.update([acted(learner, seed, noise)])
+        rows = torch.from_numpy(random_trajectory(99, 100, 8).observations).flatten(0, 1)
+        with torch.no_grad():
+            one, other = (model(rows)[0].log_softmax(-1) for model in (before, learner.model))
+        return float((one.exp() * (one - other)).sum(-1).mean()), learner
+
+    (free, varied), (held, alike) = wanders(100.0), wanders(0.01)
+    assert held < free / least
+    assert varied._target_kl == 0.01  # above the noise nothing changes
+    assert alike.update([acted(alike, 1, 0.01)]).passes == 1
+    rate = alike.rate
+    again = alike.update([acted(alike, 1, 100.0)])  # failures are a signal again
+    assert again.passes > 1
+    if schedule == "adaptive":
+        assert rate < 1e-3
+        assert alike.rate > 3 * rate
+
+
+def test_an_older_policy_that_acted_is_no_divergence() -> None:
+    """With PIPELINE, the update before this one has moved the policy already."""
+    learner = make(lr=1e-6, lr_schedule="adaptive", target_kl=0.02, epochs=3)
+    trajectory = random_trajectory(1, 50, 8)
+    rows = torch.from_numpy(trajectory.observations[:-1]).flatten(0, 1)
+    actions = torch.from_numpy(trajectory.actions).flatten()
+    with torch.no_grad():
+        likely = learner.model.actions.log_probability(learner.model(rows)[0], actions) - 0.5
+    update = learner.update([changed(trajectory, log_probabilities=likely.numpy().reshape(50, 8))])
+    assert update.kl == pytest.approx(math.exp(0.5) - 1.5, abs=1e-3)
+    assert update.passes == 3
+    assert learner.rate == pytest.approx(1e-6 * 1.5**3)
+
+
+def test_the_adaptive_rate_changes_after_each_pass() -> None:
+    learner = make(lr=1e-4, lr_schedule="adaptive", target_kl=100.0, epochs=3)
+    learner.update([random_trajectory(1)])
+    assert learner.rate == pytest.approx(1e-4 * rl_learner.FACTOR**3)
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-7, 0.1])
+def test_the_adaptive_rate_has_its_bounds_and_a_given_one_is_within(lr: float) -> None:
+    learner = make(lr=lr, lr_schedule="adaptive", target_kl=0.01)
+    for kl, bound in ((1.0, min(lr, rl_learner.RATES[0])), (0.0, max(lr, rl_learner.RATES[1]))):
+        for _ in range(50):
+            learner._is_too_far(kl)
+        assert learner.rate == bound
+
+
+def test_the_most_of_the_adaptive_rate_falls() -> None:
+    """With a high rate, policies of the end differ much from one another."""
+    learner = make(lr=1e-4, lr_schedule="adaptive", target_kl=100.0, epochs=20)
+    for progress, left in ((0.0, 1.0), (0.5, 1.0), (0.75, 0.5), (0.95, 0.1), (1.0, 0.0), (0.75, 0.5)):
+        learner.update([random_trajectory(1)], progress)  # at last as if MAX_STEPS had been raised
+        assert learner.rate == pytest.approx(left * rl_learner.RATES[1])
+
+
+def test_the_entropy_bonus_keeps_the_policy_undecided() -> None:
+    free, held = (
+        make(entropy_coef=coefficient, epochs=8, lr=0.03, clip_ratio=100.0, gamma=0) for coefficient in (0.0, 1.0)
+    )
+    for learner in (free, held):
+        for _ in range(3):
+            learner.update([one_sided()])
+    assert probability(free) > 0.9
+    assert 0.5 < probability(held) < 0.9
+
+
+def test_entropy_is_in_nats() -> None:
+    learner = make(action=Discrete(3), lr=1e-9, minibatches=2)
+    with torch.no_grad():
+        for parameter in learner.model.policy.parameters():
+            parameter.zero_()
+    spaces = spaces_of(VECTOR, Discrete(3))
+    assert learner.update([random_trajectory(1, spaces=spaces)]).entropy == pytest.approx(math.log(3), rel=1e-4)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory": "lstm"}, {"algorithm": "reinforce"}], ids=str)
+def test_values_mean_the_same_after_their_scale_has_changed(settings: dict[str, Any]) -> None:
+    """PopArt: returns a thousand times as large move the scale; without an optimizer step the values stay."""
+    learner = make(lr=1e-12, gamma=0.0, sequence_steps=4, **settings)
+    state = learner.model.state_size
+    observations = torch.from_numpy(random_trajectory(9).observations[:8])
+    states, ends = torch.zeros(3, state), torch.zeros(8, 3, dtype=torch.bool)
+
+    def values() -> Tensor:
+        with torch.no_grad():
+            if state:
+                raw = learner.model.unroll(observations, states, ends)[1].flatten()
+            else:
+                raw = learner.model.value(observations.flatten(0, 1))
+        return raw * learner._scale + learner._mean
+
+    learner.update([random_trajectory(1, state=state, every=4)])
+    before, scale = values(), learner._scale
+    for number in range(5):
+        trajectory = random_trajectory(number, state=state, every=4)
+        learner.update([changed(trajectory, rewards=trajectory.rewards * 1000 + 500)])
+    assert learner._scale > 100 * scale
+    torch.testing.assert_close(values(), before, rtol=1e-3, atol=1e-2)
+    assert float(before.std()) > 0.01
+
+
+def test_the_first_returns_set_the_scale() -> None:
+    learner = make(gamma=0.0)
+    trajectory = random_trajectory(1)
+    rewards = trajectory.rewards * 7 + 100
+    learner.update([changed(trajectory, rewards=rewards)])
+    used = rewards[trajectory.experience]
+    assert learner._mean == pytest.approx(used.mean(), rel=1e-4)
+    assert learner._scale == pytest.approx(used.std(), rel=1e-3)
+
+
+def test_the_explained_variance() -> None:
+    """Of returns that the values know nothing of, and of those that they know."""
+    learner = make(gamma=0.0, epochs=20, minibatches=4, lr=0.02, clip_ratio=1e-6)
+    trajectory = random_trajectory(1, 40, 4)
+    trajectory = changed(trajectory, rewards=trajectory.observations[:-1, :, 0] * 3 + 5)
+    first = learner.update([trajectory])
+    for _ in range(4):
+        update = learner.update([trajectory])
+    assert first.explained < 0.5
+    assert 0.9 < update.explained <= 1
+    constant = changed(trajectory, rewards=np.full_like(trajectory.rewards, 2.0))
+    assert make(gamma=0.0).update([constant]).explained == 0.0
+
+
+def test_returns_of_any_size_are_learned() -> None:
+    """The optimizer sees none of their scale: the policy's changes are the same."""
+    one, other = make(gamma=0.9, epochs=3), make(gamma=0.9, epochs=3)
+    for number in range(3):
+        trajectory = random_trajectory(number)
+        update = one.update([trajectory])
+        larger = other.update([changed(trajectory, rewards=trajectory.rewards * 1e4)])
+        if number == 0:  # the values of the first are not yet scaled
+            state = copy.deepcopy(one.state_dict())
+            other.load_state_dict({**state, "mean": one._mean * 1e4, "square": one._square * 1e8})
+        else:
+            assert larger._asdict() == pytest.approx(update._asdict(), rel=2e-2, abs=1e-4)
+
+
+def test_a_normalizer_counts_the_experience_of_all() -> None:
+    learner = make(normalize=True)
+    rows = []
+    for number in range(3):
+        trajectories = [random_trajectory(number), random_trajectory(number + 10, 5, 2)]
+        learner.update(trajectories)
+        rows += [t.observations[:-1][t.experience] for t in trajectories]
+    normalizer, seen = learner.model.normalizer, np.concatenate(rows)
+    assert normalizer is not None
+    assert float(normalizer.count) == len(seen)
+    np.testing.assert_allclose(normalizer.mean.numpy(), seen.mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(normalizer.variance.numpy(), seen.var(0), rtol=1e-4)
+    assert "normalizer.mean" in learner.policy_state()
+    assert learner.device == CPU

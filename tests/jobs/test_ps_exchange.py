@@ -1,0 +1,272 @@
+"""Whole exchanges of `ps` in one process: replicas compute, servers update, in all of WIRE_DTYPE and TOP_K."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
+from torch.futures import Future
+
+from rolecall import Context, Peer, telemetry
+from rolecall.jobs.ps import JOB, PsSettings, data, evaluate, model
+from rolecall.jobs.ps.local_replica import LocalReplica
+from rolecall.jobs.ps.messages import Assignment, BatchReport, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import GradientKey as Key
+from rolecall.jobs.ps.replica import Replica
+from rolecall.jobs.ps.server import Server
+from rolecall.jobs.ps.wire import decode
+from tests.jobs.test_ps_local import Servers as LocalServers
+from tests.jobs.test_ps_local import replicas
+from tests.jobs.test_ps_local import settings_of as local_settings
+
+WIRES = [{"wire_dtype": dtype, "top_k": share}
+         for dtype, share in product(["float32", "bfloat16", "int8", "int4"], [0.0, 0.1])]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def layers() -> nn.Module:
+    """For inputs [n, 20]; cut into several parts on two servers."""
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def logistic() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+class Gang:
+    """Servers and trainers in one process; a call is a call, and what is sent is kept, by trainer."""
+
+    def __init__(self, trainers: int, factory: Callable[[], nn.Module], **chosen: Any) -> None:
+        s = self.settings = PsSettings(job="ps", model=f"{__name__}:{factory.__name__}", **chosen)
+        members = [Peer("ps", n, n) for n in range(s.servers)]
+        members += [Peer("trainer", n, s.servers + n) for n in range(trainers)]
+        self.metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
+        contexts = {me.name: Context(s, me, tuple(members), 1, self.metrics) for me in members}
+        self.servers = {me.name: Server(contexts[me.name], lambda key: None) for me in members if me.role == "ps"}
+        self.sent: dict[str, list[Tensor]] = {}
+        for context in contexts.values():
+            context.transport = self
+        self.replicas = {me.name: Replica(contexts[me.name]) for me in members if me.role == "trainer"}
+        self.version = 0
+        for replica in self.replicas.values():
+            replica.ask()
+        self.update(list(self.replicas), {})
+
+    def call(self, to: str, function: Callable[..., Any], key: Key, part: int, gradient: Tensor | None,
+             report: BatchReport | None, timeout: float) -> Future[PartAnswer]:  # fmt: skip
+        if gradient is not None:
+            self.sent.setdefault(key.trainer, []).append(gradient)
+            gradient = gradient.clone()
+        return self.servers[to].receive(key, part, gradient, report)
+
+    def update(self, names: list[str], weights: dict[str, float], rate: float = 1.0) -> None:
+        """An update from the newest gradients of those in `weights`, answered to the trainers `names`, who take it."""
+        newest = {name: Key(name, self.replicas[name].number - 1) for name in names}
+        self.version += bool(weights)
+        order = UpdateShard(self.version, {newest[name]: weight for name, weight in weights.items()}, rate,
+                            tuple(newest.values()))  # fmt: skip
+        assignments = {key: Assignment(self.version, []) for key in newest.values()}
+        for server in self.servers.values():
+            server.update(order, assignments)
+        for name in names:
+            self.replicas[name].take()
+            self.replicas[name]._await(set(self.replicas[name]._incoming))
+
+    def gradient(self, name: str, inputs: Tensor, targets: Tensor) -> None:
+        """The trainer `name` computes a gradient and sends it."""
+        replica = self.replicas[name]
+        replica.backward(model.loss(replica.forward(inputs), targets), len(inputs), 0)
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([server.shard.flat for server in self.servers.values()])
+
+    def bytes(self, direction: str) -> float:
+        return float(self.metrics.ps_payload_bytes.labels(direction)._value.get())
+
+
+def held_of(trainers: Iterable[Replica | LocalReplica]) -> Tensor:
+    """The sum of what the trainers hold back [total]."""
+    return sum(
+        (torch.cat([sender.held for sender in trainer._senders]).double() for trainer in trainers), torch.zeros(())
+    )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "SMALL", 300)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_updates_and_what_is_held_back_are_the_gradients(mode: str, wire: dict[str, Any]) -> None:
+    """With LR=1 and no momentum the parameters move by the sum of what was sent."""
+    gang = Gang(2, layers, servers=2, update_mode=mode, lr=1, momentum=0, **wire)
+    start, given = gang.flat.double(), torch.zeros(len(gang.flat), dtype=torch.float64)
+    reference = layers()
+    sizes = [part.stop - part.start for part in gang.replicas["trainer_0"].parts]
+    assert len(sizes) > 2
+    up = down = 0
+    for step in range(12):
+        # in async one trainer is three times as fast as the other
+        names = list(gang.replicas) if mode == "sync" else [f"trainer_{int(step % 4 == 3)}"]
+        gang.sent.clear()
+        for name in names:
+            inputs, targets = torch.randn(5, 20), torch.randint(3, (5,))
+            model.unflatten(model.flatten(gang.replicas[name].model), reference)
+            gradients = torch.autograd.grad(model.loss(reference(inputs), targets), list(reference.parameters()))
+            given += torch.cat([each.reshape(-1) for each in gradients]).double() / len(names)
+            gang.gradient(name, inputs, targets)
+            up += sum(payload.nbytes for payload in gang.sent[name])
+        before = gang.bytes("down")
+        gang.update(names, {name: 1 / len(names) for name in names})
+        down += int(gang.bytes("down") - before)
+        assert gang.bytes("up") == up
+        if not wire["top_k"]:
+            width = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[wire["wire_dtype"]]
+            scales = 0 if width >= 2 else 4 * sum(-(-size // 256) for size in sizes)
+            exactly = sum(math.ceil(width * size) for size in sizes) + scales
+            assert down == up == (step + 1) * len(names) * exactly
+    if wire["top_k"]:
+        whole = 4 * sum(sizes) * 12 * (2 if mode == "sync" else 1)
+        assert down < whole / 4
+        assert up < whole / 4
+    held = held_of(gang.replicas.values()) / (2 if mode == "sync" else 1)
+    torch.testing.assert_close(start - gang.flat.double() + held, given, rtol=1e-5, atol=1e-5)
+    # and the trainers' parameters follow: what is not there yet comes with the next answers
+    for _ in range(30 if wire["top_k"] else 3):  # with TOP_K an answer has a part of it
+        for name in gang.replicas:
+            gang.gradient(name, torch.zeros(1, 20), torch.zeros(1, dtype=torch.int64))
+        gang.update(list(gang.replicas), {})
+    for replica in gang.replicas.values():
+        torch.testing.assert_close(model.flatten(replica.model), gang.flat, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire["top_k"]])
+def test_with_top_k_the_momentum_is_the_trainers(wire: dict[str, Any]) -> None:
+    gang = Gang(1, layers, lr=0.1, momentum=0.9, **wire)
+    start, applied = gang.flat, torch.zeros(len(gang.flat))
+    for _ in range(4):
+        gang.sent.clear()
+        gang.gradient("trainer_0", torch.randn(5, 20), torch.randint(3, (5,)))
+        parts = [part.stop - part.start for part in gang.replicas["trainer_0"].parts]
+        by_part = sorted(zip(gang.sent["trainer_0"], reversed(range(len(parts))), strict=True), key=lambda one: one[1])
+        applied += torch.cat([decode(payload, parts[index], gang.settings) for payload, index in by_part])
+        gang.update(["trainer_0"], {"trainer_0": 1.0})
+        torch.testing.assert_close(gang.flat, start - 0.1 * applied)
+        assert gang.servers["ps_0"].shard.rows().keys() == {"parameters"}, "no momenta at the server"
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_forgets_the_views_of_those_that_are_lost() -> None:
+    gang = Gang(3, layers, update_mode="async", wire_dtype="int8")
+    shard = gang.servers["ps_0"].shard
+    for name in gang.replicas:
+        gang.gradient(name, torch.randn(5, 20), torch.randint(3, (5,)))
+        gang.update([name], {name: 1.0})
+    assert {len(views) for views in shard._views.values()} == {3}
+    gang.servers["ps_0"].drop("trainer_0")  # as the lead does
+    gang.servers["ps_0"].update(UpdateShard(3, {}, 1.0, (), ("trainer_1",)), {})  # as another server learns of it
+    gang.gradient("trainer_2", torch.randn(5, 20), torch.randint(3, (5,)))
+    gang.update(["trainer_2"], {"trainer_2": 1.0})
+    assert {len(views) for views in shard._views.values()} == {1}
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("wire", [{}, {"wire_dtype": "int8"}, {"wire_dtype": "int4", "top_k": 0.1}])
+def test_two_gradients_that_are_answered_at_once_bring_the_parameters(wire: dict[str, Any]) -> None:
+    gang = Gang(1, layers, servers=2, update_mode="async", lr=0.1, **wire)
+    replica = gang.replicas["trainer_0"]
+    for _ in range(2):
+        gang.gradient("trainer_0", torch.randn(5, 20), torch.randint(3, (5,)))
+    before, down = gang.flat, gang.bytes("down")
+    keys = Key("trainer_0", 1), Key("trainer_0", 2)
+    for server in gang.servers.values():
+        server.update(UpdateShard(1, {keys[1]: 1.0}, 1.0, keys), {key: Assignment(1, []) for key in keys})
+    for _ in keys:
+        replica.take()
+        replica._await(set(replica._incoming))
+    moved = (gang.flat - before).norm()
+    assert moved > 0
+    assert (model.flatten(replica.model) - gang.flat).norm() < (0.8 if wire else 1e-6) * moved
+    sent = sum(payload.nbytes for payload in gang.sent["trainer_0"])
+    if wire == {"wire_dtype": "int8"}:
+        assert gang.bytes("down") - down == sent / 2, "the difference travels once"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_in_local_the_differences_and_what_is_held_back_are_the_rounds(wire: dict[str, Any]) -> None:
+    """With OUTER_LR=1 and no momentum the parameters move by the mean of what was sent."""
+    rounds = local_settings(servers=2, outer_lr=1.0, outer_momentum=0.0, **wire)
+    servers = LocalServers(rounds, ["trainer_0", "trainer_1"])
+    trainers = replicas(servers)
+    given = torch.zeros(len(servers.start), dtype=torch.float64)
+    for number in range(1, 6):
+        for trainer in trainers:
+            base = model.flatten(trainer.model).double()
+            for _ in range(3):
+                trainer.step(torch.randn(8, 5), torch.randint(2, (8,)))
+            given += (base - model.flatten(trainer.model).double()) / 2
+            trainer.send(BatchReport(number - 1, 24))
+        keys = [Key(name, number) for name in servers.names]
+        servers.carry_out(dict.fromkeys(keys, 0.5), {key: [] for key in keys})
+        for trainer in trainers:
+            trainer.take(wait=True)
+            assert torch.equal(model.flatten(trainer.model), model.flatten(trainers[0].model)), "they share a view"
+    held = held_of(trainers) / 2
+    torch.testing.assert_close(servers.start.double() - servers.flat.double() + held, given, rtol=1e-5, atol=1e-5)
+
+
+# ---- it learns
+
+ROUNDS, BATCH = 150, 32
+digits = functools.cache(data.digits)  # reading them takes as long as learning them
+
+
+def trained(trainers: int, **chosen: Any) -> float:
+    """The test accuracy of a logistic regression on the digits after ROUNDS updates, of all the trainers' gradients."""
+    gang = Gang(trainers, logistic, lr=0.03, momentum=0.9, **chosen)
+    train, test = digits()
+    generator = torch.Generator().manual_seed(1)
+    for number in range(ROUNDS):
+        order = torch.randperm(len(train), generator=generator)
+        for place, name in enumerate(gang.replicas):
+            gang.gradient(name, *train.batch(order[place * BATCH : (place + 1) * BATCH]))
+        rate = 0.5 + 0.5 * math.cos(math.pi * number / ROUNDS)
+        gang.update(list(gang.replicas), dict.fromkeys(gang.replicas, 1 / trainers), rate)
+    module = logistic()
+    model.unflatten(gang.flat, module)
+    return evaluate.accuracy(module, test, 1)
+
+
+@pytest.fixture(scope="module")
+def exact() -> float:
+    return trained(2)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"wire_dtype": "int8"},
+        {"wire_dtype": "int4"},
+        {"top_k": 0.05},
+        {"wire_dtype": "int8", "top_k": 0.05},
+        {"wire_dtype": "int4", "top_k": 0.05},
+    ],
+)
+def test_it_learns_as_well_as_in_float32(exact: float, wire: dict[str, Any]) -> None:
+    assert exact > 0.94
+    assert trained(2, **wire) > exact - 0.015

@@ -1,0 +1,169 @@
+"""The servers' shards of `ps` as one model: checkpoints, for any number of servers, and those of earlier versions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+from torch.futures import Future
+
+from rolecall import Context, Peer, telemetry
+from rolecall.checkpoint import capture, shards
+from rolecall.checkpoint.checkpoint import Checkpoints, read
+from rolecall.jobs.ps import JOB, PsSettings, calls
+from rolecall.jobs.ps.messages import GradientKey as Key
+from rolecall.jobs.ps.messages import UpdateShard
+from rolecall.jobs.ps.server import Server
+from rolecall.jobs.ps.sharded import ShardedModel
+
+KEY = Key("trainer_0", 1)
+CHOSEN: list[dict[str, Any]] = [{"momentum": 0.9}, {"momentum": 0}, {"optimizer": "adam", "lr": 0.01}]
+
+
+class Calls:
+    """In place of RPC: calls are made here, at the server that is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.servers: dict[str, Server] = {}
+        self.shares: dict[str, shards.Shares] = {}
+        self._called = threading.local()
+        monkeypatch.setattr(calls, "SERVER", MagicMock(get=lambda: self.servers[self.called]))
+        monkeypatch.setattr(shards, "SHARES", MagicMock(get=lambda name: self.shares[self.called].get(name)))
+
+    @property
+    def called(self) -> str:
+        """Whose code this thread runs."""
+        return getattr(self._called, "name", "ps_0")
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._called.name = to
+        answer.set_result(function(*args))
+        self._called.name = "ps_0"
+        return answer
+
+    def wait_all(self, futures: list[Future[Any]]) -> list[Any]:
+        return [future.value() for future in futures]
+
+
+def together(monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, **chosen: Any) -> ShardedModel:
+    members = tuple(Peer("ps", number, number) for number in range(servers))
+    settings = PsSettings(job="ps", servers=servers, checkpoint_dir=directory, **chosen)
+    served, shared = {}, {}
+    for me in members:
+        monkeypatch.setattr(shards, "SHARES", shards.Shares())
+        metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
+        checkpoints = None if me.rank else Checkpoints(directory, "ps", 1)
+        context = Context(settings, me, members, 1, metrics, JOB, checkpoints=checkpoints)
+        served[me.name], shared[me.name] = Server(context, lambda key: None), shards.SHARES
+    transport = Calls(monkeypatch)
+    transport.servers, transport.shares = served, shared
+    served["ps_0"].context.transport = transport
+    return ShardedModel(served["ps_0"].context, served["ps_0"])
+
+
+def step(whole: ShardedModel, version: int) -> None:
+    generator = torch.Generator().manual_seed(version)
+    gradient = torch.randn(whole.server.total, generator=generator)
+    for server in whole.context.transport.servers.values():
+        for part, extent in server.shard.parts.items():
+            start = server.shard.start
+            server.receive(KEY, part, gradient[start + extent.start : start + extent.stop].clone(), None)
+    whole.update(UpdateShard(version, {KEY: 1.0}, 1.0, (KEY,)), {})
+
+
+def state_of(whole: ShardedModel) -> dict[str, list[Tensor]]:
+    servers = whole.context.transport.servers.values()
+    return {name: [rows.copy(0, len(rows)) for server in servers for rows in [server.shard.rows()[name]]]
+            for name in whole.server.shard.rows()}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["direct", "stream"])
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: dict[str, Any], mode: str
+) -> None:
+    """Updates go on while the checkpoint is written."""
+    monkeypatch.setattr(capture.Capture.__init__, "__defaults__", (0.2, 2**16, 0, 2**20))  # copies nothing at once
+    first = together(monkeypatch, tmp_path, 2, checkpoint_shards=mode, **chosen)
+    first.context.restore({"model": first})
+    for version in (1, 2):
+        step(first, version)
+    first.buffers = (torch.arange(3),)
+    saved = state_of(first)
+    first.context.save(2, {"model": first}, drain=False)
+    for version in (3, 4):
+        step(first, version)
+    assert first.context._saving is not None
+    assert first.context._saving.result(60)
+    second = together(monkeypatch, tmp_path, 2, checkpoint_shards=mode, **chosen)
+    second.context.restore({"model": second})
+    torch.testing.assert_close(state_of(second), saved, rtol=0, atol=0)
+    assert torch.equal(second.buffers[0], torch.arange(3))
+    for version in (3, 4):
+        step(second, version)
+    torch.testing.assert_close(state_of(second), state_of(first), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
+def test_its_state_is_restored_to_any_number_of_servers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int, after: int, chosen: dict[str, Any]
+) -> None:
+    first = together(monkeypatch, tmp_path, before, **chosen)
+    initial = first.parameters()
+    step(first, 1)
+    whole = {name: torch.cat(parts) for name, parts in state_of(first).items()}
+    assert not torch.equal(whole["parameters"], initial)
+    first.context.save(1, {"model": first})
+    first.context.finish(state={})
+    second = together(monkeypatch, tmp_path, after, **chosen)
+    assert torch.equal(second.parameters(), initial)
+    second.context.restore({"model": second})
+    assert torch.equal(second.parameters(), whole["parameters"])
+    for name, parts in state_of(second).items():
+        if name != "step":
+            assert torch.equal(torch.cat(parts), whole[name])
+    snapshot = read(tmp_path / "checkpoint-000001-0000000001.pt", "ps").whole()
+    assert torch.equal(snapshot.state["model"]["parameters"], whole["parameters"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_checkpoint_of_an_earlier_version_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
+) -> None:
+    """The whole vectors in rank 0's file; no server is sent more than its own elements."""
+    sent: Mapping[str, list[int]] = {"ps_0": [], "ps_1": [], "ps_2": []}
+    whole = together(monkeypatch, tmp_path, 3, optimizer=optimizer)
+    total = whole.server.total
+    state = {"momentum_buffer": torch.randn(total)}
+    if optimizer == "adam":
+        state = {"step": torch.tensor(7.0), "exp_avg": torch.randn(total), "exp_avg_sq": torch.rand(total)}
+    flat = torch.randn(total)
+    Checkpoints(tmp_path, "ps", 1).write(
+        7, {"model": {"parameters": flat, "optimizer": state, "buffers": [torch.arange(3)]}}, {"done": 1.0}
+    )
+    call = whole.context.transport.call
+
+    def counted(to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+        sent[to].append(sum(value.untyped_storage().nbytes() for value in args if isinstance(value, Tensor)))
+        return call(to, function, *args, timeout=timeout)
+
+    whole.context.transport.call = counted
+    whole.context.restore({"model": whole})
+    assert torch.equal(whole.parameters(), flat)
+    assert torch.equal(whole.buffers[0], torch.arange(3))
+    restored = state_of(whole)
+    for name, values in state.items():
+        actual = torch.cat(restored[name])
+        assert torch.equal(actual, values if values.ndim else values.expand(3))
+    share = 4 * -(-total // 3)
+    assert all(sum(sizes) <= share * (1 + sum(value.ndim for value in state.values())) + 4 for sizes in sent.values())
+    assert sum(sent["ps_0"]) == 0

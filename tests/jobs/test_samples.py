@@ -1,0 +1,296 @@
+"""Experience as columns: steps, sequences with their padding, ends and states, and a recurrent policy's replay."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from torch import Tensor
+
+from rolecall.jobs.rl import model
+from rolecall.jobs.rl.actor import Actor
+from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.messages import Done, Trajectory
+from rolecall.jobs.rl.networks import Output
+from rolecall.jobs.rl.recorder import Recorder
+from rolecall.jobs.rl.returns import lambda_returns
+from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
+from rolecall.jobs.rl.spaces import Space
+from tests.jobs.rl_parts import (
+    CPU,
+    TWO,
+    Shown,
+    arrays,
+    by_agent,
+    by_observer,
+    flat,
+    make,
+    random_trajectory,
+    settings_of,
+    spaces_of,
+)
+
+VECTOR = Box(-10, 10, (4,), np.float32)
+
+
+def value(observations: Tensor) -> Tensor:
+    """Of rows [m, 4]: any function of them."""
+    return observations @ torch.tensor([1.0, -2.0, 0.5, 3.0])
+
+
+# ---- steps
+
+
+def test_steps_are_the_experience_in_order() -> None:
+    trajectories = [random_trajectory(1), random_trajectory(2, steps=5, count=2)]
+    samples = join([steps_of(trajectory, value, 0.9, 0.8, CPU) for trajectory in trajectories])
+    count = sum(int(trajectory.experience.sum()) for trajectory in trajectories)
+    assert len(samples) == count < 20 * 3 + 5 * 2
+    for name in ("observations", "actions", "log_probabilities"):
+        assert np.array_equal(getattr(samples, name).numpy(), flat(trajectories, name))
+    values = [value(torch.from_numpy(trajectory.observations)).numpy() for trajectory in trajectories]
+    assert np.array_equal(
+        samples.values.numpy(),
+        np.concatenate([v[:-1][t.experience] for v, t in zip(values, trajectories, strict=True)]),
+    )
+    returns = [lambda_returns(t, v, 0.9, 0.8)[t.experience] for v, t in zip(values, trajectories, strict=True)]
+    assert np.array_equal(samples.returns.numpy(), np.concatenate(returns))
+    assert bool(samples.used.all())
+    assert not samples.ends.any()
+    assert samples.states.shape == (count, 0)
+
+
+def test_parts_of_samples_are_samples() -> None:
+    samples = steps_of(random_trajectory(1), value, 0.9, 0.8, CPU)
+    part = samples[torch.tensor([3, 1])]
+    assert isinstance(part, Samples)
+    assert all(torch.equal(mine, whole[[3, 1]]) for mine, whole in zip(part.columns, samples.columns, strict=True))
+    assert len(samples[2:5]) == 3
+    assert join([samples]) is samples
+
+
+@pytest.mark.parametrize(
+    "observation", [Box(-1, 1, (), np.float64), Box(0, 255, (2, 3), np.uint8), Discrete(3)], ids=str
+)
+@pytest.mark.parametrize(
+    "action", [Discrete(3), MultiDiscrete([2, 3]), MultiBinary(2), Box(-1, 1, (2,), np.float32)], ids=str
+)
+def test_any_spaces_have_samples(observation: Space, action: Space) -> None:
+    spaces = spaces_of(observation, action)
+    trajectory = random_trajectory(1, spaces=spaces)
+    samples = steps_of(trajectory, lambda rows: rows.float().flatten(1).sum(1) if rows.ndim > 1 else rows, 1, 1, CPU)
+    assert samples.observations.shape[1:] == spaces.observation.shape
+    assert samples.observations.dtype == (torch.uint8 if observation.dtype == np.uint8 else torch.float32)
+    assert np.array_equal(samples.actions.numpy(), flat([trajectory], "actions"))
+
+
+# ---- sequences
+
+
+class Values:
+    """Values of sequences [u, L], by step; keeps what it was asked for."""
+
+    def __call__(self, observations: Tensor, states: Tensor, ends: Tensor) -> Tensor:
+        self.observations, self.states, self.ends = observations, states, ends
+        return value(observations)
+
+
+def sequences(trajectory: Trajectory, length: int, values: Any = None) -> Samples:
+    return sequences_of(trajectory, values or Values(), length, 0.9, 0.8, CPU)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 19, 20, 21, 1000])
+def test_every_step_is_at_its_place_in_one_sequence(length: int) -> None:
+    """20 steps: whole sequences, a shorter last one, and one sequence longer than the rollout."""
+    steps, count = 20, 3
+    trajectory = random_trajectory(1, steps, count, state=2, every=length)
+    values = value(torch.from_numpy(trajectory.observations)).numpy()
+    returns = lambda_returns(trajectory, values, 0.9, 0.8)
+    samples = sequences(trajectory, length)
+    assert samples.actions.shape[1] <= min(length, steps + 1)  # no longer than there are steps
+    assert int(samples.used.sum()) == trajectory.experience.sum()
+    # the observations are different at each step: they say where a row comes from
+    rows = {tuple(trajectory.observations[t, n]): (t, n) for t in range(steps) for n in range(count)}
+    seen = set()
+    for unit in range(len(samples)):
+        first = next(
+            rows[tuple(samples.observations[unit, k].numpy())][0] - k
+            for k in range(length)
+            if bool(samples.used[unit, k])
+        )
+        assert first % length == 0
+        for k in range(samples.actions.shape[1]):
+            if not samples.used[unit, k]:
+                continue
+            step, env = rows[tuple(samples.observations[unit, k].numpy())]
+            assert step == first + k
+            assert trajectory.experience[step, env]
+            assert torch.equal(samples.states[unit], torch.from_numpy(trajectory.states[first // length, env]))
+            assert samples.actions[unit, k] == trajectory.actions[step, env]
+            assert float(samples.log_probabilities[unit, k]) == trajectory.log_probabilities[step, env]
+            assert float(samples.values[unit, k]) == pytest.approx(values[step, env], rel=1e-5)
+            assert float(samples.returns[unit, k]) == pytest.approx(returns[step, env], rel=1e-5)
+            seen.add((step, env))
+    assert len(seen) == trajectory.experience.sum()
+
+
+def test_the_state_begins_anew_after_what_only_resets() -> None:
+    """A row that is no experience shows an episode's last observation: its value has the episode's state."""
+    trajectory = random_trajectory(1, 20, 3, state=2, every=5)
+    values = Values()
+    samples = sequences(trajectory, 5, values)
+    assert torch.equal(samples.ends, ~samples.used)
+    # five sequences of each environment, the last of which has the observation after the last step alone
+    ends = values.ends.reshape(5, 3, 5).transpose(1, 2).flatten(0, 1).numpy()
+    assert np.array_equal(ends[:20], ~trajectory.experience)
+    assert np.array_equal(values.states.reshape(5, 3, 2).numpy(), trajectory.states)
+    observations = values.observations.reshape(5, 3, 5, 4).transpose(1, 2).flatten(0, 1).numpy()
+    assert np.array_equal(observations[:21], trajectory.observations)
+
+
+def test_a_sequence_without_experience_is_left_out() -> None:
+    trajectory = random_trajectory(1, 4, 2, state=2, every=2)
+    trajectory.experience[2:, 1] = False
+    samples = sequences(trajectory, 2)
+    assert len(samples) == 3
+    assert bool(samples.used.any(1).all())
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 64])
+def test_the_returns_do_not_depend_on_the_length(length: int) -> None:
+    trajectory = random_trajectory(5, 20, 4, state=1, every=length)
+    one, other = steps_of(trajectory, value, 0.9, 0.8, CPU), sequences(trajectory, length)
+    by_observation = {
+        tuple(row): float(total) for row, total in zip(one.observations.numpy(), one.returns, strict=True)
+    }
+    rows, returns = other.observations[other.used].numpy(), other.returns[other.used].tolist()
+    assert returns == pytest.approx([by_observation[tuple(row)] for row in rows], rel=1e-5)
+    assert len(rows) == len(one)
+
+
+# ---- a recurrent policy's replay
+
+
+ACTIONS: list[tuple[Space, dict[str, Any]]] = [
+    (TWO, {}),
+    (Box(-1, 1, (2,), np.float32), {}),
+    (Box(-1, 1, (2,), np.float32), {"exploration": "sde"}),
+    (MultiDiscrete([2, 3]), {}),
+]
+
+
+def record(
+    where: str, learner: Learner, action: Space = TWO, rollouts: int = 3, steps: int = 10
+) -> list[list[Trajectory]]:
+    """Two groups, of three environments and of four; at the agent they go through the policy together."""
+    groups = [Shown(seed, rollouts * steps, 2 + seed) for seed in (1, 2)]
+    actor, every = Actor(copy.deepcopy(learner.model), CPU), learner.settings.sequence_steps
+    if where == "observer":
+        recorded = by_observer(actor, groups, every, steps)
+    else:
+        recorded = by_agent(actor, groups, every, steps, spaces_of(VECTOR, action), together=True)
+    rounds = list(itertools.islice(recorded, rollouts))
+    resets = sum(int((~trajectory.experience).sum()) for each in rounds for trajectory in each)
+    assert resets > 5
+    return rounds
+
+
+BOTH = pytest.mark.parametrize("where", ["agent", "observer"])
+
+
+@BOTH
+@pytest.mark.parametrize("memory", ["lstm", "gru", "none"])
+@pytest.mark.parametrize(("action", "settings"), ACTIONS, ids=["choice", "gaussian", "sde", "choices"])
+def test_what_was_recorded_is_replayed(
+    where: str, memory: Literal["lstm", "gru", "none"], action: Space, settings: dict[str, Any]
+) -> None:
+    """Over three rollouts with episodes that end in the middle: before the first optimizer step the ratio is 1."""
+    torch.manual_seed(1)
+    learner = make(VECTOR, action, memory=memory, sequence_steps=4, **settings)
+    output = next(part for part in learner.model.policy.modules() if isinstance(part, Output))
+    with torch.no_grad():  # as trained: no longer about the same for all observations and states
+        output.layer.get_parameter("weight").mul_(500)
+    deviations = []
+    for trajectories in record(where, learner, action):
+        samples = join([learner._samples(trajectory) for trajectory in trajectories])
+        if memory == "none":
+            parameters, _ = learner.model(samples.observations)
+        else:
+            unrolled, _ = learner.model.unroll(samples.observations.transpose(0, 1), samples.states, samples.ends.T)
+            parameters = unrolled.transpose(0, 1)[samples.used]
+        replayed = learner.model.actions.log_probability(parameters, samples.actions[samples.used]).detach()
+        recorded = samples.log_probabilities[samples.used]
+        assert len(replayed) == sum(int(trajectory.experience.sum()) for trajectory in trajectories)
+        torch.testing.assert_close(replayed, recorded, rtol=1e-4, atol=1e-4)
+        deviations.append(float(recorded.std()))
+    assert min(deviations) > 0.1  # they are not all the same number
+
+
+@BOTH
+def test_before_the_first_step_the_policy_has_not_changed(where: str) -> None:
+    """As the learner says it: no divergence, nothing clipped; the second pass has both."""
+    torch.manual_seed(2)
+    for epochs, quiet in ((1, True), (3, False)):
+        learner = make(VECTOR, TWO, memory="lstm", sequence_steps=4, epochs=epochs, minibatches=1, lr=0.1)
+        trajectories = record(where, learner, rollouts=2)[1]
+        update = learner.update(trajectories)
+        assert (update.kl < 1e-6, update.clipped == 0) == (quiet, quiet)
+
+
+def test_both_ways_record_the_same_states() -> None:
+    """The states depend on what is seen alone; groups of different sizes went through the policy together."""
+    learner = make(memory="gru", sequence_steps=4)
+    for one, other in zip(record("agent", learner), record("observer", learner), strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            np.testing.assert_allclose(mine.states, theirs.states, atol=1e-6)
+            assert np.array_equal(mine.observations, theirs.observations)
+            assert np.array_equal(mine.experience, theirs.experience)
+            assert mine.states.shape[0] == 3  # steps 0, 4 and 8 of 10
+    assert not np.allclose(mine.states[0], 0)  # carried over from the rollout before
+
+
+# ---- the recorder
+
+
+def test_a_trajectory_needs_the_observations_after_its_last_action() -> None:
+    learner = make()
+    memory = Actor(learner.model, CPU).remember(2)
+    recorder = Recorder(3, memory, 4)
+    with pytest.raises(ValueError, match="0 observations for 0 actions"):
+        recorder.trajectory()
+    seen = np.zeros((2, 4), np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint8)
+    recorder.see(*seen)
+    recorder.choose(np.zeros(2, np.int64), np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="1 observations for 1 actions"):
+        recorder.trajectory()
+    recorder.see(*seen)
+    assert recorder.trajectory().version == 3
+
+
+def test_a_trajectorys_columns() -> None:
+    """What belongs to a step stands in its row: the reward and the end that its action led to."""
+    memory = Actor(make().model, CPU).remember(1)
+    recorder = Recorder(0, memory, 2)
+    dones = [Done.TRUNCATED, Done.CONTINUES, Done.TERMINATED, Done.CONTINUES]
+    for step, done in enumerate(dones):
+        recorder.see(np.full((1, 4), step, np.float32), np.array([10 * step], np.float32), np.array([done], np.uint8))
+        if step < 3:
+            recorder.choose(np.array([step]), np.array([-step], np.float32))
+    trajectory = recorder.trajectory()
+    assert trajectory.observations[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert trajectory.actions.tolist() == [[0], [1], [2]]
+    assert trajectory.log_probabilities.tolist() == [[0], [-1], [-2]]
+    assert trajectory.rewards.tolist() == [[10], [20], [30]]
+    assert trajectory.dones.tolist() == [[Done.CONTINUES], [Done.TERMINATED], [Done.CONTINUES]]
+    assert trajectory.experience.tolist() == [[False], [True], [False]]
+    assert trajectory.states.shape == (2, 1, 0)
+    assert trajectory.nbytes == sum(column.nbytes for column in arrays(trajectory))
+
+
+def test_settings_of_a_model_without_memory_have_no_states() -> None:
+    assert model.build(settings_of(), spaces_of()).state_size == 0

@@ -1,0 +1,159 @@
+"""`rolecall run`: its end where processes are frozen, its number of ranks, and the folders that it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rolecall.config import Settings
+from rolecall.declare import describe
+from rolecall.errors import UsageError
+from rolecall.launch import local, rank_process
+from rolecall.launch.local import LocalRun
+from rolecall.launch.rank_process import INTERRUPTED
+from rolecall.rank import zygote
+
+DEADLINE = 60  # seconds; a fail-safe
+ENDS = (
+    "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up', flush=True)\nsignal.pause()"
+)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalRun:
+    """A run of `rl` with two observers, whose ranks end with SIGTERM."""
+    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", ENDS])
+    monkeypatch.setattr(local, "EXIT_GRACE", 0.2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return LocalRun(describe.describe("rl"), Settings(checkpoint_dir=tmp_path / "run"), live=False)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for `condition`."""
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def up(run: LocalRun, count: int) -> None:
+    """Waits until `count` ranks have begun."""
+    await until(lambda: sum(rank.log.exists() and "up" in rank.log.read_text() for rank in run.ranks) >= count)
+
+
+def test_a_frozen_supervisor_delays_no_end(run: LocalRun) -> None:
+    async def play() -> int:
+        over = asyncio.create_task(run.run())
+        await up(run, 3)
+        for rank in run.ranks[:2]:  # rank 0 is one of them
+            os.kill(rank.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+        return await asyncio.wait_for(over, DEADLINE)
+
+    assert asyncio.run(play()) == INTERRUPTED
+
+
+@pytest.mark.parametrize(("thaws", "code"), [(True, 0), (False, -signal.SIGKILL)])
+def test_a_frozen_zygote_delays_no_end(monkeypatch: pytest.MonkeyPatch, thaws: bool, code: int) -> None:
+    """It tells of the ends of the ranks that it has forked."""
+    monkeypatch.setattr(zygote, "TELLING", 0.05)
+    status, theirs = os.pipe()
+    rank = subprocess.Popen([sys.executable, "-S", "-c", ""], start_new_session=True)
+    rank.wait()
+    sent = list[int]()
+
+    class Frozen:
+        def send_signal(self, number: int) -> None:
+            sent.append(number)
+            if thaws:
+                os.write(theirs, zygote.NUMBER.pack(0))
+            if thaws or number == signal.SIGKILL:
+                os.close(theirs)
+
+    forked = zygote.Forked(rank.pid, status, cast(Any, Frozen()))
+    assert asyncio.run(asyncio.wait_for(forked.wait(), DEADLINE)) == code
+    assert sent == ([signal.SIGCONT] if thaws else [signal.SIGCONT, signal.SIGKILL])
+
+
+def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
+    async def play() -> int:
+        over = asyncio.create_task(run.run())
+        await up(run, 3)
+        run._scale("observer", 4)
+        await up(run, 5)
+        assert [rank.name for rank in run.ranks][1:] == [f"observer {number}" for number in range(4)]
+        ports = [rank.environment[name] for rank in run.ranks for name in ("PORT", "METRICS_PORT")]
+        assert len({*ports}) == len(ports)
+        run._scale("observer", 1)
+        await until(lambda: len(run.ranks) == 2)
+        assert [rank.name for rank in run.ranks] == ["agent 0", "observer 0"]
+        assert not over.done()
+        for role, count in (("agent", 2), ("nobody", 1), ("observer", 0), ("observer", 10**6)):
+            with pytest.raises(UsageError, match=f"^{role}"):
+                run._scale(role, count)
+        os.kill(os.getpid(), signal.SIGINT)
+        return await asyncio.wait_for(over, DEADLINE)
+
+    assert asyncio.run(play()) == INTERRUPTED
+
+
+def test_the_next_run_removes_the_folder_of_a_killed_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, lock = local.temporary_folder()
+    (folder / "token").touch()
+    local.remove_leftovers()
+    assert (folder / "token").exists()  # its run lives
+    os.close(lock)
+    local.remove_leftovers()
+    assert not folder.exists()
+
+
+def test_a_refused_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", "raise SystemExit(2)"])
+    job = describe.describe("rl")
+    assert asyncio.run(LocalRun(job, Settings(), live=False).run()) == 2
+    with contextlib.suppress(UsageError):
+        monkeypatch.setattr(local, "free_ports", lambda *_: (_ for _ in ()).throw(UsageError("no ports")))
+        LocalRun(job, Settings(), live=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_temporary_folder_too_deep_for_a_socket_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(UsageError, match=r"^TMPDIR="):
+        asyncio.run(LocalRun(describe.describe("rl"), Settings(), live=False).run())
+    assert not [*deep.iterdir()]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "rolecall", "jobs"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m rolecall run no-such-job >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=DEADLINE)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    code = "import os, sys; from rolecall import __main__; __main__.main(['jobs']); sys.exit(sys.stdout.fileno() != 1)"
+    subprocess.run(["sh", "-c", f'exec {sys.executable} -c "{code}" >&-'], check=True, timeout=DEADLINE)

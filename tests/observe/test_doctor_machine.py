@@ -1,0 +1,426 @@
+"""`rolecall doctor`, as far as directories, limits and GPUs are concerned: each check, and what breaks exactly that."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.checkpoint import checkpoint
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.launch.local import free_ports
+from rolecall.observe.doctor import files, gpu, machine
+from rolecall.observe.doctor.patient import Patient
+from rolecall.record import rundir
+from tests.observe.doctors import look, patient
+from tests.observe.test_doctor import metrics_of
+from tests.tunnel.tunnel_process import JOB
+from tests.tunnel.tunnels import TOKEN
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def lead(directory: Path, **values: object) -> Patient:
+    """Rank 0, which does not run."""
+    return patient(directory, role="lead", **values)
+
+
+def saved(directory: Path, size: int = 0) -> Path:
+    return Checkpoints(directory, JOB, 1).write(5, {"weights": [bytes(size)]})
+
+
+# ---- CHECKPOINT_DIR
+
+
+def test_a_directory_that_is_as_it_should_be(tmp_path: Path) -> None:
+    path, one = saved(tmp_path), lead(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    names = ("checkpoint directory", "free space", "locks", "newest checkpoint")
+    assert {name: look(name, one).state for name in names} == dict.fromkeys(names, "ok")
+    assert look("newest checkpoint", one).text == f"{path.name} is intact"
+    assert sorted(tmp_path.iterdir()) == before  # nothing is left behind
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    unwritable = Path("/sys/kernel")
+    if os.geteuid():
+        unwritable = tmp_path
+        unwritable.chmod(0o500)
+    finding = look("checkpoint directory", lead(unwritable))
+    assert finding.state == "problem"
+    assert f"CHECKPOINT_DIR={unwritable} cannot be written" in finding.text
+    assert look("checkpoint directory", patient(unwritable)).state == "not checked"  # of another rank
+    assert look("checkpoint directory", patient(unwritable, checkpoint_shards="direct")).state == "problem"
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    assert look("checkpoint directory", lead(tmp_path / "a" / "b")).state == "ok"
+    assert look("checkpoint directory", patient(tmp_path / "a")).state == "not checked"
+    (tmp_path / "file").touch()
+    assert look("checkpoint directory", lead(tmp_path / "file" / "a")).state == "problem"
+    assert {look(name, lead(tmp_path / "a")).state for name in ("free space", "newest checkpoint")} == {"not checked"}
+
+
+def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = lead(tmp_path)
+    one.timeout = 0.05
+    monkeypatch.setattr("rolecall.observe.doctor.checks.SLACK", 0.0)
+    reading, writing = os.pipe()
+    monkeypatch.setattr(files.os, "fsync", lambda _: os.read(reading, 1))
+    finding = look("checkpoint directory", one)
+    os.write(writing, b"x")
+    assert (finding.state, finding.text) == ("problem", "no answer within 0.05 s")
+
+
+@pytest.mark.parametrize(("free", "state"), [(0.5, "problem"), (1.5, "warning"), (3.0, "ok")])
+def test_free_space(free: float, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = saved(tmp_path, 10_000)
+    shards = tmp_path / rundir.SHARDS / newest.stem
+    shards.mkdir(parents=True)
+    (shards / "a").write_bytes(bytes(50_000))
+    size = newest.stat().st_size + 50_000
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(10**9, 0, int(free * size)))
+    assert look("free space", lead(tmp_path)).state == state
+
+
+def test_little_space_for_a_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(10**9, 0, 1000))
+    assert look("free space", lead(tmp_path)).state == "warning"
+
+
+def test_a_lock_that_another_run_holds(tmp_path: Path) -> None:
+    one = lead(tmp_path)
+    with (tmp_path / rundir.WRITER_LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        finding = look("locks", one)
+        assert finding.state == "problem"
+        assert f"{rundir.WRITER_LOCK} by process {os.getpid()} (" in finding.text
+        one.proc = tmp_path  # as where the kernel's list cannot be read
+        assert "a process that is not seen from here" in look("locks", one).text
+    assert look("locks", one).state == "ok"
+    assert look("locks", patient(tmp_path)).state == "not checked"
+
+
+def test_a_lock_that_this_rank_holds(tmp_path: Path) -> None:
+    served = metrics_of("lead")
+    one = lead(tmp_path, port=free_ports(1)[0], metrics_port=served.port)
+    with (tmp_path / rundir.COORDINATOR_LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert look("locks", one).text.startswith("this rank runs, and holds them (.coordinator.lock by process")
+    served.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ("cut", "is torn"),
+        ("flipped", "is corrupt"),
+        ("head", "first line cannot be read"),
+        ("job", "is of job another"),
+    ],
+)
+def test_a_newest_checkpoint_of_no_use(damage: str, text: str, tmp_path: Path) -> None:
+    saved(tmp_path, 3 * files.BLOCK)
+    path = Checkpoints(tmp_path, "another" if damage == "job" else JOB, 2).write(9, {"weights": [bytes(10_000)]})
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[-5000] ^= 1
+    path.write_bytes({"cut": content[:-1], "head": b"x" + content}.get(damage, content))
+    finding = look("newest checkpoint", lead(tmp_path))
+    assert finding.state == "problem"
+    assert text in finding.text
+    path.unlink()
+    assert look("newest checkpoint", lead(tmp_path)).state == "ok"
+
+
+def test_the_shards_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    listed = {"table": [{"name": name, "length": 3, "checksum": "", "columns": {}} for name in ("a", "b")]}
+    manifest, body = json.dumps(listed).encode(), b"state"
+    head = {
+        "format": 3,
+        "job": JOB,
+        "generation": 1,
+        "step": 2,
+        "length": len(body + manifest),
+        "manifest": len(manifest),
+    }
+    head["sha256"] = checkpoint.digest_of(head, (body, manifest))
+    (tmp_path / "checkpoint-000001-0000000002.pt").write_bytes(json.dumps(head).encode() + b"\n" + body + manifest)
+    shard = tmp_path / rundir.SHARDS / "checkpoint-000001-0000000002" / "a"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"abc")
+    assert look("newest checkpoint", lead(tmp_path)).text.endswith("is intact, and 1 of its 2 shards are here")
+    shard.write_bytes(b"ab")
+    finding = look("newest checkpoint", lead(tmp_path))
+    assert finding.state == "problem"
+    assert "its shard a is torn" in finding.text
+
+
+def test_a_checkpoint_that_takes_too_long_to_read(tmp_path: Path) -> None:
+    saved(tmp_path)
+    one = lead(tmp_path)
+    one.timeout = 0.0
+    finding = look("newest checkpoint", one)
+    assert finding.state == "not checked"
+    assert "--timeout" in finding.text
+
+
+def test_a_finding_agrees_with_who_reads_checkpoints(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1000)
+    assert checkpoint.read(path, JOB).step == 5
+    assert look("newest checkpoint", lead(tmp_path)).state == "ok"
+
+
+# ---- TMPDIR, shared memory
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield monkeypatch
+    tempfile.tempdir = None
+
+
+def test_tmpdir(temporary: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = patient(tmp_path)
+    temporary.setenv("TMPDIR", str(tmp_path))
+    assert look("TMPDIR", one).text.startswith(f"{tmp_path} can be written")
+    tempfile.tempdir = None
+    temporary.setenv("TMPDIR", str(tmp_path / "none"))
+    finding = look("TMPDIR", one)
+    assert finding.state == "warning"
+    assert "cannot be used" in finding.text
+    tempfile.tempdir = None
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    temporary.setenv("TMPDIR", str(deep))
+    finding = look("TMPDIR", one)
+    assert finding.state == "problem"
+    assert "too long for a socket's path" in finding.text
+
+
+def test_little_space_in_tmpdir(temporary: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    temporary.setattr(files.shutil, "disk_usage", lambda _: Usage(2**30, 0, 1000))
+    assert look("TMPDIR", patient(tmp_path)).state == "warning"
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = patient(tmp_path)
+    one.shared_memory = tmp_path
+    assert look("shared memory", one).state == "ok"
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 2**20))
+    finding = look("shared memory", one)
+    assert finding.state == "warning"
+    assert "1 MiB of 64 MiB are free" in finding.text
+    one.shared_memory = tmp_path / "none"
+    assert look("shared memory", one).state == "warning"
+
+
+# ---- limits of this process, for real
+
+
+def test_a_full_disk_and_few_open_files(tmp_path: Path) -> None:
+    full, metrics = tmp_path / "full", free_ports(2)
+    full.mkdir()
+    command = f"exec {sys.executable} -m rolecall doctor rl --json"
+    prefix = ["sh", "-c", command]
+    if mountable := not os.geteuid() and shutil.which("unshare") is not None:
+        fill = f"mount -t tmpfs -o size=64k none {full} && (cat /dev/zero >{full}/x 2>/dev/null; {command})"
+        prefix = ["unshare", "--mount", "sh", "-c", fill]
+        mountable = not subprocess.run([*prefix[:4], f"mount -t tmpfs none {full}"], check=False, timeout=20).returncode
+    known = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
+    environment = {**known, "JOB_TOKEN": TOKEN, "ROLE": "agent", "CHECKPOINT_DIR": str(full), "PORT": str(metrics[0]),
+                   "METRICS_PORT": str(metrics[1])}  # fmt: skip
+    done = subprocess.run(
+        prefix if mountable else ["sh", "-c", command], env=environment, timeout=60, capture_output=True, text=True,
+        check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    wrong = {check["name"]: check["text"] for check in told["checks"] if check["state"] == "problem"}
+    assert done.returncode == 2, done.stderr
+    assert wrong.pop("open files").startswith("200 open files; it needs about")
+    if mountable:
+        assert os.strerror(errno.ENOSPC) in wrong.pop("checkpoint directory")
+    assert wrong == {}
+    assert done.stderr == ""
+
+
+# ---- the cgroup
+
+
+def container(directory: Path, one: Patient, **numbers: str) -> None:
+    """The patient's cgroup has files with these contents; memory_max is that of memory.max."""
+    one.cgroup, one.proc = directory / "cgroup", directory / "proc"
+    one.cgroup.mkdir(exist_ok=True)
+    (one.proc / "self").mkdir(parents=True, exist_ok=True)
+    (one.proc / "self" / "cgroup").write_text("0::/\n")
+    for name, content in numbers.items():
+        (one.cgroup / name.replace("_", ".", 1)).write_text(content + "\n")
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("numbers", "state", "text"),
+    [
+        ({"memory_max": "max"}, "ok", "without a limit"),
+        ({"memory_max": str(GIB), "memory_current": "1000"}, "ok", "left of the limit of 1 GiB"),
+        ({"memory_max": str(GIB // 4), "memory_current": "1000"}, "warning", "a rank that has imported torch takes"),
+        ({"memory_max": str(GIB), "memory_current": str(GIB - 1)}, "warning", "1 bytes are left of the limit"),
+        # what the kernel can drop counts as left
+        ({"memory_max": str(GIB), "memory_current": str(GIB - 1), "memory_stat": f"anon 5\ninactive_file {GIB - 9}"},
+         "ok", "are left of the limit"),
+        ({"memory_max": str(GIB), "memory_current": "1", "memory_events": "oom 3\noom_kill 2"}, "warning",
+         "the kernel has killed 2 here"),
+    ],
+)  # fmt: skip
+def test_memory(numbers: dict[str, str], state: str, text: str, tmp_path: Path) -> None:
+    one = patient(tmp_path)
+    container(tmp_path, one, **numbers)
+    finding = look("memory", one)
+    assert (finding.state, text in finding.text) == (state, True), finding
+
+
+def test_a_limit_above_counts_too_and_so_does_version_1(tmp_path: Path) -> None:
+    one = patient(tmp_path)
+    container(tmp_path, one, memory_max=str(GIB))
+    (one.proc / "self" / "cgroup").write_text("0::/pod/container\n")
+    (one.cgroup / "pod" / "container").mkdir(parents=True)
+    (one.cgroup / "pod" / "container" / "memory.max").write_text("max\n")
+    (one.cgroup / "pod" / "memory.max").write_text(f"{GIB // 2}\n")
+    assert machine.smallest(one, "memory", "memory.max") == GIB // 2
+    old = patient(tmp_path)
+    container(tmp_path / "proc", old)
+    (old.cgroup / "memory").mkdir()
+    (old.cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{GIB}\n")
+    assert machine.smallest(old, "memory", "memory.max", "memory.limit_in_bytes") == GIB
+
+
+@pytest.mark.parametrize(
+    ("numbers", "threads", "state", "text"),
+    [
+        ({"cpu_max": "max 100000"}, 0, "ok", f"of {os.cpu_count()} cores may be used"),
+        ({"cpu_max": "100000 100000"}, 0, "ok", "1 of"),
+        ({"cpu_max": "100000 100000"}, 4, "warning", "THREADS=4 are more"),
+        ({"cpu_max": "100000 100000", "cpu_stat": "nr_periods 100\nnr_throttled 40"}, 0, "warning", "in 40 % of"),
+    ],
+)
+def test_cores(numbers: dict[str, str], threads: int, state: str, text: str, tmp_path: Path) -> None:
+    one = patient(tmp_path, threads=threads)
+    container(tmp_path, one, **numbers)
+    finding = look("cores", one)
+    assert (finding.state, text in finding.text) == (state, True), finding
+
+
+@pytest.mark.parametrize(
+    ("most", "state"), [("max", "ok"), ("512", "ok"), ("100", "problem")], ids=["unlimited", "many", "few"]
+)
+def test_processes(most: str, state: str, tmp_path: Path) -> None:
+    one = patient(tmp_path)
+    container(tmp_path, one, pids_max=most, pids_current="12")
+    assert look("processes", one).state == state
+
+
+# ---- GPUs
+
+DRIVERS = {
+    "closed": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n",
+    "open": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n",
+    "arm": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.65.06  Release Build\n",
+}
+
+
+@pytest.mark.parametrize(("kind", "version"), [("closed", "550.54.15"), ("open", "570.86.15"), ("arm", "580.65.06")])
+def test_the_drivers_version(kind: str, version: str, tmp_path: Path) -> None:
+    assert gpu.driver(with_driver(tmp_path, patient(tmp_path), DRIVERS[kind])) == version
+
+
+def with_driver(directory: Path, one: Patient, text: str) -> Patient:
+    one.proc = directory / "proc"
+    if text:
+        (one.proc / "driver" / "nvidia").mkdir(parents=True)
+        (one.proc / "driver" / "nvidia" / "version").write_text(text)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "driver", "smi", "visible", "state", "text"),
+    [
+        ("cpu", "12.8", "closed", "", None, "ok", "DEVICE=cpu"),
+        ("auto", "", "", "", None, "ok", "nvidia-smi is absent"),
+        ("auto", "12.8", "", "", None, "warning", "computes on the CPU"),
+        ("cuda", "12.8", "", "", None, "problem", "DEVICE=cuda, but no NVIDIA driver"),
+        ("auto", "", "closed", "", None, "warning", "torch is built without CUDA: this rank computes on the CPU"),
+        ("cuda", "", "closed", "", None, "problem", "torch is built without CUDA"),
+        ("cuda", "12.8", "closed", "", None, "ok", "driver 550.54.15; torch is built for CUDA 12.8; nvidia-smi is"),
+        ("cuda", "13.0", "closed", "", None, "problem", "needs driver 580 or newer"),
+        ("cuda", "12.8", "closed", "echo 'H200, 550.54.15, 143771 MiB'", None, "ok", "1 x H200, driver 550.54.15"),
+        ("cuda", "12.8", "closed", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", None,
+         "problem", "Driver/library version mismatch"),
+        ("cuda", "12.8", "closed", "", "", "problem", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
+        ("auto", "12.8", "closed", "", "-1", "ok", "hides every GPU"),
+    ],
+)  # fmt: skip
+def test_gpus(
+    device: str, cuda: str, driver: str, smi: str, visible: str | None, state: str, text: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    program = tmp_path / "bin" / gpu.SMI
+    program.parent.mkdir()
+    if smi:
+        program.write_text(f"#!/bin/sh\n{smi}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent) + (":/bin:/usr/bin" if smi else ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(gpu, "cuda_of_torch", lambda: cuda)
+    one = with_driver(tmp_path, patient(tmp_path, device=device), DRIVERS.get(driver, ""))
+    finding = look("GPU", one)
+    assert (finding.state, text in finding.text) == (state, True), finding
+
+
+@pytest.mark.parametrize(
+    ("job", "content", "state", "text"),
+    [
+        ("ps", "", "ok", "can be imported"),
+        ("ps", "raise RuntimeError('operator torchvision::nms does not exist')", "warning",
+         "cannot be imported (RuntimeError: operator torchvision::nms does not exist)"),
+        ("rl", "raise RuntimeError", "not checked", "only ps uses it"),
+    ],
+)  # fmt: skip
+def test_a_torchvision_of_another_torch_is_seen(
+    job: str, content: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "packages" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "datasets.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    one = patient(tmp_path, parts={"timeout": 60.0})
+    one.target = job
+    finding = look("torchvision", one)
+    assert (finding.state, text in finding.text) == (state, True), finding
+
+
+def test_the_cuda_that_torch_is_built_for(tmp_path: Path) -> None:
+    import torch
+
+    assert gpu.cuda_of_torch() == (torch.version.cuda or "")
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\n")
+    assert gpu.cuda_of_torch(tmp_path) == "12.8"
+    (tmp_path / "version.py").write_text("cuda = None\n")
+    assert gpu.cuda_of_torch(tmp_path) == ""
+    assert gpu.cuda_of_torch(tmp_path / "none") == ""

@@ -1,0 +1,382 @@
+"""What the page shows: of gangs in every state, of counters that grow or begin anew, of what a run has left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall import telemetry
+from rolecall.errors import UsageError
+from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
+from rolecall.observe import report
+from rolecall.observe.page import leftover, rates, state
+from rolecall.observe.page.rates import LogEvent, Rates, quantile
+from rolecall.observe.page.state import Gang, Member, Titles
+from rolecall.rank import stats
+from rolecall.rank.queries import Replies
+from rolecall.record import history, rundir
+from rolecall.record.history import History
+
+ROLES = (RoleSpec("agent", 1, 1, 1, elastic=False), RoleSpec("observer", 3, 1, 8, elastic=True))
+AGENT, FIRST, SECOND, THIRD = ("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)
+TITLES = Titles("rl", "learns", "return", "steps")
+NOW = 2000.0
+
+
+def works(generation: int = 2, **values: Any) -> Member:
+    return Member(WorkerStatus(generation, "running", **values), heard=0.25, node="here:8000")
+
+
+def trained() -> History:
+    """Two generations: an observer was lost in the first, which a kill of rank 0's worker ended."""
+    run = History()
+    run.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0), ("goal", 0, 1.0, 475.0)])
+    run.record([("score", step, 1.0 + step, float(step)) for step in range(1, 11)])
+    run.lose_rank("killed", 1, "the worker of observer 1 ended: killed")
+    run.end_generation("crashed", 1, "agent 0: Traceback\nValueError: <b>broken</b>")
+    run.record([("start", 8, 100.0, 2), ("train", 8, 101.0, 0), ("score", 12, 105.0, 12.0), ("loss", 12, 105.0, 0.5)])
+    return run
+
+
+def shown(gang: Gang, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
+    """The state, as a browser reads it."""
+    made = state.of_gang(TITLES, ROLES, gang, run or trained(), counted or Rates(), {"SEED": 1}, NOW, **values)
+    return json.loads(json.dumps(made, allow_nan=False))
+
+
+def words(gang: Gang) -> dict[str, tuple[str, str]]:
+    return {rank["name"]: (rank["health"], rank["word"]) for rank in shown(gang)["ranks"]}
+
+
+# ---- ranks
+
+
+def test_each_rank_has_a_word_for_its_state() -> None:
+    gang = Gang(
+        "running", number=2, ranks=(AGENT, FIRST, SECOND), lost={SECOND: "killed"},
+        members={AGENT: works(phase="saving"), FIRST: works(), SECOND: Member(WorkerStatus(2, "ended", "crashed"))},
+    )  # fmt: skip
+    assert words(gang) == {
+        "agent 0": ("good", "saving"), "observer 0": ("good", "running"), "observer 1": ("bad", "crashed"),
+        "observer 2": ("idle", "not started"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("member", "expected"), [
+    (Member(), ("idle", "waiting")),
+    (Member(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
+    (Member(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
+    (Member(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
+    (Member(WorkerStatus(2, "ended", "finished")), ("good", "finished")),
+    (Member(WorkerStatus(2, "ended", "stuck")), ("bad", "stuck")),
+    (Member(WorkerStatus(2, "ended", "lost")), ("bad", "lost")),
+])  # fmt: skip
+def test_a_members_word(member: Member, expected: tuple[str, str]) -> None:
+    assert words(Gang("running", members={FIRST: member}))["observer 0"] == expected
+
+
+def test_ranks_that_are_not_there() -> None:
+    assert words(Gang("gathering")) == {
+        "agent 0": ("bad", "missing"), "observer 0": ("bad", "missing"), "observer 1": ("idle", "not started"),
+        "observer 2": ("idle", "not started"),
+    }  # fmt: skip
+    silent = Gang("running", ranks=(AGENT, FIRST), lost={FIRST: "silent"}, members={AGENT: works()})
+    assert words(silent)["observer 0"] == ("bad", "lost: silent")
+    assert set(words(Gang("finished")).values()) == {("idle", "has left")}
+
+
+def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
+    gang = Gang("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
+    names = [rank["name"] for rank in shown(gang)["ranks"]]
+    assert names == ["agent 0", "observer 0", "observer 1", "observer 2", "observer 5", "observer 10"]
+
+
+# ---- the run
+
+
+def test_generations_say_why_they_ended() -> None:
+    first, second = shown(Gang("running", number=2))["generations"]
+    assert (first["number"], first["step"], first["cause"], first["reason"]) == (
+        1, 0, "crashed", "ValueError: <b>broken</b>",
+    )  # fmt: skip
+    assert [one["reason"] for one in first["lost"]] == ["the worker of observer 1 ended: killed"]
+    assert first["began"] <= first["ended"] <= second["began"]
+    assert (second["step"], second["ended"], second["cause"]) == (8, None, "")
+
+
+def test_a_generation_that_never_trained_and_one_of_a_killed_rank_0_are_told_too() -> None:
+    run = History()
+    run.end_generation("failed", 1, "agent 0: ImportError")
+    run.record([("start", 0, 0.0, 2)])
+    again = History()
+    for row in run.rows():
+        again.add(json.loads(json.dumps(row)))
+    again.record([("start", 5, 9.0, 3)])
+    rows = state.generations(again)
+    assert [(row["number"], row["began"] is None, row["cause"]) for row in rows] == [
+        (1, True, "failed"), (2, False, "restarted"), (3, False, ""),
+    ]  # fmt: skip
+    assert rows[1]["ended"] == rows[2]["began"]
+
+
+def test_before_any_training_there_is_little_to_show() -> None:
+    one = shown(Gang("gathering"), History())
+    assert (one["generations"], one["step"], one["began"], one["per_second"]) == ([], 0, None, None)
+
+
+def test_the_state_has_what_the_page_shows() -> None:
+    one = shown(Gang("gathering", "observer 0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}})
+    assert (one["state"], one["missing"], one["generation"], one["step"]) == ("gathering", ["2 observer"], 2, 12)
+    assert one["curve"]["goal"] == 475.0
+    assert one["curve"]["score"][-1] == [12, 14.0, 12.0]
+    assert one["curve"]["loss"] == [[12, 14.0, 0.5]]
+    assert one["settings"] == {"SEED": 1}
+    assert one["summary"] == {"state": "x"}
+
+
+def test_values_that_json_does_not_have_are_left_out() -> None:
+    run = trained()
+    run.goal = math.inf
+    assert shown(Gang("running"), run)["curve"]["goal"] is None
+
+
+def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
+    points = [history.Point(step, step / 10, 1 / 3) for step in range(1, 5001)]
+    newest = history.Point(5003, 501.0, 7.0)
+    thinned = state.thin(points, newest)
+    assert len(thinned) == state.MOST_POINTS + 1
+    assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
+    assert thinned[0][2] == 0.333333
+    assert state.thin(points[:2], points[1]) == [[1, 0.1, 0.333333], [2, 0.2, 0.333333]]
+
+
+# ---- rates
+
+
+def reply(at: float, calls: float, fast: float = 0.0, started: float = 1.0, **values: float) -> dict[str, Any]:
+    """A caller of `act` at the agent: of its `calls`, `fast` took at most 1 ms, and the others from 5 to 10 ms."""
+    buckets = [fast if bound <= 0.005 else calls for bound in telemetry.LATENCY] + [calls]
+    act = {"calls": calls, "failures": calls / 10, "sent": 8 * calls, "received": 4 * calls, "buckets": buckets,
+           "roles": ["agent"]}  # fmt: skip
+    return {"started": started, "at": at, "methods": {"act": act}, "values": values, "log": []}
+
+
+def take(counted: Rates, replies: dict[Any, Any]) -> None:
+    counted.take(replies, replies)
+
+
+def test_calls_a_second_between_roles_are_summed_over_the_callers() -> None:
+    counted = Rates()
+    take(counted, {FIRST: reply(10.0, 100), SECOND: reply(500.0, 0)})
+    (link,) = counted.links()
+    assert (link.calls, link.p50, counted.calls(FIRST)) == (0.0, None, None)
+    take(counted, {FIRST: reply(12.0, 300, 150), SECOND: reply(502.0, 100, 75)})
+    (link,) = counted.links()
+    assert (link.caller, link.callees, link.method) == ("observer", ("agent",), "act")
+    assert (link.calls, link.failures, link.sent, link.received) == (150.0, 15.0, 1200.0, 600.0)
+    assert counted.calls(FIRST) == 100.0
+    assert link.p50 is not None
+    assert link.p99 is not None
+    assert link.p50 < 0.005 < link.p99 <= 0.01
+
+
+def test_counters_that_begin_anew_have_no_rate_until_the_next_report() -> None:
+    counted = Rates()
+    take(counted, {FIRST: reply(10.0, 1000)})
+    take(counted, {FIRST: reply(12.0, 1100)})
+    take(counted, {FIRST: reply(14.0, 5000, started=1.5)})  # on another machine
+    assert counted.calls(FIRST) is None
+    take(counted, {FIRST: reply(3.0, 7, started=2.0)})
+    assert counted.calls(FIRST) is None
+    assert counted.links()[0].calls == 0.0
+    take(counted, {FIRST: reply(5.0, 27, started=2.0)})
+    assert counted.calls(FIRST) == 10.0
+    take(counted, {FIRST: reply(7.0, 1, started=2.0)})  # a torn file of counters was dropped
+    assert counted.calls(FIRST) is None
+    assert counted.links()[0].calls == 0.0
+
+
+@pytest.mark.parametrize("wrong", [
+    None, [], "text", {}, {"error": "did not answer within 2 s"}, {**reply(1.0, 1), "at": math.nan},
+    {**reply(1.0, 1), "methods": {"act": {"buckets": [1]}}}, {**reply(1.0, 1), "log": [1]},
+])  # fmt: skip
+def test_a_reply_that_is_no_report_is_a_problem_of_that_rank_alone(wrong: Any) -> None:
+    counted = Rates()
+    take(counted, {FIRST: wrong, SECOND: reply(1.0, 1)})
+    assert list(counted.problems) == [FIRST]
+    assert counted.newest(SECOND) is not None
+    ranks = shown(Gang("running", members={FIRST: works(), SECOND: works()}), counted=counted)["ranks"]
+    assert [bool(rank.get("problem")) for rank in ranks] == [False, True, False, False]
+
+
+def test_a_rank_that_has_left_is_forgotten() -> None:
+    counted = Rates()
+    take(counted, {FIRST: reply(1.0, 1)})
+    take(counted, {SECOND: reply(1.0, 1)})
+    assert counted.newest(FIRST) is None
+
+
+def test_ranks_are_asked_in_turns_and_keep_what_they_said() -> None:
+    counted = Rates()
+    counted.take({FIRST: reply(1.0, 1), SECOND: {"error": "late"}}, [FIRST, SECOND])
+    counted.take({THIRD: reply(1.0, 1)}, [FIRST, SECOND, THIRD])
+    assert counted.newest(FIRST) is not None
+    assert counted.problems == {SECOND: "late"}
+    counted.take({SECOND: reply(1.0, 1)}, [FIRST, SECOND, THIRD])
+    assert not counted.problems
+
+
+def test_quantiles_lie_in_their_bucket() -> None:
+    bounds = (1.0, 2.0, 4.0)
+    assert quantile(0.5, [0, 10, 10, 10], bounds) == 1.5
+    assert quantile(0.99, [50, 50, 100, 100], bounds) == pytest.approx(3.96)
+    assert quantile(0.99, [50, 50, 50, 100], bounds) == 4.0  # beyond the last bound
+    assert quantile(0.5, [0, 0, 0, 0], bounds) is None
+
+
+def test_errors_of_all_ranks_come_in_order_and_limited() -> None:
+    counted = Rates()
+    take(counted, {
+        FIRST: {**reply(1.0, 1), "log": [[30.0, "error", "late"], [10.0, "warning", "first"]]},
+        SECOND: {**reply(1.0, 1), "log": [[20.0, "error", "x" * 9999]]},
+    })  # fmt: skip
+    errors = shown(Gang("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
+    assert [(each["rank"], each["time"]) for each in errors] == [
+        ("observer 0", 10.0), ("observer 1", 20.0), ("observer 0", 30.0),
+    ]  # fmt: skip
+    assert len(errors[1]["text"]) == rates.MOST_TEXT
+
+
+# ---- what a supervisor reports
+
+
+class Workers:
+    """What `stats` uses of a WorkerManager."""
+
+    worker = None
+
+    def __init__(self, directory: Path) -> None:
+        _, self.metrics, self.files = telemetry.build_supervisor(directory, first=False)
+        self.metrics.worker_starts.inc(3)
+
+
+def test_a_supervisor_reports_its_workers_counters_and_its_own_errors(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from rolecall import telemetry
+telemetry.use_directory(Path(sys.argv[1]))
+metrics = telemetry.build_worker(telemetry.WORKER, "agent", True)
+metrics.rpc_calls.labels("act").inc(5)
+metrics.rpc_callee.labels("act", "agent").set(1)
+metrics.rpc_latency_seconds.labels("act").observe(0.003)
+metrics.step.set(7)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+
+    async def steps() -> dict[str, Any]:
+        replies, answers = Replies(), asyncio.Queue[Any]()
+
+        async def post(number: str, result: Any) -> None:
+            await answers.put(json.loads(json.dumps(result)))
+
+        stats.register(replies, Workers(tmp_path))  # type: ignore[arg-type]
+        replies.take([Query("1", stats.WHAT)], post)
+        return await asyncio.wait_for(answers.get(), 30)
+
+    telemetry.setup_logging("json", "info", stream=(tmp_path / "log").open("w"))
+    telemetry.recent.clear()
+    telemetry.log().info("nothing to see")
+    telemetry.log(role="agent").error("broken <b>", problem="disk", exception="Traceback\nOSError")
+    report = rates.read(asyncio.run(steps()))
+    assert report.methods["act"].counts[0] == 5.0
+    assert report.methods["act"].roles == ("agent",)
+    assert report.methods["act"].buckets[telemetry.LATENCY.index(0.005)] == 1.0
+    assert report.methods["act"].buckets[telemetry.LATENCY.index(0.002)] == 0.0
+    assert (report.values["step"], report.values["worker_starts"]) == (7.0, 3.0)
+    (event,) = report.log
+    assert (event.level, event.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")
+
+
+# ---- what a run has left
+
+
+def left(directory: Path, run: History, word: str = "") -> Path:
+    """The files of a run, with a summary where it ended in order."""
+    lines = [json.dumps(row) for row in run.rows()]
+    (directory / rundir.HISTORY).write_text("\n".join(lines) + '\n{"torn')
+    rundir.write_generation(directory, rundir.Persisted(2, "rl", (AGENT, FIRST, SECOND)))
+    if word:
+        summary = report.summary("rl", {"SEED": 5}, run, word, "why", [AGENT, FIRST], {"solved": True}, NOW,
+                                 score="return", unit="steps", lower=False)  # fmt: skip
+        report.write(directory, summary)
+    return directory
+
+
+def test_a_killed_run_is_told_from_its_history_alone(tmp_path: Path) -> None:
+    one = leftover.read(left(tmp_path, trained()), NOW)
+    assert (one["state"], one["live"], one["job"]["score"], one["summary"]) == ("killed", False, "return", None)
+    assert [rank["name"] for rank in one["ranks"]] == ["agent 0", "observer 0", "observer 1"]
+    assert len(one["curve"]["score"]) == 9  # without those that the resume replaced
+
+
+def test_a_run_that_ended_in_order_is_told_with_its_summary(tmp_path: Path) -> None:
+    one = leftover.read(left(tmp_path, trained(), "finished"), NOW)
+    assert (one["state"], one["reason"], one["settings"]) == ("finished", "why", {"SEED": 5})
+    assert one["summary"]["result"] == {"solved": True}
+
+
+def test_a_run_that_was_killed_after_an_earlier_end_is_not_taken_for_ended(tmp_path: Path) -> None:
+    run = trained()
+    left(tmp_path, run, "stopped")
+    run.record([("start", 12, 200.0, 3)])
+    assert leftover.read(left(tmp_path, run), NOW)["state"] == "killed"
+
+
+def test_a_run_under_way_is_said_to_be(tmp_path: Path) -> None:
+    lock = rundir.lock(left(tmp_path, trained()), rundir.COORDINATOR_LOCK, 1.0)
+    assert leftover.read(tmp_path, NOW)["state"] == "running"
+    lock.release()
+    assert leftover.read(tmp_path, NOW)["state"] == "killed"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        leftover.read(tmp_path, NOW)
+    with pytest.raises(UsageError, match="no such folder"):
+        leftover.read(tmp_path / "nothing", NOW)
+
+
+TEXT = """\
+2026-11-23T05:18:19.825Z [info     ] gang generation number=1 ordinal=0 role=agent
+2026-11-23T05:18:20.000Z [warning  ] worker ended outcome=killed ordinal=0 role=observer
+2026-11-23T05:18:21.000Z [error    ] the job failed cause=broken
+Traceback (most recent call last):
+ValueError: <script>
+2026-11-23T05:18:22.000Z [info     ] left
+a line of the user's
+"""
+JSON = """\
+{"event": "fine", "level": "info", "timestamp": "2026-11-23T05:18:19Z"}
+{"event": "bad", "level": "error", "timestamp": "2026-11-23T05:18:20Z", "problem": "x", "exception": "Traceback"}
+{"torn
+"""
+
+
+def test_errors_are_read_from_logs_of_both_formats(tmp_path: Path) -> None:
+    assert [(event.level, event.text) for event in leftover.events(TEXT)] == [
+        ("warning", "worker ended outcome=killed"),
+        ("error", "the job failed cause=broken\nTraceback (most recent call last):\nValueError: <script>"),
+    ]
+    (bad,) = leftover.events(JSON)
+    assert bad == LogEvent(bad.time, "error", 'bad problem=x\nTraceback\n{"torn')
+    (left(tmp_path, trained()) / "logs").mkdir()
+    (tmp_path / "logs" / "observer-11.log").write_text(TEXT)
+    assert {each["rank"] for each in leftover.read(tmp_path, NOW)["errors"]} == {"observer 11"}

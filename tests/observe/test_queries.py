@@ -1,0 +1,298 @@
+"""Queries: rank 0 asks by the answers to heartbeats, members reply; who may ask from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from pydantic import SecretStr
+
+from rolecall.config import Settings
+from rolecall.errors import UsageError
+from rolecall.gang.protocol import Beat, Query
+from rolecall.gang.wire import name_of_directive
+from rolecall.launch.local import free_ports
+from rolecall.observe import ask, targets
+from rolecall.rank import endpoints, queries
+from rolecall.rank.outside import Outside
+from rolecall.rank.queries import Queries, Replies
+from rolecall.tunnel.permission import DeniedError, Permission, sign
+from tests.rank.test_coordinator import FIRST, first_beat, serving, waits
+
+TOKEN, ANOTHER, BODY = "a token of the job: 12345", "a token of another job: 6789", b'{"what": "stacks"}'
+
+
+def run(steps: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(steps, 30))
+
+
+async def answer_with(results: dict[str, Any], number: str, result: Any) -> None:
+    results[number] = result
+
+
+# ---- between the coordinator and members
+
+
+def test_a_waiting_heartbeat_brings_the_query_and_the_reply_arrives(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with serving(tmp_path) as (lead, post):
+            order = await post(first_beat(lead))
+            assert order.directive is not None
+            known = name_of_directive(FIRST, order.directive)
+            waiting = asyncio.create_task(post(Beat(FIRST, 2, since=1, known=known)))
+            await waits(lead, waiting, FIRST)
+            asked = asyncio.create_task(lead.queries.ask("stats", {"depth": 2}, timeout=20))
+            answer = await waiting
+            (query,) = answer.queries
+            assert (query.what, query.arguments, query.timeout) == ("stats", {"depth": 2}, 20)
+            url = f"http://127.0.0.1:{lead.settings.port}{queries.PATH}"
+            async with aiohttp.ClientSession() as session:
+                for _ in range(2):  # the second is one too many, and does no harm
+                    async with session.post(url, json={"number": query.number, "result": [1, 2]}) as response:
+                        assert response.status == 200
+                async with session.post(url, data=b"no json") as response:
+                    assert response.status == 400
+            assert await asked == {("agent", 0): [1, 2]}
+            # answered, it is not sent again
+            assert (await post(Beat(FIRST, 3, since=2))).queries == ()
+
+    run(steps())
+
+
+def test_a_query_whose_answer_was_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "REPEAT", 0.05)
+
+    async def steps() -> None:
+        woken, sent = [], asyncio.Event()
+
+        def wake(key: tuple[str, int]) -> None:
+            woken.extend(here.due(key))
+            if len(woken) > 1:
+                sent.set()
+
+        here = Queries(lambda: {("ps", 0)}, wake)
+        asked = asyncio.create_task(here.ask("stats", timeout=20))
+        await sent.wait()
+        assert woken[0] == woken[1]
+        asked.cancel()
+        await asyncio.wait({asked})
+        assert here.due(("ps", 0)) == ()  # nobody waits for it any more
+
+    run(steps())
+
+
+def test_who_does_not_answer_is_said() -> None:
+    async def steps() -> None:
+        here = Queries(lambda: {("ps", 0)}, lambda key: None)
+        assert await here.ask("stats", to=[("ps", 0), ("ps", 1)], timeout=0.1) == {
+            ("ps", 0): {"error": "did not answer within 0.1 s"},
+            ("ps", 1): {"error": "is not in the gang"},
+        }
+
+    run(steps())
+
+
+async def broken(_: dict[str, Any]) -> Any:
+    raise OSError("the disk is gone\nand more")
+
+
+async def endless(_: dict[str, Any]) -> Any:
+    await asyncio.Event().wait()
+
+
+async def unspeakable(_: dict[str, Any]) -> Any:
+    return object()
+
+
+async def double(arguments: dict[str, Any]) -> Any:
+    return 2 * arguments["x"]
+
+
+def test_a_member_replies_to_each_query_once() -> None:
+    async def steps() -> None:
+        replies, posted, arrived = Replies(), list[tuple[str, Any]](), asyncio.Event()
+
+        async def post(number: str, result: Any) -> None:
+            posted.append((number, result))
+            if len(posted) == 5:
+                arrived.set()
+
+        for what, handler in {"broken": broken, "endless": endless, "object": unspeakable, "double": double}.items():
+            replies.on(what, handler)
+        asked = [
+            Query("1", "double", {"x": 4}),
+            Query("2", "broken"),
+            Query("3", "endless", timeout=0.1),
+            Query("4", "object"),
+            Query("5", "unheard"),
+        ]
+        replies.take(asked, post)
+        replies.take(asked, post)
+        await arrived.wait()
+        await replies.close()
+        assert dict(posted) == {
+            "1": 8,
+            "2": {"error": "the disk is gone"},
+            "3": {"error": "could not tell within 0.1 s"},
+            "4": {"error": "Object of type object is not JSON serializable"},
+            "5": {"error": "does not know what 'unheard' is; run the same version in every rank"},
+        }
+        assert len(posted) == 5
+
+    run(steps())
+
+
+# ---- from outside
+
+
+def test_a_signed_request_is_let_in_once() -> None:
+    now = time.time()
+    permission = Permission(TOKEN, clock=lambda: now)
+    header = sign(TOKEN, "POST", "/v1/ask", BODY, now)
+    assert TOKEN not in header
+    permission.check(header, "POST", "/v1/ask", BODY)
+    with pytest.raises(DeniedError, match="was sent before"):
+        permission.check(header, "POST", "/v1/ask", BODY)
+
+
+@pytest.mark.parametrize(
+    ("token", "change", "why"),
+    [
+        ("", {}, "has no JOB_TOKEN"),
+        (ANOTHER, {}, "JOB_TOKEN does not match"),
+        (TOKEN, {"method": "GET"}, "JOB_TOKEN does not match"),
+        (TOKEN, {"path": "/v1/other"}, "JOB_TOKEN does not match"),
+        (TOKEN, {"body": b'{"what": "leave"}'}, "JOB_TOKEN does not match"),
+        (TOKEN, {"header": ""}, "not signed"),
+        (TOKEN, {"header": "Bearer x"}, "not signed"),
+    ],
+)
+def test_a_request_that_is_not_signed_for_what_it_asks_is_refused(token: str, change: dict[str, Any], why: str) -> None:
+    request = {"header": sign(TOKEN, "POST", "/v1/ask", BODY), "method": "POST", "path": "/v1/ask", "body": BODY}
+    with pytest.raises(DeniedError, match=why):
+        Permission(token).check(**{**request, **change})
+
+
+def test_an_old_request_is_refused() -> None:
+    header = sign(TOKEN, "POST", "/v1/ask", BODY, time.time() - 61)
+    with pytest.raises(DeniedError, match="clocks differ by 61 s"):
+        Permission(TOKEN).check(header, "POST", "/v1/ask", BODY)
+
+
+def test_requests_that_are_no_longer_valid_are_forgotten() -> None:
+    now = [1e9]
+    permission = Permission(TOKEN, clock=lambda: now[0])
+    for _ in range(3):
+        permission.check(sign(TOKEN, "POST", "/", BODY, now[0]), "POST", "/", BODY)
+        now[0] += 121
+    assert len(permission._seen) == 1
+
+
+async def outside(settings: Settings, first: bool, asked: Queries | None) -> tuple[web.AppRunner, str]:
+    served = Outside(settings, first)
+    served.queries = asked
+    app = web.Application()
+    app.add_routes(served.routes())
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_ports(1)[0]
+    await endpoints.listen(runner, "127.0.0.1", port, "METRICS_PORT")
+    return runner, f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("token", "first", "started", "problem"),
+    [
+        (TOKEN, True, True, ""),
+        ("", True, True, "the request is not signed"),
+        (TOKEN, False, True, "this rank is not rank 0"),
+        (TOKEN, True, False, "rank 0 is starting"),
+    ],
+)
+def test_asking_from_outside(
+    monkeypatch: pytest.MonkeyPatch, token: str, first: bool, started: bool, problem: str
+) -> None:
+    monkeypatch.setenv("JOB_TOKEN", token)
+
+    async def steps() -> None:
+        def wake(key: tuple[str, int]) -> None:
+            for each in here._pending[key].values():
+                if not each.replied.done():
+                    each.replied.set_result([each.query.what, each.query.arguments])
+
+        here = Queries(lambda: {("ps", 0), ("trainer", 1)}, wake)
+        settings = Settings(job="ps", job_token=SecretStr(TOKEN))
+        runner, target = await outside(settings, first, here if started else None)
+        try:
+            if problem:
+                with pytest.raises(UsageError, match=problem):
+                    await ask.ask(target, "stacks")
+            else:
+                assert await ask.ask(target, "stacks", {"native": True}, to=["trainer 1"]) == {
+                    "trainer 1": ["stacks", {"native": True}]
+                }
+                assert set(await ask.ask(target, "stacks")) == {"ps 0", "trainer 1"}
+        finally:
+            await runner.cleanup()
+
+    run(steps())
+
+
+def test_nobody_there_is_said() -> None:
+    with pytest.raises(UsageError, match=r"TARGET '127\.0\.0\.1:"):
+        ask.ask_now(f"127.0.0.1:{free_ports(1)[0]}", "stacks")
+
+
+def test_the_token_of_a_local_run_comes_from_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("JOB_TOKEN", raising=False)
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    run_folder = tmp_path / "run"
+    (run_folder / "logs").mkdir(parents=True)
+    targets.publish(run_folder, [], str(file))
+    assert ask._token(targets.Folder(run_folder)) == TOKEN
+    file.write_text("short")
+    assert ask._token(targets.Folder(run_folder)) == "short"  # the job has judged it
+    file.unlink()
+    with pytest.raises(UsageError, match="cannot be read"):
+        ask._token(targets.Folder(run_folder))
+    (run_folder / targets.RANKS).write_text(json.dumps({"token_file": ""}))
+    assert ask._token(targets.Folder(run_folder)) == ""
+
+
+def test_what_is_asked_of_a_job_that_is_over_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_TOKEN", TOKEN)
+
+    async def steps() -> None:
+        over = asyncio.Event()
+        served = Outside(Settings(job="ps", job_token=SecretStr(TOKEN)), True)
+        served.queries, served.over = Queries(lambda: {("ps", 0)}, lambda key: over.set()), over.is_set
+        app = web.Application()
+        app.add_routes(served.routes())
+        runner = web.AppRunner(app)
+        await runner.setup()
+        port = free_ports(1)[0]
+        await endpoints.listen(runner, "127.0.0.1", port, "METRICS_PORT")
+        try:
+            with pytest.raises(UsageError, match="the job is over"):
+                await ask.ask(f"127.0.0.1:{port}", "stacks", timeout=600.0)  # it ends while it is asked
+        finally:
+            await runner.cleanup()
+
+    run(steps())
+
+
+def test_a_request_from_before_rank_0_started_is_refused() -> None:
+    """Whether it was sent before is not remembered."""
+    now = time.time()
+    with pytest.raises(DeniedError, match="before rank 0 started"):
+        Permission(TOKEN, clock=lambda: now).check(sign(TOKEN, "POST", "/", BODY, now - 10), "POST", "/", BODY)
+    with pytest.raises(DeniedError, match="clocks differ"):
+        Permission(TOKEN).check(sign(TOKEN, "POST", "/", BODY, float("nan")), "POST", "/", BODY)

@@ -1,0 +1,529 @@
+"""Sinks: which are chosen, which points they get and when, and that none of them can harm a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from structlog.typing import EventDict
+
+from rolecall.config import Settings
+from rolecall.declare.task import Task
+from rolecall.errors import UsageError
+from rolecall.observe.sinks import choice, feed
+from rolecall.observe.sinks.build import build
+from rolecall.observe.sinks.feed import Feed, Sinks
+from rolecall.observe.sinks.points import FIRST, NAMED, SPACING, Held, Item, Points
+from rolecall.rank import worker
+from rolecall.rank.worker import Pipe
+from rolecall.record import history, rundir
+from tests.context import contexts
+from tests.context.contexts import AGENT
+from tests.observe import sink_readers
+
+DEADLINE = 150.0  # a fail-safe
+
+
+# ---- which
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    names = {"tensorboard", "mlflow"}
+    monkeypatch.setattr(choice, "is_installed", names.__contains__)
+    return names
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("setting", "chosen"),
+    [
+        ("none", ()),
+        ("auto", ("tensorboard",)),
+        ("mlflow", ("mlflow",)),
+        (" mlflow, tensorboard,mlflow", ("mlflow", "tensorboard")),
+    ],
+)
+def test_sinks_are_chosen(setting: str, chosen: tuple[str, ...]) -> None:
+    assert choice.choose(setting) == chosen
+
+
+def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
+    installed.remove("tensorboard")
+    assert choice.choose("auto") == ()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("mlflow,tensorbord", "SINKS=mlflow,tensorbord: tensorbord is no sink; give auto, none, or some of"),
+        (",", "SINKS=,: nothing is no sink"),
+        ("wandb,mlflow", r"wandb cannot be imported; at rank 0, `pip install 'rolecall\[wandb\]'`"),
+    ],
+)
+def test_a_sink_that_cannot_be_is_refused(setting: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        choice.choose(setting)
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb leaves a folder of its name in the directory that a program runs in."""
+    (tmp_path / "wandering").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not choice.is_installed("wandering")
+    (tmp_path / "wandering" / "__init__.py").touch()
+    assert choice.is_installed("wandering")
+
+
+def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And its library's own variables do, with defaults that need no network."""
+    monkeypatch.setattr(choice, "is_installed", lambda name: True)
+    for name in ("JOB_TOKEN", "PASSWORD"):
+        monkeypatch.setenv(name, "a-secret-of-more-than-128-bits")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    settings = Settings(sinks="tensorboard,mlflow,wandb", checkpoint_dir=tmp_path)
+    for one in build(settings, "rl", {"LR": 0.1}, ["password"], covered_by(0)).feeds:
+        assert "a-secret" not in json.dumps([dict(one._environment), one._about])
+        assert one._environment["MLFLOW_TRACKING_URI"] == "http://tracking.example"
+        assert one._environment["WANDB_MODE"] == "offline"
+
+
+# ---- points
+
+
+def steps(
+    *numbers: int, kind: str = "loss", at: float = 0.0, value: float = 0.0
+) -> list[tuple[str, int, float, float]]:
+    return [(kind, number, at + place, value + number) for place, number in enumerate(numbers)]
+
+
+def points(*numbers: int, name: str = "loss", value: float = 0.0, unix: float | None = None) -> list[Item]:
+    unix = time.time() if unix is None else unix
+    return [["point", name, number, unix, value + number] for number in numbers]
+
+
+def start(step: int, generation: int = 1) -> Item:
+    return ["start", step, generation, time.time()]
+
+
+def test_a_curve_has_one_point_a_step() -> None:
+    taken = Points().take(
+        [("start", 0, 5.0, 1), ("train", 0, 5.0, 0), *steps(1, 1, 2, 1, 3), ("goal", 3, 9.0, 7.0)], 100
+    )
+    assert taken == [
+        ["start", 0, 1, 105.0],
+        *(["point", "loss", step, 100 + at, float(step)] for step, at in ((1, 0.0), (2, 2.0), (3, 4.0))),
+    ]
+
+
+def test_named_values_are_curves() -> None:
+    taken = Points().take([*steps(1, kind=f"{NAMED}entropy"), *steps(1, kind="low"), *steps(1, kind=f"{NAMED}low")], 0)
+    assert [item[1] for item in taken] == ["entropy", "score_low", "low"]
+
+
+def test_steps_that_are_made_again_are_points_again() -> None:
+    curves = Points()
+    curves.take(steps(1, 2, 3, 4), 0)
+    assert [item[0:3] for item in curves.take([("start", 2, 9.0, 2), *steps(2, 3, at=10)], 0)] == [
+        ["start", 2, 2], ["point", "loss", 3],
+    ]  # fmt: skip
+
+
+def test_a_long_curve_is_thinned_and_has_its_end() -> None:
+    """A month of a point a second, from the first thousand on, would be 2.6 million of each curve."""
+    curves, taken = Points(), list[Item]()
+    for first in range(0, 200_000, 20_000):
+        taken += curves.take(steps(*range(first, first + 20_000), at=float(first)), 0)
+    assert [item[2] for item in taken[: FIRST + 5]] == [*range(FIRST + 5)]  # 10,000 points in, nothing is left out yet
+    assert SPACING < len(taken) < 5 * SPACING
+    assert [item[2] for item in taken[-1:] + curves.rest()][-1] == 199_999
+    assert curves.rest() == []
+
+
+def test_a_start_passes_on_what_it_covers() -> None:
+    curves = Points()
+    curves.take(steps(*range(SPACING + FIRST)), 0)
+    many = SPACING + FIRST
+    at = many + 0.5
+    assert curves.take([("loss", many, float(many), 0.0), ("loss", many + 1, at, 1.0)], 0)[-1][2] == many
+    again = curves.take([("start", many + 1, at + 1, 2)], 0)
+    assert [item[0] for item in again] == ["point", "start"]
+    assert curves.rest() == []
+
+
+def due(held: Held, covered: int, now: float | None = None) -> list[tuple[int, float]]:
+    some = held.due(covered, time.time() if now is None else now)
+    held.drop(some)
+    return [(point.step, point.value) for point in some]
+
+
+def test_a_held_point_waits_for_its_checkpoint() -> None:
+    held = Held({}, patience=60)
+    held.take([start(0), *points(1, 2, 3, 4)])
+    assert due(held, 2) == [(1, 1.0), (2, 2.0)]
+    assert due(held, 2) == []
+    held.take([start(2, 2), *points(3, 4, value=100)])  # the first ones were lost
+    held.take(points(3, 4, value=200))  # what could not be sent whole, once more
+    assert due(held, 4) == [(3, 103.0), (4, 104.0)]
+
+
+def test_no_held_point_waits_for_ever() -> None:
+    """Of a job without checkpoints; its steps, made again, do not appear again."""
+    held = Held({}, patience=60)
+    held.take(points(1, 2, 3, unix=1000.0))
+    assert due(held, 0, now=1059.0) == []
+    assert due(held, 0, now=1061.0) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    held.take([start(0, 2), *points(1, 2, 3, 4, value=100)])
+    assert due(held, 4) == [(4, 104.0)]
+
+
+def test_held_points_that_could_not_be_written_are_due_again() -> None:
+    held = Held({"loss": 1}, patience=60)
+    held.take(points(1, 2, 3))
+    before, some = dict(held.last), held.due(2, time.time())
+    held.drop(some)
+    assert held.last == {"loss": 2}
+    held.put_back(some, before)
+    assert held.last == {"loss": 1}
+    assert due(held, 3) == [(2, 2.0), (3, 3.0)]
+
+
+# ---- from the worker
+
+
+class Told(contexts.Supervisor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[tuple[str, int, float]] = []
+
+    def value(self, name: str, step: int, value: float) -> None:
+        self.values.append((name, step, value))
+
+
+@pytest.mark.parametrize(("sinks", "told"), [("auto", [("temperature", 3, 8.5), ("depth", 3, 2.0), ("epoch", 3, 1)]),
+                                             ("none", [])])  # fmt: skip
+def test_named_values_are_told_where_there_are_sinks(tmp_path: Path, sinks: str, told: list[Any]) -> None:
+    supervisor = Told()
+    context = contexts.make(tmp_path, supervisor, sinks=sinks)
+    context.log(3, epoch=1, score=0.5, temperature=8.5, depth=2)
+    assert supervisor.values == told
+    assert supervisor.records == [("score", 3, 0.5)]
+
+
+def test_a_heartbeat_carries_named_values() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        pipe = Pipe(theirs)
+        pipe.value("depth", 3, 2)
+        pipe.heartbeat()
+        kind, _, records, *_ = ours.recv()
+    assert kind == "heartbeat"
+    assert [(record[0], record[1], record[3]) for record in records] == [(f"{NAMED}depth", 3, 2.0)]
+    assert history.History().record([("start", 0, 1.0, 1.0), *records])[1:] == []
+
+
+def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
+    """A worker that is killed right after it has written one leaves nothing out of the curves."""
+    ours, theirs = multiprocessing.Pipe()
+    task = Task("rl", Settings(checkpoint_dir=tmp_path), AGENT, (AGENT,), 1)
+    with ours, theirs:
+        pipe = Pipe(theirs)
+        checkpoints = worker._checkpoints(task, pipe)
+        pipe.record("done", 3, 3.0)
+        checkpoints.write(3, {}, {})
+        assert ours.poll()
+        assert ours.recv()[1][0][:2] == ("done", 3)
+
+
+# ---- feeding
+
+
+def covered_by(step: int) -> Callable[[], Any]:
+    async def covered() -> int:
+        return step
+
+    return covered
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "PERIOD", 0.02)
+    monkeypatch.setattr(feed, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(feed, "LONGEST_PAUSE", 0.02)
+
+
+SINK = """
+import json, os, sys, time
+from pathlib import Path
+from rolecall.run.sinks import process
+
+class Sink:
+    def __init__(self, about):
+        self.file, self.fails = Path(about["file"]), 2
+    def write(self, items, covered):
+        if "{how}" == "hangs": time.sleep(1000)
+        if "{how}" == "dies": os._exit(7)
+        if "{how}" == "prints": print("What a library says")
+        if "{how}" == "raises" and self.fails:
+            self.fails -= 1
+            raise PermissionError("not now\\nnot ever")
+        with self.file.open("a") as file:
+            file.writelines(json.dumps(item) + "\\n" for item in items)
+    def end(self, state, summary):
+        self.write([["end", state, summary]], 0)
+
+sys.modules["rolecall.run.sinks.fake"] = type(sys)("fake")
+sys.modules["rolecall.run.sinks.fake"].begin = Sink
+process.main("fake")
+"""
+
+
+def fake(tmp_path: Path, how: str = "") -> Feed:
+    one = Feed("mlflow", {"file": str(tmp_path / "sink")}, {}, covered_by(0))
+    one.command = [sys.executable, "-c", SINK.replace("{how}", how)]
+    return one
+
+
+def written(tmp_path: Path) -> list[Item]:
+    return [json.loads(line) for line in (tmp_path / "sink").read_text().splitlines()]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def before() -> None:
+    """The processes of other tests, which share this one."""
+    EARLIER.clear()
+    EARLIER.update(psutil.Process().children(recursive=True))
+
+
+EARLIER = set[psutil.Process]()
+
+
+def nothing_is_left() -> bool:
+    return not {*psutil.Process().children(recursive=True)} - EARLIER
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["", "prints", "raises"])
+def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[EventDict]) -> None:
+    items = [start(0), *points(1, 2, 3)]
+
+    async def run() -> None:
+        one = fake(tmp_path, how)
+        one.add(items[:2])
+        await until(lambda: not one.pending)
+        one.add(items[2:])
+        await one.end("finished", {"steps": 3}, DEADLINE)
+
+    asyncio.run(run())
+    assert written(tmp_path) == [*items, ["end", "finished", {"steps": 3}]]
+    assert nothing_is_left()
+    assert [event["problem"] for event in logged] == ["PermissionError: not now"] * (how == "raises")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("how", "problem"), [("hangs", "no answer for 1 s"), ("dies", "its process ended with exit code 7")]
+)
+def test_a_sink_that_is_broken_harms_nothing(
+    tmp_path: Path, how: str, problem: str, logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended, started anew as often as it likes, and complained of once."""
+    monkeypatch.setattr(feed, "ANSWER", 1.0)
+
+    async def run() -> None:
+        one, seen = fake(tmp_path, how), set[int]()
+        one.add(points(1))
+
+        def again() -> bool:
+            seen.update(child.pid for child in {*psutil.Process().children()} - EARLIER)
+            return len(seen) > 1 and bool(logged)
+
+        await until(again)
+        await one.end("finished", {}, 0.2)
+
+    asyncio.run(run())
+    assert nothing_is_left()
+    (event,) = logged
+    assert (event["log_level"], event["sink"], event["problem"]) == ("warning", "mlflow", problem)
+    assert "MLFLOW_TRACKING_URI" in event["advice"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> None:
+    """The end of the input is a stop: what came before it is there."""
+
+    async def run() -> None:
+        one = fake(tmp_path)
+        one.add(points(1))
+        await until(lambda: not one.pending)
+        assert one._process is not None
+        assert one._process.stdin is not None
+        one._process.stdin.close()
+        async with asyncio.timeout(DEADLINE):
+            await one._process.wait()
+        await one.end("stopped", None, 5)
+
+    asyncio.run(run())
+    assert [item[:2] for item in written(tmp_path)] == [["point", "loss"], ["end", "stopped"]]
+
+
+def test_what_no_sink_takes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MOST", 10)
+
+    async def run() -> None:
+        one = fake(tmp_path)
+        one.add([start(0), *points(*range(1, 40))])
+        assert one.pending == 21
+        assert one._items[0][0] == "start"
+        one.add(points(40))
+        assert one.pending == 12
+        one._items.clear()
+        await one.end("stopped", None, 5)
+
+    asyncio.run(run())
+    assert nothing_is_left()
+
+
+def test_a_run_without_training_starts_no_sink(tmp_path: Path) -> None:
+    async def run() -> None:
+        sinks = Sinks([fake(tmp_path)])
+        sinks.record([])
+        await sinks.end("finished", {})
+        await sinks.close()
+
+    asyncio.run(run())
+    assert not (tmp_path / "sink").exists()
+
+
+def test_a_new_run_has_sinks_of_its_own(tmp_path: Path) -> None:
+    """RESUME=0 moves an earlier run's folders aside."""
+    for name in choice.KINDS:
+        (tmp_path / name).mkdir()
+    aside = rundir.set_aside(tmp_path, 3, 1.0)
+    assert aside is not None
+    assert {path.name for path in aside.iterdir()} == {*choice.KINDS}
+    assert not [name for name in choice.KINDS if (tmp_path / name).exists()]
+
+
+# ---- the real ones
+
+SUMMARY = {"state": "finished", "curve": {"final": 112.0, "best": None}, "settings": {"LR": 0.1}}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", choice.KINDS)
+def test_a_run_that_is_killed_has_each_step_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
+) -> None:
+    """Its worker is killed after step 4 and goes on from step 2; rank 0 after step 10, and goes on from step 5."""
+    pytest.importorskip(name)
+    for variable in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the test's own client
+    monkeypatch.setattr(feed, "TICK", 0.1)
+    monkeypatch.setattr(feed, "ANSWER", DEADLINE)  # a library's import takes long on a busy machine
+    curve, newest = sink_readers.CURVES[name], [0]
+
+    async def covered() -> int:
+        return newest[0]
+
+    def make() -> Feed:
+        settings = Settings(sinks=name, checkpoint_dir=tmp_path, checkpoint_interval=1000)
+        return build(settings, "rl", {"LR": 0.1, "ENV_ID": "Cart", "SIZES": [1, 2]}, [], covered).feeds[0]
+
+    def covered_is_there() -> bool:
+        state = tmp_path / name / "rolecall.json"
+        if name == "tensorboard":
+            return True
+        return state.exists() and "loss" in json.loads(state.read_text())["last"] and len(curve(tmp_path, "loss")) == 5
+
+    async def killed() -> None:
+        one = make()
+        one.add([start(0), *points(1, 2, 3, 4), start(2, 2), *points(*range(3, 11), value=10)])
+        newest[0] = 5
+        await until(lambda: not one.pending and covered_is_there())
+        assert one._task is not None
+        one._task.cancel()
+        assert one._process is not None
+        one._process.kill()
+        await one._process.wait()
+
+    async def resumed() -> None:
+        one = make()
+        one.add([start(5, 3), *points(*range(6, 13), value=100), *points(12, name="entropy")])
+        await one.end("finished", SUMMARY, DEADLINE)
+
+    asyncio.run(killed())
+    asyncio.run(resumed())
+    assert [event for event in logged if event.get("sink")] == []
+    assert curve(tmp_path, "loss") == [
+        (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), *((step, 100.0 + step) for step in range(6, 13)),
+    ]  # fmt: skip
+    assert curve(tmp_path, "entropy") == [(12, 12.0)]
+    LOOK[name](tmp_path)
+    assert_gone()
+
+
+def assert_gone() -> None:
+    """Also what a library has started, such as wandb's service."""
+    ends = time.monotonic() + DEADLINE
+    while not nothing_is_left() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert nothing_is_left()
+
+
+def look_at_tensorboard(directory: Path) -> None:
+    everything = sink_readers.tensorboard(directory)
+    texts = {name: everything.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in ("settings", "summary")}
+    assert "| LR | 0.1 |" in texts["settings"]
+    assert '"final": 112.0' in texts["summary"]
+    assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= {
+        *everything.summary_metadata, *everything.Tags()["tensors"],
+    }  # fmt: skip
+
+
+def look_at_mlflow(directory: Path) -> None:
+    run, client = sink_readers.mlflow_run(directory)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"LR": "0.1", "ENV_ID": "Cart", "SIZES": "[1, 2]"}
+    assert run.data.tags["rolecall.curve.final"] == "112.0"
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["summary.json"]
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def look_at_wandb(directory: Path) -> None:
+    records = list(sink_readers.wandb_records(directory))
+    kinds = {record.WhichOneof("record_type") for record in records}
+    assert {"run", "history", "metric", "summary", "exit"} <= kinds
+    rows = [row["_step"] for row in sink_readers.wandb_rows(directory)]
+    assert rows == [*range(12)]  # over both folders: with a step that is there already, the service drops a row
+    assert len({record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}) == 1
+    config = {item.key: item.value_json for record in records
+              for item in (*record.config.update, *record.run.config.update)}  # fmt: skip
+    assert config["LR"] == "0.1"
+    axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.metric.glob_name}
+    assert axes == {"*": "step"}
+    summary = {item.key or ".".join(item.nested_key): item.value_json for record in records
+               for item in record.summary.update}  # fmt: skip
+    assert float(summary["curve.final"]) == 112
+
+
+LOOK: dict[str, Callable[[Path], None]] = {
+    "tensorboard": look_at_tensorboard, "mlflow": look_at_mlflow, "wandb": look_at_wandb,
+}  # fmt: skip

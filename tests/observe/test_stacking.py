@@ -1,0 +1,339 @@
+"""A supervisor's reply to the query "stacks": threads that are watched, and whose stacks are read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.rpc import api
+
+from rolecall.context.pace import Pace
+from rolecall.declare.task import Peer
+from rolecall.errors import UsageError
+from rolecall.observe.stacks import command as command
+from rolecall.observe.stacks import stack_report
+from rolecall.rank import stacking, stacks
+from rolecall.rank.queries import Replies
+from rolecall.rank.stacking import Stack
+from rolecall.rank.threads import Look, look, state
+from rolecall.record import waits
+from rolecall.torch_rpc.script_calls import ScriptCalls
+
+PROGRAM = f"""
+import faulthandler, sys, threading, time
+file = open(sys.argv[1], "a+b", buffering=0)
+faulthandler.register({stacks.SIGNAL:d}, file, all_threads=True)
+LOCK = threading.Lock()
+def blocks():
+    with LOCK:
+        pass
+def computes():
+    while True:
+        pass
+def nap():
+    time.sleep(600)
+LOCK.acquire()
+threading.Thread(target=blocks, name="blocked", daemon=True).start()
+if sys.argv[2] == "computes":
+    threading.Thread(target=computes, daemon=True).start()
+print(threading.get_ident(), flush=True)
+nap()
+"""
+
+
+@dataclass
+class Worker:
+    """In place of a WorkerProcess: a program whose main thread sleeps, and one of whose threads waits for a lock."""
+
+    path: Path
+    process: subprocess.Popen[str]
+    main: int = 0  # in Python
+    state: str = "running"
+    step: int = 7
+    phase: str = "saving"
+    phase_since: float = field(default_factory=time.monotonic)
+    last_heartbeat: float = field(default_factory=time.monotonic)
+    long_calls: tuple[waits.Told, ...] = ()
+    task: Any = field(default_factory=lambda: SimpleNamespace(generation=3))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def dump(self) -> str:
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            return await stacks.of_silent(pidfd, str(self.path))
+        finally:
+            os.close(pidfd)
+
+
+def settled(pid: int) -> None:
+    """Waits until the main thread sleeps and the other waits."""
+    end = time.monotonic() + 30
+    while sum(each.state == "S" for each in look(pid).values()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)  # the period of looking
+
+
+@pytest.fixture
+def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Worker]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    arguments = [sys.executable, "-S", str(program), str(tmp_path / "stacks"), getattr(request, "param", "")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            main = int(process.stdout.readline())
+            settled(process.pid)
+            yield Worker(tmp_path / "stacks", process, main, long_calls=(("ps_0", "push", 3.0, main, process.pid),))
+        finally:
+            process.kill()
+
+
+def threads(reply: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The threads by their innermost function."""
+    return {thread["frames"][0][0]: thread for thread in reply["threads"]}
+
+
+# ---- replies
+
+
+@pytest.mark.parametrize("spied", [True, False])
+def test_a_reply_has_every_thread_and_the_calls_that_take_long(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, spied: bool
+) -> None:
+    if not spied:
+        monkeypatch.setattr(stacking, "spy_program", lambda: None)
+    worker.last_heartbeat -= 2
+    replies, handlers = Replies(), SimpleNamespace(worker=worker)
+    stacking.register(replies, handlers)  # type: ignore[arg-type]
+    reply = asyncio.run(replies._handlers["stacks"]({}))  # type: ignore[arg-type]
+    assert (reply["state"], reply["generation"], reply["step"], reply["phase"]) == ("running", 3, 7, "saving")
+    assert (reply["by"], reply["note"]) == (("py-spy", "") if spied else ("faulthandler", "py-spy is not installed"))
+    here = threads(reply)
+    assert here["nap"]["main"]
+    assert here["nap"]["state"] == "sleeps"
+    assert not here["blocks"]["main"]
+    assert here["blocks"]["state"] == ("waits" if spied else "")  # its native ID is not known
+    function, file, line, text, within = here["blocks"]["frames"][0]
+    assert (function, file, text, within) == ("blocks", "program.py", "with LOCK:", [])
+    assert PROGRAM.splitlines()[line - 1] == "    with LOCK:"
+    ((to, method, seconds, thread),) = reply["calls"]
+    assert (to, method, thread) == ("ps 0", "push", here["nap"]["number"])
+    assert seconds >= 5
+    assert reply["silent_seconds"] >= 2
+    assert "ps 0: running, generation 3, step 7" in stack_report.text({"ps 0": reply})
+
+
+def test_the_worker_dumps_only_what_is_asked_for_now(worker: Worker) -> None:
+    assert asyncio.run(worker.dump()).count(" in nap\n") == 1
+    assert asyncio.run(worker.dump()).count(" in nap\n") == 1
+
+
+@pytest.mark.parametrize("worker", ["computes"], indirect=True)
+def test_a_thread_that_computes(worker: Worker) -> None:
+    reply = asyncio.run(stacking.tell(worker))  # type: ignore[arg-type]
+    assert threads(reply)["computes"]["state"] in ("computes", "moves")  # on a busy machine
+    assert threads(reply)["blocks"]["state"] in ("waits", "moves")
+
+
+def test_a_worker_that_is_stopped_says_so(worker: Worker) -> None:
+    worker.process.send_signal(signal.SIGSTOP)
+    reply = asyncio.run(stacking.tell(worker))  # type: ignore[arg-type]
+    assert reply["state"] == "stopped"
+    assert reply["by"] in ("py-spy", "")  # where it is not allowed
+    assert "its worker is stopped (SIGSTOP)" in stack_report.text({"ps 0": reply})
+    native = asyncio.run(stacking.tell(worker, native=True))  # type: ignore[arg-type]
+    assert (native["by"], bool(native["threads"])) == (reply["by"], bool(reply["threads"]))
+
+
+def test_a_rank_without_a_worker_replies_too() -> None:
+    assert asyncio.run(stacking.tell(None))["state"] == "none"
+    ended: Any = SimpleNamespace(state="ended", pid=0)
+    assert stack_report.text({"ps 0": asyncio.run(stacking.tell(ended))}).startswith("ps 0: ended")
+
+
+@pytest.mark.parametrize(
+    ("script", "native", "note"),
+    [
+        ("echo 'Error: Permission Denied: Try running again' >&2; exit 1", False, "py-spy: Permission Denied: Try"),
+        ("echo '[{}]'", False, "py-spy: it could not read the stacks"),
+        ("exec /bin/sleep 60", False, "py-spy did not end within 0.1 s"),
+        ('echo "$@" >&2; exit 1', True, "py-spy: dump --json --native --pid "),
+    ],
+)
+def test_where_py_spy_fails_the_worker_dumps_its_stacks(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, native: bool, note: str
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(stacking, "SPY", 0.1 if "sleep" in script else 4)
+    reply = asyncio.run(stacking.tell(worker, native))  # type: ignore[arg-type]
+    assert reply["by"] == "faulthandler"
+    assert reply["note"].startswith(note)
+    assert "nap" in threads(reply)
+
+
+# ---- what is read
+
+
+IDLE = Look("python", "S", 100, 10, "futex_do_wait")
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (IDLE, "waits"),
+        (Look("python", "S", 100, 10, "0"), "waits"),  # the kernel does not say
+        (Look("python", "S", 100, 11, "futex_do_wait"), "moves"),
+        (Look("python", "R", 100, 10, ""), "moves"),
+        (Look("python", "S", 110, 10, "futex_do_wait"), "computes"),
+        (Look("python", "S", 100, 10, "hrtimer_nanosleep"), "sleeps"),
+        (Look("python", "S", 100, 10, "do_epoll_wait"), "input"),
+        (Look("python", "D", 100, 10, ""), "input"),
+        (Look("python", "T", 100, 10, ""), "stopped"),
+    ],
+)
+def test_what_a_thread_does_is_seen_from_outside(after: Look, expected: str) -> None:
+    assert state(IDLE, after, 0.5) == expected
+
+
+def test_a_thread_that_has_begun_meanwhile_goes_on() -> None:
+    assert state(None, IDLE, 0.5) == "moves"
+
+
+def test_by_faulthandler_threads_of_rpc_wait_where_all_of_their_pool_do() -> None:
+    served = (("ask", "/job.py", 1), ("_run_function", "/internal.py", 209))
+    dump = [Stack(70, served), Stack(60, served), Stack(50, ())]
+    looks = {1: IDLE, **{number: Look(stacking.POOL, "S", 1, 1, "futex") for number in (2, 3, 4)}}
+    call = ("ps_0", "push", 2.0, 60, 3)
+    for other, expected in (("waits", "waits"), ("moves", "")):
+        states: dict[int, Any] = {1: "sleeps", 2: "waits", 3: "waits", 4: other}
+        known = stacking.by_python(states, looks, [call], dump, 1)
+        assert known == {50: "sleeps", 60: "waits", 70: expected}
+
+
+def test_what_surrounds_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text("with a.lock, b:\n    with c as d:\n        x = 1\n    y = 2\nz = 3\n")
+    assert stacking._source(str(file), 3) == ("x = 1", ["a.lock", "b", "c"])
+    assert stacking._source(str(file), 4) == ("y = 2", ["a.lock", "b"])
+    assert stacking._source(str(file), 1) == ("with a.lock, b:", [])
+    assert stacking._source("libc.so.6", 1) == ("", [])
+    file = tmp_path / "short.py"
+    file.write_text("with lock: x = 1\n")
+    assert stacking._source(str(file), 1) == ("with lock: x = 1", ["lock"])
+    (tmp_path / "broken.py").write_text("with x:\n(")
+    assert stacking._source(str(tmp_path / "broken.py"), 1) == ("with x:", [])
+
+
+# ---- the worker's calls
+
+
+def test_calls_are_told_once_they_take_long() -> None:
+    now = [100.0]
+    pace = Pace(600, 300, clock=lambda: now[0])
+    first = pace.called(60, "ps_0", "push")
+    now[0] = 100.5
+    pace.called(0, "ps_1", "pull")
+    assert pace.long_calls() == []
+    now[0] = 101.2
+    ((to, method, seconds, thread, native),) = pace.long_calls()
+    assert (to, method, round(seconds, 1), native) == ("ps_0", "push", 1.2, os.getpid())
+    assert thread
+    now[0] = 102.0
+    assert [call[1] for call in pace.long_calls()] == ["push", "pull"]
+    pace.answered(first, "ps_0")
+    assert [call[1] for call in pace.long_calls()] == ["pull"]
+
+
+def test_of_many_calls_the_oldest_are_told() -> None:
+    calls = [waits.Call("ps_0", str(number), float(number), 0.0) for number in reversed(range(200))]
+    told = waits.long(calls, 300.0)
+    assert [call[1] for call in told] == [str(number) for number in range(waits.MOST)]
+
+
+class Future:
+    def __init__(self) -> None:
+        self.answered = False
+
+    def done(self) -> bool:
+        return self.answered
+
+
+def test_the_calls_of_a_program_without_a_job_are_told_as_long_as_somebody_wants_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    members = (Peer("rank", 0, 0), Peer("rank", 1, 1))
+    futures: list[Future] = []
+
+    def invoke(*_: Any) -> Future:
+        futures.append(Future())
+        return futures[-1]
+
+    monkeypatch.setattr(api, "_invoke_rpc", invoke)
+    monkeypatch.setattr(api, "get_worker_info", lambda name: SimpleNamespace(id=int(name[-1])))
+    now = [100.0]
+    calls = ScriptCalls(members, clock=lambda: now[0])
+    calls.watch()
+    calls.watch()  # once
+    for to in ("worker1", 0, SimpleNamespace(id=1)):
+        assert api._invoke_rpc(to, invoke, "sync") is futures[-1]
+    pace = Pace(600, 300, clock=lambda: now[0])
+    pace.other_calls = calls.under_way
+    assert pace.long_calls() == []
+    now[0] = 102.0
+    assert [call[:3] for call in pace.long_calls()] == [(f"rank_{rank}", "invoke", 2.0) for rank in (1, 0, 1)]
+    futures[0].answered = True
+    del futures[1]  # nobody waits for it
+    assert [call[0] for call in pace.long_calls()] == ["rank_1"]
+    assert len(calls._entries) == 1
+
+
+# ---- the command
+
+
+REPLIES = {"lead 0": {"error": "a"}, "my worker 0": {"error": "b"}, "my worker 1": {"error": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ((), None),
+        (("lead-0",), ["lead 0"]),
+        (("my worker 1", "lead_0"), ["my worker 1", "lead 0"]),
+        (("my worker", "my worker-1"), ["my worker 0", "my worker 1"]),
+    ],
+)
+def test_ranks_are_chosen_by_name_or_role(words: tuple[str, ...], names: list[str] | None) -> None:
+    assert command.chosen(words, REPLIES) == names
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Any] = []
+
+    def ask(target: str, what: str, arguments: dict[str, Any], timeout: float) -> dict[str, Any]:
+        asked.append((target, what, arguments, timeout))
+        return REPLIES
+
+    monkeypatch.setattr(command, "ask_now", ask)
+    assert command.run(["host:9400", "lead-0", "--native"]) == 0
+    assert asked == [("host:9400", "stacks", {"native": True}, command.TIMEOUT_NATIVE)]
+    assert capsys.readouterr().out == "lead 0: a\n\nnobody waits long for another rank\n"
+    assert command.run(["host:9400", "--json"]) == 0
+    assert '"my worker 1"' in capsys.readouterr().out
+    with pytest.raises(UsageError, match="RANK 'ps-0': no such rank in the gang"):
+        command.run(["host:9400", "ps-0"])

@@ -1,0 +1,196 @@
+"""The clocks of a trace's ranks: the offset that is worked out is off by no more than is stated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolecall.errors import UsageError
+from rolecall.observe.trace.calls import Calls
+from rolecall.observe.trace.clocks import DRIFT, WINDOW, Clocks
+from rolecall.record import records
+from rolecall.record.records import Process, Span
+from tests.observe.traces import MS, UNIX, Worker, call, write
+
+SECOND = 1000 * MS
+OFFSETS = st.integers(0, 10**16)
+DELAYS = st.integers(20_000, 5 * MS)
+DRIFTS = st.floats(-0.4 * DRIFT, 0.4 * DRIFT)  # of two clocks, whose difference then drifts by less than DRIFT
+CALLS = st.lists(
+    st.tuples(st.sampled_from([(0, 1), (1, 0), (1, 2), (2, 1)]), st.integers(0, 20 * SECOND), DELAYS, DELAYS, DELAYS),
+    min_size=2,
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(offsets=st.tuples(OFFSETS, OFFSETS, OFFSETS), drifts=st.tuples(DRIFTS, DRIFTS, DRIFTS), calls=CALLS)
+def test_the_stated_error_holds(
+    offsets: tuple[int, ...], drifts: tuple[float, ...], calls: list[tuple[tuple[int, int], int, int, int, int]]
+) -> None:
+    workers = [Worker("ps", place, place, offset=offsets[place], drift=drifts[place]) for place in range(3)]
+    clocks = Clocks(worker.process for worker in workers)
+    for (caller, called), sent, there, handler, back in calls:
+        first, second = workers[caller], workers[called]
+        came = sent + there
+        times = sent, came, came + handler, came + handler + back
+        clocks.observe(
+            first.process, second.process, first.clock(sent), *(second.clock(time) for time in times[1:3]),
+            first.clock(times[3]),
+        )  # fmt: skip
+    clocks.solve()
+    spread, pairs = [sent for _, sent, *_ in calls], {tuple(sorted(pair)) for pair, *_ in calls}
+    for worker in workers:
+        alignment = clocks.alignment(worker.process)
+        connected = {(0, 1), (1, 2)}.intersection([(0, 1), (1, 2)][: worker.ordinal]) <= pairs
+        assert (alignment.method != "wall clock") == connected
+        if not connected:
+            continue
+        assert alignment.error_ns is not None
+        align = clocks.aligner(worker.process)
+        for time in (min(spread), sum(spread) // len(spread), max(spread)):
+            difference = align(worker.clock(time)) - workers[0].clock(time)
+            # the precision of floating-point numbers; and nothing is stated of times before the first call of a pair
+            slack = 100 + 2 * DRIFT * _beyond(worker.ordinal, time, calls)
+            assert abs(difference) <= alignment.error_ns + slack
+
+
+def _beyond(ordinal: int, time: int, calls: list[tuple[tuple[int, int], int, int, int, int]]) -> float:
+    """How far `time` is from the calls that bind a rank to rank 0: before and after them nothing is stated."""
+    far = 0.0
+    for pair in ((0, 1), (1, 2))[:ordinal]:
+        times = [sent for other, sent, *_ in calls if tuple(sorted(other)) == pair]
+        far += max(0, min(times) - time, time - max(times)) if times else 0
+    return far
+
+
+def test_the_tightest_round_trips_count() -> None:
+    one, other = Worker("ps"), Worker("trainer", rank=1, offset=10**12)
+    clocks = Clocks([one.process, other.process])
+    for number, delay in enumerate([5, 3, 0.01, 4]):  # ms, one way; the way back is always fast
+        sent = number * 10 * MS
+        came = sent + round(delay * MS)
+        left, back = came + MS, came + MS + 10_000
+        clocks.observe(one.process, other.process, sent, other.clock(came), other.clock(left), back)
+    clocks.solve()
+    alignment = clocks.alignment(other.process)
+    assert alignment.method == "round trips"
+    assert alignment.round_trips == 4
+    assert alignment.error_ns is not None
+    assert alignment.error_ns < 50_000
+    assert abs(clocks.aligner(other.process)(other.clock(20 * MS)) - 20 * MS) < 10_000
+
+
+def test_a_clock_that_drifts_is_followed() -> None:
+    one, other = Worker("ps"), Worker("trainer", rank=1, offset=-(10**11), drift=0.9 * DRIFT)
+    clocks = Clocks([one.process, other.process])
+    for sent in range(0, 100 * SECOND, WINDOW):
+        came, left, back = sent + 50_000, sent + MS, sent + MS + 50_000
+        clocks.observe(one.process, other.process, sent, other.clock(came), other.clock(left), back)
+    clocks.solve()
+    for time in (0, 50 * SECOND, 99 * SECOND):
+        assert abs(clocks.aligner(other.process)(other.clock(time)) - time) < 80_000
+    assert other.clock(99 * SECOND) - other.offset - 99 * SECOND > 8 * MS  # what a fixed offset would be off by
+
+
+def test_processes_of_one_host_share_a_clock_and_others_fall_back_to_the_wall_clock() -> None:
+    first, near = Worker("ps", host="one"), Worker("trainer", rank=1, host="one")
+    moved = Worker("trainer", 1, rank=2, host="one", offset=10**15)  # a pod of this name on a machine that booted later
+    far = Worker("trainer", 2, rank=3, host="two", offset=7, wall=3 * MS)
+    clocks = Clocks(worker.process for worker in (first, near, moved, far))
+    clocks.solve()
+    methods = [clocks.alignment(worker.process).method for worker in (first, near, moved, far)]
+    assert methods == ["reference", "same host", "wall clock", "wall clock"]
+    assert clocks.aligner(near.process)(5) == 5
+    assert clocks.aligner(moved.process)(moved.clock(5)) == 5
+    assert clocks.aligner(far.process)(far.clock(5)) == 5 + 3 * MS
+    assert clocks.alignment(far.process).error_ns is None
+    assert "error not known" in str(clocks.alignment(far.process))
+    assert clocks.unix_ns(5) == UNIX + 5
+    assert clocks.from_unix((UNIX + 5 * MS) / 1e9) == pytest.approx(5 * MS, abs=500)
+
+
+def test_a_rank_is_reached_by_way_of_another_where_that_is_better_known() -> None:
+    workers = [Worker("ps", place, place, offset=place * 10**10) for place in range(3)]
+    clocks = Clocks(worker.process for worker in workers)
+    for first, second, delay in ((0, 1, 10_000), (1, 2, 10_000), (0, 2, 4 * MS)):
+        one, other = workers[first], workers[second]
+        times = (0, delay, 2 * delay, 3 * delay)
+        clocks.observe(one.process, other.process, one.clock(times[0]), other.clock(times[1]), other.clock(times[2]),
+                       one.clock(times[3]))  # fmt: skip
+    clocks.solve()
+    alignment = clocks.alignment(workers[2].process)
+    assert alignment.via == "ps-1"
+    assert "by way of ps-1" in str(alignment)
+    assert alignment.error_ns is not None
+    assert alignment.error_ns < MS
+
+
+def test_only_the_newest_windows_are_kept_where_a_limit_is_set() -> None:
+    one, other = Worker("ps"), Worker("trainer", rank=1, drift=0.5 * DRIFT)
+    clocks = Clocks([one.process, other.process], most=10)
+    for sent in range(0, 30 * SECOND, WINDOW):
+        times = [other.clock(sent + 10_000), other.clock(sent + 20_000)]
+        clocks.observe(one.process, other.process, sent, *times, sent + 30_000)
+    clocks.solve()
+    assert abs(clocks.aligner(other.process)(other.clock(29 * SECOND)) - 29 * SECOND) < 60_000
+    ((bounds),) = clocks._bounds.values()
+    assert len(bounds._windows) <= 10
+
+
+# ---- the records
+
+
+def test_a_torn_last_line_is_skipped_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    whole, torn, broken = Worker("ps"), Worker("trainer", rank=1), Worker("trainer", 1, rank=2)
+    for worker in (whole, torn, broken):
+        worker.span("step", 0, MS)
+        worker.span("step", MS, 2 * MS)
+    write(tmp_path, whole, torn, broken)
+    path = tmp_path / "trainer-0-1.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    path = tmp_path / "trainer-1-1.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b'["span", 7]\n' + third)
+    (tmp_path / "ps-7-1.jsonl").write_text('["span"')
+    (tmp_path / "ps-8-1.jsonl").write_text("")
+    (tmp_path / "trace.json").write_text("{}")
+    trace = records.read(tmp_path)
+    assert [[span.name for span in one] for one in trace.recordings] == [["step", "step"], ["step"], ["step"]]
+    problems = trace.damage()
+    assert len(problems) == 3
+    assert all("does not begin with a process" in problem for problem in problems[:2])
+    assert "trainer-1-1.jsonl: 1 damaged lines are left out" in problems[2]
+    assert second
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    process = Worker("trainer", 3, rank=4, offset=12).process
+    assert records.parse(records.line(process)) == process
+    span = Span("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8})
+    assert records.parse(records.line(span)) == span
+    for line in ("", "[]", '["process", {"job": 1}]', '["span", "a", "", "x", "odd", 1, 2, 3, {}]',
+                 '["span", "a", "", "x", "client", 3, 2, 3, {}]', '["process", {}]', "[" * 100_000):  # fmt: skip
+        with pytest.raises(ValueError, match=r"record|process|line|Expecting"):
+            records.parse(line)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        records.read(tmp_path / "nothing")
+
+
+def test_the_clocks_of_a_trace_are_those_of_its_calls(tmp_path: Path) -> None:
+    first, other = Worker("ps", offset=10**13), Worker("trainer", rank=1)
+    for number in range(10):
+        sent = number * 10 * MS
+        call(other, first, "exchange", sent, sent + 40_000, sent + MS, sent + MS + 40_000)
+    calls = Calls(write(tmp_path, first, other))
+    assert calls.clocks.reference == first.process
+    assert isinstance(calls.clocks.reference, Process)
+    alignment = calls.clocks.alignment(other.process)
+    assert alignment.round_trips == 10
+    assert abs(calls.clocks.aligner(other.process)(other.clock(MS)) - first.clock(MS)) <= (alignment.error_ns or 0)

@@ -1,0 +1,310 @@
+"""From the files of ranks to rank 0's folder: chunks, later generations, requests, and what is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rolecall.config import Settings
+from rolecall.declare.task import Peer, Task
+from rolecall.gang.protocol import Key
+from rolecall.rank import collecting, tracing
+from rolecall.rank.collecting import Collector
+from rolecall.rank.tracing import Recordings
+from rolecall.rank.worker_process import WorkerProcess
+from rolecall.record.recorder import Recorder
+from rolecall.record.span_file import file_name
+
+PS: Key = ("ps", 0)
+LEAD: Key = ("lead", 0)
+
+
+class Worker:
+    """A worker process, of which only what it is told is known."""
+
+    def __init__(self, generation: int, traced: bool = True) -> None:
+        self.state, self.alive, self.traced = "running", True, traced
+        self.task = Task("job", Settings(), Peer("ps", 0, 1), (Peer("ps", 0, 1),), generation)
+        self.sent: list[Any] = []
+
+    def send(self, *message: Any) -> None:
+        self.sent.append(message)
+
+
+class Rank:
+    """A rank's folder, with the replies of its supervisor."""
+
+    def __init__(self, directory: Path, key: Key = PS) -> None:
+        directory.mkdir()
+        self.directory, self.key = directory, key
+        self.worker: Worker | None = None
+        self.recordings = Recordings(directory, lambda: cast(WorkerProcess | None, self.worker))
+
+    def begin(self, generation: int, part: int = 0) -> Path:
+        """A worker's file."""
+        path = self.directory / file_name(generation, part)
+        process = {"job": "job", "role": self.key[0], "ordinal": self.key[1], "rank": 1, "generation": generation}
+        path.write_text(json.dumps(["process", process]) + "\n")
+        return path
+
+    def add(self, path: Path, *names: str) -> None:
+        with path.open("a") as file:
+            file.writelines(json.dumps(["span", name]) + "\n" for name in names)
+
+    async def ask(
+        self, what: str, arguments: dict[str, Any], to: Collection[Key] | None, timeout: float
+    ) -> dict[Key, Any]:
+        assert what == "spans"
+        assert to == [self.key]
+        return {self.key: await self.recordings.spans(arguments)}
+
+
+async def disk(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def collector(folder: Path, *ranks: Rank, over: bool = False) -> Collector:
+    async def ask(what: str, arguments: dict[str, Any], to: Any, timeout: float) -> dict[Key, Any]:
+        (rank,) = (rank for rank in ranks if [rank.key] == to)
+        return await rank.ask(what, arguments, to, timeout)
+
+    return Collector(folder, lambda: [rank.key for rank in ranks], ask, disk, lambda: over)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path / "ps")
+
+
+def test_what_a_rank_records_is_copied_and_what_was_copied_is_deleted(rank: Rank, tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    rank.worker = Worker(1)
+    here = collector(folder, rank)
+
+    async def steps() -> None:
+        assert not await here.collect()
+        assert not folder.exists()
+        first = rank.begin(1)
+        rank.add(first, "a", "b")
+        with first.open("a") as file:
+            file.write('["span", "half')
+        assert not await here.collect()
+        copy = folder / "ps-0-1.jsonl"
+        assert copy.read_text() == first.read_text().removesuffix('["span", "half')
+        with first.open("a") as file:
+            file.write('"]\n')
+        rank.worker = Worker(2)
+        second = rank.begin(2)
+        rank.add(second, "c")
+        assert not await here.collect()
+        assert copy.read_text() == first.read_text()
+        assert (folder / "ps-0-2.jsonl").read_text() == second.read_text()
+        await here.collect()
+        assert not first.exists()
+        assert second.exists()
+
+    asyncio.run(steps())
+
+
+def test_a_large_file_comes_in_chunks(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CHUNK", 200)
+    path, rank.worker = rank.begin(1), Worker(1)
+    rank.add(path, *("x" * number for number in range(50)))
+    asyncio.run(collector(tmp_path / "trace", rank).collect())
+    assert (tmp_path / "trace" / "ps-0-1.jsonl").read_text() == path.read_text()
+
+
+def test_a_restarted_rank_0_goes_on_where_it_stopped(rank: Rank, tmp_path: Path) -> None:
+    folder, path, rank.worker = tmp_path / "trace", rank.begin(3), Worker(3)
+    rank.add(path, "a")
+    asyncio.run(collector(folder, rank).collect())
+    rank.add(path, "b")
+    asyncio.run(collector(folder, rank).collect())
+    assert (folder / "ps-0-3.jsonl").read_text() == path.read_text()
+
+
+def test_a_disk_that_fails_halfway_leaves_no_half(rank: Rank, tmp_path: Path) -> None:
+    folder, path, rank.worker = tmp_path / "trace", rank.begin(1), Worker(1)
+    here = collector(folder, rank)
+    rank.add(path, "a")
+    here.disk = fail = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    asyncio.run(here.collect())
+    assert fail
+    assert not folder.exists()
+    here.disk = disk
+    asyncio.run(here.collect())
+    with (folder / "ps-0-1.jsonl").open("a") as file:
+        file.write('["span", "torn')
+    rank.add(path, "b")
+    asyncio.run(here.collect())
+    assert (folder / "ps-0-1.jsonl").read_text() == path.read_text()
+
+
+def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path, rank.worker = tmp_path / "trace", rank.begin(1), Worker(1)
+    lead = Rank(tmp_path / "lead", LEAD)
+    lead.begin(1)
+    here = collector(folder, rank, lead, over=True)
+    exported = []
+
+    async def export() -> None:
+        exported.append(path.read_text())
+
+    monkeypatch.setattr(here, "export", export)
+
+    async def steps() -> None:
+        await here.collect()
+        assert rank.worker
+        rank.add(path, "the last one")
+        rank.worker.alive = False
+        waiting = asyncio.create_task(rank.recordings.hand_over())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await here.finish()
+        await asyncio.wait_for(waiting, 10)
+        assert (folder / "ps-0-1.jsonl").read_text() == path.read_text()
+        assert exported == [path.read_text()]
+        rank.recordings = lead.recordings = cast(Recordings, None)  # it has ended, and is not asked again
+        assert await here.collect()
+
+    asyncio.run(asyncio.wait_for(steps(), 30))
+
+
+def test_a_rank_without_a_trace_hands_over_nothing(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "HAND_OVER", 0.05)
+    asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))
+    rank.begin(1)
+    asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))  # rank 0 does not collect
+
+
+def test_a_strange_reply_does_not_end_rank_0(rank: Rank, tmp_path: Path) -> None:
+    here = collector(tmp_path / "trace", rank)
+
+    async def strange(*_: Any) -> dict[Key, Any]:
+        return {PS: {"data": "x"}}
+
+    here.ask = strange
+    assert asyncio.run(here.collect()) is False
+
+    async def silent(*_: Any) -> dict[Key, Any]:
+        return {PS: {"error": "did not answer within 2 s"}}
+
+    here.ask = silent
+    assert asyncio.run(here.collect()) is False
+    here.members = lambda: []
+    assert asyncio.run(here.collect()) is True
+
+
+# ---- requests
+
+
+def cursor(reply: dict[str, Any]) -> dict[str, Any]:
+    return {"file": reply["file"], "offset": reply.get("next", reply["offset"])}
+
+
+def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> None:
+    async def steps() -> None:
+        rank.worker = worker = Worker(4, traced=False)
+        reply = await rank.recordings.trace({"seconds": 10})
+        path = rank.directory / file_name(4, 1)
+        assert reply == {"file": path.name, "offset": 0}
+        ((kind, sent_path, seconds),) = worker.sent
+        assert (kind, sent_path) == ("trace", path)
+        assert 9 < seconds <= 10
+        rank.add(rank.begin(4, 1), "a")
+        spans = await rank.recordings.spans(reply)
+        assert (spans["data"], spans["more"], spans["ended"]) == (path.read_text(), False, False)
+        assert spans["process"]["generation"] == 4
+        assert (await rank.recordings.spans(cursor(spans)))["data"] == ""
+        longer = await rank.recordings.trace({"seconds": 20})
+        assert longer == {"file": path.name, "offset": path.stat().st_size}
+        # a generation that begins meanwhile is recorded too
+        rank.worker = Worker(5, traced=False)
+        spans = await rank.recordings.spans(cursor(spans))
+        assert [sent[:2] for sent in rank.worker.sent] == [("trace", rank.directory / file_name(5, 1))]
+        rank.add(rank.begin(5, 1), "b")
+        spans = await rank.recordings.spans(cursor(spans))
+        assert (spans["file"], spans["offset"]) == (file_name(5, 1), 0)
+        # over: another request has another file
+        rank.recordings._until = 0.0
+        assert await rank.recordings.trace({"seconds": 1}) == {"file": file_name(5, 2), "offset": 0}
+
+    asyncio.run(steps())
+
+
+def test_a_request_to_a_rank_that_records_anyway_begins_where_its_file_ends(rank: Rank) -> None:
+    rank.worker, path = Worker(4), rank.begin(4)
+    rank.add(path, "a")
+    reply = asyncio.run(rank.recordings.trace({"seconds": 10}))
+    assert reply == {"file": path.name, "offset": path.stat().st_size}
+    assert rank.worker.sent == []
+    rank.add(path, "b")
+    spans = asyncio.run(rank.recordings.spans(reply))
+    assert spans["data"] == '["span", "b"]\n'
+    assert spans["process"]["generation"] == 4
+
+
+def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: Rank, tmp_path: Path) -> None:
+    rank.worker = Worker(4, traced=False)
+    here = collector(tmp_path / "trace", rank)
+    for _ in range(2):
+        asyncio.run(here.collect())
+    assert rank.worker.sent == [("trace", rank.directory / file_name(4, 0), None)]
+
+
+def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> None:
+    reply = asyncio.run(rank.recordings.trace({"seconds": 10}))
+    assert asyncio.run(rank.recordings.spans(reply))["data"] == ""
+    rank.worker = Worker(1, traced=False)
+    asyncio.run(rank.recordings.spans(reply))
+    assert rank.worker.sent[0][1] == rank.directory / file_name(1, 1)
+    for seconds in (0, -1, 1e9, float("nan")):
+        with pytest.raises(ValueError, match="seconds"):
+            asyncio.run(rank.recordings.trace({"seconds": seconds}))
+
+
+def test_the_reply_is_what_a_recorder_writes(rank: Rank) -> None:
+    recorder, path = Recorder(), rank.directory / file_name(1, 0)
+    about = {"job": "job", "role": "ps", "ordinal": 0, "rank": 1, "generation": 1}
+    recorder.start(path, about)
+    recorder.event("one")
+    recorder.close()
+    reply = asyncio.run(rank.recordings.spans({"file": "", "offset": 0}))
+    assert (reply["data"], reply["next"]) == (path.read_text(), path.stat().st_size)
+    assert {name: reply["process"][name] for name in about} == about
+    assert collecting.FOLDER == "trace"
+
+
+def test_some_members_are_asked_at_a_time(tmp_path: Path) -> None:
+    asked, most = 0, 0
+
+    async def ask(what: str, arguments: dict[str, Any], to: Any, timeout: float) -> dict[Key, Any]:
+        nonlocal asked, most
+        asked += 1
+        most = max(most, asked)
+        await asyncio.sleep(0)
+        asked -= 1
+        return {to[0]: {"error": "no spans"}}
+
+    keys = [("ps", number) for number in range(3 * collecting.AT_A_TIME)]
+    assert not asyncio.run(Collector(tmp_path, lambda: keys, ask, disk, lambda: False).collect())
+    assert most == collecting.AT_A_TIME
+
+
+def test_a_machine_that_starts_no_process_fails_no_job(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    rank.worker = Worker(1)
+    rank.add(rank.begin(1), "a")
+    rank.worker.alive = False
+    asyncio.run(collector(tmp_path / "trace", rank).finish())
+    assert (tmp_path / "trace" / "ps-0-1.jsonl").exists()

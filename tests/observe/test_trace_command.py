@@ -1,0 +1,187 @@
+"""`rolecall trace`: of a folder, and of a running job whose ranks a fake answers for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.errors import UsageError
+from rolecall.observe.trace import command as trace
+from rolecall.record import records
+from tests.observe.traces import MS, Worker, call, write
+
+CHUNK = 700  # bytes of a reply
+
+
+def workers() -> list[Worker]:
+    server, trainer = Worker("ps", offset=10**12), Worker("trainer", 1, rank=1, host="two")
+    for number in range(10):
+        at = number * 10 * MS
+        server.span("step", at, at + 10 * MS, step=number + 1)
+        trainer.span("step", at, at + 10 * MS, step=number + 1)
+        call(trainer, server, "exchange", at + 5 * MS, at + 5.1 * MS, at + 9 * MS, at + 9.1 * MS)
+    return [server, trainer]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run" / "trace", *workers())
+    return tmp_path / "run"
+
+
+# ---- a folder
+
+
+def test_a_run_s_folder_is_written_where_its_spans_are(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace.run([str(run_folder)]) == 0
+    content = json.loads((run_folder / "trace" / "trace.json").read_text())
+    assert {one["name"] for one in content["traceEvents"]} >= {"step", "exchange"}
+    text = capsys.readouterr().out
+    assert "40 spans of 2 ranks" in text
+    assert "https://ui.perfetto.dev" in text
+
+
+def test_the_folder_of_the_spans_itself_and_another_output(run_folder: Path, tmp_path: Path) -> None:
+    assert trace.run([str(run_folder / "trace"), "--output", str(tmp_path / "other.json")]) == 0
+    assert (tmp_path / "other.json").exists()
+    assert not (run_folder / "trace" / "trace.json").exists()
+
+
+def test_the_summary_alone_writes_no_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace.run([str(run_folder), "--summary"]) == 0
+    assert not (run_folder / "trace" / "trace.json").exists()
+    assert "the critical path" in capsys.readouterr().out
+    assert trace.run([str(run_folder), "--summary", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["summary"]["steps"] == 10
+    assert content["job"] == "ps"
+
+
+def test_damage_is_named_and_the_rest_is_shown(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "trace" / "ps-9-1.jsonl").write_text("nothing\n")
+    assert trace.run([str(run_folder)]) == 0
+    output = capsys.readouterr()
+    assert "ps-9-1.jsonl: does not begin with a process and is left out" in output.err
+    assert "40 spans" in output.out
+
+
+def test_a_folder_without_a_trace_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="start the run with TRACE=1"):
+        trace.run([str(tmp_path)])
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "1e9"])
+def test_seconds_are_a_number_in_bounds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        trace.run(["8000", "--seconds", seconds])
+    assert end.value.code == 2
+    assert "is not a number of seconds" in capsys.readouterr().err
+
+
+# ---- a job that runs
+
+
+class Job:
+    """Answers queries for the ranks whose files are in `folder`, of which `before` lines precede the request."""
+
+    def __init__(self, folder: Path, before: int = 0) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.offsets: dict[str, int] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.failing: dict[str, str] = {}
+        for one in records.read(folder).recordings:
+            content = one.path.read_bytes()
+            lines = content.splitlines(keepends=True)
+            self.contents[one.process.name] = content
+            self.offsets[one.process.name] = sum(map(len, lines[:before]))
+
+    async def ask(self, target: str, what: str, arguments: dict[str, Any] | None = None,
+                  to: Collection[str] | None = None, timeout: float = 5.0) -> dict[str, Any]:  # fmt: skip
+        assert arguments is not None
+        self.asked.append((what, arguments))
+        return {name: self.reply(name, what, arguments) for name in to or self.contents}
+
+    def reply(self, name: str, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if name in self.failing:
+            return {"error": self.failing[name]}
+        if what == "trace":
+            return {"file": "trace-000000001-0000.jsonl", "offset": self.offsets[name]}
+        content, offset = self.contents[name], arguments["offset"]
+        data = content[offset : offset + CHUNK]
+        data = data[: data.rfind(b"\n") + 1]
+        return {"file": arguments["file"], "offset": offset, "data": data.decode(), "next": offset + len(data),
+                "more": offset + len(data) < len(content), "ended": False,
+                "process": json.loads(content.splitlines()[0])[1]}  # fmt: skip
+
+
+@pytest.fixture
+def job(run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Job:
+    job = Job(run_folder / "trace")
+    monkeypatch.setattr(trace, "ask", job.ask)
+    monkeypatch.setattr(trace, "FLUSH", 0.0)
+    monkeypatch.setattr(trace, "PERIOD", 0.01)
+    monkeypatch.chdir(tmp_path)
+    return job
+
+
+def test_a_running_job_is_recorded(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace.run(["8000", "--seconds", "0.05", "--summary"]) == 0
+    assert job.asked[0] == ("trace", {"seconds": 0.05})
+    assert {what for what, _ in job.asked[1:]} == {"spans"}
+    output = capsys.readouterr()
+    assert "recording for 0.05 s: ps 0, trainer 1" in output.err
+    assert "40 spans of 2 ranks" in output.out
+    assert "ps: 10 steps" in output.out
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_what_was_recorded_before_is_left_out(
+    run_folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = Job(run_folder / "trace", before=11)
+    monkeypatch.setattr(trace, "ask", later.ask)
+    assert trace.run(["8000", "--seconds", "0.05"]) == 0
+    assert "20 spans of 2 ranks" in capsys.readouterr().out
+
+
+def test_a_rank_that_does_not_reply_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.failing["trainer 1"] = "no reply within 10 s"
+    assert trace.run(["8000", "--seconds", "0.05"]) == 0
+    output = capsys.readouterr()
+    assert "trainer 1: no reply within 10 s" in output.err
+    assert "20 spans of 1 rank," in output.out
+
+
+def test_no_rank_that_records_is_one_line(job: Job) -> None:
+    job.failing = {"ps 0": "it has no worker", "trainer 1": "it has no worker"}
+    with pytest.raises(UsageError, match=r"no rank records \(ps 0: it has no worker; trainer 1"):
+        trace.run(["8000", "--seconds", "0.05"])
+
+
+def test_a_job_that_ends_meanwhile_leaves_what_came(job: Job, capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    answers = 0
+
+    async def ask(*arguments: Any) -> dict[str, Any]:
+        nonlocal answers
+        answers += 1
+        if answers > 3:
+            raise UsageError("TARGET '8000': Cannot connect")
+        return await job.ask(*arguments)
+
+    monkeypatch.setattr(trace, "ask", ask)
+    assert trace.run(["8000", "--seconds", "0.05"]) == 0
+    output = capsys.readouterr()
+    assert "Cannot connect" in output.err
+    assert "of 2 ranks" in output.out
+
+
+def test_without_seconds_a_target_is_recorded_for_ten(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "SECONDS", 0.02)
+    assert trace.run(["host:8000"]) == 0
+    assert job.asked[0] == ("trace", {"seconds": 0.02})

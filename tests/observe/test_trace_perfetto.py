@@ -1,0 +1,175 @@
+"""A trace as Chrome's trace event format: what its description asks for, and what Perfetto's reader needs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.errors import UsageError
+from rolecall.observe.trace import perfetto, trace_file
+from rolecall.observe.trace.calls import Calls
+from rolecall.observe.trace.perfetto import Moment
+from rolecall.record import records
+from rolecall.record.history import History
+from tests.observe.traces import MS, UNIX, Worker, call, write
+
+Event = dict[str, Any]
+PHASES = {"X": {"ts", "dur", "tid"}, "i": {"ts", "s", "tid"}, "M": {"args"}, "s": {"ts", "id", "tid"},
+          "f": {"ts", "id", "tid", "bp"}}  # fmt: skip
+
+
+def training() -> list[Worker]:
+    """A server and two trainers, whose calls overlap; one answer comes late, one call has no other side."""
+    server = Worker("ps", offset=50_000 * MS)
+    trainers = [Worker("trainer", place, rank=place + 1, offset=place * 7 * MS, pid=5000) for place in range(2)]
+    for number in range(5):
+        at = number * 20 * MS
+        server.span("step", at, at + 20 * MS, step=number + 1)
+        call(trainers[0], server, "exchange", at + MS, at + 2 * MS, at + 9 * MS, at + 10 * MS, returned_ns=at + 3 * MS)
+        call(trainers[0], server, "exchange", at + 3 * MS, at + 4 * MS, at + 9 * MS, at + 12 * MS)
+        call(trainers[1], server, "exchange", at + MS, at + 8 * MS, at + 9 * MS, at + 10 * MS, served_by=10)
+    trainers[1].span("lost", 30 * MS, 60 * MS, "client", to="ps 9", error="gone")
+    server.span("garbage collection", 50 * MS, 51 * MS, thread=9)
+    server.span("dropped", 70 * MS, 70 * MS, "event", spans=7)
+    return [server, *trainers]
+
+
+def file_of(folder: Path, workers: list[Worker], moments: list[Moment] | None = None) -> dict[str, Any]:
+    output = io.StringIO()
+    spans = perfetto.write(Calls(write(folder, *workers)), moments or [], output)
+    assert spans == sum(len(worker.spans) for worker in workers)
+    content: dict[str, Any] = json.loads(output.getvalue())
+    return content
+
+
+def check(events: list[Event]) -> None:
+    """The rules of the format, and that slices of a track nest, without which Perfetto drops some."""
+    tracks = defaultdict[tuple[int, int], list[Event]](list)
+    for event in events:
+        missing = {"name", "ph", "pid", *PHASES[event["ph"]]} - set(event)
+        assert not missing, (event, missing)
+        assert isinstance(event["pid"], int)
+        assert event["pid"] > 0
+        assert event.get("ts", 0) >= 0, event
+        assert event.get("dur", 0) >= 0, event
+        if event["ph"] == "i":
+            assert event["s"] in "gpt"
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append(event)
+    for track in tracks.values():
+        ends = list[float]()
+        for event in sorted(track, key=lambda one: (one["ts"], -one["dur"])):
+            end = round(event["ts"] + event["dur"], 3)
+            while ends and ends[-1] <= event["ts"]:
+                ends.pop()
+            assert not ends or end <= ends[-1] + 0.001, event
+            ends.append(end)
+    named = {(one["pid"], one.get("tid")) for one in events if one["ph"] == "M" and one["name"].endswith("_name")}
+    assert {(pid, None) for pid, _ in tracks} | set(tracks) <= named
+    for ph in "sf":  # an arrow's end lies in a slice of its track
+        for event in [one for one in events if one["ph"] == ph]:
+            assert any(slice["ts"] <= event["ts"] <= slice["ts"] + slice["dur"] for slice in
+                       tracks[event["pid"], event["tid"]])  # fmt: skip
+
+
+def test_the_file_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
+    moments = [Moment("generation 1", UNIX / 1e9 + 0.01, 3.0), Moment("killed", UNIX / 1e9 + 0.05)]
+    content = file_of(tmp_path, training(), moments)
+    assert set(content) == {"traceEvents", "displayTimeUnit", "metadata"}
+    check(content["traceEvents"])
+    assert content["metadata"]["job"] == "ps"
+    assert content["metadata"]["start-unix-ns"] == pytest.approx(UNIX, abs=1000)
+
+
+def test_what_happened_long_before_the_trace_does_not_stretch_it(tmp_path: Path) -> None:
+    at = UNIX / 1e9
+    moments = [Moment("generation 1", at - 900, 800.0), Moment("lost", at - 500), Moment("generation 2", at - 50, 60.0)]
+    events = file_of(tmp_path, training(), moments)["traceEvents"]
+    (event,) = [one for one in events if one.get("cat") == "run"]
+    assert (event["name"], event["ts"]) == ("generation 2", 0)
+    assert event["dur"] == pytest.approx(10_000_000, abs=10)
+
+
+def test_a_rank_is_a_process_and_a_call_leads_to_its_handler(tmp_path: Path) -> None:
+    events = file_of(tmp_path, training())["traceEvents"]
+    names = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
+    assert [*names] == ["ps 0", "trainer 0", "trainer 1"]
+    starts = {one["id"]: one for one in events if one["ph"] == "s"}
+    ends = {one["id"]: one for one in events if one["ph"] == "f"}
+    assert len(starts) == len(ends) == 15  # the call without another side has no arrow
+    assert starts.keys() == ends.keys()
+    assert {one["pid"] for one in ends.values()} == {names["ps 0"]}
+    assert all(starts[id]["ts"] <= end["ts"] for id, end in ends.items())
+    (first, *_) = [one for one in events if one.get("cat") == "client" and one["pid"] == names["trainer 1"]]
+    assert first["args"] == {
+        "to": "ps 0", "sent": 8, "received": 8, "id": first["args"]["id"], "generation": 1,
+        "network_ms": 8.0, "queueing_ms": 0.0, "handler_ms": 1.0,
+    }  # fmt: skip
+    queued = [one["args"] for one in events if one.get("cat") == "client" and one["pid"] == names["trainer 0"]]
+    assert {(one["network_ms"], one["queueing_ms"]) for one in queued} == {(2.0, 0.0), (2.0, 2.0)}
+    assert {one["args"].get("held_ms") for one in events if one.get("cat") == "client"} == {6.0, None}
+
+
+def test_clocks_are_aligned_in_the_file(tmp_path: Path) -> None:
+    content = file_of(tmp_path, training())
+    events = content["traceEvents"]
+    steps = [one["ts"] for one in events if one["name"] == "step"]
+    sent = [one["ts"] for one in events if one["ph"] == "s"]
+    assert steps[1] - steps[0] == pytest.approx(20_000, abs=1)
+    assert min(sent) - min(steps) == pytest.approx(1000, abs=1100)  # half of the fastest round trip
+    assert any("trainer 1: within" in text for text in content["metadata"]["clocks"])
+    labels = [one["args"]["labels"] for one in events if one["name"] == "process_labels"]
+    assert labels[0] == "ps-0"
+    assert "clock within" in labels[1]
+
+
+def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": UNIX / 1e9 + 1, "after": ""},
+        {"kind": "event", "what": "lost", "generation": 1, "time": UNIX / 1e9 + 2, "cause": "killed",
+         "reason": "trainer 1 was killed by SIGKILL"},
+        {"kind": "event", "what": "ended", "generation": 1, "time": UNIX / 1e9 + 4, "cause": "crashed", "reason": "x"},
+        {"kind": "start", "generation": 2, "step": 9, "seconds": 3.0, "time": UNIX / 1e9 + 5, "after": "crashed"},
+    ]  # fmt: skip
+    run = History()
+    for row in rows:
+        run.add(row)
+    first, second = Worker("ps"), Worker("ps", generation=2, pid=4001)
+    first.span("step", 1000 * MS, 3900 * MS)
+    second.span("step", 5000 * MS, 7000 * MS)
+    events = file_of(tmp_path, [first, second], trace_file.moments(run))["traceEvents"]
+    check(events)
+    generations = [one for one in events if one["name"].startswith("generation") and one["ph"] == "X"]
+    assert [(one["name"], round(one["dur"] / 1e6, 1)) for one in generations] == [("generation 1", 3.0)]
+    instants = {one["name"]: one for one in events if one["ph"] == "i"}
+    assert set(instants) == {"lost: killed", "generation 1 ended: crashed", "generation 2"}
+    assert instants["lost: killed"]["args"]["reason"] == "trainer 1 was killed by SIGKILL"
+    steps = [one["ts"] for one in events if one["name"] == "step"]
+    assert steps[1] - steps[0] == pytest.approx(4_000_000, abs=10)
+    assert instants["lost: killed"]["ts"] - steps[0] == pytest.approx(1_000_000, abs=10)
+    assert len({one["pid"] for one in events if one["name"] == "step"}) == 1  # one process of both generations
+
+
+def test_a_run_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    write(folder, *training())
+    (tmp_path / "history.jsonl").write_text("")
+    written = trace_file.write(Calls(records.read(folder)), tmp_path / "out.json", trace_file.history_beside(folder))
+    assert written.spans == 38
+    assert written.problems == []
+    check(json.loads((tmp_path / "out.json").read_text())["traceEvents"])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="cannot be written"):
+        trace_file.write(Calls(records.read(folder)), tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_no_spans_make_a_file_too(tmp_path: Path) -> None:
+    content = file_of(tmp_path, [])
+    assert content["traceEvents"] == []
+    check(file_of(tmp_path / "empty", [Worker("ps")])["traceEvents"])

@@ -1,0 +1,204 @@
+"""The summary of a trace: where the time of the steps went, by rank, for whom, and on the critical path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rolecall.observe.trace.calls import Calls
+from rolecall.observe.trace.summary import Summary
+from tests.observe.traces import MS, Worker, call, write
+
+STEPS = 10
+
+
+def summary_of(folder: Path, *workers: Worker) -> Summary:
+    return Summary(Calls(write(folder, *workers)))
+
+
+def text_of(summary: Summary) -> str:
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(summary.render())
+    return capture.get()
+
+
+def queueing(host: str = "one", offset: int = 0) -> list[Worker]:
+    """Steps of 100 ms. Trainer 1 computes for 59 ms, and waits for 41 ms for ps 0: 0.7 ms network, 28 ms handler, 12.3
+    ms queueing. One quick call tells what the network takes."""
+    server, trainer = Worker("ps", host="one", offset=offset), Worker("trainer", 1, rank=1, host=host)
+    for number in range(STEPS):
+        at = number * 100 * MS
+        trainer.span("step", at, at + 100 * MS)
+        server.span("step", at, at + 100 * MS, step=number + 1)
+        if number == 0:
+            sent, came, left, back = 59.0, 59.35, 99.65, 100.0
+        else:
+            sent, came, left, back = 59.0, 59.35 + 12.3, 59.35 + 12.3 + 28, 100.0
+        times = [at + round(time * MS) for time in (sent, came, left, back)]
+        call(trainer, server, "exchange", *times)
+        trainer.span("wait", times[0], times[3])
+    return [server, trainer]
+
+
+def test_a_wait_is_split_into_network_queueing_and_handler(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, *queueing())
+    trainer = summary.ranks["trainer 1"]
+    assert summary.steps == STEPS
+    assert summary.seconds == pytest.approx(1.0)
+    assert trainer.spent["computing"] / summary.nanoseconds == pytest.approx(0.59)
+    assert trainer.spent["waiting"] / summary.nanoseconds == pytest.approx(0.41)
+    wait = trainer.waits["ps 0"]
+    assert wait.network / MS == pytest.approx(0.7 * STEPS)
+    assert wait.queueing / MS == pytest.approx(12.3 * (STEPS - 1))
+    assert wait.handler / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
+    assert summary.sentences() == [
+        "trainer 1 waits 41 % of the time for ps 0 (exchange), of that 71 % its handler, 27 % queueing"
+    ]
+    server = summary.ranks["ps 0"]
+    assert server.spent["handling"] / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
+    assert server.spent["computing"] == 0  # it is there to be called
+    assert server.spent["idle"] > 0
+
+
+def test_the_critical_path_goes_through_the_handler_to_its_caller(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, *queueing())
+    assert sum(summary.shares.values()) == summary.nanoseconds
+    shares = {share: time / summary.nanoseconds for share, time in summary.path()} | dict(summary.path())
+    assert shares["trainer 1", "computing"] == pytest.approx(0.59, abs=0.01)
+    assert shares["ps 0", "handling exchange"] == pytest.approx(0.292, abs=0.01)
+    assert shares["trainer 1 > ps 0", "queueing, exchange"] == pytest.approx(0.11, abs=0.01)
+    assert shares["trainer 1 > ps 0", "network, exchange"] == pytest.approx(0.007, abs=0.003)
+
+
+def test_it_says_the_same_where_clocks_differ(tmp_path: Path) -> None:
+    same, other = queueing(), queueing("two", offset=10**14)
+    first, second = summary_of(tmp_path / "same", *same), summary_of(tmp_path / "other", *other)
+    assert first.sentences() == second.sentences()
+    assert "trainer 1: rank 0's clock (same host)" in text_of(first)
+    assert "trainer 1: within" in text_of(second)
+
+
+def test_an_answer_that_comes_later_leads_to_the_rank_that_it_waited_for(tmp_path: Path) -> None:
+    """Synchronous updates: the server answers trainer 0 when trainer 1, which computes for longer, has called too."""
+    server = Worker("ps", host="one")
+    fast, slow = (Worker("trainer", place, rank=place + 1, host="one", pid=5000 + place) for place in range(2))
+    for number in range(STEPS):
+        at = number * 100 * MS
+        server.span("step", at, at + 100 * MS)
+        call(fast, server, "exchange", at + 20 * MS, at + 21 * MS, at + 98 * MS, at + 99 * MS, served_by=7,
+             returned_ns=at + 22 * MS)  # fmt: skip
+        fast.span("wait", at + 20 * MS, at + 99 * MS)
+        call(slow, server, "exchange", at + 95 * MS, at + 96 * MS, at + 98 * MS, at + 99 * MS, served_by=8)
+        slow.span("wait", at + 95 * MS, at + 99 * MS)
+        for trainer in (fast, slow):
+            trainer.span("step", at, at + 99.5 * MS)
+    summary = summary_of(tmp_path, server, fast, slow)
+    wait = summary.ranks["trainer 0"].waits["ps 0"]
+    assert wait.held / wait.total == pytest.approx(76 / 79)
+    assert "an answer to come" in summary.sentences()[0]
+    (rank, what), share = summary.path()[0]
+    assert (rank, what) == ("trainer 1", "computing")
+    assert share == pytest.approx(0.95, abs=0.03)
+    assert not [one for one, _ in summary.path() if one == ("trainer 0", "computing")]
+
+
+def test_phases_collectives_and_waits_for_a_turn(tmp_path: Path) -> None:
+    first, other = Worker("master", host="one"), Worker("trainer", rank=1, host="one", pid=77)
+    first.span("step", 0, 50 * MS)
+    first.span("step", 80 * MS, 100 * MS)
+    first.span("saving", 50 * MS, 80 * MS)
+    first.span("checkpoint", 80 * MS, 90 * MS, thread=55)  # beside the training
+    call(first, other, "train", 0, MS, 40 * MS, 41 * MS, returned_ns=2 * MS, began_ns=10 * MS)
+    first.span("wait", 0, 41 * MS)
+    other.span("all-reduce", 20 * MS, 35 * MS)
+    call(first, other, "train", 80 * MS, 81 * MS, 98 * MS, 99 * MS, returned_ns=82 * MS, began_ns=81 * MS)
+    first.span("wait", 80 * MS, 99 * MS)
+    summary = summary_of(tmp_path, first, other)
+    shares = {name: {what: time / MS for what, time in rank.spent.items()} for name, rank in summary.ranks.items()}
+    assert shares["master 0"] == {"waiting": 60, "computing": 10, "checkpoint": 30}
+    assert {what: shares["trainer 0"][what] for what in ("handling", "all-reduce")} == {
+        "handling": 32,
+        "all-reduce": 15,
+    }
+    wait = summary.ranks["master 0"].waits["trainer 0"]
+    assert wait.handler / MS == pytest.approx(30 + 17)
+    assert wait.queueing / MS == pytest.approx(9)  # for its turn
+    assert wait.network / MS == pytest.approx(4)
+
+
+def test_a_large_message_is_compared_with_large_ones(tmp_path: Path) -> None:
+    server, trainer = Worker("ps", host="one"), Worker("trainer", rank=1, host="one")
+    for number, (size, time) in enumerate([(1100, 1), (1500, 3), (1_100_000, 10), (1_200_000, 14)]):
+        at = number * 20 * MS
+        client = call(trainer, server, "exchange", at, at + time * MS / 2, at + time * MS / 2, at + time * MS)
+        client.attributes["sent"] = size
+    calls = Calls(write(tmp_path, server, trainer))
+    parts = [calls.parts(trainer.process, span) for span in trainer.spans]
+    assert [(one.network / MS, one.queueing / MS) for one in parts if one] == [(1, 0), (1, 2), (10, 0), (10, 4)]
+
+
+def test_without_waits_a_call_counts_for_as_long_as_it_is_under_way(tmp_path: Path) -> None:
+    workers = queueing()
+    workers[1].spans = [span for span in workers[1].spans if span.name != "wait"]
+    summary = summary_of(tmp_path, *workers)
+    assert summary.ranks["trainer 1"].spent["waiting"] / summary.nanoseconds == pytest.approx(0.41)
+
+
+def test_calls_whose_other_side_is_missing_are_unknown(tmp_path: Path) -> None:
+    server, trainer = queueing()
+    server.spans = []
+    summary = summary_of(tmp_path, server, trainer)
+    wait = summary.ranks["trainer 1"].waits["ps 0"]
+    assert wait.unknown == wait.total > 0
+    assert "not recorded" in summary.sentences()[0]
+    assert sum(summary.shares.values()) == summary.nanoseconds
+
+
+def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, *queueing())
+    text = text_of(summary)
+    assert "ps: 10 steps in 1.00 s, 100.0 ms each" in text
+    assert "41.0 %" in text
+    assert "trainer 1 waits 41 % of the time for ps 0" in text
+    content = json.loads(json.dumps(summary.to_dict()))
+    assert content["ranks"]["trainer 1"]["waits"]["ps 0"]["queueing"] == pytest.approx(0.27, abs=0.001)
+    assert sum(content["ranks"]["trainer 1"]["share"].values()) == pytest.approx(1)
+    assert sum(one["share"] for one in content["critical_path"]) == pytest.approx(1)
+    assert content["network_ms"][0]["fastest_ms"] == pytest.approx(0.7)
+
+
+def test_an_empty_trace_is_said_to_be_one(tmp_path: Path) -> None:
+    assert "no span was recorded" in text_of(summary_of(tmp_path, Worker("ps")))
+    assert summary_of(tmp_path, Worker("ps")).to_dict()["steps"] == 0
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 3)), max_size=15)
+
+
+@settings(deadline=None, max_examples=60)
+@given(calls=st.lists(st.tuples(st.lists(st.integers(0, 200), min_size=4, max_size=4), st.permutations(range(3)),
+                                st.booleans()), max_size=15), spans=SPANS)  # fmt: skip
+def test_whatever_was_recorded_every_moment_is_counted_once(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[list[int], list[int], bool]],
+    spans: list[tuple[int, int, int]],
+) -> None:  # fmt: skip
+    workers = [Worker("ps", place, place, host="one", pid=100 + place) for place in range(3)]
+    for times, (caller, called, _), waits in calls:
+        sent, came, left, back = sorted(times)
+        call(workers[caller], workers[called], "f", sent, came, left, back, served_by=200 + came)
+        if waits:
+            workers[caller].span("wait", came, back)
+    for start, end, place in spans:
+        name = ("step", "saving", "all-reduce", "forward")[place]
+        workers[place % 3].span(name, min(start, end), max(start, end))
+    summary = summary_of(tmp_path_factory.mktemp("trace"), *workers)
+    assert sum(summary.shares.values()) == summary.nanoseconds
+    for rank in summary.ranks.values():
+        assert rank.total <= summary.nanoseconds
+        assert sum(wait.total for wait in rank.waits.values()) == pytest.approx(rank.spent["waiting"])

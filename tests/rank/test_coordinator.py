@@ -1,0 +1,167 @@
+"""The coordinator's requests over HTTP: which wait, which are answered at once, and with what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.declare import describe
+from rolecall.gang.protocol import Answer, Beat, Heartbeat
+from rolecall.gang.wire import name_of_directive
+from rolecall.launch.local import free_ports
+from rolecall.rank import coordinator, messages
+from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.link import Link
+
+Post = Callable[[Beat], Coroutine[Any, Any, Answer]]
+FIRST = "first"
+
+
+@contextlib.asynccontextmanager
+async def serving(directory: Path, lease: float = 6.0) -> AsyncIterator[tuple[Coordinator, Post]]:
+    """A coordinator that ticks, and what posts a beat to it."""
+    settings = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
+                        lease_seconds=lease)  # fmt: skip
+    lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
+    await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
+    loops = [asyncio.create_task(loop) for loop in lead.loops()]
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
+
+            async def post(beat: Beat) -> Answer:
+                async with session.post(coordinator.PATH, data=messages.write_beat(beat)) as response:
+                    assert response.status == 200, await response.text()
+                    return messages.read_answer(await response.read())
+
+            yield lead, post
+    finally:
+        for loop in loops:
+            loop.cancel()
+        if not lead._closing:
+            await lead.stop(ended=False)
+
+
+def first_beat(lead: Coordinator, known: str = "", incarnation: str = FIRST, role: str = "agent") -> Beat:
+    return Beat(
+        incarnation,
+        1,
+        heartbeat=Heartbeat(
+            role, 0, incarnation, 1, job=lead.job.identity, digest=lead.job.agreement(lead.settings).digest
+        ),
+        known=known,
+    )
+
+
+async def waits(lead: Coordinator, request: asyncio.Task[Answer], incarnation: str) -> None:
+    """Until `request` has arrived and waits."""
+    while incarnation not in {waiting.beat.incarnation for waiting in lead._waiting.values()}:
+        assert not request.done()
+        await asyncio.sleep(0.01)
+
+
+def run(steps: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(steps, 30))
+
+
+def test_a_beat_that_changes_nothing_is_answered_with_nothing(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with serving(tmp_path, lease=1.0) as (lead, post):
+            order = await post(first_beat(lead))
+            assert order.directive is not None
+            assert (order.lead, order.directive.kind) == (FIRST, "stop")
+            known = name_of_directive(FIRST, order.directive)
+            assert await post(Beat(FIRST, 2, since=1, known=known)) == Answer()
+            assert await post(Beat(FIRST, 3, since=2, known=known)) == Answer(again=True)
+            assert await post(Beat("stranger", 3, since=2)) == Answer(again=True)
+            assert len(lead.gang.members) == 1
+
+    run(steps())
+
+
+def test_a_request_waits_for_its_directive_alone(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with serving(tmp_path, lease=60.0) as (lead, post):
+            order = await post(first_beat(lead))
+            assert order.directive is not None
+            known = name_of_directive(FIRST, order.directive)
+            waiting = asyncio.create_task(post(Beat(FIRST, 2, since=1, known=known)))
+            await waits(lead, waiting, FIRST)
+            await post(first_beat(lead, incarnation="other", role="observer"))  # which changes nothing for rank 0
+            assert not waiting.done()
+            lead.gang._stop("killed", "why", 0.0)
+            answer = await waiting
+            assert answer.directive is not None
+            assert answer.directive.reason == "why"
+
+    run(steps())
+
+
+def test_a_replaced_rank_is_answered_before_its_successor(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with serving(tmp_path, lease=60.0) as (lead, post):
+            order = await post(first_beat(lead, incarnation="old", role="observer"))
+            assert order.directive is not None
+            known = name_of_directive(FIRST, order.directive)
+            old = asyncio.create_task(post(Beat("old", 2, since=1, known=known)))
+            await waits(lead, old, "old")
+            await post(first_beat(lead, incarnation="new", role="observer"))
+            answer = await old
+            assert answer.directive is not None
+            assert answer.directive.kind == "stop"
+            assert answer.directive.epoch > order.directive.epoch
+
+    run(steps())
+
+
+@pytest.mark.timeout(30)
+def test_requests_that_wait_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    async def steps() -> None:
+        async with serving(tmp_path, lease=600.0) as (lead, post):
+            order = await post(first_beat(lead))
+            assert order.directive is not None
+            waiting = asyncio.create_task(
+                post(Beat(FIRST, 2, since=1, known=name_of_directive(FIRST, order.directive)))
+            )
+            await waits(lead, waiting, FIRST)
+            await lead.stop(ended=False)
+            assert await waiting == Answer()
+
+    run(steps())
+
+
+def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) -> None:
+    """Another connection would be another TLS handshake."""
+
+    async def steps() -> None:
+        async with serving(tmp_path, lease=60.0) as (lead, post):
+            order = await post(first_beat(lead))
+            assert order.directive is not None
+            known = name_of_directive(FIRST, order.directive)
+            assert lead._runner is not None
+            assert lead._runner.server is not None
+            before = set(lead._runner.server.connections)
+            seen = set(before)
+            async with Link(lead.settings, None) as link:
+                outdated = None
+                for number in range(2, 12):
+                    request = asyncio.create_task(link.post(Beat(FIRST, number, since=1, known=known)))
+                    while not any(waiting.beat.sequence == number for waiting in lead._waiting.values()):
+                        assert not request.done()
+                        await asyncio.sleep(0.01)
+                    if outdated:  # its connection is free once its answer is read, on a busy machine not at once
+                        await outdated
+                    outdated = request
+                    seen |= set(lead._runner.server.connections)
+                    assert link.outdate(request)
+            assert len(seen - before) == 2
+
+    run(steps())

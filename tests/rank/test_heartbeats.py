@@ -1,0 +1,127 @@
+"""A member's heartbeats where news come faster than answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.errors import CRASHED
+from rolecall.gang.member import Member
+from rolecall.gang.protocol import Answer, Beat, Directive, Query, WorkerStatus
+from rolecall.rank import coordinator, heartbeats
+from rolecall.rank.heartbeats import Heartbeats
+from rolecall.rank.link import Link, StrangersError
+from rolecall.rank.queries import Replies
+
+NEWS = 30
+
+
+class Outdating:
+    """A coordinator that knows the member: it answers a beat once the next one is there, which comes at once."""
+
+    def __init__(self, member: Member, changed: asyncio.Event) -> None:
+        self.member, self.changed = member, changed
+        self.posts, self.waiting = 0, asyncio.get_running_loop().create_future()
+
+    async def post(self, beat: Beat) -> Answer:
+        self.posts += 1
+        if self.posts == 1:
+            return Answer("lead", Directive("stop", 0, 1, role="ps"))
+        if not self.waiting.done():
+            self.waiting.set_result(Answer(queries=(Query(str(self.posts), "double", {"x": self.posts}),)))
+        self.waiting = asyncio.get_running_loop().create_future()
+        self.member.over = self.posts == NEWS
+        self.changed.set()
+        return await self.waiting
+
+    async def reply(self, number: str, result: Any) -> None:
+        pass
+
+    def outdate(self, post: asyncio.Task[Answer]) -> bool:
+        return not post.done()
+
+
+def test_news_that_outdate_each_beat_keep_no_member_from_its_lease(tmp_path: Path) -> None:
+    async def steps() -> None:
+        settings, began = Settings(job="ps", checkpoint_dir=tmp_path), time.monotonic()
+        member = Member(coordinator.rules(settings), "ps", 0, "incarnation", "node", began - 4.0)
+        changed, replies, asked = asyncio.Event(), Replies(), list[int]()
+
+        async def double(arguments: dict[str, Any]) -> None:
+            asked.append(arguments["x"])
+
+        replies.on("double", double)
+        metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
+        link, contacts = Outdating(member, changed), set[float]()
+
+        def status() -> WorkerStatus:
+            contacts.add(member.contact)
+            return WorkerStatus(step=link.posts)
+
+        beats = Heartbeats(settings, member, status, metrics, replies, changed, lambda previous: changed.set())
+        await beats.send_forever(cast(Link, link))
+        assert link.posts == NEWS
+        assert len(contacts) > NEWS / 2  # it moves on with almost every beat
+        assert asked[:3] == [3, 4, 5]  # queries that came with such answers are replied to
+
+    asyncio.run(asyncio.wait_for(steps(), 30))
+
+
+class Rotated:
+    """A coordinator that has another token than the member, after its first answer."""
+
+    def __init__(self, member: Member) -> None:
+        self.member, self.posts = member, 0
+
+    async def post(self, beat: Beat) -> Answer:
+        self.posts += 1
+        if self.posts == 1:
+            return Answer("lead", Directive("stop", 0, 1, role="ps"))
+        raise StrangersError("JOB_TOKEN does not match, or it is another job")
+
+    async def reply(self, number: str, result: Any) -> None:
+        pass
+
+    def outdate(self, post: asyncio.Task[Answer]) -> bool:
+        return not post.done()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_rank_whose_token_file_was_replaced_too_is_started_again(
+    tmp_path: Path, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tunnel has the old token. One whose file has not changed waits: another may have rank 0's address."""
+    monkeypatch.setattr(heartbeats, "RETRY_SECONDS", 0.01)
+
+    async def steps() -> int | None:
+        file = tmp_path / "token"
+        file.write_text("an earlier token of 16 bytes")
+        settings = Settings(job="ps", checkpoint_dir=tmp_path, job_token_file=file)
+        if replaced:
+            file.write_text("a newer token of 16 bytes")
+        member = Member(coordinator.rules(settings), "ps", 0, "incarnation", "node", time.monotonic())
+        changed, link = asyncio.Event(), Rotated(member)
+        metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
+
+        def heard(previous: Directive | None) -> None:
+            changed.set()  # the first answer is a directive
+            member.over = member.exit_code is not None or link.posts > 3
+
+        beats = Heartbeats(settings, member, WorkerStatus, metrics, Replies(), changed, heard)
+        await beats.send_forever(cast(Link, link))
+        return member.exit_code
+
+    assert asyncio.run(asyncio.wait_for(steps(), 30)) == (CRASHED if replaced else None)
+
+
+def test_a_token_that_the_environment_gives_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("another token of 16 bytes")
+    settings = Settings(job="ps", job_token="a token of the environment", job_token_file=tmp_path / "token")
+    assert not settings.token_replaced()

@@ -1,0 +1,187 @@
+"""What a rank's supervisor does with its worker: the check of the settings, and directives that make no sense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.typing import EventDict
+
+from rolecall import telemetry
+from rolecall.config import Settings
+from rolecall.declare import describe, registry
+from rolecall.declare.task import Peer, Task
+from rolecall.errors import RankError, UsageError
+from rolecall.gang.member import Action
+from rolecall.gang.protocol import Directive
+from rolecall.rank import worker, worker_manager
+from rolecall.rank.supervisor import Supervisor
+from rolecall.rank.worker_manager import WorkerManager
+
+
+class Process:
+    """In place of a worker process: a check ends at once, with `outcome`, or where that is empty, never."""
+
+    outcome = "finished"
+    started: list[Task]
+
+    def __init__(self, task: Task, changed: Callable[[], None], record: Any = None) -> None:
+        self.task, self.ended, self.error, self.alive, self.killed = task, asyncio.Event(), "", True, ""
+
+    async def start(self, limit: float) -> None:
+        self.started.append(self.task)
+        if self.outcome:
+            self.alive = False
+            self.ended.set()
+
+    def kill(self, outcome: str) -> None:
+        self.killed = outcome
+
+    async def dump(self) -> str:
+        return "stacks"
+
+    def log_stacks(self, text: str) -> None:
+        telemetry.log().warning(text)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
+    kind = type("Process", (Process,), {"started": []})
+    monkeypatch.setattr(worker_manager, "WorkerProcess", kind)
+    return kind
+
+
+def manager(directory: Path, role: str = "", **settings: Any) -> WorkerManager:
+    _, metrics, files = telemetry.build_supervisor(directory, first=False)
+    job = describe.describe("rnn")
+    return WorkerManager(job, Settings(job="rnn", **settings), role, metrics, files, lambda: None)
+
+
+def directive(kind: Any, role: str, **values: Any) -> Action:
+    return Action("end", Directive(kind, 0, 2, role=role, **values))
+
+
+# ---- the check of the settings
+
+
+def test_a_slow_check_is_waited_for(
+    tmp_path: Path, process: type[Process], logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_manager, "REPEAT", 0.02)
+    process.outcome = ""
+    workers = manager(tmp_path, connect_timeout=0.001, phase_timeout=0.05)
+    with pytest.raises(UsageError, match=r"^the check of the settings took over PHASE_TIMEOUT=0\.05 s$"):
+        asyncio.run(workers.check("trainer"))
+    events = [event["event"] for event in logged]
+    assert events == ["still checking the settings", "still checking the settings", "stacks"]
+
+
+def test_a_check_that_is_killed_each_time_says_nothing_about_the_settings(
+    tmp_path: Path, process: type[Process]
+) -> None:
+    process.outcome = "killed"
+    with pytest.raises(RankError, match=r"^the check of the settings was killed 3 times: .*raise the memory limit"):
+        asyncio.run(manager(tmp_path).check("trainer"))
+    assert len(process.started) == 3
+
+
+def test_what_a_rank_needs_is_checked_once_it_has_a_role(tmp_path: Path, process: type[Process]) -> None:
+    async def play() -> None:
+        workers = manager(tmp_path)
+        await workers.check("")
+        for kind, role in (("stop", "ps"), ("stop", "ps"), ("run", "trainer"), ("leave", "other"), ("failed", "x")):
+            await workers.carry_out(directive(kind, role))
+
+    asyncio.run(play())
+    assert [task.me.role for task in process.started] == ["", "ps", "trainer"]
+
+
+def test_a_rank_with_a_role_is_not_checked_again(tmp_path: Path, process: type[Process]) -> None:
+    asyncio.run(manager(tmp_path, "ps").carry_out(directive("stop", "ps")))
+    assert process.started == []
+
+
+def test_a_check_needs_no_fencing(tmp_path: Path, process: type[Process]) -> None:
+    process.outcome = ""
+
+    async def play() -> list[str]:
+        workers = manager(tmp_path)
+        check = asyncio.create_task(workers.check("ps"))
+        await asyncio.sleep(0)  # it starts the check
+        assert workers.worker is not None
+        killed = []
+        for outcome in ("stopped", "silent"):
+            workers.kill(outcome)  # type: ignore[arg-type]
+            killed.append(workers.worker.killed)  # type: ignore[attr-defined]
+        check.cancel()
+        return killed
+
+    assert asyncio.run(play()) == ["", "silent"]
+
+
+def test_each_role_asks_for_its_own_data() -> None:
+    """Whether it has its role from ROLE, or by RANK and WORLD_SIZE, or from the gang: `settings.role` is empty then."""
+    job = registry.get("rnn")
+
+    def check(role: str) -> tuple[Any, ...]:
+        return worker._check(Task("rnn", Settings(job="rnn"), Peer(role, 0, 0), values={"corpus": "/nowhere"}), job)
+
+    assert check("ps")[1] == "finished"  # it needs no corpus
+    assert check("")[1] == "finished"  # nobody knows yet
+    with pytest.raises(UsageError, match="CORPUS=/nowhere: no such file or folder"):
+        check("trainer")
+
+
+# ---- directives that make no sense
+
+
+def test_a_place_that_is_no_members_is_one_clear_line(tmp_path: Path, process: type[Process]) -> None:
+    action = Action("start", Directive("run", 1, 2, 3, (("ps", 0),), role="trainer"))
+    with pytest.raises(
+        UsageError, match=r"^rank 0 assigns trainer 1, who is no member of generation 3; run the same ver"
+    ):
+        asyncio.run(manager(tmp_path).carry_out(action))
+
+
+def test_a_role_that_there_is_not_is_one_clear_line() -> None:
+    task = Task("rnn", Settings(job="rnn"), Peer("observer", 0, 0), (Peer("observer", 0, 0),))
+    with pytest.raises(
+        UsageError, match=r"^this version of the job has no role 'observer'; run the same version in eve"
+    ):
+        worker._role(task, registry.get("rnn"))
+
+
+# ---- the supervisor
+
+
+def test_a_wait_that_a_signal_may_cut_short_leaves_no_task_behind() -> None:
+    async def left(signalled: bool) -> int:
+        supervisor = Supervisor.__new__(Supervisor)
+        supervisor._signalled = asyncio.Event()
+        if signalled:
+            supervisor._signalled.set()
+        for _ in range(3):
+            await supervisor._or_signal(asyncio.sleep(60 if signalled else 0))
+        return len(asyncio.all_tasks())
+
+    assert [asyncio.run(left(signalled)) for signalled in (False, True)] == [1, 1]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("finished", 0), ("stop", 1)])
+def test_a_loss_is_logged_unless_the_job_has_finished(
+    tmp_path: Path, process: type[Process], logged: list[EventDict], kind: str, told: int
+) -> None:
+    workers = manager(tmp_path, "trainer")
+
+    async def play() -> None:
+        task = Task("rnn", workers.settings, Peer("trainer", 0, 0), (Peer("trainer", 0, 0),), 1)
+        workers.worker = worker_manager.WorkerProcess(task, lambda: None)
+        workers.worker.outcome, workers.worker.error, workers.worker.alive = "lost", "EOF", False
+        workers._worker_changed()
+        await workers.carry_out(directive(kind, "trainer"))
+
+    asyncio.run(play())
+    assert [entry["event"] for entry in logged].count("worker ended") == told

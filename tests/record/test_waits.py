@@ -1,0 +1,319 @@
+"""Who waits for whom, and what of that is a deadlock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rolecall.observe.stacks import stack_report, waits
+from rolecall.observe.stacks.waits import Call, Picture, Rank, Wait
+from rolecall.record.stacks import RPC_THREADS, Frame, State, Thread
+
+RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
+WAIT = Frame("wait_all", "torch/futures/__init__.py", 334, "for fut in torch._C._collect_all(futures):")
+CONDITION = Frame("Condition.wait", "threading.py", 320, "waiter.acquire()")
+LOCK = Frame("locked", "job.py", 5, "with self.lock:")
+MAIN = Frame("lead", "job.py", 9, "context.wait_all(calls)")
+TURNS = Frame("serve", "rolecall/torch_rpc/turns.py", 42)
+
+
+def main(*frames: Frame, state: State = "waits") -> Thread:
+    return Thread(1, (*frames, MAIN), state, main=True)
+
+
+def idle_main() -> Thread:
+    return Thread(1, (TURNS,), "waits", main=True)
+
+
+def serves(method: str, *frames: Frame, number: int = 2, state: State = "waits") -> Thread:
+    return Thread(number, (*frames, Frame(method, "job.py", 7), RPC), state)
+
+
+def calls(to: str, method: str, thread: int = 1, seconds: float = 5.0) -> Call:
+    return Call(to, method, seconds, thread)
+
+
+def at_work(name: str = "trainer 9") -> Rank:
+    """A rank in which something goes on."""
+    return Rank(name, (main(state="computes"),))
+
+
+def look(*ranks: Rank) -> Picture:
+    return waits.look(ranks)
+
+
+# ---- deadlocks
+
+
+def two_with_a_lock() -> tuple[Rank, Rank]:
+    return (
+        Rank("trainer 0", (main(WAIT), serves("report", LOCK)), (calls("ps 0", "push"),)),
+        Rank("ps 0", (idle_main(), serves("push", WAIT)), (calls("trainer 0", "report", thread=2),)),
+    )
+
+
+def test_two_ranks_that_wait_for_each_other_with_a_lock_are_a_deadlock_whatever_others_do() -> None:
+    picture = look(*two_with_a_lock(), at_work())
+    assert picture.deadlocks == (("ps 0", "trainer 0", "ps 0"),)
+    assert picture.circles == ()
+    assert picture.awake == ("trainer 9",)
+
+
+def test_calls_that_are_served_within_calls_are_none() -> None:
+    agent, observer = two_with_a_lock()
+    for state in ("computes", "moves", "sleeps", "input", ""):
+        threads = (main(WAIT), serves("report", LOCK, state=state))
+        picture = look(Rank("trainer 0", threads, agent.calls), observer)
+        assert picture.deadlocks == (), state
+        assert picture.circles == (("ps 0", "trainer 0", "ps 0"),), state
+        assert picture.awake == ("trainer 0",), state
+
+
+def test_three_ranks_are_a_circle_named_once() -> None:
+    def rank(name: str, to: str) -> Rank:
+        return Rank(name, (idle_main(), serves("turn", WAIT)), (calls(to, "turn", thread=2),))
+
+    picture = look(rank("a 0", "b 0"), rank("b 0", "c 0"), rank("c 0", "a 0"), at_work())
+    assert picture.deadlocks == (("a 0", "b 0", "c 0", "a 0"),)
+
+
+def test_a_rank_that_only_waits_for_a_deadlock_is_not_in_it() -> None:
+    victim = Rank("trainer 1", (main(WAIT),), (calls("ps 0", "push"),))
+    picture = look(*two_with_a_lock(), victim, at_work())
+    assert picture.deadlocks == (("ps 0", "trainer 0", "ps 0"),)
+    assert Wait("trainer 1", "ps 0", "push", 5.0) in picture.waits
+
+
+def test_a_rank_that_calls_itself_under_a_lock() -> None:
+    rank = Rank("ps 0", (main(WAIT), serves("store", LOCK)), (calls("ps 0", "store"),))
+    assert look(rank, at_work()).deadlocks == (("ps 0", "ps 0"),)
+
+
+def test_two_locks_in_one_rank_need_no_call() -> None:
+    rank = Rank("ps 0", (main(LOCK), serves("store", LOCK)))
+    picture = look(rank, at_work())
+    assert picture.deadlocks == (("ps 0", "ps 0"),)
+    assert "deadlock: ps 0 > ps 0 (threads of its process wait for each other)" in [*stack_report.conclusions(picture)]
+
+
+@pytest.mark.parametrize("serving", [RPC_THREADS, RPC_THREADS - 1])
+def test_an_answer_needs_a_thread(serving: int) -> None:
+    threads = [serves("ask", WAIT, number=2 + number) for number in range(serving)]
+    lead = Rank("lead 0", (idle_main(), *threads), tuple(calls("ps 0", "get", each.number) for each in threads))
+    for server in (idle_main(), serves("get", state="computes")):  # it may answer as soon as it likes
+        picture = look(lead, Rank("ps 0", (server,)), at_work())
+        assert picture.deadlocks == ((("lead 0", "lead 0"),) if serving == RPC_THREADS else ())
+    assert picture.deadlocks == ((("lead 0", "lead 0"),) if serving == RPC_THREADS else ())
+    assert picture.exhausted == (("lead 0",) if serving == RPC_THREADS else ())
+
+
+def test_a_call_that_finds_no_thread_waits_for_those_that_are_taken() -> None:
+    threads = [serves("ask", WAIT, number=2 + number) for number in range(RPC_THREADS)]
+    lead = Rank("lead 0", (main(LOCK), *threads), tuple(calls("ps 0", "get", each.number) for each in threads))
+    server = Rank("ps 0", (idle_main(), serves("get", WAIT)), (calls("lead 0", "allow", thread=2),))
+    assert ("lead 0", "ps 0", "lead 0") in look(lead, server, at_work()).deadlocks
+
+
+def test_whoever_has_two_calls_goes_on_with_the_first_answer() -> None:
+    trainer, server = two_with_a_lock()
+    both = Rank("trainer 0", trainer.threads, (*trainer.calls, calls("trainer 9", "compute")))
+    busy = Rank("trainer 9", (idle_main(), serves("compute", state="computes")))
+    assert look(both, server, busy).deadlocks == ()
+    assert look(both, server, busy).awake == ("trainer 9",)
+    assert look(both, server, at_work()).deadlocks == ()  # nothing serves it yet, or any more
+
+
+def test_a_condition_may_be_fulfilled_by_any_rank_that_is_at_work() -> None:
+    trainer = Rank("trainer 0", (main(WAIT),), (calls("ps 0", "exchange"),))
+    server = Rank("ps 0", (idle_main(), serves("exchange", CONDITION)), ())
+    back = Rank("ps 0", (idle_main(), serves("exchange", CONDITION)), (calls("trainer 0", "ready", thread=3),))
+    assert look(trainer, server, at_work()).deadlocks == ()
+    assert look(trainer, back, at_work()).deadlocks == ()
+    two = Rank("ps 0", (main(CONDITION), serves("exchange", CONDITION)))
+    assert look(trainer, two, at_work()).deadlocks == ()
+    assert look(trainer, back, at_work()).circles == (("ps 0", "trainer 0", "ps 0"),)
+    # nothing goes on anywhere
+    assert look(trainer, back).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
+    assert [*stack_report.conclusions(look(trainer, server))][-1] == "standstill: nothing goes on in any rank"
+
+
+def test_an_answer_that_comes_later_may_come_from_any_rank_that_is_at_work() -> None:
+    """No thread serves `exchange`: its answer is a future that another call sets."""
+    trainers = [Rank(f"trainer {number}", (main(WAIT),), (calls("ps 0", "exchange"),)) for number in range(2)]
+    server = Rank("ps 0", (idle_main(),))
+    assert look(*trainers, server, at_work()).deadlocks == ()
+    picture = look(*trainers, server)
+    assert picture.deadlocks == ()
+    assert picture.awake == ()
+
+
+def test_a_rank_of_which_nothing_is_known_may_be_at_work() -> None:
+    trainer, server = two_with_a_lock()
+    silent = Rank("ps 0", running=False, error="did not answer within 12 s")
+    assert look(trainer, silent).deadlocks == ()
+    assert look(trainer, silent).awake == ("ps 0",)
+    assert look(server).deadlocks == ()  # whom it waits for has left
+
+
+def test_a_collective_operation_waits_for_all_that_are_missing() -> None:
+    reduce = Frame("all_reduce", "torch/distributed/distributed_c10d.py", 2800)
+    reducing = [Rank(f"trainer {number}", (main(reduce),)) for number in (0, 1)]
+    missing = Rank("trainer 2", (main(WAIT), serves("get")), (calls("trainer 0", "turn"),))
+    turn = Rank("trainer 0", (main(reduce), serves("turn", LOCK)))
+    picture = look(*reducing, missing)
+    assert Wait("trainer 0", "trainer 2", "all_reduce") in picture.waits
+    assert str(Wait("trainer 0", "trainer 2", "all_reduce")) == "trainer 0 waits for trainer 2 (all_reduce)"
+    assert look(turn, reducing[1], missing, at_work("ps 0")).deadlocks == (("trainer 0", "trainer 2", "trainer 0"),)
+    assert look(turn, reducing[1], at_work("trainer 2")).deadlocks == ()
+
+
+def test_a_lock_is_not_held_by_a_thread_that_waits_for_work() -> None:
+    trainer, server = two_with_a_lock()
+    writer = Thread(7, (CONDITION, Frame("run", "writer.py", 3), Frame("Thread.run", "threading.py", 982)), "waits")
+    beat = Thread(8, (Frame("Pipe.heartbeat_forever", "rolecall/rank/worker.py", 81),), "moves")
+    crowded = Rank("trainer 0", (*trainer.threads, writer, beat), trainer.calls)
+    assert look(crowded, server, at_work()).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
+    busy = Thread(7, (Frame("run", "writer.py", 3),), "computes")  # which may hold it
+    assert look(Rank("trainer 0", (*trainer.threads, busy), trainer.calls), server).deadlocks == ()
+
+
+def test_a_lock_is_held_where_the_source_says_so() -> None:
+    """Another thread of the rank goes on, and is in no `with` statement on that lock."""
+    trainer, server = two_with_a_lock()
+    holder = main(WAIT, Frame("train", "job.py", 8, "calls.wait()", ("model.lock",)))
+    busy = Thread(7, (Frame("other", "job.py", 3, "", ("self.other",)),), "computes")
+    elsewhere = Thread(7, (Frame("other", "else.py", 3, "", ("self.lock",)),), "computes")
+    holds_too = Thread(7, (Frame("other", "job.py", 3, "", ("self.lock",)),), "computes")
+    for thread, deadlocks in ((busy, 1), (elsewhere, 1), (holds_too, 0)):
+        rank = Rank("trainer 0", (holder, trainer.threads[1], thread), trainer.calls)
+        assert len(look(rank, server).deadlocks) == deadlocks
+
+
+def test_a_statement_of_one_line_with_a_call_waits_for_the_call() -> None:
+    trainer, server = two_with_a_lock()
+    line = "with self.lock: context.call(peer, push).wait()  # both"
+    here = Thread(1, (Frame("lead", "job.py", 9, line, ("self.lock",)),), "waits", main=True)
+    both = Rank("trainer 0", (here, trainer.threads[1]), trainer.calls)
+    assert look(both, server, at_work()).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
+    assert not main(Frame("lead", "job.py", 9, "with self.lock:  # a comment")).on_one_line
+
+
+# ---- what the threads say
+
+
+def reply(**values: Any) -> dict[str, Any]:
+    return {
+        "state": "running", "generation": 2, "step": 118, "phase": "saving", "phase_seconds": 12.34, "note": "",
+        "silent_seconds": 0.3, "by": "py-spy", "rpc_threads": 16, "threads": [], "calls": [], **values,
+    }  # fmt: skip
+
+
+def thread(number: int, *frames: tuple[str, str, int, str], **values: Any) -> dict[str, Any]:
+    shown = [(*frame, []) for frame in frames]
+    return {"number": number, "name": "", "main": False, "gil": False, "state": "waits", "frames": shown, **values}
+
+
+LEAD = ("lead", "job.py", 9, "context.wait_all(calls)")
+OUTER = ("main", "rolecall/rank/worker.py", 150, "")
+HANDLER = ("_run_function", "torch/distributed/rpc/internal.py", 209, "")
+NATIVE = ("pthread_cond_wait", "libc.so.6", 0, "")
+BOOT = ("Thread._bootstrap", "threading.py", 1002, "")
+
+
+def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
+    replies = {
+        "lead 0": reply(
+            threads=[
+                thread(7, ("heartbeat_forever", "rolecall/rank/worker.py", 81, ""), BOOT, state="moves"),
+                thread(3, NATIVE, ("store", "job.py", 5, "with self.lock:"), HANDLER),
+                thread(4, NATIVE, ("store", "job.py", 5, "with self.lock:"), HANDLER),
+                thread(1, NATIVE, LEAD, OUTER, main=True),
+                thread(5, ("write", "job.py", 3, ""), BOOT, name="writer", state="computes"),
+                thread(6),
+            ],
+            calls=[("trainer 0", "train", 3.21, 1), ("trainer 0", "train", 1.0, 1)],
+        ),
+        "trainer 0": reply(
+            phase="", threads=[thread(1, NATIVE, TURN, OUTER, main=True)], calls=[("lead 0", "store", 2.0, 9)]
+        ),
+        "trainer 1": {"error": "did not answer within 12 s"},
+    }  # fmt: skip
+    assert stack_report.text(replies) == TEXT
+    assert "    pthread_cond_wait (libc.so.6)\n    lead (job.py:9)" in stack_report.text(replies, native=True)
+    assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
+
+
+def test_threads_that_wait_for_the_same_are_one_group_however_long_each_has_waited() -> None:
+    threads = [thread(number, NATIVE, LEAD, HANDLER) for number in (2, 3, 4)]
+    waiting = [("trainer 0", "train", seconds, number) for number, seconds in ((2, 3.3), (3, 3.4), (4, 3.2))]
+    text = stack_report.text({"ps 0": reply(threads=threads, calls=waiting)})
+    assert "  3 threads: serves lead: waits 3.4 s for trainer 0 (train)\n" in text
+    assert text.count("serves lead") == 1
+
+
+TURN = ("serve", "rolecall/torch_rpc/turns.py", 42, "")
+TEXT = """\
+lead 0: running, generation 2, step 118, saving for 12.3 s, stacks by py-spy
+  main thread: waits 3.2 s for trainer 0 (2 calls of train)
+    lead (job.py:9)  context.wait_all(calls)
+  2 threads: serves store for trainer 0: waits for the lock self.lock
+    store (job.py:5)  with self.lock:
+  thread 'writer': computes
+    write (job.py:3)
+  14 of 16 RPC threads are idle; 1 thread of Rolecall
+
+trainer 0: running, generation 2, step 118, stacks by py-spy
+  main thread: idle
+  16 of 16 RPC threads are idle
+
+trainer 1: did not answer within 12 s
+
+who waits for whom:
+  lead 0 waits 3.2 s for trainer 0 (train)
+  trainer 0 waits 2.0 s for lead 0 (store)
+a circle, which lead 0 or trainer 1 may end: lead 0 > trainer 0 > lead 0"""
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        ((LEAD, HANDLER), "lead"),
+        ((LEAD, ("_serve", "rolecall/torch_rpc/tracing.py", 90, ""), HANDLER), "lead"),  # while a trace is recorded
+        (
+            (
+                ("get", "rolecall/torch_rpc/rpc.py", 70, ""),
+                LEAD,
+                ("inner", "torch/distributed/rpc/f.py", 5, ""),
+                HANDLER,
+            ),
+            "lead",
+        ),
+        ((("_progress", "rolecall/torch_rpc/rpc.py", 202, ""), HANDLER), "_progress"),
+        ((LEAD, TURN), "lead"),
+        ((LEAD,), ""),
+    ],
+)
+def test_a_thread_serves_the_outermost_function_of_the_jobs(frames: Any, name: str) -> None:
+    assert Thread.read(thread(2, *frames)).serves == name
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"state": "none", "by": ""}, "ps 0: no worker"),
+        ({"state": "stopped", "silent_seconds": 4.21}, "its worker is stopped (SIGSTOP)"),
+        ({"silent_seconds": 4.21}, "no heartbeat for 4.2 s: a thread holds the GIL, or the process gets no CPU"),
+        ({"silent_seconds": 4.21, "threads": [thread(1, LEAD, gil=True, state="computes")]}, "computes, holds the GIL"),
+        ({"by": "faulthandler", "note": "py-spy is not installed"}, "stacks by faulthandler (py-spy is not installed)"),
+        ({"by": "", "note": "py-spy: Permission denied"}, "no stacks (py-spy: Permission denied)"),
+        (
+            {"threads": [thread(1, ("get", "rolecall/torch_rpc/rpc.py", 70, ""), main=True)]},
+            "waits for its RankObject to be",
+        ),
+        ({"threads": "no list"}, "ps 0: its reply cannot be read; run the same version in every rank"),
+        ({}, "nobody waits long for another rank"),
+    ],
+)
+def test_the_report_says(values: dict[str, Any], text: str) -> None:
+    assert text in stack_report.text({"ps 0": reply(**values)})

@@ -1,0 +1,101 @@
+"""Who else uses the machine, as far as `rolecall run` warns of them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from rolecall import machine
+from rolecall.declare import describe
+from rolecall.launch import local
+from rolecall.launch.rank_process import RankProcess
+
+ACCOUNTS = {
+    "root": (0, "/bin/bash"), "postgres": (101, "/bin/bash"), "nobody": (65534, "/bin/sh"), "me": (1000, "/bin/sh"),
+    "bob": (1002, "/bin/fish"), "alice": (1001, ""), "mail": (1003, "/usr/sbin/nologin"), "ftp": (1004, "/bin/false"),
+}  # fmt: skip
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Gives the machine ACCOUNTS and `unlisted` ones, and processes, by name with their users, of which the numbers
+    begin with `first`. This process is user 1000's.
+    """
+
+    def give(processes: dict[str, int], unlisted: dict[str, tuple[int, str]] | None = None, first: int = 1) -> None:
+        accounts = {**ACCOUNTS, **(unlisted or {})}
+        entries = {
+            number: SimpleNamespace(pw_name=name, pw_uid=number, pw_shell=shell)
+            for name, (number, shell) in accounts.items()
+        }
+        infos = [
+            {"pid": pid, "name": name, "uids": SimpleNamespace(real=user)}
+            for pid, (name, user) in enumerate(processes.items(), first)
+        ]
+        ended = {"pid": 99, "name": "sh", "uids": None}
+        monkeypatch.setattr(psutil, "process_iter", lambda _: [SimpleNamespace(info=each) for each in [*infos, ended]])
+        monkeypatch.setattr(pwd, "getpwall", lambda: [entries[number] for number, _ in ACCOUNTS.values()])
+        monkeypatch.setattr(pwd, "getpwuid", entries.__getitem__)
+        monkeypatch.setattr(os, "getuid", lambda: 1000)
+        connect(monkeypatch, lo=True, eth0=True)
+
+    return give
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, **up: bool) -> None:
+    """Gives the machine network interfaces."""
+    statuses = {name: SimpleNamespace(isup=is_up) for name, is_up in up.items()}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: statuses)
+
+
+@pytest.mark.parametrize("service", ["sshd", "systemd-logind"])
+def test_accounts_that_can_log_in_are_people(run: Run, service: str) -> None:
+    run({"systemd": 0, service: 0, "bash": 1000})
+    assert machine.other_people() == ["alice", "bob"]
+
+
+def test_where_processes_are_hidden_accounts_are_people(run: Run) -> None:
+    run({"bash": 1000}, first=4711)
+    assert machine.other_people() == ["alice", "bob"]
+
+
+def test_where_nobody_can_log_in_owners_of_processes_are(run: Run) -> None:
+    """As in a container. Accounts of a directory service are in no list, users of another container have none."""
+    run({"tini": 0, "bash": 1000, "postgres": 101, "nginx": 65534, "vim": 50_000, "node": 100_999, "cron": 1003},
+        {"carol": (50_000, "/bin/bash")})  # fmt: skip
+    assert machine.other_people() == ["carol"]
+
+
+def test_nobody_is_in_a_network_namespace_of_the_runs_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run({"sshd": 0, "vim": 1002})
+    connect(monkeypatch, lo=True, tunl0=False)
+    assert machine.other_people() == []
+
+
+@pytest.mark.parametrize("names", [[], ["alice", "bob", "carol", "dave", "eve"]])
+def test_a_run_warns_of_other_people_in_one_line(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def supervise(_: RankProcess) -> int:
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "other_people", lambda: names)
+    monkeypatch.setattr(RankProcess, "supervise", supervise)
+    assert local.run(describe.describe("rnn")) == 0
+    warnings = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == bool(names)
+    assert all("(alice, bob, carol and 2 more)" in line and local.OTHERS in line for line in warnings)
+
+
+def test_the_warnings_page_has_what_it_names() -> None:
+    page, _, heading = local.OTHERS.partition("#")
+    lines = (Path(__file__).parents[2] / page).read_text().splitlines()
+    assert f"##-{heading}" in [line.lower().replace(" ", "-") for line in lines]

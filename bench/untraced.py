@@ -15,8 +15,8 @@ from torch.distributed import rpc
 from rolecall import telemetry
 from rolecall.context import pace
 from rolecall.context.pace import Deadline, Entry, Pace
-from rolecall.context.peers import require_importable
 from rolecall.declare import registry
+from rolecall.declare.remote import require_importable
 from rolecall.torch_rpc import failures, tracing
 from rolecall.torch_rpc.rpc import TorchRpc, keep_thread, payload_bytes
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 FOUND = {"cpu": "cpu 2.13.0+cpu\n", "cuda": "cuda 2.13.1+cu130\n"}
 

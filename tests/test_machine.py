@@ -97,5 +97,5 @@ def test_a_run_warns_of_other_people_in_one_line(
 
 def test_the_warnings_page_has_what_it_names() -> None:
     page, _, heading = local.OTHERS.partition("#")
-    lines = (Path(__file__).parents[2] / page).read_text().splitlines()
+    lines = (Path(__file__).parents[1] / page).read_text().splitlines()
     assert f"##-{heading}" in [line.lower().replace(" ", "-") for line in lines]

@@ -22,7 +22,7 @@ from rolecall import telemetry
 from rolecall.declare import registry
 from rolecall.telemetry import Metric, WorkerFiles
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FAILSAFE = 120.0
 # a worker's files, and one thing that is in each
 KINDS = {

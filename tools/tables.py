@@ -22,9 +22,10 @@ PACKAGE = ROOT / "app" / "rolecall"
 SETTINGS, METRICS, DESIGN, RL = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design", "rl"))
 DOCTOR = ROOT / "docs" / "doctor.md"
 # lowest first: each imports those before it
-ROOMS = ("gang", "fields.py", "machine.py", "config.py", "telemetry.py", "trace", "run", "job", "jobs", "page", "rank",
-         "watch", "doctor", "new.py", "__main__.py")  # fmt: skip
-FILES = re.compile(r"(<!-- files: .*-->\n).*(<!-- end of files -->)", re.DOTALL)
+ROOMS = ("errors.py", "fields.py", "secret.py", "machine.py", "config.py", "telemetry.py", "gang", "record", "declare",
+         "tunnel", "checkpoint", "context", "torch_rpc", "jobs", "export", "observe", "rank", "launch", "new.py",
+         "__main__.py")  # fmt: skip
+ROOMS_TABLE = re.compile(r"(<!-- rooms: .*-->\n).*(<!-- end of rooms -->)", re.DOTALL)
 CHECKS = re.compile(r"(<!-- checks: .*-->\n).*(<!-- end of checks -->)", re.DOTALL)
 CHOICES = re.compile(r"(<!-- defaults: .*-->\n).*(<!-- end of defaults -->)", re.DOTALL)
 SETTINGS_HEAD = """# Settings
@@ -42,7 +43,7 @@ What each rank serves at `/metrics` on METRICS_PORT. A worker's gauge appears on
 
 def generate() -> dict[Path, str]:
     """Every generated page, with its text."""
-    design = FILES.sub(lambda match: f"{match[1]}{files()}{match[2]}", DESIGN.read_text())
+    design = ROOMS_TABLE.sub(lambda match: f"{match[1]}{rooms()}{match[2]}", DESIGN.read_text())
     rl = CHOICES.sub(lambda match: f"{match[1]}{choices()}{match[2]}", RL.read_text())
     doctor = CHECKS.sub(lambda match: f"{match[1]}{checks()}{match[2]}", DOCTOR.read_text())
     settings, metrics = page("config", SETTINGS_HEAD), page("metrics", METRICS_HEAD)
@@ -67,20 +68,15 @@ def table(command: str, job: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def files() -> str:
-    """A table of the package's files, by room, each with the first sentence of its docstring."""
-    rows = ["| file of `app/rolecall/` | |", "| --- | --- |"]
+def rooms() -> str:
+    """A table of the package's rooms and top-level files, each with the first sentence of its docstring."""
+    rows = ["| `app/rolecall/` | |", "| --- | --- |"]
     for room in ROOMS:
         path = PACKAGE / room
-        if path.is_file():
-            rows.append(f"| `{room}` | {sentence(path)} |")
-            continue
-        rows.append(f"| **`{room}/`** | {sentence(path / '__init__.py')} |")
-        # of the jobs, their folders: each has a page of its own
-        inside = path.glob("*/__init__.py") if room == "jobs" else path.glob("[!_]*.py")
-        for file in sorted(inside):
-            name = f"{file.parent.name}/" if room == "jobs" else file.name
-            rows.append(f"| &emsp;`{name}` | {sentence(file)} |")
+        rows.append(f"| `{room}{'/' * path.is_dir()}` | {sentence(path / '__init__.py' if path.is_dir() else path)} |")
+        rows += [
+            f"| &emsp;`{part.parent.name}/` | {sentence(part)} |" for part in sorted(path.glob("[!_]*/__init__.py"))
+        ]
     return "\n".join(rows) + "\n"
 
 

@@ -19,7 +19,7 @@ from torch.futures import Future
 from rolecall import in_turn
 from rolecall.context import peers
 from rolecall.context.context import Context
-from rolecall.context.peers import require_importable
+from rolecall.declare.remote import require_importable
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
 from tests.context.contexts import AGENT, ONE, TWO, Supervisor, make

@@ -160,7 +160,7 @@ def test_the_builder_gets_nothing_else() -> None:
     assert RULES[0] == "*"
     others = {path.name for path in ROOT.iterdir()} | {".git", ".env", ".venv", "runs", "checkpoints", "secrets"}
     assert {name for name in others if sent(name)} == {source for source in sources() if "/" not in source}
-    for path in ("docker/up.sh", "docker/Dockerfile", ".git/config", "tests/unit", "checkpoints/DONE"):
+    for path in ("docker/up.sh", "docker/Dockerfile", ".git/config", "tests/gang", "checkpoints/DONE"):
         assert not sent(path), path
     for path in ("app/__pycache__/config.cpython-311.pyc", "app/jobs/rl/__pycache__", "app/x.pyc"):
         assert not sent(path), path

@@ -107,7 +107,7 @@ def test_every_wrong_setting_is_named_and_the_others_hold(environment: pytest.Mo
     assert (look("place", one).state, look("settings in common", one).state) == ("ok", "not checked")
 
 
-@pytest.mark.parametrize("job", ["", "nothing", "missing.py", "tests/unit"])
+@pytest.mark.parametrize("job", ["", "nothing", "missing.py", "tests/gang"])
 def test_a_job_that_there_is_not(job: str, environment: pytest.MonkeyPatch) -> None:
     environment.setenv("JOB", job)
     one = admit()

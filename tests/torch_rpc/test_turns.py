@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolecall import RankObject, UsageError, in_turn
-from rolecall.context.peers import require_importable
+from rolecall.declare.remote import require_importable
 from rolecall.torch_rpc import rpc, turns
 from tests.context.contexts import make
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, Generic, Literal, TypeVar
 
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.context.pace import Deadline, Pace, Phase
 from rolecall.context.progress import Supervision
+from rolecall.declare.remote import NOT_SERVED, is_in_turn, require_unbound
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
@@ -24,16 +23,6 @@ from rolecall.record.recorder import recorder
 S = TypeVar("S", bound=Settings)
 Lost = Literal["skip", "raise", "answer"]
 EXAMINED = 2.0  # seconds that a call may take past its deadline, to find out why
-NOT_IMPORTABLE = "cannot be called at a peer: define it with `def` at the top of a module"
-METHOD = (
-    "is a method of an object, and a peer would call it on a copy: call a function at the top of a module, which gets "
-    "the peer's own object from a RankObject"
-)
-NOT_SERVED = (
-    "is @in_turn, which rank 0 never comes to: the job is over once its function has returned; leave @in_turn out, or "
-    "call it at another rank"
-)
-IN_TURN = set[FunctionType]()  # what `in_turn` has made
 Answers = queue.SimpleQueue[tuple[str, Any]]
 
 
@@ -266,28 +255,3 @@ class Peers(Generic[S]):
         # the gang ends such a generation, or drains it
         if not self.peers(role) and not self._drain.wait(2 * self.settings.lease_seconds):
             raise PeerLostError(f"no {role} is left")
-
-
-def require_unbound(function: Callable[..., Any]) -> None:
-    """Raises UsageError for a method of an object, bound to it: a call would act on a copy of the object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not isinstance(function, MethodType | BuiltinMethodType | MethodWrapperType):
-        return
-    if function.__self__ is not None and not isinstance(function.__self__, type | ModuleType):
-        raise UsageError(f"{function.__qualname__} {METHOD}")
-
-
-def is_in_turn(function: Callable[..., Any]) -> bool:
-    """Whether `in_turn` has made it."""
-    return isinstance(function, FunctionType) and function in IN_TURN
-
-
-def require_importable(function: Callable[..., Any]) -> None:
-    """Raises UsageError where a peer could not import `function` by its module and name, or would call it on a copy."""
-    require_unbound(function)
-    try:
-        pickle.dumps(function)
-    except Exception as error:  # of several kinds
-        name = getattr(function, "__qualname__", repr(function))
-        raise UsageError(f"{name} {NOT_IMPORTABLE}") from error

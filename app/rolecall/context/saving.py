@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints, pack
 from rolecall.context.pace import in_phase
 from rolecall.context.peers import Peers, S
-from rolecall.context.plain import is_stateful, require_plain
 from rolecall.context.progress import Progress
+from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.errors import Drained, UsageError
 from rolecall.record.recorder import recorder
 

@@ -12,16 +12,13 @@ from typing import Any
 from rolecall.checkpoint.checkpoint import Snapshot
 from rolecall.context.pace import in_phase
 from rolecall.context.peers import S
-from rolecall.context.plain import is_stateful, require_plain
 from rolecall.context.saving import Saving, ShardedValue, State
+from rolecall.declare.plain import is_stateful, require_plain
+from rolecall.declare.preflight import NOT_RESTORED
 from rolecall.errors import UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 
-NOT_RESTORED = (
-    "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
-    "with what it changes, or `context.restore({})` where that is nothing"
-)
 LAST_TRIES, LAST_PAUSE = 5, 5.0  # of the last checkpoint, and the seconds between two of them
 
 

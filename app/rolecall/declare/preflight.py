@@ -15,13 +15,15 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rolecall.context import plain
-from rolecall.context.peers import METHOD, NOT_IMPORTABLE, NOT_SERVED, is_in_turn, require_importable
-from rolecall.context.training import NOT_RESTORED
-from rolecall.declare import loader, sources
+from rolecall.declare import loader, plain, sources
+from rolecall.declare.remote import METHOD, NOT_IMPORTABLE, NOT_SERVED, is_in_turn, require_importable
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError
 
+NOT_RESTORED = (
+    "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
+    "with what it changes, or `context.restore({})` where that is nothing"
+)
 CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
 OF_ROLES = ("call_each", "call_all")  # which raise where their first one is no role
 Function = ast.FunctionDef | ast.AsyncFunctionDef

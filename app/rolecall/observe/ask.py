@@ -16,7 +16,6 @@ from rolecall import config
 from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.observe import targets
-from rolecall.rank import outside
 from rolecall.secret import read_token
 from rolecall.tunnel import permission
 
@@ -43,8 +42,8 @@ async def ask(
     async with aiohttp.ClientSession(timeout=limit) as session:
         for address in addresses:  # rank 0 is one of them
             parts = urlsplit(address.url)
-            headers = {"Authorization": permission.sign(token, "POST", outside.PATH, body)} if token else {}
-            url = f"{parts.scheme}://{parts.netloc}{outside.PATH}"
+            headers = {"Authorization": permission.sign(token, "POST", permission.ASK_PATH, body)} if token else {}
+            url = f"{parts.scheme}://{parts.netloc}{permission.ASK_PATH}"
             try:
                 async with session.post(url, data=body, headers=headers) as response:
                     text = await response.text()

@@ -1,4 +1,4 @@
-"""A run's picture: `python -m rolecall.observe.picture DIRECTORY` draws curve.png of history.jsonl and summary.json there.
+"""A run's picture: `python -m rolecall.observe.picture DIRECTORY` draws its curve.png.
 
 A program of its own, so that no other part of a rank loads matplotlib, or fails with it.
 """

@@ -15,9 +15,8 @@ from rolecall.config import Settings
 from rolecall.gang.protocol import Answer, Key, Query, name_of
 from rolecall.rank import messages
 from rolecall.rank.queries import Queries
-from rolecall.tunnel.permission import DeniedError, Permission
+from rolecall.tunnel.permission import ASK_PATH, DeniedError, Permission
 
-PATH = "/v1/ask"
 MOST_BODY = 64 * 1024  # bytes
 LONGEST = 600.0  # seconds that a query may take
 ARRIVAL = 10.0  # seconds for a request to arrive
@@ -38,7 +37,7 @@ class Outside:
 
     def routes(self) -> list[web.RouteDef]:
         """What it serves."""
-        return [web.post(PATH, self._ask)]
+        return [web.post(ASK_PATH, self._ask)]
 
     async def _ask(self, request: web.Request) -> web.Response:
         if not self._first:

@@ -24,7 +24,8 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.context.context import Context
 from rolecall.context.pace import Deadline
-from rolecall.context.peers import EXAMINED, require_importable
+from rolecall.context.peers import EXAMINED
+from rolecall.declare.remote import require_importable
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.recorder import recorder
 from rolecall.telemetry import Timer

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.distributed import rpc
 
-from rolecall.context.peers import IN_TURN, NOT_SERVED
+from rolecall.declare.remote import IN_TURN, NOT_SERVED
 from rolecall.errors import UsageError
 from rolecall.torch_rpc import tracing
 from rolecall.torch_rpc.rpc import is_rank0, keep_thread

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from rolecall.tunnel import keys
 
+ASK_PATH = "/v1/ask"
 SCHEME = "Rolecall"
 VALID = 60.0  # seconds by which the two clocks may differ
 MOST = 10_000  # requests in twice that time

@@ -90,7 +90,7 @@ class Rank0:
         return self.ask()
 
     def ask(self) -> dict[str, Any]:
-        """What rank 0 says now: observe/doctor/diagnosis.py. Raises OSError, and LookupError where its version says nothing."""
+        """What rank 0 says now (see diagnosis.py). Raises OSError, and LookupError if its version says nothing."""
         status, body = self.line.get().request("GET", diagnosis.PATH)
         if status in (404, 405):
             raise LookupError("rank 0 is of a version that has no doctor")

@@ -1,5 +1,5 @@
-"""`python -m rolecall.observe.sinks.process SINK`: writes one sink. Its parent sends requests, a JSON object a line, to its
-standard input; each is answered by a line on standard output: {"number": N, "error": ""}.
+"""`python -m rolecall.observe.sinks.process SINK`: writes one sink. Its parent sends requests, a JSON object
+a line, to its standard input; each is answered by a line on standard output: {"number": N, "error": ""}.
 
 Requests: {"open": ABOUT}, then {"items": [...], "covered": STEP} as often as there is something, and {"end": STATE,
 "summary": {...} or null}. Without `end`, the end of the input stops it.
@@ -82,7 +82,7 @@ def main(name: str) -> None:
         answers.write(text)
         answers.flush()
 
-    module = importlib.import_module(f"rolecall.run.sinks.{name}")
+    module = importlib.import_module(f"rolecall.observe.sinks.{name}")
     serve(sys.stdin.buffer, answer, module.begin)
 
 

@@ -1,8 +1,8 @@
 """What it costs to connect the workers of one generation: `python -m bench.bench_connect`.
 
 Workers that do nothing meet as torch's `init_rpc` has them meet, and as Rolecall does (torch_rpc/agent.py). Then rank 0
-calls each of them, as in a star. It prints seconds, the CPU seconds of all workers, the TCP connections that were opened,
-the sockets that stay, and the memory of a worker. With BENCH_JSON=FILE each figure is written as it comes.
+calls each of them, as in a star. It prints seconds, the CPU seconds of all workers, the TCP connections that were
+opened, the sockets that stay, and the memory of a worker. With BENCH_JSON=FILE each figure is written as it comes.
 """
 
 from __future__ import annotations

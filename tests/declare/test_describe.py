@@ -258,7 +258,8 @@ def test_a_supervisor_imports_nothing_of_the_file() -> None:
     """Nor torch for itself, which the file would."""
     Path("pi.py").write_text("import sched\n" + PI)
     program = (
-        "import sys; from rolecall.declare import describe; from rolecall.rank import supervisor; describe.ask('pi.py')\n"
+        "import sys\nfrom rolecall.declare import describe\nfrom rolecall.rank import supervisor\n"
+        "describe.ask('pi.py')\n"
         "print({'torch', 'sched', 'pi'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

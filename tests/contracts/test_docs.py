@@ -76,7 +76,7 @@ def test_links_and_make_targets_exist(name: str) -> None:
 
 
 def test_the_readme_is_short_and_says_how_to_start() -> None:
-    assert len(README.splitlines()) <= 170
+    assert len(README.splitlines()) <= 130
     assert "make test" in README
     assert set(re.findall(r"make (run-[a-z]+)", README)) == {f"run-{job}" for job in registry.JOBS} - {"run-script"}
 

@@ -30,12 +30,12 @@ def copy(source, target):
     for each in source, target:
         with contextlib.suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
-def serve(guest):
-    with guest, contextlib.suppress(OSError), socket.create_connection((sys.argv[1], port), 5) as pod:
+def serve(client):
+    with client, contextlib.suppress(OSError), socket.create_connection((sys.argv[1], port), 5) as pod:
         pod.settimeout(None)
-        back = threading.Thread(target=copy, args=(pod, guest))
+        back = threading.Thread(target=copy, args=(pod, client))
         back.start()
-        copy(guest, pod)
+        copy(client, pod)
         back.join()
 with socket.create_server(("", port), backlog=1024) as server:
     while True:

@@ -52,10 +52,10 @@ def client(authority: Authority | None, trusted: x509.Certificate, when: datetim
     return context
 
 
-def asks(context: ssl.SSLContext, port: int, wish: str, host: str = HOST) -> bytes:
-    """What is answered to a wish. Raises OSError."""
+def asks(context: ssl.SSLContext, port: int, service: str, host: str = HOST) -> bytes:
+    """What is answered to a service. Raises OSError."""
     with dialled(port) as connection, context.wrap_socket(connection, server_hostname=host) as channel:
-        channel.sendall(HEAD.pack(len(wish)) + wish.encode())
+        channel.sendall(HEAD.pack(len(service)) + service.encode())
         return channel.recv(1024)[HEAD.size :]
 
 
@@ -76,13 +76,13 @@ def test_a_member_is_answered(lead: Tunnel) -> None:
     assert b"nothing serves control yet" in asks(member(), lead.port, places.CONTROL)
 
 
-@pytest.mark.parametrize("wish", ["8000", "22", "127.0.0.1:22", "store-", "../control", "\0", "x" * 512])
-def test_a_member_cannot_ask_for_what_was_not_announced(lead: Tunnel, wish: str) -> None:
-    refused = lead.refused("wish")
-    answer = asks(member(), lead.port, wish).decode()
-    assert answer.startswith(f"-{wish[:64]} ")
+@pytest.mark.parametrize("service", ["8000", "22", "127.0.0.1:22", "store-", "../control", "\0", "x" * 512])
+def test_a_member_cannot_ask_for_what_was_not_announced(lead: Tunnel, service: str) -> None:
+    refused = lead.refused("service")
+    answer = asks(member(), lead.port, service).decode()
+    assert answer.startswith(f"-{service[:64]} ")
     assert "not announced" in answer
-    until(lambda: lead.refused("wish") > refused, "the refusal")
+    until(lambda: lead.refused("service") > refused, "the refusal")
 
 
 @pytest.mark.parametrize("words", [b"", HEAD.pack(7) + b"cont"], ids=["at once", "in a word"])
@@ -200,9 +200,9 @@ def test_ten_thousand_connections_keep_no_member_out(lead: Tunnel) -> None:
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as crowd:
         assert crowd.stdout is not None
-        until(lambda: lead.refused("crowd") > 0, "a crowd")
+        until(lambda: lead.refused("overload") > 0, "a crowd")
         before, slowest = lead.process.memory_info().rss, 0.0
-        while crowd.poll() is None and lead.refused("crowd") + lead.refused("closed") < 9_000:
+        while crowd.poll() is None and lead.refused("overload") + lead.refused("closed") < 9_000:
             begun = time.monotonic()
             assert asks(member(), lead.port, service) == b"+"
             slowest = max(slowest, time.monotonic() - begun)

@@ -18,8 +18,8 @@ import pytest
 
 from rolecall.errors import PeerLostError
 from rolecall.launch.local import free_ports
-from rolecall.tunnel import inside, places
-from rolecall.tunnel.inside import loopback_listener
+from rolecall.tunnel import local, places
+from rolecall.tunnel.local import loopback_listener
 from rolecall.tunnel.splice import Rewrite
 from tests.tunnel.tunnel_process import RANK_0
 from tests.tunnel.tunnels import Server, Tunnel, dialled, echo, received, until
@@ -208,10 +208,10 @@ def test_what_a_worker_announced_ends_with_it(pair: Pair) -> None:
         assert connection.recv(1) == b"x"
     process.kill()
     process.wait()
-    refused = lead.refused("wish")
+    refused = lead.refused("service")
     with dialled(port) as connection, pytest.raises(ConnectionResetError):
         received(connection)
-    until(lambda: lead.refused("wish") > refused, "the refusal")
+    until(lambda: lead.refused("service") > refused, "the refusal")
 
 
 def test_another_user_of_this_machine_is_not_let_through(pair: Pair) -> None:
@@ -238,11 +238,11 @@ def test_the_user_at_the_other_end(family: socket.AddressFamily) -> None:
         connection, _ = listener.accept()
         with connection:
             ends = connection.getpeername(), connection.getsockname()
-            assert inside._asked(*ends) == inside._listed(*ends) == os.getuid()
-            assert inside.same_user(connection)
+            assert local._user_by_netlink(*ends) == local._user_by_table(*ends) == os.getuid()
+            assert local.same_user(connection)
     nobody = ("127.0.0.1", 1), ("127.0.0.1", 2)
-    assert inside._asked(*nobody) is None
-    assert inside._listed(*nobody) is None
+    assert local._user_by_netlink(*nobody) is None
+    assert local._user_by_table(*nobody) is None
 
 
 def test_a_rank_reaches_rank_0_before_it_has_a_place_and_peers_once_it_has(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""From this rank's tunnel to a peer's: connects, checks who it is, and says what is wanted there. In a thread."""
+"""Connects to a peer's tunnel, authenticates it, and requests a service. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.keys import Credentials
 
 FIRST_PAUSE = 0.05  # seconds
-CONNECTED, REFUSED = "+", "-"  # how a tunnel's answer to a wish begins
+CONNECTED, REFUSED = "+", "-"  # first character of a tunnel's answer to a request
 
 
 class StrangerError(Exception):
-    """Whoever answers is not the member that was meant, or does not take this rank for one."""
+    """The peer is not the expected member, or does not accept this rank as one."""
 
 
-def lasting(sock: socket.socket, lease: float) -> None:
-    """Has the kernel give `sock` up where the other machine does not answer for twice the lease (seconds)."""
+def set_keepalive(sock: socket.socket, lease: float) -> None:
+    """Makes the kernel close `sock` if the other machine does not answer for twice the lease (seconds)."""
     seconds = min(max(1, round(lease / 2)), 2**15 - 1)  # Linux takes no more
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
@@ -28,22 +28,29 @@ def lasting(sock: socket.socket, lease: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(2000 * lease))
 
 
-class CrowdedError(ConnectionError):
-    """The other end has hung up before it answered: strangers crowd its door."""
+class OverloadedError(ConnectionError):
+    """The other end has closed the connection before it answered: too many unauthenticated connections are there."""
 
 
 def dial(
-    credentials: Credentials, lease: float, name: str, address: str, port: int, wish: str, first: bool, seconds: float
+    credentials: Credentials,
+    lease: float,
+    name: str,
+    address: str,
+    port: int,
+    service: str,
+    first: bool,
+    seconds: float,
 ) -> Channel:
-    """A connection to what the member `name` announced as `wish`, at `address`; `first` says that this is rank 0.
+    """Connects to the service `service` of the member `name` at `address`; `first` says that the member is rank 0.
 
-    Raises StrangerError, and OSError where it is not reached within some seconds.
+    Raises StrangerError, and OSError if the member is not reached within `seconds`.
     """
     end, pause = time.monotonic() + seconds, FIRST_PAUSE
     while True:
         try:
-            return _dial(credentials, lease, name, (address, port), wish, first, end)
-        except CrowdedError:
+            return _dial(credentials, lease, name, (address, port), service, first, end)
+        except OverloadedError:
             if time.monotonic() + pause > end:
                 raise
         time.sleep(pause)  # exponential backoff
@@ -51,24 +58,24 @@ def dial(
 
 
 def _dial(
-    credentials: Credentials, lease: float, name: str, address: tuple[str, int], wish: str, first: bool, end: float
+    credentials: Credentials, lease: float, name: str, address: tuple[str, int], service: str, first: bool, end: float
 ) -> Channel:
     with contextlib.ExitStack() as undo:
         sock = connect(address, end)
         undo.callback(sock.close)
-        lasting(sock, lease)
+        set_keepalive(sock, lease)
         host = credentials.host(name, first)
         channel = Channel(sock, credentials.client if host else credentials.anybody, server=False, host=host)
         try:
             while not channel.handshake():
                 channel.wait(end)
-            channel.say(wish)
+            channel.say(service)
             while (answer := channel.hear()) is None:
                 channel.wait(end)
         except ConnectionError as error:
-            raise CrowdedError(f"hung up before an answer ({error})") from error
+            raise OverloadedError(f"hung up before an answer ({error})") from error
         except ssl.SSLZeroReturnError as error:
-            raise CrowdedError("hung up before an answer") from error
+            raise OverloadedError("hung up before an answer") from error
         except ssl.SSLCertVerificationError as error:
             raise StrangerError(_explain(error, name, credentials.given)) from error
         except ssl.SSLError as error:
@@ -95,7 +102,7 @@ def connect(address: tuple[str, int], end: float) -> socket.socket:
             sock = socket.socket(family)
             sock.settimeout(max(0.1, (end - time.monotonic()) / (len(places) - number)))
             sock.connect(place)
-        except OSError as error:  # of the kernel too, where it lacks this family
+        except OSError as error:  # the kernel may lack this family
             if sock:
                 sock.close()
             problem = error

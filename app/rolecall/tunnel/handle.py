@@ -1,4 +1,4 @@
-"""A supervisor's handle on its tunnel: starts it, tells it the rank's place, takes its figures."""
+"""Starts the tunnel's process, sends it the rank's member name, and receives its figures."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rolecall import machine, telemetry
 from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.tunnel import places
-from rolecall.tunnel.door import REASONS
-from rolecall.tunnel.inside import unix_listener
+from rolecall.tunnel.acceptor import REASONS
 from rolecall.tunnel.keys import Credentials
-from rolecall.tunnel.process import RENEWAL, WISH, Sockets, Tunnel
+from rolecall.tunnel.local import unix_listener
+from rolecall.tunnel.process import RENEWAL, UNKNOWN_SERVICE, Sockets, Tunnel
 
 BACKLOG = 1024
-PATIENCE = 5.0  # seconds for the tunnel of a rank that was killed to end, where its successor starts at once
+PORT_WAIT_SECONDS = 5.0  # for the tunnel of a killed rank to release PORT to its successor
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Handle:
     """The tunnel of this process's rank, whose sockets are in `directory`.
 
-    Raises UsageError where PORT is taken, or where there is nothing to prove membership with.
+    Raises UsageError if PORT is taken, or if neither a token nor a certificate is given.
     """
 
     def __init__(self, settings: Settings, job: str, name: str, rank0: str, directory: Path) -> None:
@@ -53,14 +53,14 @@ class Handle:
             sock.close()
 
     def place(self, name: str) -> None:
-        """The rank is `name` from now on."""
+        """Sets the rank's member name."""
         with contextlib.suppress(OSError):  # it has ended, which `follow` says
             self._socket.send(json.dumps({"place": name}).encode())
 
     async def follow(self, metrics: Any) -> None:
-        """Keeps its metrics up to date. Raises ConnectionError where it has ended."""
+        """Keeps its metrics up to date. Raises ConnectionError once the tunnel has ended."""
         loop, total, refused = asyncio.get_running_loop(), 0, Counter[str]()
-        telemetry.begin(metrics.tunnel_refused, (*REASONS, WISH, RENEWAL))
+        telemetry.begin(metrics.tunnel_refused, (*REASONS, UNKNOWN_SERVICE, RENEWAL))
         self._socket.setblocking(False)
         while message := await loop.sock_recv(self._socket, 4096):
             figures = json.loads(message)
@@ -83,19 +83,19 @@ class Handle:
 
 def _become(
     settings: Settings, credentials: Credentials, rank0: str, coordinator: Path | None, sockets: Sockets,
-    boss: socket.socket,
+    supervisor: socket.socket,
 ) -> None:  # fmt: skip
     code = 1
     try:
         machine.name_part("tunnel")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # they are the supervisor's to handle
-        kept = sorted(sock.fileno() for sock in (boss, *sockets))
+        kept = sorted(sock.fileno() for sock in (supervisor, *sockets))
         for low, high in zip([2, *kept], [*kept, 2**20], strict=True):
             os.closerange(low + 1, high)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the keys are in its memory
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should its loop hang
-        Tunnel(settings, credentials, rank0, coordinator, sockets, boss).serve()
+        Tunnel(settings, credentials, rank0, coordinator, sockets, supervisor).serve()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -105,7 +105,7 @@ def _become(
 
 def _listen(settings: Settings) -> socket.socket:
     """A listener on PORT at BIND_ADDR, or at every address of both kinds."""
-    where, end = settings.bind_addr, time.monotonic() + PATIENCE
+    where, end = settings.bind_addr, time.monotonic() + PORT_WAIT_SECONDS
     while True:
         try:
             if not where and socket.has_dualstack_ipv6():

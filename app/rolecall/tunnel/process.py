@@ -1,7 +1,7 @@
-"""The tunnel's process: one per rank, beside its supervisor and its worker, and ended with the supervisor.
+"""The tunnel's process: one a rank, beside its supervisor and its worker; it ends with the supervisor.
 
-From the peers' tunnels it takes connections to what its own worker and supervisor announced, over TLS on PORT; for its
-own rank it dials those of the peers. It survives workers, and runs no code of a job.
+It accepts TLS connections on PORT from the peers' tunnels to services that its own worker and supervisor announced, and
+dials the peers' tunnels for its own rank. It outlives workers and runs no code of a job.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any, NamedTuple
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.tunnel import places
+from rolecall.tunnel.acceptor import Acceptor
 from rolecall.tunnel.channel import Channel
 from rolecall.tunnel.dial import CONNECTED, REFUSED, StrangerError, dial
-from rolecall.tunnel.door import Door
-from rolecall.tunnel.inside import LOOPBACK, Inside, Listening, Wanted
 from rolecall.tunnel.keys import Credentials
+from rolecall.tunnel.local import LOOPBACK, Destination, LocalListener, LocalServer
 from rolecall.tunnel.loop import Loop
 from rolecall.tunnel.splice import RESET, Rewrite, Splice
 
-PULSE = 1.0  # seconds between two looks at deadlines, and two reports of figures
-DIALS = 32  # at a time
-CONTROL_DIALS = 2  # to the coordinator: never behind peers that do not answer
-MOST_PARKED = 4096  # members that wait for what is not announced yet
-RENEWAL = "renewal"  # of a user's certificates, which are of no use
-WISH = "wish"  # the reason to refuse a member what is not announced
-REPEAT = 30.0  # seconds between two log lines of one kind
+PULSE_SECONDS = 1.0  # between two checks of deadlines, and two reports of figures
+MAX_DIALS = 32
+MAX_CONTROL_DIALS = 2  # to the coordinator, which never waits behind peers that do not answer
+MAX_PARKED = 4096  # connections that wait for a service to be announced
+RENEWAL = "renewal"  # the reason label: a user's new certificates cannot be used
+UNKNOWN_SERVICE = "service"  # the reason label: a member requests a service that is not announced
+LOG_REPEAT_SECONDS = 30.0
 
 
 class Sockets(NamedTuple):
-    """What a tunnel listens on: PORT, its worker's requests, and what is to lead to the coordinator."""
+    """The tunnel's listeners: PORT, its worker's requests, and connections to the coordinator."""
 
     outside: socket.socket
     inside: socket.socket
@@ -48,100 +48,102 @@ class Sockets(NamedTuple):
 
 
 class Tunnel:
-    """Serves until the supervisor at the other end of `boss` has ended. `coordinator` is the socket of this rank's
-    coordinator, where it has one; `rank0` is the member that has."""
+    """Serves until the supervisor at the other end of `supervisor` has ended. `coordinator` is the path of this rank's
+    coordinator, None at other ranks than rank 0; `rank0` is rank 0's member name."""
 
     def __init__(
         self, settings: Settings, credentials: Credentials, rank0: str, coordinator: Path | None, sockets: Sockets,
-        boss: socket.socket,
+        supervisor: socket.socket,
     ) -> None:  # fmt: skip
         self._settings, self._credentials, self._rank0 = settings, credentials, rank0
         self._loop = loop = Loop()
-        self._boss = boss
+        self._supervisor = supervisor
         self._services: dict[str, int | Path] = {}  # loopback ports; the coordinator's socket
         if coordinator:
             self._services[places.CONTROL] = coordinator
         self._parked: dict[str, list[tuple[float, Channel]]] = {}
         self._splices: set[Splice] = set()
-        self._bytes = 0  # of those that are over
+        self._bytes = 0  # of closed connections
         self._refused: Counter[str] = Counter()
         self._reported: dict[str, Any] = {}
         self._logged: dict[str, float] = {}
-        self._dials, self._control_dials = _threads(DIALS), _threads(CONTROL_DIALS)
+        self._dials, self._control_dials = _threads(MAX_DIALS), _threads(MAX_CONTROL_DIALS)
         self._done: deque[Callable[[], None]] = deque()
         self._wake, awake = socket.socketpair()
         self._wake.setblocking(False)
         awake.setblocking(False)
         self._awake = awake
         loop.watch(awake, select.EPOLLIN, lambda _: self._finish_dials())
-        self._door = Door(sockets.outside, credentials, settings.lease_seconds, self._enter, self._refuse)
-        Inside(loop, sockets.inside, self._announce, self._reach)
-        Listening(loop, sockets.control, self._reach_rank0)
-        loop.watch(boss, select.EPOLLIN, self._obey)
+        self._acceptor = Acceptor(
+            sockets.outside, credentials, settings.lease_seconds, self._member_connected, self._rejected
+        )
+        LocalServer(loop, sockets.inside, self._announce, self._reach)
+        LocalListener(loop, sockets.control, self._reach_rank0)
+        loop.watch(supervisor, select.EPOLLIN, self._receive_order)
         self._ended = False
 
     def serve(self) -> None:
         """Serves. Returns when the supervisor has ended."""
-        door, loop, pulse = self._door, self._loop, 0.0
+        acceptor, loop, pulse = self._acceptor, self._loop, 0.0
         watching = False
         while not self._ended:
             now = time.monotonic()
             if now >= pulse:
                 self._pulse(now)
-                pulse = now + PULSE
-            rests = now < door.rests_until
+                pulse = now + PULSE_SECONDS
+            rests = now < acceptor.rests_until
             if watching == rests:
-                loop.watch(door, 0 if rests else select.EPOLLIN, lambda _: door.turn())
+                loop.watch(acceptor, 0 if rests else select.EPOLLIN, lambda _: acceptor.turn())
                 watching = not rests
-            loop.turn(max(0.0, min(door.rests_until if rests else pulse, pulse) - now))
+            loop.turn(max(0.0, min(acceptor.rests_until if rests else pulse, pulse) - now))
 
-    # ---- who comes from outside
+    # ---- connections from peers
 
-    def _enter(self, channel: Channel, wish: str) -> None:
-        if wish in self._services:
-            self._let_in(channel, wish)
-        elif wish.startswith(places.STORE) and sum(map(len, self._parked.values())) < MOST_PARKED:
+    def _member_connected(self, channel: Channel, service: str) -> None:
+        if service in self._services:
+            self._accept_member(channel, service)
+        elif service.startswith(places.STORE) and sum(map(len, self._parked.values())) < MAX_PARKED:
             # rank 0's worker is about to announce it
-            self._parked.setdefault(wish, []).append((time.monotonic() + self._settings.connect_timeout, channel))
+            self._parked.setdefault(service, []).append((time.monotonic() + self._settings.connect_timeout, channel))
         else:
-            self._turn_down(channel, f"{wish[:64]} is not announced here")
+            self._decline(channel, f"{service[:64]} is not announced here")
 
-    def _let_in(self, channel: Channel, wish: str) -> None:
-        target = self._services[wish]
+    def _accept_member(self, channel: Channel, service: str) -> None:
+        target = self._services[service]
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
             try:
                 plain = undo.enter_context(socket.socket(socket.AF_INET if isinstance(target, int) else socket.AF_UNIX))
                 plain.setblocking(False)
                 if isinstance(target, int):
-                    with contextlib.suppress(BlockingIOError):  # it is on its way
+                    with contextlib.suppress(BlockingIOError):  # the connection is being made
                         plain.connect((LOOPBACK, target))
                 else:
                     plain.connect(str(target))
             except OSError as error:
-                self._turn_down(channel, f"nothing serves {wish[:64]} yet ({error.strerror})")
+                self._decline(channel, f"nothing serves {service[:64]} yet ({error.strerror})")
                 return
-            with contextlib.suppress(OSError):  # it has gone
+            with contextlib.suppress(OSError):  # the peer has closed it
                 channel.say(CONNECTED)
                 undo.pop_all()
                 self._splice(channel, plain)
 
-    def _turn_down(self, channel: Channel, problem: str) -> None:
-        self._refused[WISH] += 1
+    def _decline(self, channel: Channel, problem: str) -> None:
+        self._refused[UNKNOWN_SERVICE] += 1
         with contextlib.suppress(OSError):
             channel.say(REFUSED + problem)
         channel.close()
 
-    def _refuse(self, reason: str, address: str, problem: str) -> None:
+    def _rejected(self, reason: str, address: str, problem: str) -> None:
         self._refused[reason] += 1
         now = time.monotonic()
-        if reason == "closed" or now - self._logged.get(reason, float("-inf")) < REPEAT:
+        if reason == "closed" or now - self._logged.get(reason, float("-inf")) < LOG_REPEAT_SECONDS:
             return
         self._logged[reason] = now
-        _say("warning", "a stranger was sent away", reason=reason, address=address, problem=problem,
-             sent_away=self._refused[reason])  # fmt: skip
+        _log("warning", "connection rejected", reason=reason, address=address, problem=problem,
+             rejections=self._refused[reason])  # fmt: skip
 
-    # ---- what the own rank asks for
+    # ---- requests of this rank
 
     def _announce(self, service: str, port: int | None) -> None:
         if port is None:
@@ -149,9 +151,9 @@ class Tunnel:
             return
         self._services[service] = port
         for _, channel in self._parked.pop(service, ()):
-            self._let_in(channel, service)
+            self._accept_member(channel, service)
 
-    def _reach(self, peer: Wanted, port: int, plain: socket.socket) -> None:
+    def _reach(self, peer: Destination, port: int, plain: socket.socket) -> None:
         rewrite = None
         if peer.real:
             rewrite = Rewrite(f"{LOOPBACK}:{peer.real}".encode(), f"{LOOPBACK}:{port}".encode())
@@ -160,7 +162,7 @@ class Tunnel:
             self._splice(channel, plain, rewrite)
 
         def failed(error: BaseException) -> None:
-            self._complain(f"{peer.name} at {peer.host}:{peer.port}", error)
+            self._log_unreachable(f"{peer.name} at {peer.host}:{peer.port}", error)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             plain.close()
 
@@ -174,15 +176,15 @@ class Tunnel:
             with contextlib.suppress(OSError), plain:
                 plain.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
-                    plain.recv(2**16)  # what is unread when a socket is closed resets it
+                    plain.recv(2**16)  # unread data would reset the connection on close
                 plain.send(head.encode() + body)
 
         s = self._settings
-        rank0 = Wanted(self._rank0, s.master_addr, s.rank0_port, places.CONTROL)
+        rank0 = Destination(self._rank0, s.master_addr, s.rank0_port, places.CONTROL)
         self._dial(self._control_dials, rank0, lambda channel: self._splice(channel, plain), failed)
 
     def _dial(
-        self, threads: ThreadPoolExecutor, peer: Wanted, connected: Callable[[Channel], None],
+        self, threads: ThreadPoolExecutor, peer: Destination, connected: Callable[[Channel], None],
         failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         s = self._settings
@@ -197,7 +199,7 @@ class Tunnel:
                     failed(error)
 
             self._done.append(finish)
-            with contextlib.suppress(BlockingIOError):  # it is awake
+            with contextlib.suppress(BlockingIOError):  # a wake-up is pending
                 self._wake.send(b"\0")
 
         first = peer.name == self._rank0
@@ -211,14 +213,14 @@ class Tunnel:
         while self._done:
             self._done.popleft()()
 
-    def _complain(self, peer: str, error: BaseException) -> None:
+    def _log_unreachable(self, peer: str, error: BaseException) -> None:
         now = time.monotonic()
-        if now - self._logged.get(peer, float("-inf")) > REPEAT:
+        if now - self._logged.get(peer, float("-inf")) > LOG_REPEAT_SECONDS:
             self._logged[peer] = now
             level = "warning" if isinstance(error, StrangerError | ssl.SSLError) else "info"
-            _say(level, "a peer's tunnel was not reached", peer=peer, problem=str(error) or type(error).__name__)
+            _log(level, "a peer's tunnel cannot be reached", peer=peer, problem=str(error) or type(error).__name__)
 
-    # ---- the connections, the supervisor
+    # ---- connections and the supervisor
 
     def _splice(self, channel: Channel, plain: socket.socket, rewrite: Rewrite | None = None) -> None:
         splice = Splice(self._loop, channel, plain, self._closed, rewrite)
@@ -229,9 +231,9 @@ class Tunnel:
         self._bytes += splice.bytes
         self._splices.discard(splice)
 
-    def _obey(self, _: int) -> None:
+    def _receive_order(self, _: int) -> None:
         try:
-            message = self._boss.recv(4096)
+            message = self._supervisor.recv(4096)
         except OSError:
             message = b""
         if message:
@@ -241,12 +243,12 @@ class Tunnel:
             self._ended = True
 
     def _pulse(self, now: float) -> None:
-        self._door.expire()
+        self._acceptor.expire()
         for service, parked in list(self._parked.items()):
             late = [channel for end, channel in parked if end < now]
             self._parked[service] = [(end, channel) for end, channel in parked if end >= now]
             for channel in late:
-                self._turn_down(channel, f"{service[:64]} was not announced in time")
+                self._decline(channel, f"{service[:64]} was not announced in time")
             if not self._parked[service]:
                 del self._parked[service]
         self._renew(now)
@@ -258,25 +260,25 @@ class Tunnel:
         if figures != self._reported:
             self._reported = figures
             with contextlib.suppress(OSError):  # the supervisor ends, or is stopped
-                self._boss.send(json.dumps(figures).encode(), socket.MSG_DONTWAIT)
+                self._supervisor.send(json.dumps(figures).encode(), socket.MSG_DONTWAIT)
 
     def _renew(self, now: float) -> None:
         if problem := self._credentials.refresh():
             self._refused[RENEWAL] += 1
-            if now - self._logged.get(RENEWAL, float("-inf")) > REPEAT:
+            if now - self._logged.get(RENEWAL, float("-inf")) > LOG_REPEAT_SECONDS:
                 self._logged[RENEWAL] = now
-                _say("warning", "the certificates from before stay in use", problem=problem)
+                _log("warning", "new certificates cannot be used; the earlier ones stay in use", problem=problem)
 
 
 def _threads(count: int) -> ThreadPoolExecutor:
-    """A pool whose threads run already: where no more can be had, that ends the start, not a dial."""
+    """A pool whose threads are started at once, so that a lack of threads ends the start and not a dial."""
     pool, all_there = ThreadPoolExecutor(count, "dial"), threading.Barrier(count)
     for _ in range(count):
         pool.submit(all_there.wait)
     return pool
 
 
-def _say(level: str, event: str, **details: Any) -> None:
+def _log(level: str, event: str, **details: Any) -> None:
     """Logs. A full disk or a closed pipe must not end the tunnel."""
     with contextlib.suppress(OSError, ValueError):
         getattr(telemetry.log(), level)(event, **details)

@@ -1,7 +1,7 @@
-"""What the tunnel's own rank asks of it, over a Unix socket that only the rank's user can open.
+"""Serves the tunnel's own rank, over a Unix socket that only the rank's user can open.
 
-A worker announces the loopback ports on which it listens, and asks for one that leads to a peer's. What it announced
-and was given lasts as long as its connection, so as long as the worker.
+A worker announces the loopback ports on which it listens, and asks for ports that lead to a peer's. Both last as long
+as its connection, that is, as long as the worker.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 from rolecall.tunnel.loop import Loop
 
-MOST = 4096  # bytes of a request
+MAX_REQUEST_BYTES = 4096
 LOOPBACK = "127.0.0.1"
 MAPPED = f"{0:016X}{0xFFFF0000:08X}"  # what the kernel's table writes before an IPv4 address of an IPv6 socket
 SOCK_DIAG, DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
 DIAG_UID = 16 + 4 + 48 + 12  # bytes before the user in an answer: heads, the place, three numbers
 EPHEMERAL = range(32768, 60928)  # of Linux' own choice, in whole 256s
-TRIES = 2048  # ports that are tried for one below another
+MAX_PORT_TRIES = 2048
 
 
-class Wanted(NamedTuple):
-    """A peer's service that is to be reached; `real` is the port there that TensorPipe names, 0 for others."""
+class Destination(NamedTuple):
+    """A peer's service; `real` is the port that TensorPipe names there, 0 for other services."""
 
     name: str
     host: str
@@ -38,8 +38,8 @@ class Wanted(NamedTuple):
     real: int = 0
 
 
-class Listening:
-    """A listener on this machine and what is done with those that connect."""
+class LocalListener:
+    """Accepts connections of this user on this machine, and hands each to `accepted`."""
 
     def __init__(self, loop: Loop, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
         self._loop, self._listener, self._accepted = loop, listener, accepted
@@ -57,29 +57,29 @@ class Listening:
             connection.close()
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         self._loop.forget(self._listener)
         self._listener.close()
 
 
-class Inside:
-    """Serves `listener`. `announced` is called with a service's name and port, or None where it ends; `reach` with a
-    peer and a connection that is to lead there."""
+class LocalServer:
+    """Serves `listener`. Calls `announced(service, port)`, with None once the service ends, and
+    `reach(destination, port, connection)` for each connection to a port that leads to a peer."""
 
     def __init__(
         self, loop: Loop, listener: socket.socket, announced: Callable[[str, int | None], None],
-        reach: Callable[[Wanted, int, socket.socket], None],
+        reach: Callable[[Destination, int, socket.socket], None],
     ) -> None:  # fmt: skip
         self._loop, self._announced, self._reach = loop, announced, reach
-        Listening(loop, listener, self._welcome)
+        LocalListener(loop, listener, self._serve_client)
 
-    def _welcome(self, client: socket.socket) -> None:
+    def _serve_client(self, client: socket.socket) -> None:
         client.setblocking(False)
-        services, listeners = list[str](), list[Listening]()
+        services, listeners = list[str](), list[LocalListener]()
 
         def ready(_: int) -> None:
             try:
-                request = client.recv(MOST)
+                request = client.recv(MAX_REQUEST_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -99,17 +99,17 @@ class Inside:
 
         self._loop.watch(client, select.EPOLLIN, ready)
 
-    def _serve(self, request: dict[str, Any], services: list[str], listeners: list[Listening]) -> dict[str, Any]:
+    def _serve(self, request: dict[str, Any], services: list[str], listeners: list[LocalListener]) -> dict[str, Any]:
         if "announce" in request:
             services.append(request["service"] or secrets.token_hex(8))
             self._announced(services[-1], int(request["announce"]))
             return {"service": services[-1]}
         wanted = request["reach"]
-        peer = Wanted(str(wanted["name"]), str(wanted["host"]), int(wanted["port"]), str(wanted["service"]),
+        peer = Destination(str(wanted["name"]), str(wanted["host"]), int(wanted["port"]), str(wanted["service"]),
                       int(wanted["real"]))  # fmt: skip
         listener = loopback_listener(request.get("below", 0), request.get("digits", 0))
         port = int(listener.getsockname()[1])
-        listeners.append(Listening(self._loop, listener, lambda connection: self._reach(peer, port, connection)))
+        listeners.append(LocalListener(self._loop, listener, lambda connection: self._reach(peer, port, connection)))
         return {"port": port}
 
 
@@ -127,12 +127,12 @@ def loopback_listener(below: int = 0, digits: int = 0) -> socket.socket:
 
     gloo compares ports as the machine reads their two bytes, so the lower byte counts first. Raises OSError.
     """
-    for attempt in range(TRIES):
+    for attempt in range(MAX_PORT_TRIES):
         port = 0
-        if below:  # among those that the kernel assigns: another may be a rank's that is about to start
+        if below:  # of the kernel's range: others may be PORT of a rank that is about to start
             low, high = below & 255, below >> 8
             first, last = EPHEMERAL.start >> 8, (EPHEMERAL.stop >> 8) if low else high
-            if last <= first or attempt >= TRIES // 2:  # there may be only one, which is taken
+            if last <= first or attempt >= MAX_PORT_TRIES // 2:  # that range may have one such port
                 first = 4
             port = (first + secrets.randbelow(last - first) << 8) + (secrets.randbelow(low) if low else 0)
         elif digits and digits < 5:
@@ -162,13 +162,13 @@ def same_user(connection: socket.socket) -> bool:
     except OSError:
         return False  # it has gone
     try:
-        return _asked(theirs, ours) == os.getuid()
+        return _user_by_netlink(theirs, ours) == os.getuid()
     except OSError:  # the kernel does not answer here
-        return _listed(theirs, ours) == os.getuid()
+        return _user_by_table(theirs, ours) == os.getuid()
 
 
-def _asked(source: tuple[str, int], target: tuple[str, int]) -> int | None:
-    """The user of the socket that is connected so, from the kernel's sock_diag(7). Raises OSError."""
+def _user_by_netlink(source: tuple[str, int], target: tuple[str, int]) -> int | None:
+    """The user that owns the connected socket, by sock_diag(7). Raises OSError."""
     addresses = b"".join(socket.inet_aton(host) + bytes(12) for host, _ in (source, target))
     place = struct.pack("!HH", source[1], target[1]) + addresses + bytes(4) + b"\xff" * 8  # no interface, any cookie
     body = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + place
@@ -180,9 +180,9 @@ def _asked(source: tuple[str, int], target: tuple[str, int]) -> int | None:
     return int(struct.unpack_from("=I", answer, DIAG_UID)[0]) if kind == DIAG_BY_FAMILY else None
 
 
-def _listed(source: tuple[str, int], target: tuple[str, int]) -> int | None:
-    """The same from the kernel's table of all connections."""
-    theirs, ours = _as_listed(*source), _as_listed(*target)
+def _user_by_table(source: tuple[str, int], target: tuple[str, int]) -> int | None:
+    """The user that owns the connected socket, by /proc/net."""
+    theirs, ours = _table_entry(*source), _table_entry(*target)
     for table, mapped in (("tcp", ""), ("tcp6", MAPPED)):  # a program may dial IPv4 from an IPv6 socket
         with contextlib.suppress(OSError), Path("/proc/net", table).open() as lines:
             for line in lines:
@@ -192,5 +192,5 @@ def _listed(source: tuple[str, int], target: tuple[str, int]) -> int | None:
     return None
 
 
-def _as_listed(host: str, port: int) -> str:
+def _table_entry(host: str, port: int) -> str:
     return f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}:{port:04X}"

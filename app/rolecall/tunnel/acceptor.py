@@ -1,0 +1,113 @@
+"""Accepts TLS on the rank's port, authenticates within DEADLINE_SECONDS, and reads the requested service.
+
+An unauthenticated peer costs at most one handshake and one of MAX_PENDING places. Handshakes take at most half of the
+tunnel's time.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from rolecall.tunnel.channel import Channel, reason_of
+from rolecall.tunnel.dial import set_keepalive
+from rolecall.tunnel.keys import Credentials
+from rolecall.tunnel.loop import Loop
+
+MAX_PENDING = 512  # unauthenticated connections; a further one replaces the oldest
+DEADLINE_SECONDS = 5.0  # from the connection to the requested service
+MAX_PER_TURN = 16  # connections that one turn serves or accepts
+REST_FACTOR = 1.0  # the rest after a turn, in durations of that turn
+REASONS = ("certificate", "protocol", "late", "overload", "closed")  # of a rejection, as a metric's label
+
+
+class Acceptor:
+    """Serves `listener`. Calls `connected(channel, service)` for an authenticated member, and
+    `rejected(reason, address, problem)` for anybody else."""
+
+    def __init__(
+        self, listener: socket.socket, credentials: Credentials, lease: float,
+        connected: Callable[[Channel, str], None], rejected: Callable[[str, str, str], None],
+    ) -> None:  # fmt: skip
+        self._credentials, self._lease, self._member_connected, self._rejected = credentials, lease, connected, rejected
+        self._loop = Loop()
+        self._pending: OrderedDict[Channel, tuple[float, str, bool]] = OrderedDict()  # since, address, authenticated
+        self.rests_until = 0.0
+        self._listener = listener
+        listener.setblocking(False)
+        self._loop.watch(listener, select.EPOLLIN, self._accept)
+
+    def fileno(self) -> int:
+        """Is readable if there is work."""
+        return self._loop.fileno()
+
+    def turn(self) -> None:
+        """Serves up to MAX_PER_TURN connections."""
+        begun = time.monotonic()
+        self._loop.turn(0, MAX_PER_TURN)
+        now = time.monotonic()
+        self.rests_until = now + REST_FACTOR * (now - begun)
+
+    def expire(self) -> None:
+        """Rejects connections past their deadline."""
+        now = time.monotonic()
+        while self._pending and now - next(iter(self._pending.values()))[0] > DEADLINE_SECONDS:
+            self._reject(next(iter(self._pending)), "late", "no handshake in time")
+
+    def _accept(self, _: int) -> None:
+        for _ in range(MAX_PER_TURN):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no file descriptor is left, or the peer has gone
+                if self._pending:
+                    self._reject(next(iter(self._pending)), "overload", "too many connections")
+                return
+            if len(self._pending) >= MAX_PENDING:
+                self._reject(next(iter(self._pending)), "overload", "too many connections")
+            try:
+                set_keepalive(sock, self._lease)
+                channel = Channel(sock, self._credentials.server, server=True)
+            except OSError:
+                sock.close()
+                continue
+            self._pending[channel] = time.monotonic(), str(address[0]), False
+            self._loop.watch(channel, select.EPOLLIN, partial(self._serve, channel))
+
+    def _serve(self, channel: Channel, _: int) -> None:
+        since, address, authenticated = self._pending[channel]
+        try:
+            if not channel.fill():
+                self._reject(channel, "closed", "gone before the end of the handshake")
+                return
+            if not authenticated and not channel.handshake():
+                return
+            self._pending[channel] = since, address, True
+            service = channel.hear()
+        except ssl.SSLCertVerificationError as error:
+            self._reject(channel, "certificate", error.verify_message)
+        except ssl.SSLError as error:
+            problem = reason_of(error)
+            without = problem == "PEER_DID_NOT_RETURN_A_CERTIFICATE"
+            self._reject(channel, "certificate" if without else "protocol", problem)
+        except OSError as error:
+            self._reject(channel, "closed", str(error))
+        except ValueError as error:
+            self._reject(channel, "protocol", str(error))
+        else:
+            if service is not None:
+                self._loop.forget(channel)
+                del self._pending[channel]
+                self._member_connected(channel, service)
+
+    def _reject(self, channel: Channel, reason: str, problem: str) -> None:
+        _, address, _ = self._pending.pop(channel)
+        self._loop.forget(channel)
+        channel.close()
+        self._rejected(reason, address, problem)

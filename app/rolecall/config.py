@@ -1,7 +1,7 @@
 """Settings. The only module that reads the process environment.
 
-Every variable is a field of a settings class: `Settings` has those that all jobs share, and a job's own class adds to
-it. `load` makes an instance from the environment, or raises one `UsageError` that names every wrong variable.
+Every variable is a field of a settings class: `Settings` has the fields of all jobs, a job's own class adds its fields.
+`load` makes an instance from the environment, or raises one `UsageError` that names every wrong variable.
 """
 
 from __future__ import annotations
@@ -37,40 +37,47 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="ignore", env_ignore_empty=True, frozen=True)
 
-    job: str = Field("", description="the job to take part in: see `rolecall jobs`; or FILE.py, or package.module")
+    job: str = Field("", description="the job: a name of `rolecall jobs`, FILE.py, or package.module")
     role: str = Field(
         "",
-        description="this rank's role; otherwise taken from RANK or a host name rank-<n>, otherwise assigned",
+        description="this rank's role; by default from RANK or a host name rank-<n>, or assigned by rank 0",
     )
-    instance: Agreed[str] = Field("", description="name of this copy of the job; another copy's ranks are refused")
+    instance: Agreed[str] = Field("", description="name of this copy of the job; ranks of another copy are refused")
     ordinal: int | None = Field(
-        None, ge=0, le=9999, description="number within the role; otherwise from a host name <role>-<n>, or assigned"
+        None,
+        ge=0,
+        le=9999,
+        description="number within the role; by default from a host name <role>-<n>, or assigned by rank 0",
     )
     rank: int | None = Field(
-        None, ge=0, le=9999, description="torch's own variable, used where ROLE is not given: 0 is the first role"
+        None, ge=0, le=9999, description="torch's own variable, if ROLE is not set: 0 is the first role"
     )
     world_size: int | None = Field(None, ge=1, le=10000, description="torch's own variable, checked against the counts")
     master_addr: str = Field(
-        "127.0.0.1", min_length=1, description="rank 0's address; names are resolved anew each time"
+        "127.0.0.1", min_length=1, description="rank 0's address; a name is resolved at each connection"
     )
     port: int = Field(
-        29400, ge=1, le=65534, description="this rank's one port for all that ranks send each other; with TLS=off rank "
-        "0's, which takes the next one too, and RPC takes any"
+        29400, ge=1, le=65534, description="this rank's port for everything between ranks; with TLS=off rank 0's "
+        "own, which uses the next one too, and RPC listens on any port"
     )  # fmt: skip
-    master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, where it is not this rank's")
+    master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, if it differs from this rank's")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, probes and, at rank 0, the page")
-    bind_addr: str = Field("", description="name or address that PORT is listened on; empty: every address")
-    metrics_bind_addr: str = Field("", description="name or address that METRICS_PORT listens on; empty: BIND_ADDR")
+    bind_addr: str = Field("", description="name or address on which PORT listens; empty: every address")
+    metrics_bind_addr: str = Field("", description="name or address on which METRICS_PORT listens; empty: BIND_ADDR")
     tls: Literal["require", "always", "off"] = Field(
-        "require", description="TLS between ranks: whoever has neither JOB_TOKEN nor a certificate of TLS_CA is "
-        "nobody; always: of one machine's ranks too; off: whoever reaches a port can run code"
+        "require", description="require: mutual TLS between ranks, by JOB_TOKEN or certificates of TLS_CA; always: "
+        "also between ranks of one machine; off: unencrypted, and anybody who reaches a port can run code"
     )  # fmt: skip
     tls_cert: Path | None = Field(None, description="PEM file: this rank's certificate, instead of one from JOB_TOKEN")
     tls_key: Path | None = Field(None, description="PEM file: the key of TLS_CERT")
-    tls_ca: Path | None = Field(None, description="PEM file: the authority of all ranks' TLS_CERT, and of no others")
-    job_token: SecretStr | None = Field(None, description="secret of all ranks, from 16 bytes (`rolecall token`)")
+    tls_ca: Path | None = Field(
+        None, description="PEM file: the authority that signs every rank's TLS_CERT, and nothing else"
+    )
+    job_token: SecretStr | None = Field(
+        None, description="secret that all ranks share, at least 16 bytes (`rolecall token` makes one)"
+    )
     job_token_file: Path | None = Field(None, description="file that holds JOB_TOKEN")
-    checkpoint_dir: Path = Field(Path("checkpoints"), description="rank 0's directory for checkpoints and DONE")
+    checkpoint_dir: Path = Field(Path("checkpoints"), description="rank 0's directory for checkpoints and report")
     resume: bool = Field(
         True,
         description="resume from the newest checkpoint; 0: move an earlier run's checkpoints aside and start a new run",
@@ -78,65 +85,69 @@ class Settings(BaseSettings):
     checkpoint_interval: Seconds = Field(30.0, description="seconds between checkpoints")
     checkpoint_shards: Literal["auto", "direct", "stream"] = Field(
         "auto",
-        description="who writes what several ranks hold a share of: each its own share to its CHECKPOINT_DIR (direct), "
-        "rank 0 what they send it (stream); auto: direct where that is rank 0's directory, stream otherwise",
+        description="who writes shards: direct: each rank its own, to its CHECKPOINT_DIR; stream: rank 0, from what "
+        "the others send; auto: direct for ranks that see rank 0's directory, stream for the others",
     )
-    checkpoint_keep: int = Field(3, ge=1, le=1000, description="newest checkpoints kept")
+    checkpoint_keep: int = Field(3, ge=1, le=1000, description="number of checkpoints to keep")
     on_finish: Literal["exit", "linger"] = Field(
-        "exit", description="after the job: exit, or continue to serve metrics (for pods, which are always restarted)"
+        "exit", description="after the job: exit, or stay up and serve metrics (for pods that are always restarted)"
     )
     leave_code: int = Field(
-        0, ge=0, le=255, description="exit code of a rank that SIGTERM stops before the job's end; of a Job's pod not 0"
+        0,
+        ge=0,
+        le=255,
+        description="exit code of a rank that SIGTERM stops before the job's end; not 0 in a pod of a Kubernetes Job",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where this rank computes")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="the device on which this rank computes")
     threads: int = Field(
         0, ge=0, le=1024, description="torch's threads for large computations, per rank; 0: all cores of this process"
     )
-    seed: Agreed[int] = Field(1, ge=0, le=2**31 - 1, description="seed of everything random")
-    log_format: Literal["text", "json"] = Field("text", description="one event a line, as text or as JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+    seed: Agreed[int] = Field(1, ge=0, le=2**31 - 1, description="seed of every random number generator")
+    log_format: Literal["text", "json"] = Field("text", description="format of a log line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest log level")
     trace: bool = Field(
         False,
-        description="records the remote calls, steps and checkpoints of all ranks in rank 0's CHECKPOINT_DIR/trace",
+        description="record remote calls, steps and checkpoints of all ranks in CHECKPOINT_DIR/trace of rank 0",
     )
     sinks: str = Field(
         "auto",
-        description="where logged values go too: tensorboard, mlflow, wandb (separated by commas), or none; auto: "
-        "tensorboard where it is installed",
+        description="further outputs of logged values: tensorboard, mlflow, wandb (separated by commas), or none; "
+        "auto: tensorboard if it is installed",
     )
     log_interval: int = Field(10, ge=1, le=1_000_000, description="iterations or steps between progress lines")
     lease_seconds: Agreed[Seconds] = Field(
-        6.0, ge=1, description="seconds of silence after which a rank or a worker is lost"
+        6.0, ge=1, description="seconds without a heartbeat after which a rank or a worker is lost"
     )
     join_grace: Seconds = Field(
-        10.0, description="seconds that a start waits for an elastic role's count before its minimum is enough"
+        10.0,
+        description="seconds that a start waits for the count of an elastic role; after that, its minimum is enough",
     )
-    rejoin_interval: Seconds = Field(10.0, description="least seconds between two regroups that admit new ranks")
-    rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0, and at rank 0 for missing ranks")
+    rejoin_interval: Seconds = Field(10.0, description="minimum seconds between two generations that admit new ranks")
+    rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0; at rank 0, for missing ranks")
     connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
     rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
     phase_timeout: Seconds = Field(
         1800.0,
-        description="deadline of a phase: checking the settings, loading, restoring, compiling, evaluating or saving",
+        description="deadline of a phase (checking, loading, restoring, compiling, evaluating, saving), in seconds",
     )
     stuck_seconds: Seconds = Field(
         300.0,
-        description="seconds after which a step of rank 0 that also takes ten times as long as the last ones is stuck",
+        description="seconds after which a step of rank 0 is stuck, if it also takes ten times as long as recent steps",
     )
     drain_timeout: Seconds = Field(
-        20.0, description="seconds to drain in: finish the step, leave; a phase such as saving has its own deadline"
+        20.0, description="seconds to finish the step and leave; a phase such as saving has PHASE_TIMEOUT"
     )
     max_failures: int = Field(
-        3, ge=1, le=1000, description="workers that may raise without progress before the job fails"
+        3, ge=1, le=1000, description="failures of workers without progress after which the job fails"
     )
     max_restarts: int = Field(
         20,
         ge=1,
         le=10_000,
-        description="generations that may end without a new step, for any cause, before the job fails",
+        description="generations without a new step, ended by any cause, after which the job fails",
     )
     progress_timeout: Seconds = Field(
-        3600.0, description="seconds in which generations may end without a new step before the job fails"
+        3600.0, description="seconds of generations without a new step after which the job fails"
     )
 
     @field_validator("job_token")
@@ -166,7 +177,7 @@ class Settings(BaseSettings):
 
     @property
     def secure(self) -> bool:
-        """Whether ranks reach each other over TLS only."""
+        """Whether ranks use TLS."""
         return self.tls != "off"
 
     @property
@@ -176,11 +187,11 @@ class Settings(BaseSettings):
 
     @property
     def token(self) -> str:
-        """The shared secret, or the empty string where none is set."""
+        """The shared secret; empty if none is set."""
         return self.job_token.get_secret_value() if self.job_token else ""
 
     def token_replaced(self) -> bool:
-        """Whether JOB_TOKEN_FILE, which the token was read from, holds another one by now."""
+        """Whether JOB_TOKEN_FILE now holds another token than the one that was read from it."""
         if self.job_token_file is None or "job_token" in self.model_fields_set:
             return False
         try:
@@ -194,9 +205,9 @@ class Settings(BaseSettings):
         return self.threads or cores()
 
     def build(self, name: str, *arguments: Any) -> Any:
-        """Calls the user's callable that the setting `name` holds as `package.module:callable`, also of a module in the
-        working directory. Raises UsageError where it cannot be imported, for whatever it raises, and for a setting that
-        is not declared as `FromUser`.
+        """Calls the callable that the setting `name` names as `package.module:callable`. Modules in the working
+        directory are found too. Raises UsageError if it cannot be imported, if it raises, and if the setting is not
+        declared as `FromUser`.
         """
         target, variable = getattr(self, name), name.upper()
         if not is_from_user(type(self).model_fields[name]):
@@ -224,12 +235,12 @@ def load(cls: type[S], **overrides: Any) -> S:
         return cls(**overrides)
     except ValidationError as error:
         raise UsageError("wrong settings: " + "; ".join(problems(cls, error))) from None
-    except SettingsError as error:  # a list or a table that is no JSON
+    except SettingsError as error:  # a list or a table that is not JSON
         raise UsageError(f"wrong settings: {error}; give it as JSON") from None
 
 
 def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """Names in the environment that look like the variable of one of `settings` misspelt, with that variable."""
+    """Names in the environment that are probably misspelt variables of `settings`, each with the likely variable."""
     known = {name.upper() for name in settings}
     pairs = []
     for name in sorted(set(os.environ if environ is None else environ) - known):
@@ -242,12 +253,12 @@ def misspelt(settings: Iterable[str], environ: Mapping[str, str] | None = None) 
 
 
 def job_name() -> str:
-    """JOB, on which it depends which settings there are."""
+    """JOB, which decides which settings exist."""
     return os.environ.get("JOB", "")
 
 
 def passed_description() -> str:
-    """What `rolecall run` tells its ranks of a user's job; empty where it has not started this process."""
+    """The description of a user's job that `rolecall run` passes to its ranks; empty in other processes."""
     return os.environ.get(DESCRIPTION, "")
 
 
@@ -262,31 +273,31 @@ def host_name() -> str:
 
 
 def export(**names: str) -> None:
-    """Sets variables that libraries read, in this process and those that it starts."""
+    """Sets environment variables for libraries, in this process and its children."""
     os.environ.update(names)
 
 
 def replace_environment(names: Mapping[str, str]) -> None:
-    """Makes `names` this process's environment: another process has forked it."""
+    """Replaces this process's environment, after a fork on behalf of another process."""
     os.environ.clear()
     os.environ.update(names)
 
 
 def forget(name: str) -> None:
-    """Removes a variable from this process's environment, and so from that of those which it starts."""
+    """Removes an environment variable from this process and its children."""
     os.environ.pop(name, None)
 
 
 def exported(name: str) -> str:
-    """A variable that is no setting, such as a program may have set for its libraries; empty where there is none."""
+    """The value of a variable that is not a setting; empty if it is not set."""
     return os.environ.get(name, "")
 
 
 def export_default(**names: str) -> None:
-    """Sets those of the variables that are not set."""
+    """Sets variables that are not set yet."""
     export(**{name: value for name, value in names.items() if name not in os.environ})
 
 
 def child_environment(**names: str) -> dict[str, str]:
-    """This process's environment with `names` on top, for a process to be started."""
+    """The environment of a child process: this process's, updated by `names`."""
     return {**os.environ, **names}

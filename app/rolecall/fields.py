@@ -1,4 +1,4 @@
-"""What the declaration of a setting says of it: type, bounds, who must agree on its value, and who may give it."""
+"""Declarations of settings: type, bounds, whether ranks must agree, and whether a checkpoint may set the value."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
-MOST_SHOWN = 200  # characters of a value in a message
+MAX_SHOWN_CHARACTERS = 200  # of a value in a message
 
 
 @dataclass(frozen=True)
-class Agreement:
+class MustAgree:
     """Marks a setting: whether every rank must have rank 0's value."""
 
     needed: bool
 
 
-Agreed = Annotated[T, Agreement(True)]  # of the settings that all jobs share; a job's settings agree by default
-PerRank = Annotated[T, Agreement(False)]  # a job's setting that may differ from rank to rank, such as a path
+Agreed = Annotated[T, MustAgree(True)]  # of the settings that all jobs share; a job's settings agree by default
+PerRank = Annotated[T, MustAgree(False)]  # a job's setting that may differ from rank to rank, such as a path
 
 
 def agrees(field: FieldInfo, default: bool) -> bool:
     """Whether every rank must have rank 0's value of the setting; `default` where its declaration does not say."""
-    return next((mark.needed for mark in field.metadata if isinstance(mark, Agreement)), default)
+    return next((mark.needed for mark in field.metadata if isinstance(mark, MustAgree)), default)
 
 
 @dataclass(frozen=True)
 class FromUser:
-    """Marks a setting whose value names code to import, or a file: the user gives it, by flag or variable, whatever a
-    checkpoint says. The default is harmless, and so are values that match all of the pattern `unless`: these are taken
-    from a checkpoint. A setting that holds a Path is always one of these.
+    """Marks a setting whose value names code to import, or a file. It is never taken from a checkpoint, except for the
+    default and for values that match the pattern `unless` as a whole. A setting of type Path is always marked.
     """
 
     unless: str = ""
 
 
 def is_from_user(field: FieldInfo) -> bool:
-    """Whether the user must give the setting's value, in place of a file; see `FromUser`."""
+    """Whether the setting is marked as `FromUser`."""
     return any(isinstance(mark, FromUser) for mark in field.metadata) or "Path" in str(field.annotation)
 
 
 def is_harmless(field: FieldInfo, value: Any) -> bool:
-    """Whether `value` (of JSON's types), which a file has for the setting, may be used without the user's word."""
+    """Whether `value` (a JSON value), which a file has for the setting, may be used; see `FromUser`."""
     default = str(field.default) if isinstance(field.default, Path) else field.default
     if not is_from_user(field) or value == default:
         return True
@@ -56,7 +55,7 @@ def is_harmless(field: FieldInfo, value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def shown(value: Any, most: int = MOST_SHOWN) -> str:
+def shown(value: Any, most: int = MAX_SHOWN_CHARACTERS) -> str:
     """A value in a message: in one line, without control characters, of at most `most` characters."""
     text = str(value)
     text = text if len(text) <= most else f"{text[:most]}..."
@@ -78,7 +77,7 @@ def type_of(field: FieldInfo) -> str:
 
 
 def bounds_of(field: FieldInfo) -> str:
-    """A field's bounds, such as `1 to 65535`; empty where it has none."""
+    """A field's bounds, such as `1 to 65535`; empty if it has none."""
     lows: list[tuple[float, str]] = []
     highs: list[tuple[float, str]] = []
     for rule in field.metadata:
@@ -102,8 +101,8 @@ def bounds_of(field: FieldInfo) -> str:
 
 
 def problems(cls: type[BaseModel], error: ValidationError, called: Callable[[str], str] = str.upper) -> Iterator[str]:
-    """What is wrong with settings of `cls`, each with its variable, its value unless that is secret, and its bounds.
-    `called` makes what the user knows a field by of its name.
+    """The problems of settings of `cls`, each with its variable, value (unless secret) and bounds. `called` maps a
+    field's name to the name that the user knows.
     """
     for details in error.errors(include_url=False):
         message = details["msg"].removeprefix("Value error, ")
@@ -112,7 +111,7 @@ def problems(cls: type[BaseModel], error: ValidationError, called: Callable[[str
             continue
         name = str(details["loc"][0])
         field = cls.model_fields.get(name)
-        given = "***" if field is not None and is_secret(field) else repr(str(details["input"])[:MOST_SHOWN])
+        given = "***" if field is not None and is_secret(field) else repr(str(details["input"])[:MAX_SHOWN_CHARACTERS])
         expected = f" ({type_of(field)}{', ' + bounds_of(field) if bounds_of(field) else ''})" if field else ""
         yield f"{called(name)}={given}: {message[0].lower() + message[1:]}{expected}"
 

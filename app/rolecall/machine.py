@@ -1,4 +1,4 @@
-"""What this process may use of its machine, who else uses it, and this process's title."""
+"""This machine: usable cores, other users, and the process's title."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import setproctitle
 
-FIRST_USER, NOBODY = 1000, 65534  # numbers of users below and of the second are services'
+FIRST_USER, NOBODY = 1000, 65534  # lower user ids, and the second, belong to services
 NO_LOGIN = ("nologin", "false")  # shells
 LOGIN_SERVICES = ("systemd-logind", "elogind", "sshd")  # a container has none of them
 TITLE = "rolecall: "  # the beginning of a process's title; its last word is the part
@@ -29,7 +29,7 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def other_people() -> list[str]:
-    """The names of those who use this machine beside this process's user and root: accounts with a login shell that own
+    """The names of other users of this machine, apart from root: accounts with a login shell that own
     a process, and all such accounts if a service that lets them log in runs, or may run. Empty if no interface but the
     loopback is up, as in a network namespace that only these processes are in.
     """

@@ -57,17 +57,21 @@ class Settings(BaseSettings):
         "127.0.0.1", min_length=1, description="rank 0's address; a name is resolved at each connection"
     )
     port: int = Field(
-        29400, ge=1, le=65534, description="this rank's port for everything between ranks; with TLS=off rank 0's "
-        "own, which uses the next one too, and RPC listens on any port"
-    )  # fmt: skip
+        29400,
+        ge=1,
+        le=65534,
+        description="this rank's port for everything between ranks; with TLS=off rank 0's "
+        "own, which uses the next one too, and RPC listens on any port",
+    )
     master_port: int | None = Field(None, ge=1, le=65534, description="rank 0's PORT, if it differs from this rank's")
     metrics_port: Port = Field(8000, description="this rank's port for /metrics, probes and, at rank 0, the page")
     bind_addr: str = Field("", description="name or address on which PORT listens; empty: every address")
     metrics_bind_addr: str = Field("", description="name or address on which METRICS_PORT listens; empty: BIND_ADDR")
     tls: Literal["require", "always", "off"] = Field(
-        "require", description="require: mutual TLS between ranks, by JOB_TOKEN or certificates of TLS_CA; always: "
-        "also between ranks of one machine; off: unencrypted, and anybody who reaches a port can run code"
-    )  # fmt: skip
+        "require",
+        description="require: mutual TLS between ranks, by JOB_TOKEN or certificates of TLS_CA; always: "
+        "also between ranks of one machine; off: unencrypted, and anybody who reaches a port can run code",
+    )
     tls_cert: Path | None = Field(None, description="PEM file: this rank's certificate, instead of one from JOB_TOKEN")
     tls_key: Path | None = Field(None, description="PEM file: the key of TLS_CERT")
     tls_ca: Path | None = Field(

@@ -30,8 +30,20 @@ from rolecall.config import __version__
 PREFIX = "rolecall_"
 LATENCY = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
-CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "restarted", "unreachable", "lost", "left", "drained",
-          "stopped", "refused")  # fmt: skip
+CAUSES = (
+    "killed",
+    "crashed",
+    "failed",
+    "stuck",
+    "silent",
+    "restarted",
+    "unreachable",
+    "lost",
+    "left",
+    "drained",
+    "stopped",
+    "refused",
+)
 WORKER_CAUSES = ("killed", "crashed", "failed", "stuck", "silent", "lost", "refused")  # by which a worker may end early
 WORKER_STATES = ("none", "starting", "running", "ended")
 PHASES = ("none", "checking", "loading", "restoring", "compiling", "evaluating", "saving")
@@ -90,13 +102,16 @@ SUPERVISOR = (
     Metric("counter", "worker_starts_total", "Worker processes that this rank started."),
     Metric("counter", "worker_restarts_total", "Workers of this rank that ended early, by cause.", ("cause",)),
     Metric("counter", "gang_unreachable_total", "Requests to rank 0's coordinator that got no answer."),
-    Metric("gauge", "disk_wait_seconds",
-           "How long the file of CHECKPOINT_DIR that this rank has been at longest has taken so far; 0 for none."),
+    Metric(
+        "gauge",
+        "disk_wait_seconds",
+        "How long the file of CHECKPOINT_DIR that this rank has been at longest has taken so far; 0 for none.",
+    ),
     Metric("gauge", "tunnel_connections", "Connections with peers that pass through this rank's tunnel."),
     Metric("counter", "tunnel_bytes_total", "Data that passed through this rank's tunnel, both ways, in bytes."),
     Metric("counter", "tunnel_refused_total", "Connections that this rank's tunnel refused, by reason.", ("reason",)),
     Metric("counter", "metric_files_dropped_total", "Metric files that were torn and had to be dropped."),
-)  # fmt: skip
+)
 COORDINATOR = (
     Metric("gauge", "gang_state", "1 for the gang's state, 0 for the others.", ("state",)),
     Metric("gauge", "gang_members", "Ranks in the running generation, by role.", ("role",)),
@@ -105,12 +120,20 @@ COORDINATOR = (
     Metric("counter", "gang_generations_total", "Generations started."),
     Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
     Metric("counter", "gang_refused_total", "Requests to the coordinator that were refused, by reason.", ("reason",)),
-    Metric("histogram", "recovery_seconds", "Time from the end of a generation to the first step of the next.",
-           buckets=DURATION),
+    Metric(
+        "histogram",
+        "recovery_seconds",
+        "Time from the end of a generation to the first step of the next.",
+        buckets=DURATION,
+    ),
     Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),
-    Metric("gauge", "job_info", "What the job calls its score and its work, and its roles; always 1.",
-           ("score", "unit", "roles")),
-)  # fmt: skip
+    Metric(
+        "gauge",
+        "job_info",
+        "What the job calls its score and its work, and its roles; always 1.",
+        ("score", "unit", "roles"),
+    ),
+)
 WORKER = (
     Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
     Metric("counter", "rpc_failures_total", "Remote calls that failed, by method.", ("method",)),
@@ -120,9 +143,7 @@ WORKER = (
     Metric("gauge", "rpc_callee", "1 for each role that a method was called at.", ("method", "callee")),
     Metric("gauge", "rpc_connect_seconds", "How long the newest generation's RPC rendezvous took."),
     Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint written.", roles=("rank 0",)),
-    Metric(
-        "histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)
-    ),
+    Metric("histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)),
     Metric("counter", "checkpoint_failures_total", "Checkpoints that could not be written.", roles=("rank 0",)),
     Metric("gauge", "step", "Steps (updates, iterations) made.", roles=("rank 0",)),
     Metric("gauge", "epoch", "Current epoch, counted from 1.", roles=("rank 0",)),
@@ -134,7 +155,7 @@ WORKER = (
     Metric("gauge", "value", "A value that the job logs under a name of its own.", ("name",), roles=("rank 0",)),
     Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
     Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
-)  # fmt: skip
+)
 recent: deque[dict[str, Any]] = deque(maxlen=8)  # the newest warnings and errors that this process has logged
 SHARED = {metric.attribute for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  # names that no job's metric may have
 

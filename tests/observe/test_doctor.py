@@ -661,7 +661,7 @@ def test_a_coordinator_that_starts_meanwhile_is_waited_for(
     one = lead.patient(tmp_path, parts={"wait": 30.0})
     calls: list[int] = []
 
-    def dial(*arguments: Any) -> Any:
+    def dial(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise ConnectionError("nothing serves control yet")

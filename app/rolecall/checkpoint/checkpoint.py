@@ -75,8 +75,10 @@ class Snapshot:
 
         directory = self.path.parent / SHARDS / self.path.stem
         try:
-            values = {name: {**self._unshared(name), **shardfiles.whole(directory, files)}
-                      for name, files in self.shards.items()}  # fmt: skip
+            values = {
+                name: {**self._unshared(name), **shardfiles.whole(directory, files)}
+                for name, files in self.shards.items()
+            }
         except shardfile.ShardError as error:
             raise CheckpointError(f"{self.path.name}: {error}") from error
         return replace(self, state={**self.state, **values}, shards={})
@@ -105,8 +107,9 @@ class Snapshot:
     def contradicted(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> list[tuple[str, Any, Any]]:
         """The settings that the checkpoint depends on and that are others now: name, value now, the checkpoint's."""
         current = settings.model_dump(mode="json", include=set(self.pinned)) | dict(chosen or {})
-        return [(name, current[name], before) for name, before in self.pinned.items()
-                if current.get(name, before) != before]  # fmt: skip
+        return [
+            (name, current[name], before) for name, before in self.pinned.items() if current.get(name, before) != before
+        ]
 
     def require_digest(self, digest: str, setting: str) -> None:
         """Raises UsageError where the data that `setting` (NAME=value) names are not those of the checkpoint."""
@@ -302,7 +305,7 @@ def read(path: Path, job: str) -> Snapshot:
         content = {"state": content, "about": about}
     if problem := _problem(content, len(body)):
         raise CheckpointError(f"{path.name} cannot be loaded: {problem}")
-    return Snapshot(path, head["generation"], head["step"], content["state"], content["about"], shards)
+    return Snapshot(path, head["generation"], head["step"], content["state"], about=content["about"], shards=shards)
 
 
 def _problem(content: Any, size: int) -> str:

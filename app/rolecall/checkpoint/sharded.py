@@ -70,8 +70,16 @@ class Sharded(ShardedValue):
                 raise CheckpointError(f"{stem} cannot be written to {self.directory}: {error.strerror}") from error
         kept, dropped = self.checkpoints.kept_and_dropped()
         self._files = {name: files for name, files in self._files.items() if name in kept}
-        order = Order(step, stem, self.context.generation, settings.checkpoint_shards, kept, dropped, self._whole,
-                      self.context.draining)  # fmt: skip
+        order = Order(
+            step=step,
+            stem=stem,
+            generation=self.context.generation,
+            mode=settings.checkpoint_shards,
+            kept=kept,
+            dropped=dropped,
+            whole=self._whole,
+            drain=self.context.draining,
+        )
         self._whole = False
         self._each(shards.begin, self.name, order)
         self._step = step
@@ -136,8 +144,9 @@ class Sharded(ShardedValue):
             if isinstance(item, Problem):
                 raise CheckpointError(item.text)
             if item is None and time.monotonic() - came > limit:
-                raise CheckpointError(f"{stem}: nothing comes from {peer.name} for PHASE_TIMEOUT={limit:g} s; is its "
-                                      "disk hanging?")  # fmt: skip
+                raise CheckpointError(
+                    f"{stem}: nothing comes from {peer.name} for PHASE_TIMEOUT={limit:g} s; is its disk hanging?"
+                )
             if not isinstance(item, Written):
                 ahead = call()
             if item is not None:

@@ -27,9 +27,17 @@ from rolecall.record import rundir
 
 ALIGNED = 4096  # bytes: of memory and of places in a file, for writing around the page cache
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 MOST = 2**62  # of a size: torch takes no larger ones
 NUMBERS = "@rows"  # the column, int32, with the numbers of the rows in a file
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -93,8 +101,9 @@ class ShardFile:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`. Raises ValueError, KeyError or TypeError where `data` is no shard's file."""
-        columns = {name: Column(**{**column, "shape": tuple(column["shape"])})
-                   for name, column in data["columns"].items()}  # fmt: skip
+        columns = {
+            name: Column(**{**column, "shape": tuple(column["shape"])}) for name, column in data["columns"].items()
+        }
         file = cls(**{**data, "columns": columns})
         texts = (file.name, file.checksum, *(column.dtype for column in columns.values()))
         if not all(type(text) is str for text in texts) or type(file.length) is not int:
@@ -107,8 +116,11 @@ class ShardFile:
         if NUMBERS in columns:  # says which rows are in the file
             if columns[NUMBERS].dtype != "I32" or len(columns[NUMBERS].shape) != 1 or len(counts) != 1:
                 raise ValueError
-        elif any(column.first + column.step * (column.shape[0] - 1) >= column.total
-                 for column in columns.values() if column.shape[0]):  # fmt: skip
+        elif any(
+            column.first + column.step * (column.shape[0] - 1) >= column.total
+            for column in columns.values()
+            if column.shape[0]
+        ):
             raise ValueError
         if file.length != len(header(columns)) + sum(column.bytes for column in columns.values()):
             raise ValueError
@@ -121,15 +133,18 @@ def require_alike(files: Iterable[ShardFile]) -> None:
     for file in files:
         for name, c in file.columns.items():
             if name != NUMBERS and tensors.setdefault(name, (c.dtype, c.total, c.shape[1:])) != (
-                c.dtype, c.total, c.shape[1:]
-            ):  # fmt: skip
+                c.dtype,
+                c.total,
+                c.shape[1:],
+            ):
                 raise ValueError(f"{file.name}: {name} is another tensor than in the files before")
 
 
 def header(columns: Mapping[str, Column]) -> bytes:
     """The file's first bytes, padded to whole pages."""
-    entries: dict[str, Any] = {"__metadata__": {"rows": json.dumps({name: [c.total, c.first, c.step]
-                                                                    for name, c in columns.items()})}}  # fmt: skip
+    entries: dict[str, Any] = {
+        "__metadata__": {"rows": json.dumps({name: [c.total, c.first, c.step] for name, c in columns.items()})}
+    }
     offset = 0
     for name, column in columns.items():
         entries[name] = {"dtype": column.dtype, "shape": column.shape, "data_offsets": [offset, offset + column.bytes]}

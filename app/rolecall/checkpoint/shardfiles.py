@@ -36,8 +36,10 @@ def same_shapes(rows: Callable[[], Mapping[str, Rows]], expected: Shapes) -> Map
     targets = rows()
     actual = {name: (each.total, *each.shape[1:]) for name, each in targets.items()}
     if actual != expected:
-        raise UsageError(f"the checkpoint holds tensors {expected}, this program {actual}; restore what the job was "
-                         "trained with, or set another CHECKPOINT_DIR")  # fmt: skip
+        raise UsageError(
+            f"the checkpoint holds tensors {expected}, this program {actual}; restore what the job was "
+            "trained with, or set another CHECKPOINT_DIR"
+        )
     return targets
 
 
@@ -45,8 +47,9 @@ def overlaps(file: ShardFile, targets: Mapping[str, Rows]) -> bool:
     """Whether some of the rows `targets` may be in `file`. Raises KeyError for a tensor that is not among them."""
     columns = {name: column for name, column in file.columns.items() if name != NUMBERS}
     if NUMBERS in file.columns:  # which of the share's rows are in it is not known yet
-        columns = {name: replace(c, shape=(len(range(c.first, c.total, c.step)), *c.shape[1:]))
-                   for name, c in columns.items()}  # fmt: skip
+        columns = {
+            name: replace(c, shape=(len(range(c.first, c.total, c.step)), *c.shape[1:])) for name, c in columns.items()
+        }
     return any(column.overlaps(targets[name]) for name, column in columns.items())
 
 
@@ -136,8 +139,9 @@ def share(source: Path, target: Path) -> None:
                 raise
             _copy(source, target)
     except OSError as error:
-        raise ShardError(f"{source.name} of {source.parent.name} cannot be used again in {target.parent}: "
-                         f"{error.strerror}") from error  # fmt: skip
+        raise ShardError(
+            f"{source.name} of {source.parent.name} cannot be used again in {target.parent}: {error.strerror}"
+        ) from error
 
 
 def _copy(source: Path, target: Path) -> None:

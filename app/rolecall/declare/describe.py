@@ -142,10 +142,12 @@ def _agreed(job: Job) -> tuple[str, ...]:
     counts = {number for role in job.roles if role.elastic for number in (role.count, role.minimum, role.maximum)}
     scaled = {number.lower() for number in counts if isinstance(number, str)}
     return tuple(
-        name for name, field in job.settings.model_fields.items()
-        if fields.agrees(field, name not in Settings.model_fields) and not fields.is_secret(field)
+        name
+        for name, field in job.settings.model_fields.items()
+        if fields.agrees(field, name not in Settings.model_fields)
+        and not fields.is_secret(field)
         and name not in scaled
-    )  # fmt: skip
+    )
 
 
 def _version(target: str, roles: Sequence[RoleSpec]) -> str:

@@ -19,8 +19,21 @@ from rolecall.errors import UsageError
 from rolecall.fields import is_secret
 
 # secrets, and what `rolecall run` decides for each rank
-NO_FLAG = ("job", "role", "ordinal", "rank", "world_size", "master_addr", "port", "master_port", "metrics_port",
-           "bind_addr", "job_token", "on_finish", "leave_code")  # fmt: skip
+NO_FLAG = (
+    "job",
+    "role",
+    "ordinal",
+    "rank",
+    "world_size",
+    "master_addr",
+    "port",
+    "master_port",
+    "metrics_port",
+    "bind_addr",
+    "job_token",
+    "on_finish",
+    "leave_code",
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +47,12 @@ class Flags:
 def parse(job: Job, target: str, arguments: Sequence[str]) -> Flags:
     """Parses `arguments`. Exits with code 2, or 0 after a request for help, as argparse does. Raises UsageError for a
     setting that no flag can give, and for an unknown flag."""
-    parser = argparse.ArgumentParser(prog=f"rolecall run {target}", description=job.summary or None, allow_abbrev=False,
-                                     usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog=f"rolecall run {target}",
+        description=job.summary or None,
+        allow_abbrev=False,
+        usage=f"rolecall run {target} [--plain] [--SETTING VALUE]...",
+    )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live display")
     _add(parser, job, target)
     parsed, unknown = parser.parse_known_args(arguments)
@@ -65,8 +82,13 @@ def _add(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
             continue
         shown = {name: _as_here(fields[name], target) if name == "checkpoint_dir" else fields[name] for name in names}
         model = create_model("Flags", __base__=BaseSettings, **{n: (shown[n].annotation, shown[n]) for n in names})  # type: ignore[call-overload]
-        CliSettingsSource(model, root_parser=parser.add_argument_group(title), parse_args_method=parser.parse_args,
-                          cli_kebab_case=True, cli_hide_none_type=True)  # fmt: skip
+        CliSettingsSource(
+            model,
+            root_parser=parser.add_argument_group(title),
+            parse_args_method=parser.parse_args,
+            cli_kebab_case=True,
+            cli_hide_none_type=True,
+        )
     for action in parser._actions:  # argparse expands % in a help text
         action.help = action.help and action.help.replace("%", "%%")
 

@@ -113,8 +113,9 @@ def takes_more(place: Path | str, function: str, than: int) -> bool:
         return False
     taken = [
         len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
-        for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function
-    ]  # fmt: skip
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
     return taken[-1] > than if taken else False
 
 

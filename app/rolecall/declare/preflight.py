@@ -65,10 +65,12 @@ class _Body:
         self.job, self.function, self.context, self.module = job, function, context, module
         self.bound = defaultdict[str, list[ast.AST | None]](list)  # a name in this function, to what may be in it
         inner = {
-            node for scope in ast.walk(function)
+            node
+            for scope in ast.walk(function)
             if isinstance(scope, Function | ast.Lambda | ast.ClassDef) and scope is not function
-            for node in ast.walk(scope) if node is not scope
-        }  # whose names are others than this function's  # fmt: skip
+            for node in ast.walk(scope)
+            if node is not scope
+        }  # whose names are others than this function's
         for node in ast.walk(function):
             if node in inner:
                 continue

@@ -17,8 +17,23 @@ MOST = 1024  # members of an elastic role without a maximum
 NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")  # of a role or a metric
 NAMES = "a name consists of small letters, digits and _, and begins with a letter"
 # variables that any environment has, and flags of `rolecall run`
-RESERVED = {"path", "home", "user", "shell", "lang", "pwd", "term", "hostname", "tmpdir", "editor", "display",
-            "logname", "plain", "help", "ranks"}  # fmt: skip
+RESERVED = {
+    "path",
+    "home",
+    "user",
+    "shell",
+    "lang",
+    "pwd",
+    "term",
+    "hostname",
+    "tmpdir",
+    "editor",
+    "display",
+    "logname",
+    "plain",
+    "help",
+    "ranks",
+}
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,15 @@ class History:
         else, and has then added nothing."""
         match row["kind"]:
             case "start":
-                self._start(Start(_whole(row["generation"]), _whole(row["step"]), _bounded(row["seconds"]),
-                                  _bounded(row["time"], LAST_TIME), str(row.get("after", ""))))  # fmt: skip
+                self._start(
+                    Start(
+                        _whole(row["generation"]),
+                        _whole(row["step"]),
+                        _bounded(row["seconds"]),
+                        _bounded(row["time"], LAST_TIME),
+                        str(row.get("after", "")),
+                    )
+                )
             case "goal":
                 self.goal = _finite(row["value"])
             case "end":
@@ -166,8 +173,13 @@ class History:
             case "lost":
                 self.lost[str(row["cause"])] += 1
             case "event":
-                event = Event("lost" if row["what"] == "lost" else "ended", _whole(row["generation"]),
-                              _bounded(row["time"], LAST_TIME), str(row["cause"]), str(row["reason"]))  # fmt: skip
+                event = Event(
+                    "lost" if row["what"] == "lost" else "ended",
+                    _whole(row["generation"]),
+                    _bounded(row["time"], LAST_TIME),
+                    str(row["cause"]),
+                    str(row["reason"]),
+                )
                 self.events = [*self.events, event][-MOST_EVENTS:]
             case "earlier":
                 generations, began = _whole(row["generations"]), _bounded(row["began"], LAST_TIME)
@@ -208,9 +220,14 @@ class History:
             return []
         causes = Counter(start.after for start in self.starts if start.after)
         rows: list[Row] = [
-            {"kind": "earlier", "generations": self.generations - len(self.starts), "began": self.began,
-             "ends": dict(self.ends - causes), "lost": dict(self.lost)}
-        ]  # fmt: skip
+            {
+                "kind": "earlier",
+                "generations": self.generations - len(self.starts),
+                "began": self.began,
+                "ends": dict(self.ends - causes),
+                "lost": dict(self.lost),
+            }
+        ]
         if self.goal is not None:
             rows.append({"kind": "goal", "value": self.goal})
         rows += [{"kind": "start", **asdict(start)} for start in self.starts]  # before the points, which they would cut

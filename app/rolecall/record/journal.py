@@ -77,5 +77,6 @@ class Journal:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            self.log.warning("the run's history cannot be written; training continues", file=str(self.path),
-                             problem=error.strerror)  # fmt: skip
+            self.log.warning(
+                "the run's history cannot be written; training continues", file=str(self.path), problem=error.strerror
+            )

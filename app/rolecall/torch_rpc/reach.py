@@ -55,8 +55,12 @@ class Reach:
 
     def port_to(self, name: str, host: str, port: int, service: str, **wishes: int) -> int:
         """A loopback port that leads to what the member `name` announced as `service`."""
-        return int(self._ask(reach={"name": name, "host": host, "port": port, "service": service,
-                                    "real": wishes.pop("real", 0)}, **wishes)["port"])  # fmt: skip
+        return int(
+            self._ask(
+                reach={"name": name, "host": host, "port": port, "service": service, "real": wishes.pop("real", 0)},
+                **wishes,
+            )["port"]
+        )
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         try:
@@ -111,8 +115,13 @@ class TunnelStore(Store):
         else:
             return value
         reach = self._reach
-        place = {"name": reach.name, "host": reach.host, "port": reach.port, "service": reach.announce(port),
-                 "real": port}  # fmt: skip
+        place = {
+            "name": reach.name,
+            "host": reach.host,
+            "port": reach.port,
+            "service": reach.announce(port),
+            "real": port,
+        }
         return PLACE + json.dumps(place).encode() + b"\n" + value
 
     def _reachable(self, key: str, place: dict[str, Any], blob: bytes) -> bytes:
@@ -169,8 +178,21 @@ def _pass_on(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("add", "append", "barrier", "check", "compare_set", "delete_key", "has_extended_api", "list_keys",
-              "num_keys", "queue_len", "queue_pop", "queue_push", "set_timeout"):  # fmt: skip
+for _name in (
+    "add",
+    "append",
+    "barrier",
+    "check",
+    "compare_set",
+    "delete_key",
+    "has_extended_api",
+    "list_keys",
+    "num_keys",
+    "queue_len",
+    "queue_pop",
+    "queue_push",
+    "set_timeout",
+):
     setattr(TunnelStore, _name, _pass_on(_name))
 
 

@@ -91,7 +91,9 @@ def connect(context: Context[Any], tunnel: Path | None = None) -> None:
                 host = local_address(settings.master_addr) if everywhere else settings.bind_addr
                 reach = Reach(tunnel, context.me.name, host, settings.port)
             me = context.me.rank
-            store = open_store(settings, context.generation, me, len(context.members), reach, rank0)
+            store = open_store(
+                settings, context.generation, me, world_size=len(context.members), reach=reach, rank0=rank0
+            )
             if reach:
                 store = TunnelStore(store, reach)
             context.store = store

@@ -46,9 +46,15 @@ def open_store(
     else:
         port = reach.port_to(rank0, settings.master_addr, settings.rank0_port, places.store(generation))
     config.export(TP_SOCKET_IFNAME=network, GLOO_SOCKET_IFNAME=network)
-    store = TCPStore(host, port, world_size, is_master=first,
-                     timeout=timedelta(seconds=settings.connect_timeout), wait_for_workers=False,
-                     master_listen_fd=listener.detach() if listener else None)  # fmt: skip
+    store = TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=first,
+        timeout=timedelta(seconds=settings.connect_timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
     return PrefixStore(_prefix(generation), store)
 
 

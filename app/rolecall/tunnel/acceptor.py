@@ -31,9 +31,13 @@ class Acceptor:
     `rejected(reason, address, problem)` for anybody else."""
 
     def __init__(
-        self, listener: socket.socket, credentials: Credentials, lease: float,
-        connected: Callable[[Channel, str], None], rejected: Callable[[str, str, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        listener: socket.socket,
+        credentials: Credentials,
+        lease: float,
+        connected: Callable[[Channel, str], None],
+        rejected: Callable[[str, str, str], None],
+    ) -> None:
         self._credentials, self._lease, self._member_connected, self._rejected = credentials, lease, connected, rejected
         self._loop = Loop()
         self._pending: OrderedDict[Channel, tuple[float, str, bool]] = OrderedDict()  # since, address, authenticated

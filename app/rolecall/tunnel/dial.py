@@ -6,12 +6,23 @@ import contextlib
 import socket
 import ssl
 import time
+from typing import NamedTuple
 
 from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.keys import Credentials
 
-FIRST_PAUSE = 0.05  # seconds
+FIRST_PAUSE_SECONDS = 0.05
 CONNECTED, REFUSED = "+", "-"  # first character of a tunnel's answer to a request
+
+
+class Destination(NamedTuple):
+    """A peer's service; `real` is the port that TensorPipe names there, 0 for other services."""
+
+    name: str
+    host: str
+    port: int
+    service: str
+    real: int = 0
 
 
 class StrangerError(Exception):
@@ -32,24 +43,15 @@ class OverloadedError(ConnectionError):
     """The other end has closed the connection before it answered: too many unauthenticated connections are there."""
 
 
-def dial(
-    credentials: Credentials,
-    lease: float,
-    name: str,
-    address: str,
-    port: int,
-    service: str,
-    first: bool,
-    seconds: float,
-) -> Channel:
-    """Connects to the service `service` of the member `name` at `address`; `first` says that the member is rank 0.
+def dial(credentials: Credentials, to: Destination, *, lease: float, is_rank0: bool, seconds: float) -> Channel:
+    """Connects to the service of the member that `to` names; `lease` in seconds, `is_rank0` says which member it is.
 
     Raises StrangerError, and OSError if the member is not reached within `seconds`.
     """
-    end, pause = time.monotonic() + seconds, FIRST_PAUSE
+    end, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
     while True:
         try:
-            return _dial(credentials, lease, name, (address, port), service, first, end)
+            return _dial(credentials, to, lease=lease, is_rank0=is_rank0, end=end)
         except OverloadedError:
             if time.monotonic() + pause > end:
                 raise
@@ -57,19 +59,17 @@ def dial(
         pause *= 2
 
 
-def _dial(
-    credentials: Credentials, lease: float, name: str, address: tuple[str, int], service: str, first: bool, end: float
-) -> Channel:
+def _dial(credentials: Credentials, to: Destination, *, lease: float, is_rank0: bool, end: float) -> Channel:
     with contextlib.ExitStack() as undo:
-        sock = connect(address, end)
+        sock = connect((to.host, to.port), end)
         undo.callback(sock.close)
         set_keepalive(sock, lease)
-        host = credentials.host(name, first)
+        host = credentials.host(to.name, is_rank0)
         channel = Channel(sock, credentials.client if host else credentials.anybody, server=False, host=host)
         try:
             while not channel.handshake():
                 channel.wait(end)
-            channel.say(service)
+            channel.say(to.service)
             while (answer := channel.hear()) is None:
                 channel.wait(end)
         except ConnectionError as error:
@@ -77,7 +77,7 @@ def _dial(
         except ssl.SSLZeroReturnError as error:
             raise OverloadedError("hung up before an answer") from error
         except ssl.SSLCertVerificationError as error:
-            raise StrangerError(_explain(error, name, credentials.given)) from error
+            raise StrangerError(_explain(error, to.name, credentials.given)) from error
         except ssl.SSLError as error:
             text = reason_of(error)
             if "ALERT" in text:  # of the other end, which does not say why

@@ -41,14 +41,24 @@ class Handle:
         self.directory = directory
         credentials = Credentials(settings, job, name)
         # all are there before it is: whoever connects early waits for it
-        sockets = Sockets(_listen(settings), unix_listener(directory / places.INSIDE, socket.SOCK_SEQPACKET),
-                          unix_listener(directory / places.CONTROL))  # fmt: skip
+        sockets = Sockets(
+            _listen(settings),
+            unix_listener(directory / places.INSIDE, socket.SOCK_SEQPACKET),
+            unix_listener(directory / places.CONTROL),
+        )
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.pid = os.fork()  # the caller has one thread
             if not self.pid:
                 coordinator = directory / places.COORDINATOR if name == rank0 else None
-                _become(settings, credentials, rank0, coordinator, sockets, theirs)
+                _become(
+                    settings,
+                    credentials,
+                    rank0=rank0,
+                    coordinator=coordinator,
+                    sockets=sockets,
+                    supervisor=theirs,
+                )
         for sock in sockets:
             sock.close()
 
@@ -82,9 +92,14 @@ class Handle:
 
 
 def _become(
-    settings: Settings, credentials: Credentials, rank0: str, coordinator: Path | None, sockets: Sockets,
+    settings: Settings,
+    credentials: Credentials,
+    *,
+    rank0: str,
+    coordinator: Path | None,
+    sockets: Sockets,
     supervisor: socket.socket,
-) -> None:  # fmt: skip
+) -> None:
     code = 1
     try:
         machine.name_part("tunnel")
@@ -95,7 +110,15 @@ def _become(
             os.closerange(low + 1, high)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the keys are in its memory
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should its loop hang
-        Tunnel(settings, credentials, rank0, coordinator, sockets, supervisor).serve()
+        tunnel = Tunnel(
+            settings,
+            credentials,
+            rank0=rank0,
+            coordinator=coordinator,
+            sockets=sockets,
+            supervisor=supervisor,
+        )
+        tunnel.serve()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -137,9 +137,14 @@ class Credentials:
             with UsageError.wrap(f"{variable.upper()}={getattr(s, variable)}: cannot be read", OSError):
                 getattr(s, variable).read_bytes()
         seen = self._files()  # before they are read: a change meanwhile is another one
-        with UsageError.wrap(f"TLS_CERT={s.tls_cert} TLS_KEY={s.tls_key} TLS_CA={s.tls_ca}: are not a certificate, its "
-                             "key and an authority", ssl.SSLError, OSError, ValueError,
-                             advice="give them as PEM files"):  # fmt: skip
+        with UsageError.wrap(
+            f"TLS_CERT={s.tls_cert} TLS_KEY={s.tls_key} TLS_CA={s.tls_ca}: are not a certificate, its "
+            "key and an authority",
+            ssl.SSLError,
+            OSError,
+            ValueError,
+            advice="give them as PEM files",
+        ):
             contexts = _contexts(str(s.tls_cert), str(s.tls_key), cafile=str(s.tls_ca))
         self.server, self.client, self.anybody = contexts
         self._seen = seen

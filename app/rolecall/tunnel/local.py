@@ -15,8 +15,9 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from rolecall.tunnel.dial import Destination
 from rolecall.tunnel.loop import Loop
 
 MAX_REQUEST_BYTES = 4096
@@ -26,16 +27,6 @@ SOCK_DIAG, DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
 DIAG_UID = 16 + 4 + 48 + 12  # bytes before the user in an answer: heads, the place, three numbers
 EPHEMERAL = range(32768, 60928)  # of Linux' own choice, in whole 256s
 MAX_PORT_TRIES = 2048
-
-
-class Destination(NamedTuple):
-    """A peer's service; `real` is the port that TensorPipe names there, 0 for other services."""
-
-    name: str
-    host: str
-    port: int
-    service: str
-    real: int = 0
 
 
 class LocalListener:
@@ -67,9 +58,12 @@ class LocalServer:
     `reach(destination, port, connection)` for each connection to a port that leads to a peer."""
 
     def __init__(
-        self, loop: Loop, listener: socket.socket, announced: Callable[[str, int | None], None],
+        self,
+        loop: Loop,
+        listener: socket.socket,
+        announced: Callable[[str, int | None], None],
         reach: Callable[[Destination, int, socket.socket], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loop, self._announced, self._reach = loop, announced, reach
         LocalListener(loop, listener, self._serve_client)
 
@@ -105,8 +99,13 @@ class LocalServer:
             self._announced(services[-1], int(request["announce"]))
             return {"service": services[-1]}
         wanted = request["reach"]
-        peer = Destination(str(wanted["name"]), str(wanted["host"]), int(wanted["port"]), str(wanted["service"]),
-                      int(wanted["real"]))  # fmt: skip
+        peer = Destination(
+            name=str(wanted["name"]),
+            host=str(wanted["host"]),
+            port=int(wanted["port"]),
+            service=str(wanted["service"]),
+            real=int(wanted["real"]),
+        )
         listener = loopback_listener(request.get("below", 0), request.get("digits", 0))
         port = int(listener.getsockname()[1])
         listeners.append(LocalListener(self._loop, listener, lambda connection: self._reach(peer, port, connection)))

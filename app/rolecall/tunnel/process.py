@@ -24,9 +24,9 @@ from rolecall.config import Settings
 from rolecall.tunnel import places
 from rolecall.tunnel.acceptor import Acceptor
 from rolecall.tunnel.channel import Channel
-from rolecall.tunnel.dial import CONNECTED, REFUSED, StrangerError, dial
+from rolecall.tunnel.dial import CONNECTED, REFUSED, Destination, StrangerError, dial
 from rolecall.tunnel.keys import Credentials
-from rolecall.tunnel.local import LOOPBACK, Destination, LocalListener, LocalServer
+from rolecall.tunnel.local import LOOPBACK, LocalListener, LocalServer
 from rolecall.tunnel.loop import Loop
 from rolecall.tunnel.splice import RESET, Rewrite, Splice
 
@@ -52,9 +52,15 @@ class Tunnel:
     coordinator, None at other ranks than rank 0; `rank0` is rank 0's member name."""
 
     def __init__(
-        self, settings: Settings, credentials: Credentials, rank0: str, coordinator: Path | None, sockets: Sockets,
+        self,
+        settings: Settings,
+        credentials: Credentials,
+        *,
+        rank0: str,
+        coordinator: Path | None,
+        sockets: Sockets,
         supervisor: socket.socket,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings, self._credentials, self._rank0 = settings, credentials, rank0
         self._loop = loop = Loop()
         self._supervisor = supervisor
@@ -140,8 +146,14 @@ class Tunnel:
         if reason == "closed" or now - self._logged.get(reason, float("-inf")) < LOG_REPEAT_SECONDS:
             return
         self._logged[reason] = now
-        _log("warning", "connection rejected", reason=reason, address=address, problem=problem,
-             rejections=self._refused[reason])  # fmt: skip
+        _log(
+            "warning",
+            "connection rejected",
+            reason=reason,
+            address=address,
+            problem=problem,
+            rejections=self._refused[reason],
+        )
 
     # ---- requests of this rank
 
@@ -184,9 +196,12 @@ class Tunnel:
         self._dial(self._control_dials, rank0, lambda channel: self._splice(channel, plain), failed)
 
     def _dial(
-        self, threads: ThreadPoolExecutor, peer: Destination, connected: Callable[[Channel], None],
+        self,
+        threads: ThreadPoolExecutor,
+        peer: Destination,
+        connected: Callable[[Channel], None],
         failed: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         s = self._settings
         seconds = s.lease_seconds / 2 if peer.service == places.CONTROL else s.connect_timeout
 
@@ -202,9 +217,13 @@ class Tunnel:
             with contextlib.suppress(BlockingIOError):  # a wake-up is pending
                 self._wake.send(b"\0")
 
-        first = peer.name == self._rank0
         threads.submit(
-            dial, self._credentials, s.lease_seconds, peer.name, peer.host, peer.port, peer.service, first, seconds
+            dial,
+            self._credentials,
+            peer,
+            lease=s.lease_seconds,
+            is_rank0=peer.name == self._rank0,
+            seconds=seconds,
         ).add_done_callback(done)
 
     def _finish_dials(self) -> None:

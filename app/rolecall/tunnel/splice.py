@@ -50,9 +50,13 @@ class Splice:
     """`plain` is the end on this machine, `channel` leads to the peer. `closed` is called once it is over."""
 
     def __init__(
-        self, loop: Loop, channel: Channel, plain: socket.socket, closed: Callable[[Splice], None],
+        self,
+        loop: Loop,
+        channel: Channel,
+        plain: socket.socket,
+        closed: Callable[[Splice], None],
         rewrite: Rewrite | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         plain.setblocking(False)
         if plain.family != socket.AF_UNIX:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,10 +96,16 @@ class Splice:
             return
         read_plain = not self._sent_end and self._channel.clear
         read_channel = not self._got_end and not self._undelivered
-        self._loop.watch(self._plain, (select.EPOLLIN if read_plain else 0)
-                         | (select.EPOLLOUT if self._undelivered else 0), self._plain_ready)  # fmt: skip
-        self._loop.watch(self._channel, (select.EPOLLIN if read_channel else 0)
-                         | (0 if self._channel.clear else select.EPOLLOUT), self._channel_ready)  # fmt: skip
+        self._loop.watch(
+            self._plain,
+            (select.EPOLLIN if read_plain else 0) | (select.EPOLLOUT if self._undelivered else 0),
+            self._plain_ready,
+        )
+        self._loop.watch(
+            self._channel,
+            (select.EPOLLIN if read_channel else 0) | (0 if self._channel.clear else select.EPOLLOUT),
+            self._channel_ready,
+        )
 
     def _plain_ready(self, events: int) -> None:
         def step() -> None:

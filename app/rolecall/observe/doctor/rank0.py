@@ -13,7 +13,7 @@ from rolecall.observe.doctor.line import Line
 from rolecall.observe.doctor.steps import Once
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.channel import Channel
-from rolecall.tunnel.dial import connect, dial
+from rolecall.tunnel.dial import Destination, connect, dial
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.peek import Presented, peek
 
@@ -82,7 +82,8 @@ class Rank0:
         credentials, (host, port) = self.credentials.get(), self.address.get()
 
         def channel() -> Channel:
-            return dial(credentials, s.lease_seconds, self._name, host, port, places.CONTROL, True, self._timeout)
+            rank0 = Destination(self._name, host, port, places.CONTROL)
+            return dial(credentials, rank0, lease=s.lease_seconds, is_rank0=True, seconds=self._timeout)
 
         return Line(self._timeout, self._patiently(channel))
 

@@ -49,7 +49,8 @@ PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools
 PUBLIC = set(rolecall.__all__)
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MEANINGLESS = {"found", "own", "made"}
-MOST_LINES = 600
+MAX_FILE_LINES = 600
+MAX_POSITIONAL_ARGUMENTS = 5
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,29 @@ def readers_of_the_environment(source: Source) -> list[str]:
 
 def long_files(source: Source) -> list[str]:
     lengths = {name: len(text.splitlines()) for name, text in source.texts.items()}
-    return [f"{name}: {length} lines" for name, length in lengths.items() if length > MOST_LINES]
+    return [f"{name}: {length} lines" for name, length in lengths.items() if length > MAX_FILE_LINES]
+
+
+def unlisted_parts(source: Source) -> list[str]:
+    """Each room's docstring names its files and folders; those of a job are described by its page."""
+    problems = []
+    for package in source.packages:
+        listing = ast.get_docstring(ast.parse(source.texts[package])) or ""
+        if package == "rolecall" or package.startswith("rolecall.jobs."):
+            continue
+        parts = [name for name in source.texts if name.rpartition(".")[0] == package]
+        problems += [f"{package}: does not list {name}" for name in parts if f"{name.split('.')[-1]}" not in listing]
+    return problems
+
+
+def long_calls(source: Source) -> list[str]:
+    """Calls with many arguments by place, in which a reader cannot tell them apart."""
+    return [
+        f"{name}:{node.lineno}: {len(node.args)} arguments by place"
+        for name, nodes in source.nodes.items()
+        for node in nodes
+        if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL_ARGUMENTS
+    ]
 
 
 def meaningless_names(source: Source) -> list[str]:
@@ -193,7 +216,7 @@ def meaningless_names(source: Source) -> list[str]:
 
 RULES: tuple[Callable[[Source], list[str]], ...] = (
     circles, upward_imports, impure_imports, private_imports_of_jobs, readers_of_the_environment, long_files,
-    meaningless_names,
+    unlisted_parts, long_calls, meaningless_names,
 )  # fmt: skip
 
 
@@ -237,6 +260,10 @@ def test_a_package_app_is_seen(tmp_path: Path) -> None:
 
 GOOD = {
     "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rolecall.declare.spec import Job\n",
+    "gang/__init__.py": '"""Parts: gang, roster."""\n',
+    "declare/__init__.py": '"""Parts: spec."""\n',
+    "jobs/__init__.py": '"""Parts: rl."""\n',
+    "rank/__init__.py": '"""Parts: worker, other."""\n',
     "gang/gang.py": "from dataclasses import dataclass\nfrom rolecall.gang import roster\n",
     "gang/roster.py": "from collections.abc import Iterable\n",
     "config.py": "import os\nHOME = os.environ['HOME']\n",
@@ -267,7 +294,9 @@ BAD: tuple[tuple[Callable[[Source], list[str]], str, str], ...] = (
     (readers_of_the_environment, "rank/other.py", "import os\nHOME = os.environ['HOME']\n"),
     (readers_of_the_environment, "rank/other.py", "import os as system\nHOME = system.getenv('HOME')\n"),
     (readers_of_the_environment, "rank/other.py", "from os import environ\n"),
-    (long_files, "rank/other.py", "x = 1\n" * (MOST_LINES + 1)),
+    (long_files, "rank/other.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
+    (unlisted_parts, "gang/__init__.py", '"""Parts: gang."""\n'),
+    (long_calls, "rank/other.py", "run(1, 2, 3, 4, 5, 6)\n"),
     (meaningless_names, "rank/other.py", "found = 1\n"),
     (meaningless_names, "rank/other.py", "def run(own): ...\n"),
     (meaningless_names, "rank/other.py", "def run(self):\n    self.made = 1\n"),
@@ -287,7 +316,7 @@ def write(folder: Path, files: dict[str, str]) -> Source:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_a_rule_allows_what_is_right(rule: Callable[[Source], list[str]], tmp_path: Path) -> None:
-    assert rule(write(tmp_path, {**GOOD, "rank/other.py": "x = 1\n" * MOST_LINES})) == []
+    assert rule(write(tmp_path, {**GOOD, "rank/other.py": "x = 1\n" * MAX_FILE_LINES})) == []
 
 
 @pytest.mark.parametrize(("rule", "file", "text"), BAD)

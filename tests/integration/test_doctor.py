@@ -34,7 +34,7 @@ def test_ranks_that_are_well(kept: Cluster) -> None:
         assert all("is held by this rank, which runs" in checks[name]["text"] for name in ("PORT", "METRICS_PORT"))
         assert checks["rank 0"]["text"] == "it answers; the gang is running"
     assert kept.agent.metric("generation") == generation
-    assert "a stranger was sent away" not in kept.agent.text()[len(text) :]
+    assert "connection rejected" not in kept.agent.text()[len(text) :]
     kept.trains()
 
 

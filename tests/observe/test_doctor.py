@@ -69,7 +69,7 @@ def test_the_visit_is_none_of_a_stranger(lead: Lead, tmp_path: Path) -> None:
     assert look("TLS handshake", one).state == "ok"
     one.rank0.close()
     assert {reason: lead.tunnel.refused(reason) for reason in before} == before
-    assert "a stranger was sent away" not in lead.tunnel.log()
+    assert "connection rejected" not in lead.tunnel.log()
 
 
 # ---- settings

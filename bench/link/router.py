@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.link.links import LINKS
 from bench.link.shaping import Network
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 # linux/if_tun.h, linux/virtio_net.h, linux/prctl.h
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x1, 0x1000, 0x4000

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 MARK = "BENCH_MARK"
 LEAVE = 30.0  # seconds that a program has to leave after its last line
 GROUPS = {"sb3": "sb3", "cleanrl": "sb3", "appo": "sample-factory", "rllib": "rllib",

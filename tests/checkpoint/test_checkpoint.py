@@ -745,7 +745,7 @@ class Holder:
     """Another process that takes a lock and holds it until it is killed."""
 
     CODE = (
-        "import sys; from pathlib import Path; from rolecall.run import rundir; "
+        "import sys; from pathlib import Path; from rolecall.record import rundir; "
         "lock = rundir.lock(Path(sys.argv[1]), sys.argv[2], 0); print('held', flush=True); sys.stdin.read()"
     )
 

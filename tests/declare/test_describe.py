@@ -258,7 +258,7 @@ def test_a_supervisor_imports_nothing_of_the_file() -> None:
     """Nor torch for itself, which the file would."""
     Path("pi.py").write_text("import sched\n" + PI)
     program = (
-        "import sys; from rolecall.job import describe; from rolecall.rank import supervisor; describe.ask('pi.py'); "
+        "import sys; from rolecall.declare import describe; from rolecall.rank import supervisor; describe.ask('pi.py'); "
         "print({'torch', 'sched', 'pi'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

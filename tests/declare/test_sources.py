@@ -22,7 +22,7 @@ def fails():
 """
 IMPORTS = """
 import json, pickle, sys, traceback
-from rolecall.job import loader, sources
+from rolecall.declare import loader, sources
 module = loader.load(sys.argv[1])
 try:
     module.fails()

@@ -265,7 +265,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 SINK = """
 import json, os, sys, time
 from pathlib import Path
-from rolecall.run.sinks import process
+from rolecall.observe.sinks import process
 
 class Sink:
     def __init__(self, about):
@@ -282,8 +282,8 @@ class Sink:
     def end(self, state, summary):
         self.write([["end", state, summary]], 0)
 
-sys.modules["rolecall.run.sinks.fake"] = type(sys)("fake")
-sys.modules["rolecall.run.sinks.fake"].begin = Sink
+sys.modules["rolecall.observe.sinks.fake"] = type(sys)("fake")
+sys.modules["rolecall.observe.sinks.fake"].begin = Sink
 process.main("fake")
 """
 

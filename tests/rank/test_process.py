@@ -98,7 +98,7 @@ def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch,
 SUPERVISOR = """
 import asyncio, os, signal
 from rolecall.rank import worker_process
-from tests.unit import test_process
+from tests.rank import test_process
 
 async def play():
     heard = asyncio.Event()

@@ -12,8 +12,13 @@ RPC_THREADS = 16  # of a worker: they serve remote calls, and take the answers o
 State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
 HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
 TURNS = ("serve", "rolecall/torch_rpc/turns.py")
-OURS = ("rolecall/rank/", "rolecall/trace/", "rolecall/telemetry", "rolecall/jobs/script/ending.py")  # threads'
-AROUND = ("torch/distributed/rpc/", "rolecall/job/", "rolecall/trace/")  # between torch and a called function
+OURS = ("rolecall/rank/", "rolecall/record/", "rolecall/telemetry", "rolecall/jobs/script/ending.py")  # threads'
+AROUND = (
+    "torch/distributed/rpc/",
+    "rolecall/torch_rpc/",
+    "rolecall/context/",
+    "rolecall/record/",
+)  # between torch and a called function
 # where Python's library waits for a condition, which any thread may fulfil
 CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
 LOCK = re.compile(r"^with (?P<locks>.*?):|\.acquire\(")

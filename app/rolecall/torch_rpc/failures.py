@@ -19,7 +19,7 @@ LATE = "RPCErr:1:"
 GONE = re.compile(rf"originated at tensorpipe|{LATE}|gloo/transport/|ncclRemoteError")
 REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
 # frames between a call and the function that is called, and their source
-BETWEEN = r"torch/distributed/rpc/|torch/futures/|rolecall/job/(?:tracing|failures)"
+BETWEEN = r"torch/distributed/rpc/|torch/futures/|rolecall/torch_rpc/(?:tracing|failures)"
 FRAMES = re.compile(rf'  File "[^"]*(?:{BETWEEN})[^"]*", line .*\n(?:    .*\n)*')
 HEAD = "Traceback (most recent call last):\n"
 KINDS: tuple[type[Exception], ...] = (PeerLostError, CallTimeoutError)  # that stay what they are on their way back

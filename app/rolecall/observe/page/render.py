@@ -81,7 +81,7 @@ def _fill(state: dict[str, Any], nonce: str, policy: str) -> str:
 
 @functools.cache
 def _template() -> str:
-    return (resources.files("rolecall.page") / "page.html").read_text(encoding="utf-8")
+    return (resources.files("rolecall.observe.page") / "page.html").read_text(encoding="utf-8")
 
 
 def _inline() -> tuple[str, str]:

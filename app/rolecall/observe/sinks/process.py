@@ -82,7 +82,7 @@ def main(name: str) -> None:
         answers.write(text)
         answers.flush()
 
-    module = importlib.import_module(f"rolecall.run.sinks.{name}")
+    module = importlib.import_module(f"rolecall.observe.sinks.{name}")
     serve(sys.stdin.buffer, answer, module.begin)
 
 

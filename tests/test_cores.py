@@ -78,12 +78,6 @@ def test_no_limit(tmp_path: Path, files: dict[str, str | bytes]) -> None:
 
 
 @pytest.mark.usefixtures("affinity")
-@pytest.mark.parametrize("files", TORN)
-def test_a_torn_file_is_no_limit(tmp_path: Path, files: dict[str, str | bytes]) -> None:
-    assert cores(cgroup(tmp_path, files)) == 8
-
-
-@pytest.mark.usefixtures("affinity")
 def test_the_least_of_two_limits_counts(tmp_path: Path) -> None:
     assert cores(cgroup(tmp_path, {V2: "max 100000", **v1("200000", "100000")})) == 2
     assert cores(cgroup(tmp_path, {V2: "300000 100000"})) == 2

@@ -7,9 +7,7 @@ import contextlib
 import importlib
 import os
 import shlex
-import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +18,7 @@ try:
     from rolecall import config, fields, machine, new, secret, telemetry
     from rolecall.config import Settings
     from rolecall.declare import describe, loader, registry, sources
-    from rolecall.errors import CRASHED, FAILED, USAGE, RankError, UsageError
+    from rolecall.errors import CRASHED, USAGE, RankError, UsageError
     from rolecall.export import evaluation
 except KeyboardInterrupt:  # they take a moment
     raise SystemExit(130) from None
@@ -79,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return CRASHED
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -108,9 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     rank.set_defaults(handler=_rank)
     jobs = "\n".join(f"  {name:<8} {registry.get(name).summary}" for name in registry.JOBS)
     run = commands.add_parser(
-        "run", help="run every rank of a job as a process on this machine", description=RUN.format(jobs=jobs),
-        usage="rolecall run JOB [--plain] [--SETTING VALUE]...", formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "run",
+        help="run every rank of a job as a process on this machine",
+        description=RUN.format(jobs=jobs),
+        usage="rolecall run JOB [--plain] [--SETTING VALUE]...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     run.add_argument("job", metavar="JOB", help=TARGET)
     run.set_defaults(handler=lambda arguments: _run(arguments.job, ()))
     describe = commands.add_parser("describe", help="describe a job with its settings filled in")
@@ -152,10 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     create.add_argument("name", metavar="NAME", help="of the folder, which is made here, and of the job")
     create.set_defaults(handler=_new)
-    zygote = commands.add_parser("zygote")  # no user's command: without help it is not listed
-    zygote.add_argument("requests", type=int)
-    zygote.add_argument("targets", nargs="*")
-    zygote.set_defaults(handler=_zygote)
     commands.add_parser("token", help="make a token for JOB_TOKEN or JOB_TOKEN_FILE").set_defaults(handler=_token)
     commands.add_parser("jobs", help="list the jobs and their roles").set_defaults(handler=_jobs)
     return parser
@@ -182,8 +179,9 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         source = registry.sources_of(job.settings["script"])
     config.forget("JOB_TOKEN")  # what this process starts has no need of it
     identity = registry.identity(job.roles, settings, config.host_name())
-    telemetry.setup_logging(settings.log_format, settings.log_level, role=identity.role or None,
-                            ordinal=identity.ordinal)  # fmt: skip
+    telemetry.setup_logging(
+        settings.log_format, settings.log_level, role=identity.role or None, ordinal=identity.ordinal
+    )
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
     machine.name_process(job.name, identity.role, identity.ordinal, "guard" if arguments.restarts else "supervisor")
     parent = zygote.parent or arguments.tied or (arguments.restarts and os.getpid())
@@ -199,23 +197,6 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         from rolecall.rank import start
 
         return start.run(job, settings, identity, arguments.tied, parent)
-
-
-def _zygote(arguments: argparse.Namespace) -> int:
-    from rolecall.rank import zygote
-
-    with UsageError.wrap("zygote: only `rolecall run` starts it", OSError):
-        requests = socket.socket(fileno=arguments.requests)
-    words, code = zygote.serve(requests, arguments.targets), FAILED
-    try:
-        code = main(words)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)  # an interpreter that ends takes torch's modules apart
 
 
 def _run(target: str, words: Sequence[str]) -> int:
@@ -262,10 +243,10 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _describe(arguments: argparse.Namespace) -> int:
-    from rolecall.rank import tied, zygote
+    from rolecall.rank import descendants, zygote
 
     if zygote.parent:
-        tied.tie(zygote.parent)
+        descendants.exit_with(zygote.parent)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no part of the answer
         registry.get(arguments.job)
     job = describe.describe(arguments.job, arguments.arguments)
@@ -300,8 +281,11 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _metrics(arguments: argparse.Namespace) -> int:
-    _print(("metric", "kind", "labels", "where", "meaning"), telemetry.catalogue(_job_metrics(arguments.job)),
-           arguments.markdown)  # fmt: skip
+    _print(
+        ("metric", "kind", "labels", "where", "meaning"),
+        telemetry.catalogue(_job_metrics(arguments.job)),
+        arguments.markdown,
+    )
     return 0
 
 

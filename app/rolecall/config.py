@@ -6,12 +6,13 @@ Every variable is a field of a settings class: `Settings` has the fields of all 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -300,6 +301,21 @@ def exported(name: str) -> str:
 def export_default(**names: str) -> None:
     """Sets variables that are not set yet."""
     export(**{name: value for name, value in names.items() if name not in os.environ})
+
+
+@contextlib.contextmanager
+def exported_for_a_moment(**names: str) -> Iterator[None]:
+    """Within the block, processes that this one starts inherit `names`."""
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def child_environment(**names: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.link import check, router
+from bench.link import check
 from bench.link.links import LINKS, Link
 from bench.link.shaping import Direction, Network
 
@@ -76,26 +76,6 @@ def test_two_senders_share_the_receivers_link_and_have_links_of_their_own() -> N
     assert [at for at, target, _ in seen if target == 0] == pytest.approx([0.4])
 
 
-def test_a_late_look_changes_no_times() -> None:
-    punctual, late = network(), network()
-    for net in (punctual, late):
-        for _ in range(3):
-            net.send(0.0, 0, 1, 1000, b"x")
-    expected = arrivals(punctual)
-    assert [target for target, _ in late.arrived(99.0)] == [1, 1, 1]
-    for net in (punctual, late):  # the links are free from the same time on
-        net.send(0.35, 0, 1, 1000, b"y")
-    assert len(expected) == 3
-    assert arrivals(late) == arrivals(punctual)
-
-
-def test_packets_of_one_way_stay_in_order() -> None:
-    net = network()
-    for number in range(50):
-        net.send(number * 0.01, 0, 1, 100 if number % 2 else 300, bytes([number]))
-    assert [packet[0] for _, _, packet in arrivals(net)] == list(range(50))
-
-
 def test_losses_are_counted_apart_from_what_a_full_queue_drops() -> None:
     chances = iter([0.5, 0.0009, 0.5, 0.001])
     net = network(Link("lossy", "", 80_000, 0.4, 0.001), chance=lambda: next(chances))
@@ -109,22 +89,6 @@ def test_losses_are_counted_apart_from_what_a_full_queue_drops() -> None:
     passed = len(arrivals(full))
     assert full.lost == 0
     assert (passed, full.dropped) == (263, 737)  # one passes, and 2**18 bytes wait
-
-
-def test_a_large_packet_counts_with_the_headers_of_its_segments() -> None:
-    header = bytearray(52)
-    header[0], header[20 + 12] = 0x45, 8 << 4  # IPv4 of 20 bytes, TCP of 32
-    segmented = router.HEAD.pack(1, 1, 999, 1448, 20, 16) + bytes(header) + bytes(3 * 1448 + 1)
-    assert router.wire_bytes(segmented) == 3 * 1500 + 53
-    single = router.HEAD.pack(0, 0, 0, 0, 0, 0) + bytes(header) + bytes(100)
-    assert router.wire_bytes(single) == 152
-
-
-@pytest.mark.parametrize("link", LINKS.values(), ids=lambda link: link.name)
-def test_each_link_has_room_for_a_round_trip_and_is_named_as_in_the_table(link: Link) -> None:
-    assert LINKS[link.name] is link
-    assert link.queue_bytes >= link.bits_per_s / 8 * link.round_trip
-    assert link.queue_bytes >= 2**16  # or the largest packet would never pass
 
 
 def checked(link: Link, **measured: float) -> check.Checked:

@@ -18,7 +18,7 @@ from rolecall.gang.member import Member
 from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Key, RoleSpec, WorkerStatus
 from rolecall.gang.wire import SHOWN, answer_to, name_of_directive, name_of_list, pack, text_of, unpack
 from rolecall.rank import messages
-from rolecall.rank.coordinator import MAX_BODY
+from rolecall.rank.coordinator import MAX_BODY_BYTES
 from tests.gang.gangs import FIRST, RL, RULES, Play, trains
 
 KEYS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 50)))
@@ -62,7 +62,7 @@ def test_an_order_to_3000_ranks_is_small() -> None:
     lost = tuple(("elastic", n) for n in range(0, 2999, 2))  # the worst case: nothing but holes
     directive = Directive("run", 7, 12, 3, members, lost, role="elastic")
     answer = answer_to("0123456789abcdef", Beat("x", 1), directive, pack(members), pack(lost))
-    assert len(messages.write_answer(answer)) < MAX_BODY / 4
+    assert len(messages.write_answer(answer)) < MAX_BODY_BYTES / 4
     few = answer_to("0123456789abcdef", Beat("x", 1), Directive("run", 7, 12, 3, members), pack(members), ())
     assert len(messages.write_answer(few)) < 300
 

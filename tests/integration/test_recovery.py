@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 
 from rolecall.checkpoint import checkpoint
-from tests.integration.cluster import DEADLINE, ROOT, Cluster, alive, until
+from tests.integration.cluster import Cluster, alive, until
 
 MakeCluster = Callable[..., Cluster]
 
@@ -25,25 +22,6 @@ def test_agents_worker_killed(kept: Cluster) -> None:
     assert resumed()
     assert kept.agent.metric("gang_restarts_total", cause="killed") == killed + 1
     assert kept.members() == 2
-
-
-def test_watched_by_its_ports(kept: Cluster) -> None:
-    """In another order than that of the ranks; one by two names; and a port that nobody listens on."""
-    ports = [rank.environment["METRICS_PORT"] for rank in reversed(kept.ranks.values())]
-    command = [sys.executable, "-m", "rolecall", "watch", *ports, f"127.0.0.1:{ports[0]}"]
-    done = subprocess.run([*command, "1", "--once"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert "rolecall rl  gang running  step" in lines[1]
-    ranks = [" ".join(line.split()[1:4]) for line in lines[3:-2]]
-    assert ranks == ["agent 0 running", "observer 0 running", "observer 1 running", "127.0.0.1:1 down -"]
-    assert re.search(r"return [\d.]+ of 1000", lines[-2])
-    watching = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert watching.stdout is not None
-    assert "(agent 0 running, observer 0 running, observer 1 running)" in watching.stdout.readline()
-    watching.send_signal(signal.SIGINT)
-    assert watching.communicate(timeout=DEADLINE)[1] == ""
-    assert watching.returncode == 130
 
 
 def test_observer_comes_back_at_a_step_boundary(kept: Cluster) -> None:
@@ -124,16 +102,6 @@ def test_observer_leaves_and_another_joins(cluster: MakeCluster) -> None:
     until(lambda: job.members() == 3, "both newcomers")
     job.trains()
     assert all(rank.metric("generation") == job.agent.metric("generation") for rank in newcomers)
-
-
-def test_observers_without_an_ordinal_get_one(cluster: MakeCluster) -> None:
-    job = cluster(OBSERVERS="2")
-    job.add("agent", 0).start()
-    for number in (0, 1):
-        job.add("observer", number, ORDINAL="").start()
-    until(lambda: job.members() == 2, "both observers")
-    job.trains()
-    assert {job.observer(n).text().count("place assigned") for n in (0, 1)} == {1}
 
 
 def test_job_that_can_only_fail_ends_everywhere(cluster: MakeCluster) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from rolecall.declare import describe
 from rolecall.launch.local import free_ports
-from rolecall.rank.coordinator import MAX_BODY, PATH
+from rolecall.rank.coordinator import MAX_BODY_BYTES, PATH
 from rolecall.tunnel import keys
 from tests.integration.cluster import TOKEN, Cluster, until
 
@@ -44,7 +44,7 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     job.trains()
     generation = job.agent.metric("generation")
 
-    assert post(job, "x" * (MAX_BODY + 1))[0] == 413
+    assert post(job, "x" * (MAX_BODY_BYTES + 1))[0] == 413
     for garbage in (
         "",
         "{",

@@ -64,12 +64,6 @@ def test_every_setting_has_a_flag_with_its_description(capsys: pytest.CaptureFix
     assert text.index(jobs) < text.index(shared) < text.index("--checkpoint-dir ")
 
 
-def test_the_jobs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(capsys, "run")
-    assert all(registry.get(job).summary in text for job in registry.JOBS)
-    assert "usage: rolecall " in help_of(capsys)
-
-
 def test_a_flag_wins_over_its_variable_and_reaches_every_rank(ranks: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_ENVS", "5")
     monkeypatch.setenv("GAMMA", "0.5")
@@ -119,20 +113,6 @@ def test_a_misspelt_flag_is_one_line_with_the_flag_that_is_meant(
     assert capsys.readouterr().err == line
 
 
-def test_the_help_of_run_says_where_runs_go(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        __main__.main(["run", "rl", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "(default: runs/rl-TIME)" in text
-    assert "(default: checkpoints)" not in text
-
-
-def test_checkpoint_dir_as_a_flag(ranks: Started, tmp_path: Path) -> None:
-    assert __main__.main(["run", "rl", "--checkpoint-dir", "mine"]) == 0
-    assert {rank.environment["CHECKPOINT_DIR"] for rank in ranks} == {"mine"}
-    assert (tmp_path / "mine" / "logs").is_dir()
-
-
 @pytest.mark.parametrize("variable", [False, True])
 def test_wrong_values_are_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: bool
@@ -149,11 +129,6 @@ def test_wrong_values_are_one_line(
     (line,) = output.err.splitlines()
     assert line.startswith("rolecall: wrong settings: NUM_ENVS='x': input should be a valid integer")
     assert "LR='-1': " in line
-
-
-def test_no_flag_is_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["run", "rl", "--observer", "3"]) == USAGE
-    assert "--observer:" in capsys.readouterr().err
 
 
 def test_an_unknown_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from rolecall import __main__
 from rolecall.errors import USAGE, UsageError
 from rolecall.launch import control
-from rolecall.launch.control import Control, Listed
+from rolecall.launch.control import Control, ListedRank
 from rolecall.observe import targets
 from rolecall.observe.targets import Address
 
@@ -36,7 +36,7 @@ time.sleep(60)
 class Run:
     """A local run in `folder`, whose only rank is `rank`; `command` runs a command while its socket is served."""
 
-    def __init__(self, folder: Path, rank: Listed) -> None:
+    def __init__(self, folder: Path, rank: ListedRank) -> None:
         self.folder, self.rank = folder, rank
         self.scaled: list[tuple[str, int]] = []
         (folder / "logs").mkdir()
@@ -59,7 +59,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[[int], Run]:
-    return lambda pid: Run(tmp_path, Listed("observer", 1, pid, "up"))
+    return lambda pid: Run(tmp_path, ListedRank("observer", 1, pid, "up"))
 
 
 def test_the_parts_of_a_rank_are_listed_and_killed(
@@ -87,7 +87,7 @@ def test_what_another_user_lists_is_not_killed(
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        reply = {"ranks": [asdict(Listed("observer", 1, process.pid, "up"))]}
+        reply = {"ranks": [asdict(ListedRank("observer", 1, process.pid, "up"))]}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / "control"))
             listener.listen()

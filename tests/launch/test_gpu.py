@@ -55,9 +55,3 @@ def test_too_few_are_taken_in_turn_and_reported(seen: Seen, logged: list[EventDi
 def test_a_machine_without_is_no_warning(seen: Seen, logged: list[EventDict]) -> None:
     assert seen(1, 0, None) == ["", "", None]
     assert logged == []
-
-
-def test_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(gpu.VISIBLE, raising=False)
-    monkeypatch.setattr(gpu, "DRIVER", tmp_path / "none")
-    assert gpu.visible() == []

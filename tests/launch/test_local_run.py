@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -21,7 +20,6 @@ from rolecall.errors import UsageError
 from rolecall.launch import local, rank_process
 from rolecall.launch.local import LocalRun
 from rolecall.launch.rank_process import INTERRUPTED
-from rolecall.rank import zygote
 
 DEADLINE = 60  # seconds; a fail-safe
 ENDS = (
@@ -61,28 +59,6 @@ def test_a_frozen_supervisor_delays_no_end(run: LocalRun) -> None:
         return await asyncio.wait_for(over, DEADLINE)
 
     assert asyncio.run(play()) == INTERRUPTED
-
-
-@pytest.mark.parametrize(("thaws", "code"), [(True, 0), (False, -signal.SIGKILL)])
-def test_a_frozen_zygote_delays_no_end(monkeypatch: pytest.MonkeyPatch, thaws: bool, code: int) -> None:
-    """It tells of the ends of the ranks that it has forked."""
-    monkeypatch.setattr(zygote, "TELLING", 0.05)
-    status, theirs = os.pipe()
-    rank = subprocess.Popen([sys.executable, "-S", "-c", ""], start_new_session=True)
-    rank.wait()
-    sent = list[int]()
-
-    class Frozen:
-        def send_signal(self, number: int) -> None:
-            sent.append(number)
-            if thaws:
-                os.write(theirs, zygote.NUMBER.pack(0))
-            if thaws or number == signal.SIGKILL:
-                os.close(theirs)
-
-    forked = zygote.Forked(rank.pid, status, cast(Any, Frozen()))
-    assert asyncio.run(asyncio.wait_for(forked.wait(), DEADLINE)) == code
-    assert sent == ([signal.SIGCONT] if thaws else [signal.SIGCONT, signal.SIGKILL])
 
 
 def test_ranks_are_added_and_dropped(run: LocalRun) -> None:

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from rolecall.launch import output, rank_process
-from rolecall.launch.output import CUT, MOST_LINE, TRACEBACK, Output, Splitter, Tracebacks, printable
+from rolecall.launch.output import CUT_NOTE, MAX_LINE_BYTES, TRACEBACK, Output, Splitter, Tracebacks, printable
 from rolecall.launch.rank_process import RankProcess
 
 DEADLINE = 30  # seconds; a fail-safe
@@ -47,7 +47,7 @@ def test_lines(chunks: list[bytes], lines: list[str]) -> None:
 
 
 def test_a_line_that_is_too_long_is_cut_wherever_it_is() -> None:
-    cut = "x" * MOST_LINE + CUT
+    cut = "x" * MAX_LINE_BYTES + CUT_NOTE
     long = b"x" * LONG
     assert split(long + b"\nafter\n") == [cut, "after"]
     assert split(b"before\n" + long) == ["before", cut]
@@ -56,7 +56,7 @@ def test_a_line_that_is_too_long_is_cut_wherever_it_is() -> None:
     splitter = Splitter()
     for chunk in chunks:
         splitter.split(chunk)
-        assert len(splitter._rest) <= MOST_LINE
+        assert len(splitter._rest) <= MAX_LINE_BYTES
 
 
 def test_what_would_break_the_display() -> None:
@@ -89,14 +89,6 @@ def run(monkeypatch: pytest.MonkeyPatch, log: Path, program: str) -> tuple[int, 
     return asyncio.run(asyncio.wait_for(rank.supervise(), DEADLINE)), lines
 
 
-def test_a_rank_that_prints_megabytes_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    code, lines = run(monkeypatch, log, f"sys.stdout.write('x' * {LONG}); print(); print('trains on')")
-    assert code == 0
-    assert lines == ["x" * MOST_LINE + CUT, "trains on"]
-    assert log.read_bytes() == b"x" * LONG + b"\ntrains on\n"
-
-
 def test_a_rank_that_prints_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log, data = tmp_path / "log", bytes(range(256)) * 8192
     code, lines = run(monkeypatch, log, "sys.stdout.buffer.write(bytes(range(256)) * 8192); print('trains on')")
@@ -116,7 +108,7 @@ def test_a_full_disk_does_not_stop_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_end_of_a_rank_is_seen_while_others_hold_its_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rank_process, "LAST_OUTPUT", 0.1)
+    monkeypatch.setattr(rank_process, "LAST_OUTPUT_SECONDS", 0.1)
     program = "import time\npid = os.fork()\nif pid == 0: time.sleep(60)\nprint(pid, flush=True)\nos._exit(0)"
     code, lines = run(monkeypatch, tmp_path / "log", program)
     os.kill(int(lines[0]), signal.SIGKILL)
@@ -153,7 +145,7 @@ def pipe() -> Iterator[tuple[int, IO[str]]]:
 def test_nobody_waits_for_a_terminal_that_does_not_read(
     monkeypatch: pytest.MonkeyPatch, pipe: tuple[int, IO[str]]
 ) -> None:
-    monkeypatch.setattr(output, "MOST_WAITING", 1000)
+    monkeypatch.setattr(output, "MAX_WAITING_CHARACTERS", 1000)
     shown = Output(pipe[1], pipe[1])
     shown.line("x" * 200_000)  # more than a pipe holds
     texts = [os.read(pipe[0], 1)]  # it is being printed

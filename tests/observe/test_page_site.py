@@ -52,7 +52,7 @@ async def serving(directory: Path, first: bool = True) -> AsyncIterator[tuple[Si
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
     lead.queries = Queries()  # type: ignore[assignment]
     if first:
-        served.lead_by(lead, Replies())
+        served.start(lead, Replies())
     app = web.Application()
     app.add_routes(served.routes())
     runner = web.AppRunner(app)
@@ -84,11 +84,11 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
 
 def join(served: Site, phase: str) -> None:
     """Rank 0 reports that its worker runs."""
-    assert served.lead is not None
+    assert served.coordinator is not None
     status = WorkerStatus(1, "running", phase=phase)
     beat = Heartbeat("agent", 0, "first", 1 + len(phase), node="here", worker=status, job=JOB.identity,
                      digest=JOB.agreement(served.settings).digest)  # fmt: skip
-    served.lead.gang.receive(beat, time.monotonic())
+    served.coordinator.gang.receive(beat, time.monotonic())
 
 
 def test_it_is_read_as_html_and_as_json(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_it_is_read_as_html_and_as_json(tmp_path: Path) -> None:
 def test_the_state_is_built_once_a_second_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
-            monkeypatch.setattr(site, "PERIOD", 3600.0)
+            monkeypatch.setattr(site, "EVENT_SECONDS", 3600.0)
             built, state = [], served.state
 
             def build() -> dict[str, Any]:
@@ -147,17 +147,17 @@ def test_another_rank_says_where_the_page_is(tmp_path: Path) -> None:
 def test_before_there_is_a_gang_rank_0_is_starting(tmp_path: Path) -> None:
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
-            served.lead, lead = None, served.lead
+            served.coordinator, lead = None, served.coordinator
             async with session.get("/page/events") as response:
                 assert response.status == 503
                 assert "starting" in await response.text()
-            served.lead = lead
+            served.coordinator = lead
 
     run(steps())
 
 
 def test_a_watcher_gets_all_and_then_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "PERIOD", 0.05)
+    monkeypatch.setattr(site, "EVENT_SECONDS", 0.05)
 
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
@@ -184,14 +184,14 @@ async def collected(stream: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any
 
 
 def test_ranks_are_asked_only_while_somebody_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "PERIOD", 0.01)
-    monkeypatch.setattr(site, "ASKED", 0.01)
-    monkeypatch.setattr(site, "INTEREST", 0.05)
+    monkeypatch.setattr(site, "EVENT_SECONDS", 0.01)
+    monkeypatch.setattr(site, "STATS_SECONDS", 0.01)
+    monkeypatch.setattr(site, "READER_SECONDS", 0.05)
 
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
-            assert served.lead is not None
-            queries: Any = served.lead.queries
+            assert served.coordinator is not None
+            queries: Any = served.coordinator.queries
             async with session.get("/") as response:
                 assert response.status == 200
             assert queries.asked == 0
@@ -211,13 +211,13 @@ def test_ranks_are_asked_only_while_somebody_watches(tmp_path: Path, monkeypatch
 
 
 def test_of_many_ranks_some_are_asked_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "ASKED", 0.01)
-    monkeypatch.setattr(site, "MOST_ASKED", 2)
+    monkeypatch.setattr(site, "STATS_SECONDS", 0.01)
+    monkeypatch.setattr(site, "MAX_RANKS_PER_QUERY", 2)
 
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
-            assert served.lead is not None
-            members, queries = served.lead.gang.members, served.lead.queries
+            assert served.coordinator is not None
+            members, queries = served.coordinator.gang.members, served.coordinator.queries
             join(served, "")
             (member,) = members.values()
             members.update({("observer", ordinal): member for ordinal in range(4)})
@@ -243,7 +243,7 @@ def test_stacks_come_in_words_of_all_ranks_or_of_one(tmp_path: Path) -> None:
 
 
 def test_more_than_some_dozens_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "MOST_WATCHERS", 2)
+    monkeypatch.setattr(site, "MAX_WATCHERS", 2)
 
     async def steps() -> None:
         async with (
@@ -259,8 +259,8 @@ def test_more_than_some_dozens_are_turned_away(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_watcher_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "PERIOD", 0.01)
-    monkeypatch.setattr(site, "PATIENCE", 0.2)
+    monkeypatch.setattr(site, "EVENT_SECONDS", 0.01)
+    monkeypatch.setattr(site, "SEND_SECONDS", 0.2)
 
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
@@ -282,13 +282,13 @@ def test_a_watcher_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: py
 
 
 def test_how_it_went_is_shown_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "ASKED", 0.05)
-    monkeypatch.setattr(site, "PERIOD", 0.05)
+    monkeypatch.setattr(site, "STATS_SECONDS", 0.05)
+    monkeypatch.setattr(site, "EVENT_SECONDS", 0.05)
 
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
-            assert served.lead is not None
-            served.lead.gang.state = "finished"
+            assert served.coordinator is not None
+            served.coordinator.gang.state = "finished"
             async with session.get("/page/events") as response:
                 stream = events(response)
                 assert (await anext(stream))["summary"] is None

@@ -228,7 +228,7 @@ def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
     now = 0.0
     scrapes = endpoints.Scrapes(lambda: now)
     scrapes.record()
-    now = endpoints.LONGEST + 1
+    now = endpoints.MAX_SCRAPE_INTERVAL + 1
     scrapes.record()
     assert scrapes.patience() == 0
 
@@ -237,7 +237,7 @@ def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
 def test_the_wait_ends_with_the_scrape_or_its_time(comes: bool) -> None:
     """Nobody else than Prometheus counts, and what it asks for is served first."""
     registry = CollectorRegistry()
-    headers = {endpoints.SCRAPER: "1"} if comes else {}
+    headers = {endpoints.SCRAPE_HEADER: "1"} if comes else {}
 
     async def steps() -> float:
         scrapes = endpoints.Scrapes()

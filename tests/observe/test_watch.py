@@ -20,7 +20,7 @@ from rolecall.errors import FAILED, UsageError
 from rolecall.observe import display, targets, viewer
 from rolecall.observe.display import Display, Target, sparkline
 from rolecall.observe.targets import Address, Endpoint, Folder, Source, parse
-from rolecall.observe.viewer import Lines, Viewer
+from rolecall.observe.viewer import LinePrinter, Viewer
 from rolecall.record import rundir
 from rolecall.telemetry import GANG_STATES, PREFIX, WORKER_STATES
 
@@ -291,7 +291,7 @@ def test_it_ends_where_rank_0_stays_up_after_the_end(monkeypatch: pytest.MonkeyP
     view = viewing(rank("a", "rl", "agent", "0", "finished"))
     assert not view.over()
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + viewer.LINGER + 1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + viewer.LINGER_SECONDS + 1)
     assert view.over()
     assert view.code == 0
 
@@ -341,7 +341,7 @@ def test_once_takes_two_polls_and_waits_little_for_the_rest(monkeypatch: pytest.
     view = viewing(rank("a", "rl", "agent", "0", "running"), down("b"), once=True)
     assert [view.over(), view.over()] == [False, False]
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + viewer.ONCE + 0.1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + viewer.ONCE_SECONDS + 0.1)
     assert view.over()
 
 
@@ -388,7 +388,7 @@ def test_addresses_come_and_go() -> None:
 
 def test_lines_show_what_changes(capsys: pytest.CaptureFixture[str]) -> None:
     agent = rank("a", "rl", "agent", "0", "running", step=3.0)
-    lines = Lines(viewing(agent))
+    lines = LinePrinter(viewing(agent))
     lines.show()
     lines.show()
     agent.up = False

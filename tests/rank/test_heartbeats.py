@@ -17,7 +17,7 @@ from rolecall.gang.member import Member
 from rolecall.gang.protocol import Answer, Beat, Directive, Query, WorkerStatus
 from rolecall.rank import coordinator, heartbeats
 from rolecall.rank.heartbeats import Heartbeats
-from rolecall.rank.link import Link, StrangersError
+from rolecall.rank.link import Link, UntrustedRank0Error
 from rolecall.rank.queries import Replies
 
 NEWS = 30
@@ -84,7 +84,7 @@ class Rotated:
         self.posts += 1
         if self.posts == 1:
             return Answer("lead", Directive("stop", 0, 1, role="ps"))
-        raise StrangersError("JOB_TOKEN does not match, or it is another job")
+        raise UntrustedRank0Error("JOB_TOKEN does not match, or it is another job")
 
     async def reply(self, number: str, result: Any) -> None:
         pass

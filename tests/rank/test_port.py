@@ -61,7 +61,7 @@ def play(case: Callable[[], object]) -> None:
 
 
 def test_half_sent_requests_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(port, "MAX_CONNECTIONS", 4)
 
     async def case() -> None:
         async with served(Collector()) as number:
@@ -78,7 +78,7 @@ def test_half_sent_requests_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "ARRIVAL", 0.1)
+    monkeypatch.setattr(port, "REQUEST_ARRIVAL_SECONDS", 0.1)
 
     async def case() -> None:
         async with served(Collector()) as number:
@@ -91,7 +91,7 @@ def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_readers_of_metrics_share_one_body_and_are_served_at_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "SHARE", 1e-9)  # a second between two
+    monkeypatch.setattr(endpoints, "MAX_CPU_SHARE", 1e-9)  # a second between two
 
     async def case() -> None:
         collector = Collector()
@@ -106,7 +106,7 @@ def test_readers_of_metrics_share_one_body_and_are_served_at_a_pace(monkeypatch:
 
                 await asyncio.gather(*(read() for _ in range(requests)))
             assert collector.times - begun <= 1 + (loop.time() - at)
-            assert loop.time() - at >= (requests - 1) * port.PACE
+            assert loop.time() - at >= (requests - 1) * port.REQUEST_INTERVAL_SECONDS
 
     play(case)
 

@@ -67,12 +67,6 @@ def test_bad_input_is_the_message(message: Path, monkeypatch: pytest.MonkeyPatch
     assert message.read_text().startswith("rolecall: wrong settings: LEASE_SECONDS")
 
 
-def test_a_long_message_keeps_its_beginning(message: Path) -> None:
-    termination.write_failure("é" * 9000 + "\nthe cause")
-    assert len(message.read_bytes()) == termination.MAX_BYTES
-    assert message.read_bytes().startswith(b"the job failed: the cause\n")
-
-
 def test_where_there_is_no_such_file_none_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(termination, "FILE", tmp_path / "termination-log")
     termination.write("rolecall: bad input")

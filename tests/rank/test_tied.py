@@ -9,10 +9,10 @@ import sys
 
 RANK = """
 import os, subprocess, sys, threading
-from rolecall.rank import tied
-tied.GRACE = 0.1
+from rolecall.rank import descendants
+descendants.GRACE_SECONDS = 0.1
 child = subprocess.Popen(["sleep", "60"])
-tied.tie(os.getppid())
+descendants.exit_with(os.getppid())
 sys.stderr.write(f"{os.getpid()} {child.pid}\\n")
 while True:
     print("x" * 100_000, flush=True)

@@ -1,7 +1,7 @@
 """The control socket of `rolecall run`: other commands list its ranks there, and change how many there are.
 
 A request and its reply are one line of JSON each. The socket is in a folder that only the user can open. Both
-sides serve their own user only: what a stranger's socket lists would be killed.
+sides accept their own user only: the processes that another user's socket lists could be killed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from rolecall.errors import UsageError
 from rolecall.observe import targets
 
-DEADLINE = 10.0  # seconds for a request and its reply
-MOST_REPLY = 2**20  # bytes: some thousand ranks
+REPLY_SECONDS = 10.0  # seconds for a request and its reply
+MAX_REPLY_BYTES = 2**20  # bytes: some thousand ranks
 CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedRank:
     """A rank of a local run; `pid` is its supervisor's, 0 while it has no process."""
 
     role: str
@@ -45,7 +45,7 @@ class Control:
     """Serves the socket at `path`: `ranks` lists the ranks, `scale` has a role have so many of them and returns what
     is done for that, or raises UsageError."""
 
-    def __init__(self, path: Path, ranks: Callable[[], list[Listed]], scale: Callable[[str, int], str]) -> None:
+    def __init__(self, path: Path, ranks: Callable[[], list[ListedRank]], scale: Callable[[str, int], str]) -> None:
         self.path, self._ranks, self._scale = path, ranks, scale
 
     async def start(self) -> asyncio.Server:
@@ -57,8 +57,8 @@ class Control:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with contextlib.suppress(OSError, ValueError, TimeoutError):  # whoever asks has gone, or does not go on
-                async with asyncio.timeout(DEADLINE):
+            with contextlib.suppress(OSError, ValueError, TimeoutError):  # the client has gone or is slow
+                async with asyncio.timeout(REPLY_SECONDS):
                     if _user(writer.get_extra_info("socket")) == os.getuid():
                         reply = self._answer(json.loads(await reader.readline()))
                         writer.write(json.dumps(reply).encode() + b"\n")
@@ -83,9 +83,9 @@ def _user(peer: socket.socket) -> int:
     return int(CREDENTIALS.unpack(data)[1])
 
 
-def ranks(run: str) -> list[Listed]:
+def ranks(run: str) -> list[ListedRank]:
     """The ranks of the local run in the folder `run`. Raises UsageError if none is under way there."""
-    return [Listed(**rank) for rank in _ask(run, {"what": "ranks"})["ranks"]]
+    return [ListedRank(**rank) for rank in _ask(run, {"what": "ranks"})["ranks"]]
 
 
 def scale(run: str, role: str, count: int) -> str:
@@ -100,13 +100,13 @@ def _ask(run: str, request: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"RUN {run!r}: no `rolecall run` is under way in this folder")
     try:
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(DEADLINE)
+            sock.settimeout(REPLY_SECONDS)
             sock.connect(path)
             if (user := _user(sock)) != os.getuid():
                 raise UsageError(f"RUN {run!r}: belongs to the user {user}, who alone can act on it")
             sock.sendall(json.dumps(request).encode() + b"\n")
             with sock.makefile("rb") as file:
-                reply: dict[str, Any] = json.loads(file.readline(MOST_REPLY))
+                reply: dict[str, Any] = json.loads(file.readline(MAX_REPLY_BYTES))
     except (OSError, ValueError) as error:
         raise UsageError(f"RUN {run!r}: `rolecall run` does not answer ({error}); is it frozen?") from error
     if "error" in reply:

@@ -21,7 +21,7 @@ def visible() -> list[str]:
 
 def share(wanted: Sequence[int | None]) -> list[dict[str, str]]:
     """The variable that gives each rank as many GPUs as it wants, each to one rank for as long as there are enough;
-    nothing for a rank that wants None, which sees all. Where there is none at all, ranks compute on the CPU."""
+    nothing for a rank that wants None, which sees all. Without any GPU, ranks compute on the CPU."""
     gpus, taken, shares = visible(), 0, list[dict[str, str]]()
     for count in wanted:
         chosen = [gpus[number % len(gpus)] for number in range(taken, taken + (count or 0))] if gpus else []

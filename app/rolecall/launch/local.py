@@ -23,9 +23,9 @@ from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.errors import UNSAVED, USAGE, UsageError
 from rolecall.launch import gpu
-from rolecall.launch.control import Control, Listed
+from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.output import Output, printable
-from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT, RankProcess
+from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT_SECONDS, RankProcess
 from rolecall.observe import ask, report, targets
 from rolecall.observe.display import Display, Target, poll_forever
 from rolecall.observe.targets import Address
@@ -34,15 +34,15 @@ from rolecall.record import rundir
 from rolecall.tunnel import keys
 
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
-OTHERS = "docs/security.md#other-users-of-the-machine"
+OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
 LOCK = "lock"  # in a run's temporary folder
-ANSWER = 5.0  # seconds for a supervisor to answer
-EXIT_GRACE = 10.0  # seconds for the other ranks to exit after the first
-REPORTED = 1.0  # seconds for rank 0 to take the news of a crash
+ANSWER_SECONDS = 5.0  # seconds for a supervisor to answer
+EXIT_SECONDS = 10.0  # seconds for the other ranks to exit after the first
+CRASH_REPORT_SECONDS = 1.0  # seconds for rank 0 to take the news of a crash
 
 
 def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:
-    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError where there are too few."""
+    """TCP ports of 127.0.0.1 on which nothing listens. Raises UsageError if there are too few."""
     free: list[int] = []
     for port in random.sample(among, len(among)):  # seeded by the system
         with socket.socket() as probe:
@@ -63,7 +63,7 @@ def others_warning(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"rolecall: warning: other users of this machine ({shown}) can run code as you during this run, through "
-        f"torch's loopback ports; {OTHERS} says how to keep them out"
+        f"torch's loopback ports; {OTHER_USERS_DOC} says how to keep them out"
     )
 
 
@@ -94,7 +94,7 @@ def _address(rank: RankProcess) -> Address:
 async def _answers(port: int) -> bool:
     """Whether the rank's supervisor answers at its METRICS_PORT."""
     with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(ANSWER):
+        async with asyncio.timeout(ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
@@ -153,11 +153,18 @@ class LocalRun:
         ports = free_ports(2 * len(members), PORTS if self.settings.secure else PORTS[::2])
         ports, metrics = ports[: len(members)], ports[len(members) :]
         self._shared = {
-            **self.job.flags, "JOB": self.job.target, "MASTER_ADDR": "127.0.0.1", "BIND_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(ports[0]), "CHECKPOINT_DIR": str(self.directory), **self._token(),
-            "TMPDIR": str(self._temporary), "ON_FINISH": "exit", "PYTHONUNBUFFERED": "1",
+            **self.job.flags,
+            "JOB": self.job.target,
+            "MASTER_ADDR": "127.0.0.1",
+            "BIND_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(ports[0]),
+            "CHECKPOINT_DIR": str(self.directory),
+            **self._token(),
+            "TMPDIR": str(self._temporary),
+            "ON_FINISH": "exit",
+            "PYTHONUNBUFFERED": "1",
             **describe.passed_on(self.job),
-        }  # fmt: skip
+        }
         return [
             self._rank(role, ordinal, port, scraped, visible)
             for (role, ordinal), port, scraped, visible in zip(members, ports, metrics, gpus, strict=True)
@@ -221,7 +228,7 @@ class LocalRun:
                 self._zygote.end()
             control.close()
             await asyncio.wait(
-                self._tasks.values(), timeout=EXIT_GRACE
+                self._tasks.values(), timeout=EXIT_SECONDS
             )  # a disk that hangs holds even a killed process
             display.cancel()
             await asyncio.wait({display})
@@ -235,7 +242,7 @@ class LocalRun:
         last = f"rolecall: {state}; {', '.join([*kept, *files])} in {self.directory}"
         if code == USAGE and self._dispose():
             last = f"rolecall: {state}"
-        self.output.close(last, LAST_OUTPUT)
+        self.output.close(last, LAST_OUTPUT_SECONDS)
         return code
 
     def _report_files(self) -> dict[str, int]:
@@ -249,9 +256,9 @@ class LocalRun:
         if (role, ordinal) == (rank0.role, rank0.ordinal) or not self._published:
             return
         with contextlib.suppress(UsageError, TimeoutError):  # rank 0 may be gone too; then the lease tells
-            async with asyncio.timeout(REPORTED):
+            async with asyncio.timeout(CRASH_REPORT_SECONDS):
                 about = {"role": role, "ordinal": ordinal}
-                await ask.ask(str(self.directory), "crashed", about, to=[rank0.name], timeout=REPORTED)
+                await ask.ask(str(self.directory), "crashed", about, to=[rank0.name], timeout=CRASH_REPORT_SECONDS)
 
     def _publish(self) -> bool:
         try:
@@ -277,7 +284,7 @@ class LocalRun:
                     self._forget_dropped(rank)
             seen |= ended
         signalled = again if interrupted.done() else interrupted
-        refused = rank0.done() and rank0.result() == USAGE  # nobody else can do anything without rank 0
+        refused = rank0.done() and rank0.result() == USAGE  # the others cannot start without rank 0
         for rank in self.ranks:
             rank.stop(drain=refused or interrupted.done())
         if self._zygote and all(rank.process is None for rank in self.ranks):
@@ -289,7 +296,7 @@ class LocalRun:
             await _wait({rank0, frozen}, signalled, grace, any_of=True)
             frozen.cancel()
         if pending := {task for task in self._tasks.values() if not task.done()}:
-            await _wait(pending, signalled, EXIT_GRACE)
+            await _wait(pending, signalled, EXIT_SECONDS)
         code = INTERRUPTED if interrupted.done() else next((code for code in codes if code), 0)
         interrupted.cancel()
         again.cancel()
@@ -297,7 +304,7 @@ class LocalRun:
 
     async def _frozen(self, rank0: asyncio.Task[int]) -> None:
         """Returns once rank 0 has answered nothing for longer than the others would wait for it, or has ended."""
-        patience = self.settings.lease_seconds + EXIT_GRACE
+        patience = self.settings.lease_seconds + EXIT_SECONDS
         silent_since = time.monotonic()
         while not rank0.done() and time.monotonic() < silent_since + patience:
             if await _answers(int(self.ranks[0].environment["METRICS_PORT"])):
@@ -306,8 +313,8 @@ class LocalRun:
 
     # ---- the control socket
 
-    def _listed(self) -> list[Listed]:
-        return [Listed(rank.role, rank.ordinal, rank.pid, rank.state) for rank in self.ranks]
+    def _listed(self) -> list[ListedRank]:
+        return [ListedRank(rank.role, rank.ordinal, rank.pid, rank.state) for rank in self.ranks]
 
     def _scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
@@ -395,8 +402,9 @@ class LocalRun:
 
 def run(job: Description, zygote: Zygote | None = None) -> int:
     """Runs `job`, whose ranks are forked from `zygote`. Returns the exit code. Raises UsageError for wrong settings."""
-    settings = config.load(Settings, **{name.lower(): value for name, value in job.flags.items()
-                                        if name.lower() in Settings.model_fields})  # fmt: skip
+    settings = config.load(
+        Settings, **{name.lower(): value for name, value in job.flags.items() if name.lower() in Settings.model_fields}
+    )
     telemetry.setup_logging(settings.log_format, settings.log_level)
     telemetry.warn_misspelt({*Settings.model_fields, *job.variables})
 

@@ -12,17 +12,17 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-MOST_LINE = 4096  # bytes of a line that are shown
-MOST_TRACEBACK = 1000  # lines
+MAX_LINE_BYTES = 4096  # bytes of a line that are shown
+MAX_TRACEBACK_LINES = 1000  # lines
 TRACEBACK = "Traceback (most recent call last):"
-MOST_WAITING = 2**20  # characters that wait to be printed
-CUT = " [cut: the log has the whole line]"
+MAX_WAITING_CHARACTERS = 2**20  # characters that wait to be printed
+CUT_NOTE = " [cut: the log has the whole line]"
 UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")  # they would break the live display
 
 
 class Splitter:
     """Splits a stream of bytes into the lines that are shown. A line ends with \\n, \\r or both; what exceeds
-    `MOST_LINE` bytes is left out, so a stream without any end of line needs no more memory than that."""
+    `MAX_LINE_BYTES` bytes is left out, so a stream without any end of line needs no more memory than that."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -41,13 +41,13 @@ class Splitter:
                 lines.append(_text(line))
             self._cut = False
         self._rest = b"" if self._cut else rest
-        if len(self._rest) > MOST_LINE:
+        if len(self._rest) > MAX_LINE_BYTES:
             lines.append(_text(rest))
             self._rest, self._cut = b"", True
         return lines
 
     def end(self) -> list[str]:
-        """The last line, where no end of line has come for it."""
+        """The last line, if it has no end of line."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
@@ -68,7 +68,7 @@ class Tracebacks:
         if not self._lines:
             return [line]
         self._lines.append(line)
-        if line.startswith(" ") and len(self._lines) < MOST_TRACEBACK:
+        if line.startswith(" ") and len(self._lines) < MAX_TRACEBACK_LINES:
             return []
         place = next((text for text in reversed(self._lines) if text.startswith("  File ")), "")
         lines, self._lines = self._lines, []
@@ -84,12 +84,12 @@ class Tracebacks:
 
 
 def _text(line: bytes) -> str:
-    return line[:MOST_LINE].decode(errors="replace") + (CUT if len(line) > MOST_LINE else "")
+    return line[:MAX_LINE_BYTES].decode(errors="replace") + (CUT_NOTE if len(line) > MAX_LINE_BYTES else "")
 
 
 class Output:
     """Prints lines and, below them, the newest picture. Nothing waits for it but `close`: the oldest lines are left out
-    where more than `MOST_WAITING` characters wait."""
+    if more than `MAX_WAITING_CHARACTERS` characters wait."""
 
     def __init__(self, out: TextIO, error: TextIO) -> None:
         # files of its own: at exit, Python waits for a thread that prints to sys.stdout
@@ -115,7 +115,7 @@ class Output:
         with self._changed:
             self._lines.append((text, error))
             self._waiting += len(text)
-            while self._waiting > MOST_WAITING and len(self._lines) > 1:
+            while self._waiting > MAX_WAITING_CHARACTERS and len(self._lines) > 1:
                 self._waiting -= len(self._lines.popleft()[0])
                 self._left_out += 1
             self._changed.notify()
@@ -142,7 +142,7 @@ class Output:
                 self._lines.clear()
                 self._waiting = self._left_out = 0
                 self._picture = None
-            # a terminal that is gone (rich ends the program where a pipe broke): the job goes on without it
+            # a terminal that is gone (rich ends the program if a pipe breaks): the job continues without it
             with contextlib.suppress(OSError, ValueError, SystemExit):
                 if left_out:
                     self._print(f"rolecall: {left_out} lines are not shown; the logs have them", False)

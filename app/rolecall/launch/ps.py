@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from rolecall.launch import control
-from rolecall.launch.control import Listed
+from rolecall.launch.control import ListedRank
 from rolecall.machine import part_of
 
 SUPERVISOR = "supervisor"
@@ -24,7 +24,7 @@ class Part:
     process: psutil.Process
 
 
-def parts(rank: Listed) -> Iterator[Part]:
+def parts(rank: ListedRank) -> Iterator[Part]:
     """The processes of `rank`, its supervisor first; none while it has no process."""
     with contextlib.suppress(psutil.Error):  # it has ended meanwhile
         supervisor = psutil.Process(rank.pid) if rank.pid else None
@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _told(rank: Listed, part: str) -> str:
+def _told(rank: ListedRank, part: str) -> str:
     """The rank's state, beside its supervisor."""
     return rank.state if part in (SUPERVISOR, "-") else ""
 

@@ -11,16 +11,15 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rolecall.errors import FAILED, UNSAVED, USAGE
 from rolecall.launch.output import Splitter, Tracebacks
 from rolecall.rank import descendants
-from rolecall.rank.crashes import Crashes
+from rolecall.rank.guard import FINAL_CODES, CrashBackoff
 from rolecall.rank.zygote import Forked, Zygote, ZygoteError
 
 MAX_CRASHES = 5
-CHUNK = 2**16  # bytes
+CHUNK_BYTES = 2**16  # bytes
 INTERRUPTED = 130  # exit code
-LAST_OUTPUT = 2.0  # seconds for the rest of an ended rank's output
+LAST_OUTPUT_SECONDS = 2.0  # seconds for the rest of an ended rank's output
 
 
 def arguments() -> list[str]:
@@ -72,15 +71,15 @@ class RankProcess:
             return "starting"
         if self.process.returncode is None:
             return "stopping" if self.stopping else "up"
-        return "ended" if self.stopping else "restarting"
+        return "ended" if self.stopping or self.process.returncode in FINAL_CODES else "restarting"
 
     async def supervise(self) -> int:
         """Runs the rank, restarting it when it crashes, until the job is over or `stopping`. Returns the exit code."""
-        crashes = Crashes()
+        crashes = CrashBackoff()
         while True:
             started = time.monotonic()
             code = await self._run()
-            if code in (0, USAGE, FAILED, UNSAVED) or self.stopping:
+            if code in FINAL_CODES or self.stopping:
                 return code
             pause = crashes.add(time.monotonic() - started)
             if code > 0 and crashes.in_a_row >= MAX_CRASHES:
@@ -100,7 +99,7 @@ class RankProcess:
             if self.process is None:
                 os.close(read)
                 return INTERRUPTED
-            if self.stopping:  # nobody has told it so
+            if self.stopping:  # it has not received SIGTERM
                 self.kill()
         finally:
             os.close(write)
@@ -111,7 +110,7 @@ class RankProcess:
         # a killed supervisor's orphans keep the pipe open for a moment; only its exit counts
         reader = asyncio.create_task(self._read(stream))
         code = await self.process.wait()
-        done, _ = await asyncio.wait({reader}, timeout=LAST_OUTPUT)
+        done, _ = await asyncio.wait({reader}, timeout=LAST_OUTPUT_SECONDS)
         reader.cancel()
         transport.close()
         for task in done:
@@ -129,14 +128,18 @@ class RankProcess:
                     return None
                 self.show(f"{self.name}: starts by itself, without the zygote: {error}")
         return await asyncio.create_subprocess_exec(
-            *command(), env=self.environment, start_new_session=True,
-            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
+            *command(),
+            env=self.environment,
+            start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+        )
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        """Copies the rank's output to its log, whatever it is, and shows its lines."""
+        """Copies the rank's output to its log and shows its lines."""
         splitter, tracebacks, problem = Splitter(), Tracebacks(self.name, self._seen), ""
-        while data := await stream.read(CHUNK):
+        while data := await stream.read(CHUNK_BYTES):
             if not problem and (problem := await asyncio.to_thread(self._append, data)):
                 # the rank must not wait for a full disk
                 self.show(f"{self.name}: its log {self.log} cannot be written any more ({problem})")

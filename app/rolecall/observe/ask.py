@@ -17,18 +17,21 @@ from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.observe import targets
 from rolecall.secret import read_token
-from rolecall.tunnel import permission
+from rolecall.tunnel import signatures
 
-CONNECT = 10.0  # seconds to connect, and for an answer beyond the query's own deadline
+CONNECT_SECONDS = 10.0  # seconds to connect, and for an answer beyond the query's own deadline
 
 
 async def ask(
-    target: str, what: str, arguments: dict[str, Any] | None = None, to: Collection[str] | None = None,
+    target: str,
+    what: str,
+    arguments: dict[str, Any] | None = None,
+    to: Collection[str] | None = None,
     timeout: float = 5.0,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the ranks `to` ("observer 1"), or all, of the job at `target` reply to a query, by rank.
 
-    `target` is a TARGET of `rolecall watch` that leads to rank 0. Raises UsageError where rank 0 is not reached or
+    `target` is a TARGET of `rolecall watch` that leads to rank 0. Raises UsageError if rank 0 is not reached or
     refuses.
     """
     source = targets.parse(target)
@@ -38,12 +41,12 @@ async def ask(
     token = _token(source)  # only now: a folder that lists no run of this machine names no file to read, either
     body = json.dumps({"what": what, "arguments": arguments or {}, "to": to and [*to], "timeout": timeout}).encode()
     problem = ""
-    limit = aiohttp.ClientTimeout(total=timeout + CONNECT, connect=CONNECT)
+    limit = aiohttp.ClientTimeout(total=timeout + CONNECT_SECONDS, connect=CONNECT_SECONDS)
     async with aiohttp.ClientSession(timeout=limit) as session:
         for address in addresses:  # rank 0 is one of them
             parts = urlsplit(address.url)
-            headers = {"Authorization": permission.sign(token, "POST", permission.ASK_PATH, body)} if token else {}
-            url = f"{parts.scheme}://{parts.netloc}{permission.ASK_PATH}"
+            headers = {"Authorization": signatures.sign(token, "POST", signatures.ASK_PATH, body)} if token else {}
+            url = f"{parts.scheme}://{parts.netloc}{signatures.ASK_PATH}"
             try:
                 async with session.post(url, data=body, headers=headers) as response:
                     text = await response.text()
@@ -61,10 +64,13 @@ async def ask(
 
 
 def ask_now(
-    target: str, what: str, arguments: dict[str, Any] | None = None, to: Collection[str] | None = None,
+    target: str,
+    what: str,
+    arguments: dict[str, Any] | None = None,
+    to: Collection[str] | None = None,
     timeout: float = 5.0,
-) -> dict[str, Any]:  # fmt: skip
-    """`ask`, for whoever has no event loop."""
+) -> dict[str, Any]:
+    """`ask` without an event loop."""
     return asyncio.run(ask(target, what, arguments, to, timeout))
 
 

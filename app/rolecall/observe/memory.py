@@ -48,7 +48,7 @@ def _bytes(root: Path, membership: Path, *names: str) -> int:
 
 
 def _folders(root: Path, membership: Path) -> list[Path]:
-    """Where the files may be: below this process's own path, or at the root, which a container sees as its own."""
+    """The folders that may hold the files: this process's own path, or the root, which a container sees as its own."""
     folders: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in membership.read_text().splitlines():

@@ -18,8 +18,8 @@ LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what the rank answers on a path (/healthz where none is given). Returns 0 where its status is 200, 1 where
-    it is another or there is no answer, and 2 for wrong settings."""
+    """Prints what the rank answers on a path (/healthz by default). Returns 0 for status 200, 1 for another
+    status or no answer, and 2 for wrong settings."""
     path = arguments[0] if arguments else "/healthz"
     try:
         settings = config.load(Settings)

@@ -38,7 +38,7 @@ class Source(Protocol):
     """One TARGET."""
 
     async def addresses(self) -> list[Address]:
-        """Its current ranks; empty where they are not known."""
+        """Its current ranks; empty if they are not known."""
         ...
 
 
@@ -57,7 +57,7 @@ class Endpoint:
         return Address(place, f"{self.scheme}://{place}{self.path}")
 
     async def addresses(self) -> list[Address]:
-        """One for each address of the host name; the name itself where it has one address, or none is known."""
+        """One for each address of the host name; the name itself if it has one address, or none is known."""
         if self.scheme == "https" or _is_address(self.host):
             return [self.at(self.host)]  # a certificate is for the name
         with contextlib.suppress(OSError, UnicodeError, TimeoutError):
@@ -79,7 +79,7 @@ class Folder:
     path: Path
 
     async def addresses(self) -> list[Address]:
-        """The ranks of the run; none where it has ended."""
+        """The ranks of the run; none if it has ended."""
         return ranks_of(self.path)
 
 
@@ -122,7 +122,7 @@ def _is_address(host: str) -> bool:
 
 def publish(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> bool:
     """Lists the ranks of the run in `directory`, rank 0 first, the file with its token, and its control socket, valid
-    as long as this process lives. Returns whether it did: not where another run is under way there. Raises OSError."""
+    as long as this process lives. Returns False if another run is under way there. Raises OSError."""
     if ranks_of(directory):
         return False
     rewrite(directory, addresses, token_file, control)
@@ -132,14 +132,17 @@ def publish(directory: Path, addresses: list[Address], token_file: str = "", con
 def rewrite(directory: Path, addresses: list[Address], token_file: str = "", control: str = "") -> None:
     """`publish`, for the run that has done so before. Raises OSError."""
     content = {
-        "pid": os.getpid(), "created": psutil.Process().create_time(),
-        "ranks": [asdict(address) for address in addresses], "token_file": token_file, "control": control,
-    }  # fmt: skip
+        "pid": os.getpid(),
+        "created": psutil.Process().create_time(),
+        "ranks": [asdict(address) for address in addresses],
+        "token_file": token_file,
+        "control": control,
+    }
     rundir.write_atomically(directory / RANKS, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def ranks_of(directory: Path) -> list[Address]:
-    """The ranks of the run in `directory`; none where it has ended, even killed."""
+    """The ranks of the run in `directory`; none if it has ended, even by a kill."""
     try:
         content = json.loads((directory / RANKS).read_text())
         if psutil.Process(content["pid"]).create_time() != content["created"]:
@@ -150,7 +153,7 @@ def ranks_of(directory: Path) -> list[Address]:
 
 
 def token_of(directory: Path) -> str:
-    """The file with the token that was made for the run in `directory`; empty where there is none."""
+    """The file with the token that was made for the run in `directory`; empty if there is none."""
     try:
         return str(json.loads((directory / RANKS).read_text())["token_file"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

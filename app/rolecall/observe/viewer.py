@@ -14,10 +14,10 @@ from rolecall.errors import FAILED, UsageError
 from rolecall.observe.display import Display, Target, poll_forever
 from rolecall.observe.targets import Folder, Source, final_state, parse, ranks_of
 
-RESOLVE = 10.0  # seconds between two resolutions of the TARGETs
-LINGER = 5.0  # seconds that the end is displayed where rank 0 stays up after it
-LINE = 10.0  # seconds between two lines where nothing changes
-ONCE = 2.0  # seconds that --once waits for the other ranks, after the first answer
+RESOLVE_SECONDS = 10.0  # seconds between two resolutions of the TARGETs
+LINGER_SECONDS = 5.0  # seconds that the end is displayed if rank 0 stays up after it
+LINE_SECONDS = 10.0  # seconds between two lines if nothing changes
+ONCE_SECONDS = 2.0  # seconds that --once waits for the other ranks, after the first answer
 INTERRUPTED = 130
 
 
@@ -39,7 +39,7 @@ class Viewer:
         """Resolves the sources every few seconds."""
         while True:
             await self.resolve()
-            await asyncio.sleep(RESOLVE)
+            await asyncio.sleep(RESOLVE_SECONDS)
 
     async def resolve(self) -> None:
         """Resolves the sources. A rank that is no longer among them stays on display while it answers."""
@@ -56,7 +56,7 @@ class Viewer:
         self.display.targets = list({**stay, **current}.values())
 
     def over(self) -> bool:
-        """Whether to end, after a poll. Raises UsageError where no rank answers, or two are the same rank."""
+        """Whether to end, after a poll. Raises UsageError if no rank answers, or two are the same rank."""
         now, display = time.monotonic(), self.display
         self._polls += 1
         up = [target for target in display.targets if target.up]
@@ -67,13 +67,13 @@ class Viewer:
         if self.once:
             if up and len(up) == len(display.targets):
                 return self._polls > 1  # a rate takes two
-            return self._late(now, ONCE)
+            return self._late(now, ONCE_SECONDS)
         state = display.first.label("gang_state") if display.first and display.first.up else ""
         if state in ("finished", "failed"):
             self._over = self._over or (state, now)
         elif state:
             self._over = None  # a new run has started
-        if self._over and (not state or now - self._over[1] > LINGER):
+        if self._over and (not state or now - self._over[1] > LINGER_SECONDS):
             return self._end(self._over[0])
         if not up and self._reached:
             ended = [source.path for source in self.sources if isinstance(source, Folder) and not ranks_of(source.path)]
@@ -82,7 +82,7 @@ class Viewer:
         return self._late(now, self.timeout)
 
     def _late(self, now: float, limit: float) -> bool:
-        """With `once`, whether the ranks that answer are enough. Raises UsageError where none has for too long."""
+        """With `once`, whether the ranks that answer are enough. Raises UsageError if none has for too long."""
         if self._reached and self.once:
             return now - self.display.started > limit
         if now - self._answered <= self.timeout:
@@ -120,8 +120,8 @@ class Viewer:
         return f"{self.display.job}  {self.display.summary()}  {score}  ({ranks})"
 
 
-class Lines:
-    """Prints lines instead of the display: when a state changes, and every `LINE` seconds."""
+class LinePrinter:
+    """Prints lines instead of the display: when a state changes, and every `LINE_SECONDS` seconds."""
 
     def __init__(self, viewer: Viewer) -> None:
         self.viewer = viewer
@@ -133,7 +133,7 @@ class Lines:
         display, now = self.viewer.display, time.monotonic()
         first = display.first
         states = [first.label("gang_state") if first else "", *(f"{one.rank} {one.state}" for one in display.targets)]
-        if states != self._states or now - self._printed >= LINE:
+        if states != self._states or now - self._printed >= LINE_SECONDS:
             self._states, self._printed = states, now
             print(self.viewer.line(), flush=True)
 
@@ -164,7 +164,7 @@ async def _show(viewer: Viewer, plain: bool) -> None:
         await poll_forever(display, lambda: None, viewer.over)
         Console(width=None if sys.stdout.isatty() else 100).print(display.render())
     elif plain:
-        await poll_forever(display, Lines(viewer).show, viewer.over)
+        await poll_forever(display, LinePrinter(viewer).show, viewer.over)
     else:
         with Live(console=console, auto_refresh=False) as live:
             await poll_forever(display, lambda: live.update(display.render(console.width), refresh=True), viewer.over)
@@ -173,7 +173,7 @@ async def _show(viewer: Viewer, plain: bool) -> None:
 def run(texts: list[str], plain: bool, once: bool, timeout: float) -> int:
     """Displays the ranks that `texts` name. Returns the exit code: 0 finished, 3 the job failed, 130 after a signal.
 
-    Raises UsageError where a text is no TARGET, no rank answers for `timeout` seconds, or they are of two jobs.
+    Raises UsageError if a text is no TARGET, no rank answers for `timeout` seconds, or they are of two jobs.
     """
     sources = [parse(text) for text in texts]
     for source in sources:

@@ -26,15 +26,16 @@ from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
 from rolecall.observe.doctor import diagnosis
 from rolecall.rank import endpoints, messages, queries
-from rolecall.rank.run_files import REPEAT, RunFiles
+from rolecall.rank.run_files import LOG_REPEAT_SECONDS, RunFiles
+from rolecall.record.history import Record
 from rolecall.tunnel import keys
 
 PATH = "/v1/heartbeat"
-MAX_BODY = 64 * 1024  # bytes
-IDLE = 15.0  # seconds that a member keeps a connection that it does not use
-TICK = 0.1  # seconds
-REST = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
-MOST_REFUSED = 100  # refusals that are remembered, not to log them again at once
+MAX_BODY_BYTES = 64 * 1024  # bytes
+KEEPALIVE_SECONDS = 15.0  # seconds that a member keeps a connection that it does not use
+TICK_SECONDS = 0.1  # seconds
+TICK_REST_FACTOR = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
+MAX_REFUSALS_REMEMBERED = 100  # refusals that are remembered, not to log them again at once
 
 
 @dataclass(eq=False)
@@ -55,9 +56,17 @@ def rules(settings: Settings, steps: bool = True) -> Rules:
     """The gang's rules, as the settings have them; `steps` says whether the job reports steps."""
     s = settings
     return Rules(
-        s.lease_seconds, s.join_grace, s.rejoin_interval, s.rejoin_timeout, s.drain_timeout, s.max_failures,
-        phase_timeout=s.phase_timeout, max_restarts=s.max_restarts, progress_timeout=s.progress_timeout, steps=steps,
-    )  # fmt: skip
+        lease=s.lease_seconds,
+        join_grace=s.join_grace,
+        rejoin_interval=s.rejoin_interval,
+        rejoin_timeout=s.rejoin_timeout,
+        drain_timeout=s.drain_timeout,
+        max_failures=s.max_failures,
+        phase_timeout=s.phase_timeout,
+        max_restarts=s.max_restarts,
+        progress_timeout=s.progress_timeout,
+        steps=steps,
+    )
 
 
 class Coordinator:
@@ -87,7 +96,7 @@ class Coordinator:
         self._runner: web.AppRunner | None = None
 
     async def start(self, metrics: Any) -> None:
-        """Raises UsageError where the directory or the port cannot be used."""
+        """Raises UsageError if the directory or the port cannot be used."""
         self.metrics = metrics
         metrics.checkpoint_interval_seconds.set(self.settings.checkpoint_interval)
         names = ",".join(role.name for role in self.job.roles)
@@ -96,16 +105,26 @@ class Coordinator:
         done = await self.files.open()
         last = self.files.persisted
         self.gang = Gang(
-            self.job.roles, rules(self.settings, self.job.steps), self._incarnation, time.monotonic(), last.number,
-            last.members, done, self.job.identity, self.job.agreement(self.settings), self.files.failed, last.budget,
-        )  # fmt: skip
-        self.files.resumed = self.gang.resumed
+            self.job.roles,
+            rules(self.settings, self.job.steps),
+            self._incarnation,
+            time.monotonic(),
+            last=last.number,
+            previous=last.members,
+            done=done,
+            job=self.job.identity,
+            agreement=self.job.agreement(self.settings),
+            failed=self.files.failed,
+            budget=last.budget,
+        )
         self._driver = pump.Pump(self.gang, self._effects.put_nowait)
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.post(PATH, self._receive), web.post(queries.PATH, self._receive_reply)])
         diagnosis.serve(app, self.job, self.settings, self._badge, self._state)
         # `cleanup` waits for handlers: one whose member has closed the connection must end
-        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=2 * IDLE, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=2 * KEEPALIVE_SECONDS, handler_cancellation=True
+        )
         await self._runner.setup()
         if self._socket:
             await web.UnixSite(self._runner, str(self._socket), backlog=1024).start()
@@ -113,10 +132,17 @@ class Coordinator:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
 
     async def take_crash(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The reply to the query "crashed": whoever started the rank `role` `ordinal` has seen its process end."""
+        """Answers the query "crashed": the process of the rank `role` `ordinal` has exited."""
         self.gang.crashed((str(arguments["role"]), int(arguments["ordinal"])), time.monotonic())
         self._pump()
         return {}
+
+    def record(self, records: list[Record]) -> None:
+        """Takes the records that rank 0's worker sends for the run's history."""
+        for kind, step, *_ in records:
+            if kind == "start":
+                self.gang.resumed(step)
+        self.files.record(records)
 
     def over(self) -> bool:
         """Whether the job is over."""
@@ -139,14 +165,13 @@ class Coordinator:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The coroutines that keep it going; its caller ends when one of them does."""
-        return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever(),
-                self.files.watch_lock()]  # fmt: skip
+        return [self._tick_loop(), self._persist_loop(), self.files.journal.save_forever(), self.files.watch_lock()]
 
     async def _tick_loop(self) -> None:
         while True:
             self._pump()
             self._answer_patient()
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TICK_SECONDS)
 
     async def _persist_loop(self) -> None:
         while True:
@@ -156,7 +181,7 @@ class Coordinator:
                 self._pump()
 
     def _stir(self) -> None:
-        """A member reported something new: ticks at once, or once the last tick has had its rest."""
+        """Ticks at once after news from a member, or when the pause after the last tick is over."""
         now = time.monotonic()
         if now >= self._rests_until:
             self._pump()
@@ -172,7 +197,7 @@ class Coordinator:
         for event in gang.events:
             self._report_event(event)
         gang.events.clear()
-        if gang.state == "gathering" and now - max(self._logged_at, gang.since) > REPEAT:
+        if gang.state == "gathering" and now - max(self._logged_at, gang.since) > LOG_REPEAT_SECONDS:
             self._logged_at = now
             missing = ", ".join(gang.missing(now)) or "the disk"
             self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
@@ -182,14 +207,14 @@ class Coordinator:
                 if answer := pump.answer(gang, key, waiting.beat, waiting.received_at, now):
                     self._finish(key, answer)
         done = time.monotonic()
-        self._rests_until = done + REST * (done - now)
+        self._rests_until = done + TICK_REST_FACTOR * (done - now)
 
     def _answer_patient(self) -> None:
-        """Answers the requests that have waited for long enough. Those of all members that came at the same moment are
-        spread over a few ticks, and stay spread."""
+        """Answers the requests that have waited long enough. Requests that arrived together are
+        spread over a few ticks."""
         gang, now = self.gang, time.monotonic()
         wait = pump.answer_by(gang, now) - now
-        for _ in range(1 + int(2 * len(self._waiting) * TICK / wait)):
+        for _ in range(1 + int(2 * len(self._waiting) * TICK_SECONDS / wait)):
             if not self._waiting:
                 return
             key, waiting = next(iter(self._waiting.items()))
@@ -199,7 +224,7 @@ class Coordinator:
             self._finish(key, answer)
 
     def _wake(self, key: Key) -> None:
-        """Answers the member `key`, which may be waiting, since there is a query for it."""
+        """Answers a waiting request of the member `key`, for which there is a query."""
         if waiting := self._waiting.get(key):
             self._finish(key, self.gang.answer(key, waiting.beat))
 
@@ -236,18 +261,18 @@ class Coordinator:
         else:
             self.log.info(f"gang {kind}", **details)
 
-    def _stranger(self, http_request: web.Request) -> web.Response | None:
-        """The refusal of whoever shows no badge, with TLS=off."""
+    def _unauthenticated(self, http_request: web.Request) -> web.Response | None:
+        """With TLS=off, refuses a request without the badge."""
         badge = http_request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self._badge and not hmac.compare_digest(badge.encode(), self._badge.encode()):
             return self._refuse(401, "token", f"{http_request.remote}: JOB_TOKEN does not match")
         return None
 
     async def _receive_reply(self, http_request: web.Request) -> web.Response:
-        return self._stranger(http_request) or await self.queries.receive(http_request)
+        return self._unauthenticated(http_request) or await self.queries.receive(http_request)
 
     async def _receive(self, http_request: web.Request) -> web.Response:
-        if refusal := self._stranger(http_request):
+        if refusal := self._unauthenticated(http_request):
             return refusal
         try:
             async with asyncio.timeout(self.settings.lease_seconds):
@@ -258,7 +283,7 @@ class Coordinator:
         except ConnectionError:
             raise web.HTTPBadRequest from None  # the member closed the connection, to send something newer
         except web.HTTPRequestEntityTooLarge:
-            return self._refuse(413, "body", f"{http_request.remote}: more than {MAX_BODY} bytes")
+            return self._refuse(413, "body", f"{http_request.remote}: more than {MAX_BODY_BYTES} bytes")
         except (ValueError, TimeoutError):
             return self._refuse(400, "body", f"{http_request.remote}: no heartbeat of a rank")
         except RejectedError as error:
@@ -295,7 +320,7 @@ class Coordinator:
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()
         now, repeated = time.monotonic(), self._refused.get(message, float("-inf"))
-        if reason != "full" and now - repeated > REPEAT:
-            self._refused = dict([*self._refused.items()][-MOST_REFUSED:]) | {message: now}
+        if reason != "full" and now - repeated > LOG_REPEAT_SECONDS:
+            self._refused = dict([*self._refused.items()][-MAX_REFUSALS_REMEMBERED:]) | {message: now}
             self.log.warning("refused", reason=reason, problem=message)
         return web.json_response({"reason": reason, "text": text or message.partition(": ")[2]}, status=status)

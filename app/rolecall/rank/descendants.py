@@ -1,45 +1,50 @@
-"""The processes below a process: it adopts them if their parents end, and kills all of them."""
+"""The processes below a process: adopts orphans, kills them all, and exits with a parent process."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import select
+import threading
 import time
 from collections.abc import Container
 
 import psutil
 
 from rolecall import telemetry
+from rolecall.errors import FAILED
 
-PATIENCE = 5.0  # seconds for killed processes to end; one in a call to a hanging disk does not
-LOOK = 0.01  # seconds between two looks at what is left
+KILL_SECONDS = 5.0  # until killed processes have exited; a process in a call to a hanging disk does not exit
+POLL_SECONDS = 0.01
+GRACE_SECONDS = 5.0  # for a supervisor to exit by itself after its parent
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def adopt() -> None:
-    """From now on a process below this one becomes its child if its own parent ends, daemons included."""
+    """From now on, this process becomes the parent of a process below it whose own parent exits, daemons included."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill(process: int, spared: Container[int] = ()) -> None:
-    """Kills what is below `process`, except `spared`, until nothing is left, for PATIENCE seconds at most.
+    """Kills the processes below `process`, except `spared`, until none is left, for at most KILL_SECONDS.
 
     A daemon is found only if `process`, or a process below it, adopts.
     """
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + KILL_SECONDS
     while left := [child for child in _below(process) if child.pid not in spared]:
         for child in left:
-            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            with contextlib.suppress(psutil.Error):  # exited, or another user's
                 child.kill()
         if time.monotonic() > end:
             pids = sorted(child.pid for child in left)
-            telemetry.log().warning("processes do not end, though they were killed", pids=pids, seconds=PATIENCE)
+            telemetry.log().warning("killed processes do not exit", pids=pids, seconds=KILL_SECONDS)
             return
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def _below(process: int) -> list[psutil.Process]:
-    """The processes below `process` that run: an ended one is for its parent to reap."""
+    """The running processes below `process`; its parent reaps an exited one."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child for child in psutil.Process(process).children(recursive=True) if _runs(child)]
     return []
@@ -49,3 +54,22 @@ def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     return False
+
+
+def exit_with(parent: int) -> None:
+    """From now on, this process and all below it are killed soon after `parent` has exited, whose child this is.
+
+    A thread does it: a supervisor that is blocked in a write to a full standard output ends nothing.
+    """
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # exited already
+        pidfd = os.pidfd_open(parent)
+        if os.getppid() == parent:  # no other process has its number
+            select.select([pidfd], [], [])
+    time.sleep(GRACE_SECONDS)
+    adopt()  # the fork server, which would adopt them, is killed too
+    kill(os.getpid())
+    os._exit(FAILED)

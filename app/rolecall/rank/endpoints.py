@@ -19,16 +19,16 @@ from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.rank.port import Port
 
-DESCRIPTORS = 65536
-SCRAPER = "X-Prometheus-Scrape-Timeout-Seconds"  # a header that only Prometheus sends
-LONGEST_REST = 1.0  # seconds between two encodings of metrics
-SHARE = 0.1  # of one core for them, at most
-LONGEST = 60.0  # seconds between two scrapes; where they are rarer, no rank waits for the next
+MAX_DESCRIPTORS = 65536
+SCRAPE_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"  # a header that only Prometheus sends
+MAX_REST_SECONDS = 1.0  # seconds between two encodings of metrics
+MAX_CPU_SHARE = 0.1  # of one core for them, at most
+MAX_SCRAPE_INTERVAL = 60.0  # seconds between two scrapes; a rank does not wait for rarer ones
 
 
 class Scrapes:
     """When Prometheus scraped this rank. A rank whose job is over waits for one more scrape, which takes its last
-    values and how the job ended. It does not wait where scrapes are not regular. `clock` is in seconds.
+    values and how the job ended. It does not wait if scrapes are irregular. `clock` is in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,10 +42,10 @@ class Scrapes:
         self._arrived.set()
 
     def patience(self) -> float:
-        """Seconds within which the next scrape is due; 0 where none is expected."""
+        """Seconds within which the next scrape is due; 0 if none is expected."""
         times = [*self._times]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        if not gaps or max(gaps) > LONGEST:
+        if not gaps or max(gaps) > MAX_SCRAPE_INTERVAL:
             return 0.0
         return max(0.0, times[-1] + 1.5 * max(gaps) + 1.0 - self._clock())
 
@@ -78,7 +78,7 @@ class Bodies:
                 body = await asyncio.to_thread(encode, self._registry)
                 now = time.monotonic()
                 self._bodies[content_type] = begun, body
-                self._rests_until = now + min(LONGEST_REST, (now - begun) / SHARE)
+                self._rests_until = now + min(MAX_REST_SECONDS, (now - begun) / MAX_CPU_SHARE)
         return body, content_type
 
 
@@ -94,14 +94,14 @@ async def serve(
     """Starts serving. `refresh` is called before a scrape; `unhealthy` and `unready` return what is wrong, or nothing.
     Scrapes by Prometheus are recorded in `scrapes`; `routes` are served too.
 
-    Raises UsageError where the port cannot be used.
+    Raises UsageError if the port cannot be used.
     """
 
     bodies = Bodies(registry, refresh)
 
     async def metrics(request: web.Request) -> web.Response:
         body, content_type = await bodies.get(request.headers.get("Accept", ""))
-        if scrapes and SCRAPER in request.headers:
+        if scrapes and SCRAPE_HEADER in request.headers:
             scrapes.record()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -122,7 +122,7 @@ async def serve(
         app,
         access_log=None,
         keepalive_timeout=30,  # seconds; scrapes are more frequent
-        shutdown_timeout=1.0,  # of a rank that ends: whoever asks for something long is cut off
+        shutdown_timeout=1.0,  # long requests are cut off when the rank ends
     )
     await runner.setup()
     host = settings.metrics_bind_addr or settings.bind_addr
@@ -134,13 +134,13 @@ async def serve(
 def allow_descriptors() -> None:
     """Raises the limit of open files: a thousand idle connections must not keep ranks from connecting."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, variable: str) -> None:
-    """Serves `runner` on `host`, on every address where that is empty. Raises UsageError where the port, which
+    """Serves `runner` on `host`, on every address if that is empty. Raises UsageError if the port, which
     `variable` names, cannot be used."""
     with _unusable(host, port, variable):
         await web.TCPSite(runner, host or None, port, backlog=1024).start()

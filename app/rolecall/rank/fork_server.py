@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import inspect
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import select
@@ -15,6 +14,7 @@ import signal
 import socket
 import tempfile
 import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,20 @@ from rolecall.rank import descendants
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
 ADOPTING = "rolecall.rank.adopting"  # a name: its import makes a fork server of a process
-KILL = 5.0  # seconds for a killed process to end
-MAIN_TAKES = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
-SLICE = 0.5  # seconds: longer pauses of this process do not count as waiting
+KILL_SECONDS = 5.0  # until a killed process has exited
+MAIN_PARAMETERS = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
+SLICE_SECONDS = 0.5  # longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([ADOPTING])
-spared = set[int]()  # children of this process that do not belong to it
-_alive_fd = -1  # while this process has it open, the fork server runs
-_forked = 0  # the process that has forked: its imports are behind it
+spared = set[int]()  # children of this process that `end` does not kill
+_server: Any = multiprocessing.forkserver._forkserver
+_preload = [ADOPTING]  # of a fork server of workers
+_imported: list[str] = []  # by the running fork server
+_alive_fd = -1  # the fork server runs while this process has it open
+_forked = 0  # the fork server that has forked, which has its imports behind it
 
 
 class ForkError(Exception):
-    """No worker was forked; says why. `killed`: somebody else killed the fork server."""
+    """No worker was forked. `killed`: another process killed the fork server."""
 
     def __init__(self, problem: str, killed: bool = False) -> None:
         super().__init__(problem)
@@ -45,34 +47,42 @@ class ForkError(Exception):
 
 
 def prepare_imports() -> None:
-    """Sets what torch reads where it is imported."""
-    # torch warns of every peer that ends; and `set_num_threads` counts where it is called, not in RPC's threads
+    """Sets the variables that torch reads when it is imported."""
+    # torch warns of every peer that ends; and `set_num_threads` affects the calling thread, not RPC's threads
     config.export_default(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
 
 
 def prepare(preload: tuple[str, ...], imported: bool = False) -> None:
-    """Starts it, unless it runs: as a fork of this process, where that has `imported` torch and has one thread. Raises
-    UsageError where TMPDIR cannot hold its socket.
+    """Starts the fork server unless it runs: as a fork of this process if that has `imported` torch and has one thread.
+    Raises UsageError if TMPDIR cannot hold its socket.
     """
+    global _preload
     prepare_imports()
-    modules = [ADOPTING, MAIN, *preload]
-    context.set_forkserver_preload(modules)
-    try:
+    _preload = [ADOPTING, MAIN, *preload]
+    with checked_tmpdir():
         # later versions of Python have another `main`
-        if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters] == MAIN_TAKES:
-            _fork_here(modules)
+        if imported and [*inspect.signature(multiprocessing.forkserver.main).parameters] == MAIN_PARAMETERS:
+            _fork_here()
         else:
-            _ensure_running()
+            ensure_running(_preload)
+
+
+@contextlib.contextmanager
+def checked_tmpdir() -> Iterator[None]:
+    """Raises UsageError for an OSError of the start: the path of a socket, which is in TMPDIR, has at most 107
+    characters."""
+    try:
+        yield
     except OSError as error:
-        # its socket lies in the temporary directory, and a socket's path has at most 107 characters
         raise UsageError(f"TMPDIR={tempfile.gettempdir()}: the fork server cannot start there ({error})") from error
 
 
-def _fork_here(modules: list[str]) -> None:
-    """What `ensure_running` does, with a fork instead of another interpreter."""
-    server: Any = multiprocessing.forkserver._forkserver
+def _fork_here() -> None:
+    """Does what `ensure_running` does, with a fork instead of another interpreter."""
+    global _imported
+    _imported = _preload
     with socket.socket(socket.AF_UNIX) as listener:
-        address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        address = tempfile.mktemp(prefix="fork-server-")
         listener.bind(address)
         Path(address).chmod(0o600)
         listener.listen()
@@ -81,54 +91,73 @@ def _fork_here(modules: list[str]) -> None:
         if not pid:
             os.close(ours)
             try:
-                multiprocessing.forkserver.main(listener.detach(), alive, modules)
+                multiprocessing.forkserver.main(listener.detach(), alive, _preload)
             except Exception:  # of a module of the user's
                 traceback.print_exc()
             finally:
                 importlib.import_module(ADOPTING).end()
                 os._exit(0)
     os.close(alive)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
-    _keep_alive_fd(server)
+    _server._forkserver_address, _server._forkserver_alive_fd, _server._forkserver_pid = address, ours, pid
+    _keep_alive_fd()
 
 
-def _ensure_running() -> None:
-    server: Any = multiprocessing.forkserver._forkserver
-    before = server._forkserver_pid
-    server.ensure_running()
-    if server._forkserver_pid != before:
-        _keep_alive_fd(server)
+def ensure_running(preload: Sequence[str]) -> None:
+    """Starts the fork server with `preload`, unless it runs. One that has imported something else is replaced.
+    Raises OSError."""
+    global _imported
+    before = _server._forkserver_pid
+    if before and _imported != preload:
+        signal_server(signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    _imported = [*preload]
+    context.set_forkserver_preload([*preload])
+    _server.ensure_running()
+    if _server._forkserver_pid != before:
+        _keep_alive_fd()
 
 
-def _keep_alive_fd(server: Any) -> None:
-    """Keeps the pipe whose end tells the fork server to end from workers, which are passed another file instead: what
-    they start might hold it for ever."""
+def _keep_alive_fd() -> None:
+    """Withholds from forked processes the pipe whose end tells the fork server to exit: they could hold it for ever.
+    They are passed another file instead."""
     global _alive_fd
     if _alive_fd >= 0:
         os.close(_alive_fd)
-    _alive_fd, server._forkserver_alive_fd = server._forkserver_alive_fd, os.open(os.devnull, os.O_RDONLY)
+    _alive_fd, _server._forkserver_alive_fd = _server._forkserver_alive_fd, os.open(os.devnull, os.O_RDONLY)
 
 
-def _start(process: Any) -> None:
-    _ensure_running()
-    process.start()
+def address() -> str:
+    """The path of the fork server's socket."""
+    return str(_server._forkserver_address)
+
+
+def signal_server(number: int) -> None:
+    """Sends a signal to the fork server, if it runs."""
+    if server := _pid():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, number)
 
 
 def has_forked() -> bool:
-    """Whether it has forked a worker; one that is new imports the job's modules first."""
+    """Whether the fork server has forked a worker; a new one imports the job's modules first."""
     return _forked != 0 and _forked == _pid()
 
 
+def _start(process: Any) -> None:
+    ensure_running(_preload)
+    process.start()
+
+
 async def fork(process: Any, limit: float) -> None:
-    """Starts `process`. Raises ForkError, also where there is no answer for `limit` seconds: the fork server is killed
-    then, and the next fork starts another one.
+    """Starts `process`. Raises ForkError. If the fork server does not answer for `limit` seconds, it is killed, and the
+    next fork starts another one.
     """
     global _forked
     # in a thread: the first fork waits for the imports
     forking = asyncio.ensure_future(asyncio.to_thread(_start, process))
-    forking.add_done_callback(
-        lambda done: done.cancelled() or done.exception()
-    )  # whoever waits may have been cancelled
+    # the caller may be cancelled
+    forking.add_done_callback(lambda done: done.cancelled() or done.exception())
     answered = await within(forking, limit)
     if not answered:
         await _kill()  # the thread reads the end of its pipe then
@@ -137,17 +166,17 @@ async def fork(process: Any, limit: float) -> None:
     except (OSError, EOFError) as error:
         if not answered:
             raise ForkError(f"the fork server did not answer for {limit:g} s") from error
-        signalled = await asyncio.to_thread(_killed_by)
-        if signalled:
-            problem = f"the fork server was killed by {signal.Signals(signalled).name}"
+        number = await asyncio.to_thread(_killed_by)
+        if number:
+            problem = f"the fork server was killed by {signal.Signals(number).name}"
         else:
             problem = str(error) or type(error).__name__
-        raise ForkError(problem, signalled == signal.SIGKILL) from error
+        raise ForkError(problem, number == signal.SIGKILL) from error
     _forked = _pid()
 
 
 def _killed_by() -> int:
-    """The signal that ended the fork server, which is about to have ended: its connection broke; 0 for an exit."""
+    """The signal that has ended the fork server, whose connection broke; 0 for an exit."""
     try:
         pidfd = os.pidfd_open(_pid())
     except OSError:  # there is none
@@ -155,10 +184,10 @@ def _killed_by() -> int:
     try:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        poll.poll(1000 * KILL)
-        # left as it is: the next fork looks for its end
+        poll.poll(1000 * KILL_SECONDS)
+        # not reaped: the next fork does that
         status = os.waitid(os.P_PID, _pid(), os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # somebody has waited for it
+    except ChildProcessError:  # reaped already
         return 0
     finally:
         os.close(pidfd)
@@ -166,26 +195,27 @@ def _killed_by() -> int:
 
 
 async def _kill() -> None:
-    """Kills the fork server, and waits for its end: until then it looks as if it ran."""
+    """Kills the fork server and waits for its exit: until then it appears to run."""
     if server := _pid():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(server, signal.SIGKILL)
-            ended = asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
-            await within(asyncio.ensure_future(ended), KILL)
+            exited = asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
+            await within(asyncio.ensure_future(exited), KILL_SECONDS)
 
 
 def _pid() -> int:
-    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None) or 0
+    return _server._forkserver_pid or 0
 
 
 def clear() -> None:
-    """Kills what an ended worker has left behind: all below the fork server. No worker may run."""
+    """Kills what an ended worker has left behind: all processes below the fork server. No worker may run."""
     if server := _pid():
         descendants.kill(server)
 
 
 def end() -> None:
-    """Kills it, and all below it: it takes half a second to end, and readers of this process's output wait for it."""
+    """Kills the fork server and all processes below it. Its own exit takes half a second, for which readers of this
+    process's output would wait."""
     clear()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -194,9 +224,9 @@ def end() -> None:
 
 
 async def within(waiting: asyncio.Future[Any], seconds: float) -> bool:
-    """Waits until `waiting` is done, for `seconds` at most. While this process is suspended no time passes."""
+    """Waits for at most `seconds` until `waiting` is done. While this process is suspended, no time passes."""
     left = seconds
     while not waiting.done() and left > 0:
-        await asyncio.wait({waiting}, timeout=min(left, SLICE))
-        left -= SLICE
+        await asyncio.wait({waiting}, timeout=min(left, SLICE_SECONDS))
+        left -= SLICE_SECONDS
     return waiting.done()

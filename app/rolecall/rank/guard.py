@@ -1,4 +1,4 @@
-"""A container's first process restarts its rank where that crashes, sooner than the container would be restarted."""
+"""A container's first process restarts its rank after a crash, sooner than the engine restarts the container."""
 
 from __future__ import annotations
 
@@ -10,26 +10,41 @@ import time
 from rolecall import telemetry
 from rolecall.errors import FAILED, UNSAVED, USAGE
 from rolecall.rank import descendants
-from rolecall.rank.crashes import Crashes
 
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 
+FINAL_CODES = (0, USAGE, FAILED, UNSAVED)  # a rank with such an exit code is not restarted
+SETTLED_SECONDS = 10.0  # a rank that lives longer has started successfully
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
+
+
+class CrashBackoff:
+    """Counts the crashes of a rank in a row: it is restarted at once, then with exponential backoff."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def add(self, lived: float) -> float:
+        """Counts a crash `lived` seconds after the start. Returns the seconds until the next start."""
+        self.in_a_row = 1 if lived > SETTLED_SECONDS else self.in_a_row + 1
+        return float(min(FIRST_PAUSE_SECONDS * 2 ** (self.in_a_row - 1), MAX_PAUSE_SECONDS))
+
 
 def guard(restarts: int) -> int | None:
-    """Forks the rank's process, and again where it crashes, up to `restarts` times in a row. Returns None in that
-    process; in this one, at the end, the exit code that it ends with: the rank's, or 128 and the signal's number.
+    """Forks the rank's process, and forks it again after a crash, at most `restarts` times in a row. Returns None in
+    the forked process. In this one, returns the exit code: the rank's, or 128 plus the signal's number.
 
-    Signals are passed on to the rank, which is not restarted after one. What it leaves behind is killed.
+    Signals are passed on to the rank, which is not restarted after one. Processes that it leaves behind are killed.
     """
-    crashes, stopping = Crashes(), False
+    crashes, stopping = CrashBackoff(), False
     descendants.adopt()
-    # they are taken one by one below: a handler might run between a fork and the next line
+    # signals are taken one by one below: a handler could run between a fork and the next line
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     while True:
         started = time.monotonic()
         rank = os.fork()
         if rank == 0:
-            os.setsid()  # a terminal's Ctrl-C reaches it once, from the first process
+            os.setsid()  # Ctrl-C of a terminal reaches it once, through the first process
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return None
         status = None
@@ -44,7 +59,7 @@ def guard(restarts: int) -> int | None:
         _reap(rank)
         code = os.waitstatus_to_exitcode(status)
         final = 128 - code if code < 0 else code
-        if stopping or code in (0, USAGE, FAILED, UNSAVED):
+        if stopping or code in FINAL_CODES:
             return final
         pause = crashes.add(time.monotonic() - started)
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -57,9 +72,9 @@ def guard(restarts: int) -> int | None:
 
 
 def _reap(rank: int) -> int | None:
-    """Reaps what has ended, which may be adopted. Returns the status of the process `rank`, if that is among it."""
+    """Reaps all exited children, adopted ones too. Returns the status of the process `rank` if it has exited."""
     status = None
-    with contextlib.suppress(ChildProcessError):  # there is none
+    with contextlib.suppress(ChildProcessError):  # no child
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             status = ended[1] if ended[0] == rank else status
     return status

@@ -14,7 +14,7 @@ from rolecall.config import Settings
 from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.gang.member import RETRY_SECONDS, Member
 from rolecall.gang.protocol import Answer, Directive, WorkerStatus
-from rolecall.rank.link import Link, StrangersError
+from rolecall.rank.link import Link, UntrustedRank0Error
 from rolecall.rank.queries import Replies
 
 REPEAT = 30.0  # seconds between two equal log lines
@@ -53,10 +53,10 @@ class Heartbeats:
                 self._replies.take(post.result().queries, link.reply)
                 if not member.answered(beat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
-            if isinstance(error, UsageError) and not (isinstance(error, StrangersError) and member.directive):
+            if isinstance(error, UsageError) and not (isinstance(error, UntrustedRank0Error) and member.directive):
                 self._log.error(str(error))
                 member.refused()
-            elif isinstance(error, StrangersError) and self._settings.token_replaced():
+            elif isinstance(error, UntrustedRank0Error) and self._settings.token_replaced():
                 # this rank's tunnel has the old one
                 self._log.error(f"JOB_TOKEN_FILE={self._settings.job_token_file}: holds another token since this rank "
                                 f"was started; starting again with it", problem=str(error))  # fmt: skip

@@ -21,19 +21,19 @@ from aiohttp.web_protocol import RequestHandler
 from rolecall import telemetry
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MOST_CONNECTIONS = 128
-PACE = 0.005  # seconds from one request to the next
-ACCEPT_PACE = 0.002  # seconds from one connection to the next
-ARRIVAL = 10.0  # seconds from a connection to its first request's last header
-REPEAT = 60.0  # seconds between two log lines about the same problem
-OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MAX_CONNECTIONS = 128
+REQUEST_INTERVAL_SECONDS = 0.005  # seconds from one request to the next
+ACCEPT_INTERVAL_SECONDS = 0.002  # seconds from one connection to the next
+REQUEST_ARRIVAL_SECONDS = 10.0  # seconds from a connection to its first request's last header
+LOG_REPEAT_SECONDS = 60.0  # seconds between two log lines about the same problem
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Port:
     """The port of `app`. Beyond `most` connections, a new one replaces the one that has asked nothing for longest."""
 
     def __init__(self, app: web.Application, most: int = 0) -> None:
-        self._most = most or min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._most = most or min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._asked_at = dict[RequestHandler, float]()  # of each connection: its last request, or its beginning
         self._new = set[RequestHandler]()  # those without a request
         self._serving = set[RequestHandler]()
@@ -70,11 +70,11 @@ class Port:
                     _, protocol = await loop.connect_accepted_socket(server, connection)
                 except OSError as error:
                     self._warn(error)
-                    await asyncio.sleep(1.0 if error.errno in OUT_OF_FILES else ACCEPT_PACE)
+                    await asyncio.sleep(1.0 if error.errno in OUT_OF_DESCRIPTORS else ACCEPT_INTERVAL_SECONDS)
                     continue
                 self._asked_at[protocol] = time.monotonic()
                 self._new.add(protocol)
-                await asyncio.sleep(ACCEPT_PACE)
+                await asyncio.sleep(ACCEPT_INTERVAL_SECONDS)
 
     async def _make_room(self) -> None:
         """Waits until there is room for a connection: closes one that is not being served."""
@@ -96,7 +96,7 @@ class Port:
             await asyncio.sleep(1.0)
             self._forget_ended()
             now = time.monotonic()
-            for protocol in [each for each in self._new if now - self._asked_at[each] > ARRIVAL]:
+            for protocol in [each for each in self._new if now - self._asked_at[each] > REQUEST_ARRIVAL_SECONDS]:
                 self._abort(protocol)
 
     def _forget_ended(self) -> None:
@@ -121,7 +121,7 @@ class Port:
         self._serving.add(protocol)
         try:
             at = max(now, self._next)
-            self._next = at + PACE
+            self._next = at + REQUEST_INTERVAL_SECONDS
             await asyncio.sleep(at - now)
             return await handler(request)
         finally:
@@ -132,9 +132,10 @@ class Port:
         """Logs a problem with a connection: one line and a count, since anybody can cause many."""
         self._problems += 1
         now = time.monotonic()
-        if now - self._warned_at > REPEAT:
-            telemetry.log().warning("METRICS_PORT: a connection cannot be taken", problem=error.strerror or str(error),
-                                    times=self._problems)  # fmt: skip
+        if now - self._warned_at > LOG_REPEAT_SECONDS:
+            telemetry.log().warning(
+                "METRICS_PORT: a connection cannot be taken", problem=error.strerror or str(error), times=self._problems
+            )
             self._warned_at, self._problems = now, 0
 
 

@@ -1,7 +1,7 @@
-"""What rank 0 asks the supervisors of all ranks, and what they reply: statistics, stacks, spans, to leave.
+"""Queries of rank 0 to the supervisors of all ranks, and their replies: statistics, stacks, spans, leaving.
 
-A query comes with the answer to a member's heartbeat; the reply is posted to the coordinator. So whoever is in the gang
-can be asked, wherever it runs, also while its worker hangs.
+A query is sent with the answer to a member's heartbeat, and the reply is posted to the coordinator. So every member can
+be queried, even if its worker hangs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rolecall.gang.protocol import Key, Query
 from rolecall.rank import tasks
 
 PATH = "/v1/reply"
-MOST_REPLY = 32 * 2**20  # bytes
-REPEAT = 1.0  # seconds until a query is sent again: what carried it may be lost
-REMEMBERED = 1000  # queries that a member knows again
-LONGEST = 60.0  # seconds that a reply may take to arrive, once it is there
+MAX_REPLY_BYTES = 32 * 2**20  # bytes
+RESEND_SECONDS = 1.0  # seconds until a query is sent again: what carried it may be lost
+MAX_REMEMBERED_QUERIES = 1000  # queries that a member knows again
+REPLY_ARRIVAL_SECONDS = 60.0  # seconds that a reply may take to arrive, once it is there
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 Post = Callable[[str, Any], Awaitable[None]]
 
@@ -48,9 +48,12 @@ class Queries:
     _pending: dict[Key, dict[str, Pending]] = field(default_factory=dict)
 
     async def ask(
-        self, what: str, arguments: dict[str, Any] | None = None, to: Collection[Key] | None = None,
+        self,
+        what: str,
+        arguments: dict[str, Any] | None = None,
+        to: Collection[Key] | None = None,
         timeout: float = 5.0,
-    ) -> dict[Key, Any]:  # fmt: skip
+    ) -> dict[Key, Any]:
         """Asks the members `to`, or all, and returns what they replied, JSON's types. One that does not within
         `timeout` seconds, or could not, has {"error": ...}.
         """
@@ -70,7 +73,7 @@ class Queries:
                 for key, each in asked.items():
                     if not each.replied.done():
                         self.wake(key)
-                _, missing = await asyncio.wait(missing, timeout=min(left, REPEAT))
+                _, missing = await asyncio.wait(missing, timeout=min(left, RESEND_SECONDS))
         finally:
             for key, each in asked.items():
                 self._pending[key].pop(each.query.number)
@@ -83,16 +86,16 @@ class Queries:
     def due(self, key: Key) -> tuple[Query, ...]:
         """The queries to send to the member `key` now."""
         now = time.monotonic()
-        due = [each for each in self._pending.get(key, {}).values() if now - each.sent_at > REPEAT]
+        due = [each for each in self._pending.get(key, {}).values() if now - each.sent_at > RESEND_SECONDS]
         for each in due:
             each.sent_at = now
         return tuple(each.query for each in due)
 
     async def receive(self, request: web.Request) -> web.Response:
-        """Takes a reply. One that nobody waits for any more is dropped."""
+        """Receives a reply. A late one is dropped."""
         try:
-            async with asyncio.timeout(LONGEST):
-                body = await request.clone(client_max_size=MOST_REPLY).read()
+            async with asyncio.timeout(REPLY_ARRIVAL_SECONDS):
+                body = await request.clone(client_max_size=MAX_REPLY_BYTES).read()
             reply = await asyncio.to_thread(json.loads, body)
             number, result = str(reply["number"]), reply["result"]
         except (ValueError, TypeError, KeyError, TimeoutError):
@@ -121,7 +124,7 @@ class Replies:
             if query.number in self._seen:
                 continue
             self._seen[query.number] = None
-            while len(self._seen) > REMEMBERED:
+            while len(self._seen) > MAX_REMEMBERED_QUERIES:
                 self._seen.popitem(last=False)
             task = asyncio.create_task(self._reply(query, post))
             self._tasks.add(task)

@@ -31,15 +31,30 @@ from rolecall.record.disk import Disk
 from rolecall.record.history import Record
 from rolecall.record.journal import Journal
 
-REPEAT = 10.0  # seconds between two equal log lines
-PATIENCE = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
-RESULT_SECONDS = 25.0  # for which what a finished job leaves is written again, if it cannot be
+LOG_REPEAT_SECONDS = 10.0  # seconds between two equal log lines
+CLOSE_SECONDS = 5.0  # seconds that this process's end waits for the disk, for the report and then for the lock
+SAVE_RETRY_SECONDS = 25.0  # for which what a finished job leaves is written again, if it cannot be
 RETRY_SECONDS = 1.0
-LOCK_SECONDS = 2.0  # between two looks at the lock's file
+LOCK_CHECK_SECONDS = 2.0  # between two looks at the lock's file
 # what says where a rank runs or what it shows, not what it does: with it changed, a job that failed would fail again
-PLACE = {"INSTANCE", "MASTER_ADDR", "PORT", "MASTER_PORT", "METRICS_PORT", "BIND_ADDR", "METRICS_BIND_ADDR",
-         "CHECKPOINT_DIR", "ON_FINISH", "LEAVE_CODE", "LOG_FORMAT", "LOG_LEVEL", "LOG_INTERVAL",
-         "SINKS"}  # fmt: skip
+PLACEMENT_SETTINGS = {
+    "INSTANCE",
+    "MASTER_ADDR",
+    "PORT",
+    "MASTER_PORT",
+    "METRICS_PORT",
+    "BIND_ADDR",
+    "METRICS_BIND_ADDR",
+    "CHECKPOINT_DIR",
+    "ON_FINISH",
+    "LEAVE_CODE",
+    "LOG_FORMAT",
+    "LOG_LEVEL",
+    "LOG_INTERVAL",
+    "SINKS",
+}
+
+Page = Callable[[dict[str, Any]], dict[str, Any]]  # what the page shows of the run with this summary
 
 
 class RunFiles:
@@ -53,23 +68,19 @@ class RunFiles:
         self.journal: Journal
         self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
-        # told the step of the checkpoint that a generation starts from
-        self.resumed: Callable[[int], None] = lambda step: None
         self.picture = report.Picture(self.directory)
         values = report.settings_of(settings, job.settings)
         self.sinks = build(settings, job.name, values, job.secrets, self._newest_step)
-        # what the page shows of the run that has this summary
-        self.page: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-        self._complained = float("-inf")
+        self._logged_at = float("-inf")
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result  # its file
         self._trained = False  # by this process
-        self._lost: list[str] = []  # of a finished job's result: what is not on disk
+        self._unsaved: list[str] = []  # of a finished job's result: what is not on disk
 
     async def open(self) -> dict[str, Any] | None:
-        """Locks the directory and reads it. Returns DONE's summary, where the job has finished already.
+        """Locks the directory and reads it. Returns DONE's summary if the job has finished already.
 
-        Raises UsageError where the directory is in use, holds another job's run, cannot be written, or does not answer
+        Raises UsageError if the directory is in use, holds another job's run, cannot be written, or does not answer
         for REJOIN_TIMEOUT.
         """
         limit = self.settings.rejoin_timeout
@@ -89,7 +100,7 @@ class RunFiles:
         if persisted.job not in ("", self.job.name):
             raise UsageError(f"CHECKPOINT_DIR={directory}: holds a run of {persisted.job}, not of {self.job.name}")
         failed = rundir.read_failed(directory)
-        changed = failed is not None and failed.settings != self._settings
+        changed = failed is not None and failed.settings != self._settings_digest
         # this very rank, killed in the middle of its run and restarted, continues its run
         if not settings.resume and (persisted.node != self.node or changed):
             persisted, failed = self._start_anew(persisted), None
@@ -97,7 +108,7 @@ class RunFiles:
         done = rundir.read_done(directory)
         if done is not None:
             self.log.info(
-                f"this job has finished already; {self._anew}; to train on, with more steps, "
+                f"this job has finished already; {self._how_to_start_anew}; to train on, with more steps, "
                 f"delete {directory / rundir.DONE}",
                 directory=str(directory),
             )
@@ -110,7 +121,7 @@ class RunFiles:
     async def watch_lock(self) -> None:
         """Raises UsageError once the directory's lock file is deleted or another: a second run may be at work there."""
         while True:
-            await asyncio.sleep(LOCK_SECONDS)
+            await asyncio.sleep(LOCK_CHECK_SECONDS)
             await self.disk.run(self._require_lock)
 
     def _require_lock(self) -> None:
@@ -123,21 +134,25 @@ class RunFiles:
             what = "was deleted"
         except OSError:
             return  # a disk that fails says nothing about the file; its writes say what is wrong
-        raise UsageError(f"CHECKPOINT_DIR={self.directory}: its lock file {path.name} {what}, so another run may write "
-                         "there; this one ends. Start it again, and leave the file")  # fmt: skip
+        raise UsageError(
+            f"CHECKPOINT_DIR={self.directory}: its lock file {path.name} {what}, so another run may write "
+            "there; this one ends. Start it again, and leave the file"
+        )
 
     @property
-    def _anew(self) -> str:
+    def _how_to_start_anew(self) -> str:
         """How a run from the beginning is had."""
         if self.settings.on_finish == "linger":  # in a pod, which begins anew at each restart with RESUME=0
             return "another or an empty CHECKPOINT_DIR starts anew (of a pod: delete its claim)"
         return "RESUME=0 or another CHECKPOINT_DIR starts anew"
 
     @property
-    def _settings(self) -> str:
+    def _settings_digest(self) -> str:
         """The digest of what a verdict holds for: the job, its version and its settings."""
         values = report.settings_of(self.settings, self.job.settings)
-        return digest([self.job.identity, {name: value for name, value in values.items() if name not in PLACE}])
+        return digest(
+            [self.job.identity, {name: value for name, value in values.items() if name not in PLACEMENT_SETTINGS}]
+        )
 
     def _judge(self, persisted: rundir.Persisted, failed: rundir.Failed | None, changed: bool) -> rundir.Persisted:
         """Takes up an earlier run's verdict, unless something has `changed` since, or else what it had spent without
@@ -156,7 +171,7 @@ class RunFiles:
             again = "train on from the newest checkpoint" if rundir.saved(directory) else "start again"
             self.log.error(
                 f"this job has failed for good: change a setting, or run `rolecall resume {directory}`, to {again}; "
-                f"{self._anew}",
+                f"{self._how_to_start_anew}",
                 **telemetry.cause(failed.reason),
             )
         return replace(persisted, budget=Budget(newest, newest))
@@ -177,7 +192,7 @@ class RunFiles:
         """Puts `effect` on disk; returns whether it is there. Raises UsageError as `watch_lock` does."""
         if effect.kind == "done":
             checkpoint = ["the last checkpoint"] if effect.summary.get("saved") is False else []
-            self._lost = [*checkpoint, rundir.DONE]
+            self._unsaved = [*checkpoint, rundir.DONE]
         if effect.kind != "begin":  # a rank 0 that is killed after DONE reports the run by its history
             await self.journal.save()
         on_disk = await self.disk.run(self._persist, effect)
@@ -192,7 +207,7 @@ class RunFiles:
         try:
             if effect.verdict:
                 reason, code = effect.verdict.reason, effect.verdict.code
-                rundir.write_failed(self.directory, rundir.Failed(reason, code, self._settings, time.time()))
+                rundir.write_failed(self.directory, rundir.Failed(reason, code, self._settings_digest, time.time()))
                 self._write_generation(
                     self.persisted.number, self.persisted.members, Budget()
                 )  # where FAILED is deleted
@@ -211,20 +226,20 @@ class RunFiles:
         except OSError as error:
             if must:
                 raise UsageError(f"CHECKPOINT_DIR={self.directory}: cannot be written ({error.strerror})") from error
-            if time.monotonic() - self._complained > REPEAT:
-                self._complained = time.monotonic()
-                self.log.error("no generation can start: its number cannot be written to CHECKPOINT_DIR",
-                               directory=str(self.directory), problem=error.strerror)  # fmt: skip
+            if time.monotonic() - self._logged_at > LOG_REPEAT_SECONDS:
+                self._logged_at = time.monotonic()
+                self.log.error(
+                    "no generation can start: its number cannot be written to CHECKPOINT_DIR",
+                    directory=str(self.directory),
+                    problem=error.strerror,
+                )
             return False
         self.persisted = persisted
         return True
 
     def record(self, records: list[Record]) -> None:
-        """Adds what rank 0's worker sends for the run's history."""
+        """Adds the records that rank 0's worker sends to the run's history."""
         self._trained = True
-        for kind, step, *_ in records:
-            if kind == "start":
-                self.resumed(step)
         self.journal.add(self.journal.history.record(records))
         self.sinks.record(records)
         if any(kind == "train" for kind, *_ in records):
@@ -233,42 +248,54 @@ class RunFiles:
     async def _newest_step(self) -> int:
         return await self.disk.run(rundir.newest_step, self.directory)
 
-    async def report(self, gang: Gang, code: int) -> int:
-        """Writes the summary and the picture of a run that ends here with exit code `code`. Returns the exit code:
-        UNSAVED where the job has finished and its result could not be saved. Anything else that goes wrong is a
-        warning.
+    async def report(self, gang: Gang, code: int, page: Page | None = None) -> int:
+        """Writes the summary, the picture and the `page` of a run that ends with `code`. Returns the exit
+        code: UNSAVED if the job has finished and its result could not be saved. Other problems are warnings.
         """
         history, directory = self.journal.history, self.directory
         over, finished = gang.state in OVER, gang.state == "finished"
         trained = bool(history.generations or code)  # otherwise there is nothing to report but that it has finished
         # not for a job that was refused, or interrupted in its drain
-        if code not in (0, FAILED) or (code and not over) or not (trained or self._lost):
+        if code not in (0, FAILED) or (code and not over) or not (trained or self._unsaved):
             return code
         state = gang.state if over else "stopped"
         reason = gang.reason if state == "failed" else ""
         problem, missing = "", rundir.SUMMARY
         try:
-            async with asyncio.timeout(RESULT_SECONDS if finished else PATIENCE):
+            async with asyncio.timeout(SAVE_RETRY_SECONDS if finished else CLOSE_SECONDS):
                 # nor for one that finished and was reported before
-                if not self._trained and not self._lost and (not over or await self.disk.run(self._is_reported, state)):
+                if (
+                    not self._trained
+                    and not self._unsaved
+                    and (not over or await self.disk.run(self._is_reported, state))
+                ):
                     return code
                 summary = None
                 if trained:
                     self.journal.add(history.close())
                     job, settings = self.job, report.settings_of(self.settings, self.job.settings)
                     summary = report.summary(
-                        job.name, settings, history, state, reason, gang.generation.members, gang.summary, time.time(),
-                        score=job.score, unit=job.unit, lower=job.lower,
-                    )  # fmt: skip
+                        job.name,
+                        settings,
+                        history,
+                        state,
+                        reason,
+                        members=gang.generation.members,
+                        result=gang.summary,
+                        now=time.time(),
+                        score=job.score,
+                        unit=job.unit,
+                        lower=job.lower,
+                    )
                     if finished:
-                        self._lost += [rundir.SUMMARY, rundir.HISTORY]  # until they are written
+                        self._unsaved += [rundir.SUMMARY, rundir.HISTORY]  # until they are written
                 while problem := await self._save(gang, summary):
                     if not finished:
                         raise OSError(problem)
                     await asyncio.sleep(RETRY_SECONDS)
-                if self.page and summary:
+                if page and summary:
                     missing = rundir.PAGE
-                    await self.disk.run(render.write, directory, self.page(summary))
+                    await self.disk.run(render.write, directory, page(summary))
             if summary:
                 missing = rundir.CURVE
                 problem, _ = await asyncio.gather(self.picture.draw(), self.sinks.end(state, summary))
@@ -276,11 +303,12 @@ class RunFiles:
             problem = problem or str(error) or "the disk does not answer"
         except Exception as error:  # of whatever kind
             problem = str(error) or type(error).__name__
-        if self._lost:
+        if self._unsaved:
             self.log.error(
-                f"the job has finished, and its result is not saved: lost are {', '.join(self._lost)}",
-                directory=str(directory), problem=problem or "see the checkpoint's error above",
-            )  # fmt: skip
+                f"the job has finished, and its result is not saved: lost are {', '.join(self._unsaved)}",
+                directory=str(directory),
+                problem=problem or "see the checkpoint's error above",
+            )
             return UNSAVED
         if problem:
             self.log.warning("no report of this run", missing=missing, directory=str(directory), problem=problem)
@@ -293,7 +321,7 @@ class RunFiles:
         problem = ""
         await self.journal.save()
         writes: dict[str, Callable[[], None]] = {}
-        if rundir.DONE in self._lost:  # first: with it, a rank 0 that is started again writes the rest
+        if rundir.DONE in self._unsaved:  # first: with it, a rank 0 that is started again writes the rest
             writes[rundir.DONE] = partial(rundir.write_done, self.directory, gang.summary)
         if summary is not None:
             writes[rundir.SUMMARY] = partial(report.write, self.directory, summary)
@@ -311,7 +339,7 @@ class RunFiles:
         return problem
 
     def _is_saved(self, name: str) -> None:
-        self._lost = [lost for lost in self._lost if lost != name]
+        self._unsaved = [lost for lost in self._unsaved if lost != name]
 
     def _is_reported(self, state: str) -> bool:
         """Whether the report of a run that ended in `state` is there, not that of an earlier one."""
@@ -327,11 +355,12 @@ class RunFiles:
         self.picture.close()
         await self.sinks.close()
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(CLOSE_SECONDS):
                 await self.disk.run(self._close, ended)
         except TimeoutError:
-            self.log.warning("the disk does not answer; ending without it", directory=str(self.directory),
-                             seconds=PATIENCE)  # fmt: skip
+            self.log.warning(
+                "the disk does not answer; ending without it", directory=str(self.directory), seconds=CLOSE_SECONDS
+            )
         self.disk.close()
 
     def _close(self, ended: Budget | None) -> None:

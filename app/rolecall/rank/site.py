@@ -1,6 +1,6 @@
 """The page at rank 0's METRICS_PORT: what it shows now, as HTML, as JSON, and as a stream of server-sent events.
 
-Whoever reaches the port may read it, as the metrics. Only while somebody does, ranks are asked for their statistics.
+Like the metrics, it needs no authentication. Ranks are queried for statistics only while a client reads the page.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.queries import Replies
 from rolecall.record import rundir
 
-MOST_WATCHERS = 32
-PERIOD = 1.0  # seconds between two events
-ASKED = 2.0  # seconds between two questions for statistics, and until one has no answer
-MOST_ASKED = 100  # ranks at a time: all at once would keep the coordinator from their heartbeats
-LAST = 1.0  # seconds for watchers to take the last state
-PATIENCE = 5.0  # seconds for a watcher to take what was sent before
-ANALYSED = 15.0  # seconds for all ranks' stacks
+MAX_WATCHERS = 32
+EVENT_SECONDS = 1.0  # seconds between two events
+STATS_SECONDS = 2.0  # seconds between two questions for statistics, and until one has no answer
+MAX_RANKS_PER_QUERY = 100  # ranks at a time: all at once would keep the coordinator from their heartbeats
+CLOSE_SECONDS = 1.0  # seconds for watchers to take the last state
+SEND_SECONDS = 5.0  # seconds for a watcher to take what was sent before
+STACKS_SECONDS = 15.0  # seconds for all ranks' stacks
 STACKS = "stacks in words"  # the query to rank 0 for them
-INTEREST = 10.0  # seconds that a reader of the JSON counts as a watcher
+READER_SECONDS = 10.0  # seconds that a reader of the JSON counts as a watcher
 Sections = dict[str, bytes]
 
 
 class Site:
-    """Serves one rank's page. Only rank 0's is led by a coordinator, once there is a gang."""
+    """Serves one rank's page. Only rank 0's shows the gang, from `start` on."""
 
-    def __init__(self, job: Description, settings: Settings, first: bool) -> None:
-        self.job, self.settings, self._first = job, settings, first
-        self.lead: Coordinator | None = None
+    def __init__(self, job: Description, settings: Settings, is_rank0: bool) -> None:
+        self.job, self.settings, self._is_rank0 = job, settings, is_rank0
+        self.coordinator: Coordinator | None = None
         self.rates = Rates()
         self._titles = Titles(job.name, job.summary, job.score, job.unit, job.lower, job.version)
         self._values = report.settings_of(settings, job.settings)
@@ -59,15 +59,15 @@ class Site:
         self._closing = False
         self._recent: tuple[float, dict[str, Any]] | None = None  # a state, and when it was built
 
-    def lead_by(self, lead: Coordinator, replies: Replies) -> None:
-        """Shows the gang of `lead`, whose report has the page too; `replies` are rank 0's."""
-        self.lead, lead.files.page = lead, self.final
+    def start(self, coordinator: Coordinator, replies: Replies) -> None:
+        """Shows the gang of `coordinator`; `replies` are rank 0's."""
+        self.coordinator = coordinator
         replies.on(STACKS, self._stacks)
 
     async def _stacks(self, arguments: dict[str, Any]) -> dict[str, str]:
         """The stacks of all ranks, or of those in `only`, as text, with who waits for whom."""
-        assert self.lead is not None
-        replies = await self.lead.queries.ask("stacks", timeout=ANALYSED)
+        assert self.coordinator is not None
+        replies = await self.coordinator.queries.ask("stacks", timeout=STACKS_SECONDS)
         only = arguments.get("only")
         named = {name_of(key): reply for key, reply in replies.items()}
         return {"text": await asyncio.to_thread(stack_report.text, named, only)}
@@ -84,37 +84,50 @@ class Site:
         """Sends watchers the last state, and ends their streams."""
         self._closing = True
         await tasks.cancel(self._loops.values())
-        if self._watchers and self.lead:
+        if self._watchers and self.coordinator:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST):
+                async with asyncio.timeout(CLOSE_SECONDS):
                     await self._read_summary()
             self._publish()
-            await asyncio.wait(self._watchers, timeout=LAST)
+            await asyncio.wait(self._watchers, timeout=CLOSE_SECONDS)
         await tasks.cancel({*self._watchers})
 
     # ---- what it shows
 
     def state(self, now: float | None = None) -> dict[str, Any]:
         """What the page shows now. Only at rank 0, once there is a gang."""
-        assert self.lead is not None
-        gang, now = self.lead.gang, time.monotonic() if now is None else now
+        assert self.coordinator is not None
+        gang, now = self.coordinator.gang, time.monotonic() if now is None else now
         members = {
             key: Member(member.heartbeat.worker, now - member.received_at, member.leaving, member.heartbeat.node)
             for key, member in gang.members.items()
         }
         view = Gang(
-            gang.state, gang.reason, now - gang.since, tuple(gang.missing(now)) if gang.state == "gathering" else (),
-            gang.generation.number, gang.generation.keys, dict(gang.generation.lost), members,
-        )  # fmt: skip
+            gang.state,
+            gang.reason,
+            seconds=now - gang.since,
+            missing=tuple(gang.missing(now)) if gang.state == "gathering" else (),
+            number=gang.generation.number,
+            ranks=gang.generation.keys,
+            lost=dict(gang.generation.lost),
+            members=members,
+        )
+        history = self.coordinator.files.journal.history
         return state.of_gang(
-            self._titles, self.job.roles, view, self.lead.files.journal.history, self.rates, self._values, time.time(),
-            self._summary,
-        )  # fmt: skip
+            self._titles,
+            self.job.roles,
+            view,
+            history,
+            self.rates,
+            settings=self._values,
+            now=time.time(),
+            summary=self._summary,
+        )
 
     def _shared(self) -> dict[str, Any]:
-        """The state of the last second: strangers who ask for it again and again cost no more than one."""
+        """The state of the last second: repeated requests share one."""
         now = time.monotonic()
-        if self._recent is None or now - self._recent[0] >= PERIOD:
+        if self._recent is None or now - self._recent[0] >= EVENT_SECONDS:
             shown = self.state()
             self._recent = time.monotonic(), shown
         return self._recent[1]
@@ -132,7 +145,7 @@ class Site:
 
     @property
     def _watched(self) -> bool:
-        return bool(self._watchers) or time.monotonic() - self._interest < INTEREST
+        return bool(self._watchers) or time.monotonic() - self._interest < READER_SECONDS
 
     def _begin(self) -> None:
         """Starts the loops, unless they run."""
@@ -152,41 +165,43 @@ class Site:
     async def _publish_forever(self) -> None:
         while self._watched:
             self._publish()
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(EVENT_SECONDS)
 
     async def _ask_forever(self) -> None:
-        assert self.lead is not None
+        assert self.coordinator is not None
         while self._watched:
-            if self.lead.gang.state in OVER:
+            if self.coordinator.gang.state in OVER:
                 await self._read_summary()
             else:
-                here = sorted(self.lead.gang.members)
+                here = sorted(self.coordinator.gang.members)
                 self._asked = self._asked if self._asked < len(here) else 0
-                some = here[self._asked : self._asked + MOST_ASKED]
-                self._asked += MOST_ASKED
-                self.rates.take(await self.lead.queries.ask(stats.WHAT, to=some, timeout=ASKED), set(here))
-            await asyncio.sleep(ASKED)
+                some = here[self._asked : self._asked + MAX_RANKS_PER_QUERY]
+                self._asked += MAX_RANKS_PER_QUERY
+                self.rates.take(
+                    await self.coordinator.queries.ask(stats.WHAT, to=some, timeout=STATS_SECONDS), set(here)
+                )
+            await asyncio.sleep(STATS_SECONDS)
 
     async def _read_summary(self) -> None:
         """Reads how the run went, once that is on disk."""
-        assert self.lead is not None
+        assert self.coordinator is not None
         if self._summary is None:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there yet
-                path, history = self.settings.checkpoint_dir / rundir.SUMMARY, self.lead.files.journal.history
-                summary = dict(json.loads(await self.lead.files.disk.run(path.read_text)))
+                path, history = self.settings.checkpoint_dir / rundir.SUMMARY, self.coordinator.files.journal.history
+                summary = dict(json.loads(await self.coordinator.files.disk.run(path.read_text)))
                 # not that of an earlier end
-                if (summary["state"], summary["generations"]) == (self.lead.gang.state, history.generations):
+                if (summary["state"], summary["generations"]) == (self.coordinator.gang.state, history.generations):
                     self._summary = summary
 
     # ---- requests
 
     def _absent(self) -> web.Response | None:
-        """The answer where there is nothing to show."""
-        if not self._first:
+        """The answer if there is nothing to show."""
+        if not self._is_rank0:
             s = self.settings
             where = f"this is no rank 0; the page is at METRICS_PORT of {name_of((self.job.roles[0].name, 0))}"
             return web.Response(text=f"{where} (MASTER_ADDR={s.master_addr})\n", status=404)
-        if self.lead is None:
+        if self.coordinator is None:
             return web.Response(text="rank 0 is starting; try again\n", status=503, headers={"Retry-After": "2"})
         return None
 
@@ -194,8 +209,12 @@ class Site:
         if absent := self._absent():
             return absent
         nonce = secrets.token_urlsafe(18)
-        return web.Response(text=render.live(self._shared(), nonce), content_type="text/html", charset="utf-8",
-                            headers=render.headers(nonce))  # fmt: skip
+        return web.Response(
+            text=render.live(self._shared(), nonce),
+            content_type="text/html",
+            charset="utf-8",
+            headers=render.headers(nonce),
+        )
 
     async def _state(self, _: web.Request) -> web.Response:
         if absent := self._absent():
@@ -207,9 +226,10 @@ class Site:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if absent := self._absent():
             return absent
-        if len(self._watchers) >= MOST_WATCHERS or self._closing:
-            return web.Response(text=f"{MOST_WATCHERS} pages are open already\n", status=503,
-                                headers={"Retry-After": "10"})  # fmt: skip
+        if len(self._watchers) >= MAX_WATCHERS or self._closing:
+            return web.Response(
+                text=f"{MAX_WATCHERS} pages are open already\n", status=503, headers={"Retry-After": "10"}
+            )
         response = web.StreamResponse(headers={**render.HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         task = asyncio.create_task(self._send(response))
@@ -237,7 +257,7 @@ class Site:
             sent = self._sections
             if changed:
                 data = b",".join(json.dumps(name).encode() + b":" + content for name, content in changed.items())
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(SEND_SECONDS):
                     await response.write(b"data: {" + data + b"}\n\n")
             if closing:
                 return

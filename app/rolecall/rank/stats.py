@@ -1,6 +1,6 @@
 """What a rank's supervisor replies to the query `stats`: counters and gauges of its worker, and its newest log errors.
 
-Counters are cumulative, so whoever asks takes rates between two replies (observe/page/rates.py).
+Counters are cumulative: a client computes rates between two replies (observe/page/rates.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ WHAT = "stats"
 BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
 # of rank 0
 VALUES = ("step", "epoch", "done_total", "left_seconds", "loss", "score")
-COUNTS = {"rpc_calls_total": "calls", "rpc_failures_total": "failures", "rpc_sent_bytes_total": "sent",
-          "rpc_received_bytes_total": "received"}  # fmt: skip
-SHOWN = 1500  # characters of a traceback
-LEFT_OUT = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
+COUNTS = {
+    "rpc_calls_total": "calls",
+    "rpc_failures_total": "failures",
+    "rpc_sent_bytes_total": "sent",
+    "rpc_received_bytes_total": "received",
+}
+MAX_TRACEBACK_CHARACTERS = 1500  # characters of a traceback
+HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
 
 
 def register(replies: Replies, workers: WorkerManager) -> None:
@@ -78,8 +82,8 @@ def events() -> list[tuple[float, str, str]]:
 
 
 def _event(event: dict[str, Any]) -> tuple[float, str, str]:
-    fields = " ".join(f"{name}={value}" for name, value in event.items() if name not in LEFT_OUT)
+    fields = " ".join(f"{name}={value}" for name, value in event.items() if name not in HIDDEN_FIELDS)
     text = f"{event['event']} {fields}".strip()
     if trace := str(event.get("exception") or ""):
-        text += "\n" + trace[-SHOWN:]
+        text += "\n" + trace[-MAX_TRACEBACK_CHARACTERS:]
     return datetime.fromisoformat(event["timestamp"]).timestamp(), str(event["level"]), text

@@ -1,5 +1,6 @@
-"""The supervisor: one per container, alive across generations. It translates between its `Member`, which decides, and
-what surrounds it: HTTP to rank 0, the worker process, signals, /metrics, /healthz and /readyz. It uses no torch.
+"""The supervisor of a rank, which lives across generations and does not import torch.
+
+Its `Member` decides. The supervisor connects it with rank 0, the worker process, signals, and the HTTP endpoints.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import Directive, name_of
-from rolecall.rank import collecting, coordinator, endpoints, stacking, stats, tasks, tracing
-from rolecall.rank.coordinator import Coordinator
+from rolecall.rank import collecting, endpoints, stacking, stats, tasks, tracing
+from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link
-from rolecall.rank.outside import Outside
 from rolecall.rank.queries import Replies
+from rolecall.rank.signed_queries import SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.tunnel import keys, places
@@ -41,19 +42,31 @@ class Supervisor:
     """One rank's supervisor. `run` returns the process's exit code."""
 
     def __init__(
-        self, job: Description, settings: Settings, identity: Identity, directory: Path, tunnel: Handle | None,
-        run: int = 0, parent: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        job: Description,
+        settings: Settings,
+        identity: Identity,
+        directory: Path,
+        tunnel: Handle | None,
+        run: int = 0,
+        parent: int = 0,
+    ) -> None:
         self.job, self.settings, self.identity = job, settings, identity
         self.directory, self.tunnel, self._tunnel_ended = directory, tunnel, False
         self.run_pid, self.parent = run, parent
-        self.first = identity == Identity(job.roles[0].name, 0)
+        self.is_rank0 = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
         node = f"{config.host_name()}:{settings.metrics_port}"
         self.member = Member(
-            coordinator.rules(settings), identity.role, identity.ordinal, secrets.token_hex(8), node, time.monotonic(),
-            job.identity, job.agreement(settings),
-        )  # fmt: skip
+            rules(settings),
+            identity.role,
+            identity.ordinal,
+            incarnation=secrets.token_hex(8),
+            node=node,
+            now=time.monotonic(),
+            job=job.identity,
+            agreement=job.agreement(settings),
+        )
         self.log = telemetry.log()
         self._changed = asyncio.Event()  # there is something new to report
         self._directed, self._done = asyncio.Event(), asyncio.Event()
@@ -62,54 +75,66 @@ class Supervisor:
         self._scrapes = endpoints.Scrapes()
         self.replies = Replies()
         self.replies.on("leave", self._leave_on_request)
-        self._outside, self._site = Outside(settings, self.first), Site(job, settings, self.first)
-        self._refresh_gang: Callable[[], None] = lambda: None
+        self._signed_queries = SignedQueries(settings, self.is_rank0)
+        self._site = Site(job, settings, self.is_rank0)
+        self._coordinator: Coordinator | None = None  # of rank 0, once it has started
 
     async def run(self) -> int:
         """Takes part in the job until it is over for this rank. Raises UsageError for bad input."""
         runner: web.AppRunner | None = None
-        lead: Coordinator | None = None
+        coordinator: Coordinator | None = None
         member = self.member
         self._make_metrics()
         try:
             runner = await endpoints.serve(
-                self.settings, self._registry, self._refresh, self._unhealthy, self._unready, self._scrapes,
-                [*self._outside.routes(), *self._site.routes()],
-            )  # fmt: skip
+                self.settings,
+                self._registry,
+                self._refresh,
+                unhealthy=self._unhealthy,
+                unready=self._unready,
+                scrapes=self._scrapes,
+                routes=[*self._signed_queries.routes(), *self._site.routes()],
+            )
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare()
             self._tasks = {asyncio.create_task(self._disk_watch.look_forever())}
-            if self.first:
+            if self.is_rank0:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
                 node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
-                lead = Coordinator(self.job, self.settings, member.incarnation, node, self._at(places.COORDINATOR))
-                await self._or_signal(lead.start(self.metrics))
+                coordinator = Coordinator(
+                    self.job, self.settings, member.incarnation, node, self._at(places.COORDINATOR)
+                )
+                await self._or_signal(coordinator.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
-                self.workers.record = lead.files.record
-                self._refresh_gang, self._outside.queries = lead.refresh, lead.queries
-                self._outside.over = lead.over
-                self._site.lead_by(lead, self.replies)
-                self.replies.on("crashed", lead.take_crash)
+                self.workers.record = coordinator.record
+                self._coordinator = coordinator
+                self._signed_queries.start(coordinator.queries, coordinator.over)
+                self._site.start(coordinator, self.replies)
+                self.replies.on("crashed", coordinator.take_crash)
             await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
             loops = [self._heartbeat_loop(), self._action_loop(), self._liveness_loop()]
-            loops += lead.loops() if lead else []
-            traces = collecting.collector(lead) if lead and self.settings.trace else None
+            loops += coordinator.loops() if coordinator else []
+            traces = collecting.collector(coordinator) if coordinator and self.settings.trace else None
             loops += [traces.run()] if traces else []
             loops += [self._tunnel_loop(self.tunnel)] if self.tunnel else []
             self._tasks |= {asyncio.create_task(loop) for loop in loops}
             code = await self._exit_code()
-            report = asyncio.create_task(lead.files.report(lead.gang, code)) if lead else None
-            collected = asyncio.create_task(collecting.finish(traces)) if lead else None
+            report = (
+                asyncio.create_task(coordinator.files.report(coordinator.gang, code, self._site.final))
+                if coordinator
+                else None
+            )
+            collected = asyncio.create_task(collecting.finish(traces)) if coordinator else None
             if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
             elif member.acknowledged:
-                while lead and not member.exits(lead.gang.settled(time.monotonic())):
-                    await self._or_signal(asyncio.sleep(coordinator.TICK))
+                while coordinator and not member.exits(coordinator.gang.settled(time.monotonic())):
+                    await self._or_signal(asyncio.sleep(TICK_SECONDS))
                 await self._or_signal(self._scrapes.once_more())
             if report and collected:
                 code, _ = await asyncio.gather(report, collected)
@@ -119,18 +144,25 @@ class Supervisor:
             await tasks.cancel(self._tasks)
             await self.replies.close()
             await self.workers.close()
-            if lead:
-                await lead.stop(ended=member.exit_code == 0 and member.directive is not None)
+            if coordinator:
+                await coordinator.stop(ended=member.exit_code == 0 and member.directive is not None)
             if runner:
                 await runner.cleanup()
 
     # ---- before joining
 
     def _make_metrics(self) -> None:
-        self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.first)
+        self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.is_rank0)
         self._name_rank(self.identity.role, self.identity.ordinal)
-        self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files,
-                                     self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
+        self.workers = WorkerManager(
+            self.job,
+            self.settings,
+            self.identity.role,
+            self.metrics,
+            files,
+            changed=self._changed.set,
+            tunnel=self.directory if self.tunnel else None,
+        )
         self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
         stacking.register(self.replies, self.workers)
         stats.register(self.replies, self.workers)
@@ -147,15 +179,22 @@ class Supervisor:
     # ---- the member's loops
 
     async def _heartbeat_loop(self) -> None:
-        socket = self._at(places.COORDINATOR if self.first else places.CONTROL)
+        socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
         badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
-        async with Link(self.settings, socket, badge, self.first) as link:
-            beats = Heartbeats(self.settings, self.member, self.workers.status, self.metrics, self.replies,
-                               self._changed, self._heard)  # fmt: skip
+        async with Link(self.settings, socket, badge, self.is_rank0) as link:
+            beats = Heartbeats(
+                self.settings,
+                self.member,
+                self.workers.status,
+                self.metrics,
+                self.replies,
+                changed=self._changed,
+                heard=self._heard,
+            )
             await beats.send_forever(link)
 
     def _heard(self, previous: Directive | None) -> None:
-        """A request was answered, perhaps by another directive than the `previous`, or failed."""
+        """Handles the answer to a request, or its failure; `previous` is the directive before it."""
         directive = self.member.directive
         if directive is not previous and directive is not None:
             self._place(previous, directive)
@@ -190,7 +229,7 @@ class Supervisor:
             self._check_exit()
 
     async def _liveness_loop(self) -> None:
-        """Lets the member judge its worker and its own silence; exits with the parent process where tied to it."""
+        """Lets the member judge its worker and its own silence; exits with its parent process if it has one."""
         while True:
             await asyncio.sleep(self.settings.lease_seconds / TICKS)
             undecided = self.member.exit_code is None
@@ -203,7 +242,7 @@ class Supervisor:
             self._check_exit()
 
     async def _tunnel_loop(self, tunnel: Handle) -> None:
-        """Follows the tunnel, with which this rank ends: whatever restarts ranks starts both anew."""
+        """Waits for the end of the tunnel. This rank ends with it, and both are restarted."""
         try:
             await tunnel.follow(self.metrics)
         except OSError as error:
@@ -233,7 +272,7 @@ class Supervisor:
             self._done.set()
 
     async def _exit_code(self) -> int:
-        """Waits for the member's exit code; an error in a loop is this process's end, not a silence."""
+        """Waits for the member's exit code. An error in a loop ends this process."""
         waiter = asyncio.create_task(self._done.wait())
         await asyncio.wait({waiter, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
         for task in self._tasks:
@@ -243,7 +282,7 @@ class Supervisor:
         return FAILED if self.member.exit_code is None else self.member.exit_code
 
     async def _or_signal(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Waits for something that a signal cuts short."""
+        """Waits until `waiting` is done or a signal arrives."""
         waits = {asyncio.create_task(waiting), asyncio.create_task(self._signalled.wait())}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +308,8 @@ class Supervisor:
         self.workers.refresh()
         self.metrics.disk_wait_seconds.set(self._disk_watch.seconds)
         self.metrics.supervisor_resident_bytes.set(psutil.Process().memory_info().rss)
-        self._refresh_gang()
+        if self._coordinator:
+            self._coordinator.refresh()
 
     def _unhealthy(self) -> str:
         silent = self.member.is_silent(time.monotonic(), self.workers.last_heartbeat)
@@ -278,6 +318,6 @@ class Supervisor:
     def _unready(self) -> str:
         if self.workers.status().state == "running":
             return ""
-        if self._settled:  # not ready: a disruption budget of the user's would keep them on their nodes
+        if self._settled:  # not ready: otherwise a disruption budget would keep the pods on their nodes
             return "the job has finished" if self._finished else "the job failed"
         return "not in a running generation"

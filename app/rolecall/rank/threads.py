@@ -23,7 +23,7 @@ class Look:
 
 
 def look(pid: int) -> dict[int, Look]:
-    """The threads of a process, by native ID; none where it has ended."""
+    """The threads of a process, by native ID; none if it has exited."""
     looks: dict[int, Look] = {}
     try:
         folders = [*Path(f"/proc/{pid}/task").iterdir()]
@@ -37,8 +37,9 @@ def look(pid: int) -> dict[int, Look]:
             switches = sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
         except (OSError, ValueError, IndexError):  # it ended just now
             continue
-        looks[int(folder.name)] = Look(name.partition("(")[2], fields[0], int(fields[11]) + int(fields[12]), switches,
-                                       _channel(folder / "wchan"))  # fmt: skip
+        looks[int(folder.name)] = Look(
+            name.partition("(")[2], fields[0], int(fields[11]) + int(fields[12]), switches, _channel(folder / "wchan")
+        )
     return looks
 
 

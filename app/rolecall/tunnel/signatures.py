@@ -1,8 +1,9 @@
-"""Who may ask a running job for more than metrics: requests that are signed with a key from JOB_TOKEN.
+"""Requests that are signed with a key derived from JOB_TOKEN.
 
-Neither the token nor the key is sent, and no request can be sent twice, so plain HTTP suffices. The header
-`Authorization: Rolecall TIME NONCE SIGNATURE` has the time in Unix seconds; the signature is HMAC-SHA256 (RFC 2104), in
-hex, of five lines: TIME, NONCE, method, path, and the SHA-256 of the body, in hex. The key is `keys.signing_key`.
+Neither the token nor the key is sent, and a request cannot be replayed, so plain HTTP suffices. The header
+`Authorization: Rolecall TIME NONCE SIGNATURE` has the time in Unix seconds. The signature is the HMAC-SHA256 (RFC
+2104), in hex, of five lines: TIME, NONCE, method, path, and the SHA-256 of the body, in hex. The key is
+`keys.signing_key`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from rolecall.tunnel import keys
 
 ASK_PATH = "/v1/ask"
 SCHEME = "Rolecall"
-VALID = 60.0  # seconds by which the two clocks may differ
-MOST = 10_000  # requests in twice that time
+MAX_CLOCK_SKEW = 60.0  # seconds
+MAX_REQUESTS = 10_000  # in twice that time
 
 
 class DeniedError(Exception):
-    """A request that is not answered; the text says why."""
+    """A request that is refused; the text is the reason."""
 
 
 def sign(token: str, method: str, path: str, body: bytes, now: float | None = None) -> str:
-    """The header `Authorization` of a request that whoever knows `token` makes at `now` (Unix seconds)."""
+    """The header `Authorization` that signs a request at `now` (Unix seconds) with `token`."""
     moment, nonce = f"{time.time() if now is None else now:.3f}", secrets.token_hex(16)
     return f"{SCHEME} {moment} {nonce} {_signature(keys.signing_key(token), moment, nonce, method, path, body)}"
 
@@ -38,8 +39,8 @@ def _signature(key: bytes, *parts: str | bytes) -> str:
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-class Permission:
-    """Checks signed requests; without a `token` there is no permission. `clock` is in Unix seconds."""
+class SignatureChecker:
+    """Checks signed requests. Without a `token` it refuses all. `clock` is in Unix seconds."""
 
     def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
         self._key = keys.signing_key(token) if token else b""
@@ -58,14 +59,14 @@ class Permission:
         if not hmac.compare_digest(_signature(self._key, moment, nonce, method, path, body), signature):
             raise DeniedError("JOB_TOKEN does not match")
         now, signed = self._clock(), float(moment)
-        if not abs(now - signed) <= VALID:
-            raise DeniedError(f"the clocks differ by {abs(now - signed):.0f} s; at most {VALID:g} s may be")
-        if signed < self._began - 1.0:  # what was sent before is not remembered; clocks differ a little
+        if not abs(now - signed) <= MAX_CLOCK_SKEW:
+            raise DeniedError(f"the clocks differ by {abs(now - signed):.0f} s; at most {MAX_CLOCK_SKEW:g} s may be")
+        if signed < self._began - 1.0:  # earlier requests are not remembered; clocks differ a little
             raise DeniedError("the request was signed before rank 0 started; send it again")
-        while self._seen and next(iter(self._seen.values())) < now - 2 * VALID:
+        while self._seen and next(iter(self._seen.values())) < now - 2 * MAX_CLOCK_SKEW:
             self._seen.popitem(last=False)
         if nonce in self._seen:
             raise DeniedError("the request was sent before")
-        if len(self._seen) >= MOST:
-            raise DeniedError(f"more than {MOST} requests in {2 * VALID:g} s")
+        if len(self._seen) >= MAX_REQUESTS:
+            raise DeniedError(f"more than {MAX_REQUESTS} requests in {2 * MAX_CLOCK_SKEW:g} s")
         self._seen[nonce] = now

@@ -1,0 +1,31 @@
+"""The first import of the zygote; no other process imports it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from rolecall import machine
+from rolecall.rank import fork_server
+
+os.setsid()  # a terminal sends Ctrl-C to all processes of its session
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+machine.name_part("zygote")
+fork_server.prepare_imports()
+SYS_PATH = [*sys.path]  # `multiprocessing` replaces it in forked processes
+_zygote = os.getpid()
+
+
+@atexit.register
+def _end() -> None:
+    """Deletes the socket's folder, which `rolecall run` leaves behind if it is killed."""
+    if os.getpid() == _zygote:
+        folder = Path(fork_server.address()).parent
+        if folder.name.startswith("pymp-"):
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)  # at its exit, an interpreter tears torch down, slowly

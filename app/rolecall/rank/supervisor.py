@@ -23,7 +23,7 @@ from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import Directive, name_of
+from rolecall.gang.protocol import Directive, Heartbeat, name_of
 from rolecall.rank import collecting, coordinator, endpoints, stacking, stats, tasks, tracing
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.disk_watch import DiskWatch
@@ -50,10 +50,18 @@ class Supervisor:
         self.first = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
         node = f"{config.host_name()}:{settings.metrics_port}"
-        self.member = Member(
-            coordinator.rules(settings), identity.role, identity.ordinal, secrets.token_hex(8), node, time.monotonic(),
-            job.identity, job.agreement(settings),
-        )  # fmt: skip
+        shared = job.agreement(settings)
+        me = Heartbeat(
+            identity.role,
+            identity.ordinal,
+            secrets.token_hex(8),
+            sequence=0,
+            node=node,
+            job=job.identity,
+            digest=shared.digest,
+            settings=shared.values,
+        )
+        self.member = Member(coordinator.rules(settings), me, time.monotonic())
         self.log = telemetry.log()
         self._changed = asyncio.Event()  # there is something new to report
         self._directed, self._done = asyncio.Event(), asyncio.Event()
@@ -82,8 +90,9 @@ class Supervisor:
             self._tasks = {asyncio.create_task(self._disk_watch.look_forever())}
             if self.first:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
-                node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
-                lead = Coordinator(self.job, self.settings, member.incarnation, node, self._at(places.COORDINATOR))
+                me = member.identity
+                node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
+                lead = Coordinator(self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR))
                 await self._or_signal(lead.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang

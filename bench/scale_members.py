@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from bench.scale_coordinator import FIRST, describe
 from rolecall.config import Settings
 from rolecall.gang.member import RETRY_SECONDS, Member
-from rolecall.gang.protocol import Directive, Rules, WorkerState, WorkerStatus
+from rolecall.gang.protocol import Directive, Heartbeat, Rules, WorkerState, WorkerStatus
 from rolecall.rank import messages
 from rolecall.rank.coordinator import PATH
 
@@ -66,8 +66,18 @@ class Speaker:
         self.crowd, self.first = crowd, first
         self.key = role, ordinal
         incarnation = FIRST if first else f"{role}-{ordinal:09d}"
-        self.member = Member(crowd.rules, role, ordinal, incarnation, f"node-{role}-{ordinal}:8000", time.monotonic(),
-                             crowd.job, crowd.agreement)  # fmt: skip
+        shared = crowd.agreement
+        me = Heartbeat(
+            role,
+            ordinal,
+            incarnation,
+            sequence=0,
+            node=f"node-{role}-{ordinal}:8000",
+            job=crowd.job,
+            digest=shared.digest,
+            settings=shared.values,
+        )
+        self.member = Member(crowd.rules, me, time.monotonic())
         self.worker = IDLE
         self.sent_at = 0.0
         self._changed: asyncio.Future[None] | None = None

@@ -27,7 +27,7 @@ def test_a_gang_starts_a_generation_and_finishes() -> None:
     gang.receive(Heartbeat("agent", 0, "first", 2, epoch=gang.directive(key).epoch), 0.0)  # it has no worker
     effect = gang.tick(0.1)
     assert effect is not None
-    gang.confirm(effect, 0.1)
+    gang.written(True, 0.1)
     directive = gang.directive(key)
     assert (directive.kind, directive.generation, directive.members) == ("run", 1, (("agent", 0),))
     worker = WorkerStatus(generation=1, state="ended", outcome="finished")

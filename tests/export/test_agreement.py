@@ -16,17 +16,17 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe, registry
 from rolecall.gang.member import Member
-from rolecall.gang.protocol import Agreement, Answer, Beat, Directive, Heartbeat, RejectedError, WorkerStatus
+from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, RejectedError, SharedSettings, WorkerStatus
 from rolecall.launch.local import free_ports
 from rolecall.rank import coordinator, messages
 from rolecall.rank.coordinator import Coordinator
 from tests.gang.gangs import PS, RULES, Play
 
-OURS = Agreement("ours", {"BATCH_SIZE": 32, "LR": 0.1, "SEED": 1})
+OURS = SharedSettings("ours", {"BATCH_SIZE": 32, "LR": 0.1, "SEED": 1})
 
 
 def refused(**changes: Any) -> RejectedError:
-    play = Play(PS, agreement=OURS)
+    play = Play(PS, settings=OURS)
     heartbeat = Heartbeat("trainer", 1, "x", 1, node="here", digest="theirs")
     with pytest.raises(RejectedError) as error:
         play.gang.receive(replace(heartbeat, **changes), 0.0)
@@ -37,7 +37,7 @@ def refused(**changes: Any) -> RejectedError:
 
 def test_the_difference_is_named() -> None:
     text = str(refused(settings={**OURS.values, "BATCH_SIZE": 64}))
-    assert text.startswith("trainer 1 has BATCH_SIZE=64, rank 0 has 32; give every rank the same settings")
+    assert text.startswith("trainer 1 has BATCH_SIZE=64, rank 0 has BATCH_SIZE=32; give every rank the same settings")
     text = str(refused(settings={**OURS.values, "BATCH_SIZE": 64, "LR": 0.2}, ordinal=None))
     assert text.startswith("trainer on here has BATCH_SIZE=64, LR=0.2, rank 0 has BATCH_SIZE=32, LR=0.1; ")
     text = str(refused(settings={"A": "x" * 1000, "B": 1, "C": None}))
@@ -51,12 +51,12 @@ def test_a_difference_that_is_not_known_is_refused_all_the_same(settings: dict[s
 
 
 def test_who_has_the_same_settings_is_in() -> None:
-    play = Play(PS, agreement=OURS)
+    play = Play(PS, settings=OURS)
     assert play.gang.receive(Heartbeat("trainer", 1, "x", 1, digest="ours"), 0.0) == ("trainer", 1)
 
 
 def test_a_rank_whose_settings_have_changed_does_not_replace_the_one_that_runs() -> None:
-    play = Play(PS, agreement=OURS)
+    play = Play(PS, settings=OURS)
     play.join("trainer", 1, digest="ours")
     with pytest.raises(RejectedError):
         play.gang.receive(Heartbeat("trainer", 1, "newer", 1, digest="theirs"), 0.0)
@@ -65,7 +65,7 @@ def test_a_rank_whose_settings_have_changed_does_not_replace_the_one_that_runs()
 
 
 def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:
-    member = Member(RULES, "trainer", 1, "x", "here", 0.0, agreement=OURS)
+    member = Member(RULES, Heartbeat("trainer", 1, "x", 0, digest=OURS.digest, settings=OURS.values), 0.0)
     first = member.beat(WorkerStatus())
     assert first.heartbeat is not None
     assert (first.heartbeat.digest, first.heartbeat.settings) == (OURS.digest, OURS.values)
@@ -142,7 +142,7 @@ def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pyte
                         told = await answer.json()
         finally:
             await lead.stop(ended=False)
-        assert told["text"].startswith("observer 1 has LR=0.5, rank 0 has nothing; ")
+        assert told["text"].startswith("observer 1 has LR=0.5, rank 0 has LR=nothing; ")
         assert metrics.gang_refused.labels("settings")._value.get() == 3
 
     asyncio.run(asyncio.wait_for(steps(), 30))

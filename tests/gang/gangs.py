@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import (
@@ -20,7 +20,7 @@ from rolecall.gang.protocol import (
 
 RL = (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True))
 PS = (RoleSpec("ps", 1, 1, 1, False), RoleSpec("trainer", 2, 2, 2, False))
-RULES = Rules(max_restarts=100, longest_pause=0.0)  # the budget has tests of its own
+RULES = Rules(max_restarts=100, longest_pause=0.0)  # the restart budget has scripts of its own
 FIRST = "first"  # rank 0's incarnation
 WORKER_FIELDS = {each.name for each in fields(WorkerStatus)}
 
@@ -40,7 +40,7 @@ class FakeMember:
 
     def sends(self, **changes: Any) -> None:
         """Send a heartbeat, with `changes` from now on."""
-        self.heartbeat = changed(self.heartbeat, sequence=self.heartbeat.sequence + 1, **changes)
+        self.heartbeat = changed(self.heartbeat, **{"sequence": self.heartbeat.sequence + 1, **changes})
         self.key = self.play.gang.receive(self.heartbeat, self.play.now)
 
     @property
@@ -73,13 +73,14 @@ class Play:
         self.gang = Gang(roles, rules, FIRST, self.now, **persisted)
         self.members: list[FakeMember] = []
         self.joined = 0
+        self.disk: Literal["takes", "refuses", "hangs"] = "takes"
         self.effects: list[Effect] = []
         self.events: list[Event] = []
 
     def join(self, role: str, ordinal: int | None = 0, incarnation: str = "", **changes: Any) -> FakeMember:
         """A new member, which sends its first heartbeat."""
         self.joined += 1
-        incarnation = incarnation or (FIRST if role == self.gang.master[0] else f"{role}-{self.joined}")
+        incarnation = incarnation or (FIRST if role == self.gang.rank0[0] else f"{role}-{self.joined}")
         heartbeat = Heartbeat(role, ordinal, incarnation, 0, node=f"node-of-{role}-{ordinal}")
         member = FakeMember(self, changed(heartbeat, **changes))
         member.sends()
@@ -93,15 +94,18 @@ class Play:
     def tick(self) -> None:
         while effect := self.gang.tick(self.now):
             self.effects.append(effect)
-            self.gang.confirm(effect, self.now)
+            if self.disk != "hangs":
+                self.gang.written(self.disk == "takes", self.now)
+            if self.disk != "takes":
+                break
         self.events += self.gang.events
         self.gang.events.clear()
 
     def settle(self) -> None:
         """Everyone carries out its directives until they stay the same."""
-        epoch = -1
-        while epoch != self.gang.epoch:
-            epoch = self.gang.epoch
+        before = None
+        while before != (now := (self.gang.revision, [member.directive for member in self.members])):
+            before = now
             for member in list(self.members):
                 member.obeys()
             self.tick()
@@ -127,7 +131,7 @@ class Play:
         return [member.key for member in self.members if member.directive.kind == "run"]
 
     def causes(self, kind: str) -> list[str]:
-        return [details["cause"] for event, details in self.events if event == kind]
+        return [event.cause for event in self.events if event.kind == kind]
 
 
 def trains(roles: tuple[RoleSpec, ...] = RL, rules: Rules = RULES, step: int = 1) -> tuple[Play, list[FakeMember]]:

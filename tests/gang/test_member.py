@@ -8,7 +8,7 @@ import pytest
 
 from rolecall.errors import FAILED, USAGE
 from rolecall.gang.member import Action, Member
-from rolecall.gang.protocol import FENCE, Answer, Directive, Rules, WorkerStatus
+from rolecall.gang.protocol import FENCE, Answer, Directive, Heartbeat, Rules, WorkerStatus
 
 RULES = Rules()
 LEASE = RULES.lease
@@ -16,13 +16,19 @@ NONE = WorkerStatus()
 
 
 def make() -> Member:
-    return Member(RULES, "observer", None, "x", "node", 0.0)
+    return Member(RULES, Heartbeat("observer", None, "x", 0), 0.0)
 
 
 def receive(
-    member: Member, kind: Any, epoch: int, generation: int = 0, sent_at: float = 0.0, now: float = 0.0,
+    member: Member,
+    kind: Any,
+    epoch: int,
+    generation: int = 0,
+    *,
+    sent_at: float = 0.0,
+    now: float = 0.0,
     drain: bool = False,
-) -> bool:  # fmt: skip
+) -> bool:
     directive = Directive(kind, 0, epoch, generation, drain=drain, code=FAILED if kind == "failed" else 0)
     return member.answered(member.beat(NONE), sent_at, Answer("lead", directive, members=()), now)
 
@@ -53,7 +59,7 @@ def test_a_worker_is_started_once_a_generation() -> None:
     assert carry_out(member, WorkerStatus(2, "running")) == ["end"]
 
 
-def test_one_action_at_a_time_and_one_directive_after_the_other() -> None:
+def test_directive_is_carried_out_wholly_before_the_next() -> None:
     member, old = make(), WorkerStatus(1, "running")
     receive(member, "run", 2, 2)
     end = member.next_action(old)
@@ -71,7 +77,7 @@ def test_one_action_at_a_time_and_one_directive_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -> None:
+def test_drain_in_the_first_directive_is_passed_on(drain: bool) -> None:
     member = make()
     receive(member, "run", 2, 1, drain=drain)
     assert carry_out(member, NONE) == (["start", "update"] if drain else ["start"])
@@ -79,7 +85,7 @@ def test_a_drain_that_comes_with_the_first_directive_is_passed_on(drain: bool) -
     assert carry_out(member, WorkerStatus(1, "starting")) == []
 
 
-def test_a_drain_is_not_reported_before_the_worker_knows() -> None:
+def test_drain_is_reported_once_the_worker_knows() -> None:
     member = make()
     receive(member, "run", 2, 1, drain=True)
     start = member.next_action(NONE)
@@ -88,7 +94,7 @@ def test_a_drain_is_not_reported_before_the_worker_knows() -> None:
     assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 0
 
 
-def test_an_answer_that_comes_too_late_counts_for_nothing() -> None:
+def test_late_answer_is_ignored() -> None:
     member = make()
     assert not receive(member, "run", 2, 1, sent_at=1.0, now=1.1 + LEASE * FENCE)
     assert member.directive is None
@@ -97,14 +103,14 @@ def test_an_answer_that_comes_too_late_counts_for_nothing() -> None:
     assert member.contact == 1
 
 
-def test_without_answers_the_worker_is_fenced() -> None:
+def test_worker_is_fenced_without_answers() -> None:
     member = make()
     receive(member, "run", 2, 1, sent_at=1.0, now=1.5)
     assert member.tick(0.9 + LEASE * FENCE, 5.0) == ""
     assert member.tick(1.1 + LEASE * FENCE, 5.0) == "stopped"
 
 
-def test_a_silent_worker_is_killed_but_not_for_a_pause_of_the_supervisor() -> None:
+def test_silent_worker_is_killed_unless_the_supervisor_was_suspended() -> None:
     member = make()
     for now in range(1, 9):
         receive(member, "run", 2, 1, sent_at=now, now=now)
@@ -116,7 +122,7 @@ def test_a_silent_worker_is_killed_but_not_for_a_pause_of_the_supervisor() -> No
     assert member.is_silent(100.1 + LEASE, 1.0)
 
 
-def test_after_a_failure_an_answer_is_asked_for_at_once() -> None:
+def test_failed_request_asks_for_an_answer_at_once() -> None:
     member = make()
     receive(member, "run", 2, 1)
     assert member.known == "lead:2"
@@ -127,7 +133,7 @@ def test_after_a_failure_an_answer_is_asked_for_at_once() -> None:
 
 
 @pytest.mark.parametrize(("kind", "code"), [("finished", 0), ("failed", FAILED)])
-def test_it_exits_when_rank_0_knows_that_it_knows(kind: str, code: int) -> None:
+def test_member_exits_once_its_acknowledgement_is_answered(kind: str, code: int) -> None:
     member = make()
     receive(member, kind, 2)
     carry_out(member, NONE)
@@ -142,7 +148,7 @@ def test_it_exits_when_rank_0_knows_that_it_knows(kind: str, code: int) -> None:
     assert member.exits(settled=False)
 
 
-def test_it_does_not_wait_for_ever_for_that() -> None:
+def test_acknowledgement_is_not_awaited_for_ever() -> None:
     member = make()
     receive(member, "failed", 2)
     carry_out(member, NONE)
@@ -152,7 +158,7 @@ def test_it_does_not_wait_for_ever_for_that() -> None:
     assert member.exit_code == FAILED
 
 
-def test_without_rank_0_it_gives_up() -> None:
+def test_member_without_rank0_exits_after_rejoin_timeout() -> None:
     member = make()
     member.failed(RULES.rejoin_timeout + 1)
     assert member.exit_code is None  # a pause of its own, perhaps
@@ -163,7 +169,7 @@ def test_without_rank_0_it_gives_up() -> None:
     assert (other.exit_code, other.over) == (USAGE, True)
 
 
-def test_leaving() -> None:
+def test_leaving_member_stays_until_directed_to_leave() -> None:
     member = make()
     member.leave(0.0)
     assert member.exit_code == 0  # it had not joined
@@ -179,7 +185,7 @@ def test_leaving() -> None:
     assert member.exit_code == 0
 
 
-def test_leaving_without_a_drain() -> None:
+def test_leaving_member_exits_without_rank0_or_at_the_second_signal() -> None:
     lonely, hurried, stuck = make(), make(), make()
     for member in (lonely, hurried, stuck):
         receive(member, "run", 2, 1)
@@ -195,7 +201,7 @@ def test_leaving_without_a_drain() -> None:
     assert stuck.exit_code == FAILED
 
 
-def test_who_leaves_waits_while_rank_0_writes_the_drains_checkpoint() -> None:
+def test_leaving_member_waits_while_rank0_is_busy() -> None:
     member = make()
     receive(member, "run", 2, 1)
     member.leave(1.0)

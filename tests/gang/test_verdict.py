@@ -178,25 +178,14 @@ def test_a_disk_that_refuses_the_verdict_says_so_and_the_members_are_told(
 
             with monkeypatch.context() as patched:
                 patched.setattr(rundir, "write_atomically", broken)
-                lead._driver.step(time.monotonic())
-                on_disk = await lead.files.persist(lead._effects.get_nowait())
-                lead._driver.written(on_disk, time.monotonic())
+                effect = lead.gang.tick(time.monotonic())
+                assert effect is not None
+                lead.gang.written(await lead.files.persist(effect), time.monotonic())
             assert (lead.gang.state, lead.gang.reason) == ("failed", REASON)
 
     run(steps())
     assert "FAILED cannot be written; a restart would train on" in capsys.readouterr().out
     assert not (tmp_path / rundir.FAILED).exists()
-
-
-def test_nobody_is_told_before_the_disk_knows(tmp_path: Path) -> None:
-    async def steps() -> None:
-        async with rank_0(tmp_path) as lead:
-            lead.gang._fail(VERDICT, 0.0)
-            assert lead.gang.state == "gathering"
-            assert lead.gang.tick(0.0) == Effect("failed", verdict=VERDICT) == lead.gang.tick(1.0)
-            assert lead.gang.state == "gathering"
-
-    run(steps())
 
 
 @pytest.mark.parametrize("effect", [Effect("done", summary={}), Effect("failed", verdict=VERDICT)])
@@ -208,17 +197,6 @@ def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, effect
             lead.files.record([("start", 0, 1.0, 1.0), ("train", 0, 1.0, 0.0), ("score", 7, 2.0, 0.5)])
             assert await lead.files.persist(effect)
             assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
-
-    run(steps())
-
-
-def test_bad_input_is_tried_again(tmp_path: Path) -> None:
-    async def steps() -> None:
-        async with rank_0(tmp_path) as lead:
-            lead.gang._fail(Verdict("no such data", USAGE, final=False), 0.0)
-            assert lead.gang.state == "failed"
-            assert lead.gang.tick(0.0) is None
-        assert await state(tmp_path) == ANEW
 
     run(steps())
 

@@ -47,7 +47,7 @@ def test_a_rank_with_other_settings_is_refused(cluster: MakeCluster) -> None:
     job = cluster(JOB="ps", MAX_TRAINERS="9").start(1)
     other = job.add("trainer", 1, BATCH_SIZE="64", MAX_TRAINERS="8").start()
     assert other.wait() == 2
-    says = "trainer 1 has BATCH_SIZE=64, rank 0 has 4; give every rank the same settings"
+    says = "trainer 1 has BATCH_SIZE=64, rank 0 has BATCH_SIZE=4; give every rank the same settings"
     assert says in other.text()
     until(lambda: job.first.metric("gang_refused_total", reason="settings") == 1, "the refusal to be counted")
     assert says in job.first.text()
@@ -57,7 +57,7 @@ def test_a_rank_with_other_settings_is_refused(cluster: MakeCluster) -> None:
     job.first.start()
     trainer = job.member(0)
     assert trainer.wait() == 2
-    assert "trainer 0 has BATCH_SIZE=4, rank 0 has 8; " in trainer.text()
+    assert "trainer 0 has BATCH_SIZE=4, rank 0 has BATCH_SIZE=8; " in trainer.text()
     trainer.environment["BATCH_SIZE"] = "8"
     trainer.start()
     job.trains()

@@ -260,7 +260,7 @@ def test_a_wrong_token_and_another_copy_are_refused_and_the_gang_trains_on(clust
     copy.log = job.directory / "copy.log"
     assert copy.start().wait() == 2
     job.ranks.pop(copy.name)
-    assert "observer 0 has INSTANCE=two, rank 0 has one" in copy.text()
+    assert "observer 0 has INSTANCE=two, rank 0 has INSTANCE=one" in copy.text()
     guess = "a-guess-of-the-right-length"
     stranger = job.add("observer", 5, JOB_TOKEN=guess).start()
     assert stranger.wait() == 2

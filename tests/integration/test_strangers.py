@@ -76,7 +76,7 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     assert job.agent.metric("gang_refused_total", reason="body") == 9
     assert job.agent.metric("gang_refused_total", reason="ordinal") == 2
     assert job.agent.metric("gang_refused_total", reason="role") == 1
-    assert job.agent.metric("gang_refused_total", reason="master") == 1
+    assert job.agent.metric("gang_refused_total", reason="rank0") == 1
     assert job.agent.metric("gang_refused_total", reason="job") == 3
     # equal refusals are logged once in a while
     assert len(set(re.findall(r"refused .* problem=(.*?) reason=\w+", job.agent.text()))) == 9

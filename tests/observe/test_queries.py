@@ -16,8 +16,8 @@ from pydantic import SecretStr
 
 from rolecall.config import Settings
 from rolecall.errors import UsageError
+from rolecall.gang.compact import name_of_directive
 from rolecall.gang.protocol import Beat, Query
-from rolecall.gang.wire import name_of_directive
 from rolecall.launch.local import free_ports
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
+from rolecall.gang.compact import name_of_directive
 from rolecall.gang.protocol import Answer, Beat, Heartbeat
-from rolecall.gang.wire import name_of_directive
 from rolecall.launch.local import free_ports
 from rolecall.rank import coordinator, messages
 from rolecall.rank.coordinator import Coordinator
@@ -77,7 +77,7 @@ def test_a_beat_that_changes_nothing_is_answered_with_nothing(tmp_path: Path) ->
         async with serving(tmp_path, lease=1.0) as (lead, post):
             order = await post(first_beat(lead))
             assert order.directive is not None
-            assert (order.lead, order.directive.kind) == (FIRST, "stop")
+            assert (order.coordinator, order.directive.kind) == (FIRST, "stop")
             known = name_of_directive(FIRST, order.directive)
             assert await post(Beat(FIRST, 2, since=1, known=known)) == Answer()
             assert await post(Beat(FIRST, 3, since=2, known=known)) == Answer(again=True)

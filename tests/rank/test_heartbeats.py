@@ -14,7 +14,7 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.errors import CRASHED
 from rolecall.gang.member import Member
-from rolecall.gang.protocol import Answer, Beat, Directive, Query, WorkerStatus
+from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Query, WorkerStatus
 from rolecall.rank import coordinator, heartbeats
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link, UntrustedRank0Error
@@ -48,10 +48,14 @@ class Outdating:
         return not post.done()
 
 
+def _member(settings: Settings, now: float) -> Member:
+    return Member(coordinator.rules(settings), Heartbeat("ps", 0, "incarnation", 0), now)
+
+
 def test_news_that_outdate_each_beat_keep_no_member_from_its_lease(tmp_path: Path) -> None:
     async def steps() -> None:
         settings, began = Settings(job="ps", checkpoint_dir=tmp_path), time.monotonic()
-        member = Member(coordinator.rules(settings), "ps", 0, "incarnation", "node", began - 4.0)
+        member = _member(settings, began - 4.0)
         changed, replies, asked = asyncio.Event(), Replies(), list[int]()
 
         async def double(arguments: dict[str, Any]) -> None:
@@ -106,7 +110,7 @@ def test_a_rank_whose_token_file_was_replaced_too_is_started_again(
         settings = Settings(job="ps", checkpoint_dir=tmp_path, job_token_file=file)
         if replaced:
             file.write_text("a newer token of 16 bytes")
-        member = Member(coordinator.rules(settings), "ps", 0, "incarnation", "node", time.monotonic())
+        member = _member(settings, time.monotonic())
         changed, link = asyncio.Event(), Rotated(member)
         metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
 

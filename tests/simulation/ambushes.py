@@ -60,7 +60,15 @@ class Ambushes:
             orphan_frozen(simulation, random, simulation.first)
             return
         for rank in victims:
-            strike = random.choice((
-                kill_rank, kill_rank, kill_supervisor, kill_the_worker, freeze, freeze_supervisor, orphan_frozen,
-            ))  # fmt: skip
+            strike = random.choice(
+                (
+                    kill_rank,
+                    kill_rank,
+                    kill_supervisor,
+                    kill_the_worker,
+                    freeze,
+                    freeze_supervisor,
+                    orphan_frozen,
+                )
+            )
             strike(simulation, random, rank)

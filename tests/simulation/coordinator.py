@@ -23,9 +23,16 @@ class Coordinator:
         disk, now = simulation.disk, self.clock.now
         budget = simulation.code.after_restart(disk.budget, disk.newest[1], bool(disk.members))
         self.gang = simulation.code.gang(
-            simulation.roles, simulation.rules, owner.incarnation, now, disk.greatest, disk.members, disk.done,
-            failed=disk.failed, budget=budget,
-        )  # fmt: skip
+            simulation.roles,
+            simulation.rules,
+            owner.incarnation,
+            now,
+            last=disk.greatest,
+            previous=disk.members,
+            done=disk.done,
+            failed=disk.failed,
+            budget=budget,
+        )
         disk.budget = budget
         simulation.leads = [lead for lead in simulation.leads if not lead.owner.dead] + [self]
         self.phase = ""
@@ -34,7 +41,6 @@ class Coordinator:
         self.awake_since = self.ticked = self.gathering_since = now
         self.received_at: dict[Key, float] = {}
         self.sequences: dict[str, int] = {}
-        self.driver = simulation.code.pump.Pump(self.gang, self._write)
         simulation.promises.takes_over(self)
         self.tick()
 
@@ -44,16 +50,17 @@ class Coordinator:
         self.owner.check_exit()
 
     def pump(self) -> None:
-        self._drive(self.driver.step)
+        self._drive(self.gang.tick)
 
-    def _drive(self, move: Callable[..., None], *arguments: Any) -> None:
+    def _drive(self, move: Callable[..., Effect | None], *arguments: Any) -> None:
         """Let the gang move on, and follow what happens."""
         gang, promises, now = self.gang, self.simulation.promises, self.clock.now
         if now - self.ticked > NAP:
             self.awake_since = now
         self.ticked = now
         before = list(gang.members)
-        move(*arguments, now)
+        if effect := move(*arguments, now):
+            self._write(effect)
         if gang.generation is not self.generation:
             self.generation = gang.generation
             promises.begins(self)
@@ -61,8 +68,8 @@ class Coordinator:
         for key in before:
             if key not in gang.members:
                 promises.given_up(key, max(self.received_at.get(key, now), self.awake_since))
-        for kind, details in gang.events:
-            promises.happened(kind, details)
+        for event in gang.events:
+            promises.happened(event)
         gang.events.clear()
         if gang.revision != self.revision:
             self.revision = gang.revision
@@ -88,7 +95,7 @@ class Coordinator:
         clock.at(clock.random.uniform(0, 0.01), self.owner, self._written, on_disk)
 
     def _written(self, on_disk: bool) -> None:
-        self._drive(self.driver.written, on_disk)
+        self._drive(self.gang.written, on_disk)
         if on_disk:
             self.pump()
 
@@ -127,11 +134,11 @@ class Coordinator:
         self.simulation.story.count("crash reported")
 
     def receive(self, post: Post) -> None:
-        now, beat, pump = self.clock.now, post.beat, self.simulation.code.pump
+        now, beat = self.clock.now, post.beat
         if post.sender.dead and beat.incarnation not in self.sequences:
             return  # only in a connection that was open before can something still arrive from the dead
         try:
-            key = pump.receive(self.gang, beat, now)
+            key = self.gang.receive_beat(beat, now)
         except RejectedError as error:
             self.simulation.network.reply(post, error.reason)
             return
@@ -149,13 +156,13 @@ class Coordinator:
         if self.owner.dead:
             return
         self.waiting[key] = post, now
-        self.clock.at(pump.answer_by(self.gang, now) - now, self.owner, self.answer, post, key, now)
+        self.clock.at(self.gang.answer_by(now) - now, self.owner, self.answer, post, key, now)
         self.answer(post, key, now)
 
     def answer(self, post: Post, key: Key, received_at: float) -> None:
         """Answer a request that waits, if it is to be answered now."""
         if self.waiting.get(key) == (post, received_at):
-            answer = self.simulation.code.pump.answer(self.gang, key, post.beat, received_at, self.clock.now)
+            answer = self.gang.answer_if_due(key, post.beat, received_at, self.clock.now)
             if answer is not None:
                 del self.waiting[key]
                 self.simulation.network.reply(post, answer)

@@ -8,9 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
-
 from tests.simulation.rules import SAFE, Safeguards
 from tests.simulation.simulation import CODE, Code, Simulation
 from tests.simulation.story import Result, Violation
@@ -62,29 +59,20 @@ def summary(results: list[Result], seconds: float) -> str:
 
 def explore(schedules: int, seed: int, safeguards: Safeguards = SAFE, ranks: int = 0) -> int:
     """Play `schedules` of them from `seed` on, each with at least `ranks` ranks; the exit code."""
-    console = Console(highlight=False, soft_wrap=True)
-    started = time.monotonic()
+    started, every = time.monotonic(), max(1, schedules // 10)
     seeds = range(seed, seed + schedules)
-    if console.is_terminal:
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
-            task = bar.add_task("schedules", total=schedules)
-            results, broken = play(seeds, lambda done: bar.update(task, completed=done), safeguards, ranks)
-    else:
-        every = max(1, schedules // 10)
 
-        def print_progress(done: int) -> None:
-            if done % every == 0:
-                console.print(f"{done} of {schedules} schedules, {time.monotonic() - started:.0f} s")
+    def print_progress(done: int) -> None:
+        if done % every == 0:
+            print(f"{done} of {schedules} schedules, {time.monotonic() - started:.0f} s", flush=True)
 
-        results, broken = play(seeds, print_progress, safeguards, ranks)
-    console.print(summary(results, time.monotonic() - started), markup=False)
+    results, broken = play(seeds, print_progress, safeguards, ranks)
+    print(summary(results, time.monotonic() - started))
     if broken:
         again = f"{seeds[len(results)]}" + (f" --ranks {ranks}" if ranks else "")
-        console.print(
-            f"\nA promise was broken. {broken}\nReplay it: {sys.executable} -m tests.simulation {again}", markup=False
-        )
+        print(f"\nA promise was broken. {broken}\nReplay it: {sys.executable} -m tests.simulation {again}")
         return 1
-    console.print("Every promise was kept.")
+    print("Every promise was kept.")
     return 0
 
 

@@ -28,10 +28,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rolecall.gang.gang import Gang
-from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Heartbeat, Key, name_of
+from rolecall.gang.protocol import ACTIVE, ALIVE, FENCE, OVER, Event, Heartbeat, Key, name_of
 from tests.simulation.rank import Rank
 from tests.simulation.rules import AWAKE, LEASE, ORPHAN, RULES, SETTLE
 
@@ -173,21 +173,22 @@ class Promises:
 
     # -- what the gang tells of
 
-    def happened(self, kind: str, details: dict[str, Any]) -> None:
-        self.log(f"gang: {kind} {details}")
-        self.simulation.story.count_event(f"{kind} {details['cause']}" if "cause" in details else kind)
+    def happened(self, event: Event) -> None:
+        kind = event.kind
+        self.log(f"gang: {kind} {event.details()}")
+        self.simulation.story.count_event(f"{kind} {event.cause}" if event.cause else kind)
         lead = self.simulation.lead
         assert lead is not None
         if kind in ("generation", "failed"):
             lead.gathering_since, waited = self.clock.now, self.clock.now - lead.gathering_since
-        if kind == "stopped" and details["cause"] != "drained":
+        if kind == "stopped" and event.cause != "drained":
             self._stopped(lead.gang)
         elif kind == "failed":
-            self._failed(details["reason"], waited)
+            self._failed(event.reason, waited)
 
     def _stopped(self, gang: Gang) -> None:
         simulation = self.simulation
-        first = simulation.workers.get((gang.generation.number, simulation.master))
+        first = simulation.workers.get((gang.generation.number, simulation.rank0))
         if first is None or first.step == 0:
             return
         well = dict.fromkeys((role.name for role in simulation.roles), 0)
@@ -220,7 +221,7 @@ class Promises:
         """DONE is about to be written."""
         if self.simulation.disk.done is not None:
             self.fail("DONE is written twice")
-        first = self.simulation.workers.get((lead.gang.generation.number, self.simulation.master))
+        first = self.simulation.workers.get((lead.gang.generation.number, self.simulation.rank0))
         if first is None or first.outcome != "finished":
             self.fail("DONE is written, and worker 0 has not finished")
 

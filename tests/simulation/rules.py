@@ -20,9 +20,18 @@ CALL_TIMEOUT = 5.0
 NAP = LEASE / 3  # the coordinator does not notice a shorter pause of its own
 SETTLE = 30.0
 RULES = Rules(
-    lease=LEASE, join_grace=5.0, rejoin_interval=4.0, rejoin_timeout=100.0, drain_timeout=8.0, max_failures=3,
-    finish_grace=10.0, young=8.0, max_restarts=40, progress_timeout=1000.0, longest_pause=4.0,
-)  # fmt: skip
+    lease=LEASE,
+    join_grace=5.0,
+    rejoin_interval=4.0,
+    rejoin_timeout=100.0,
+    drain_timeout=8.0,
+    max_failures=3,
+    finish_grace=10.0,
+    stable_after=8.0,
+    max_restarts=40,
+    progress_timeout=1000.0,
+    longest_pause=4.0,
+)
 JOBS = (
     (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 2, 1, 4, True)),
     (RoleSpec("agent", 1, 1, 1, False), RoleSpec("observer", 3, 2, 5, True)),

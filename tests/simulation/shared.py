@@ -54,7 +54,7 @@ class Store:
     def meet(self, generation: int) -> None:
         """Connect the workers of `generation` with each other, once all are at the store of its worker 0."""
         simulation, clock = self.simulation, self.simulation.clock
-        host = simulation.workers.get((generation, simulation.master))
+        host = simulation.workers.get((generation, simulation.rank0))
         if host is None or not self._there(host):
             return
         prefix = simulation.safeguards.prefix

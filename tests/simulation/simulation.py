@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
-from types import ModuleType
 
-from rolecall.gang import pump
 from rolecall.gang.budget import after_restart
 from rolecall.gang.gang import Gang
 from rolecall.gang.member import Member
@@ -32,7 +30,6 @@ class Code:
 
     gang: type[Gang] = Gang
     member: type[Member] = Member
-    pump: ModuleType = pump
     after_restart: Callable[[Budget, int, bool], Budget] = after_restart
 
 
@@ -74,7 +71,7 @@ class Simulation:
 
     def _draw_job(self, random: Random) -> None:
         self.roles = enlarged(random.choice(JOBS), self.size)
-        self.master: Key = (self.roles[0].name, 0)
+        self.rank0: Key = (self.roles[0].name, 0)
         self.goal = random.choice((40, 100, 10_000, 10_000))
         self.doomed: tuple[str, float] | None = None
         if random.random() < 0.05:
@@ -121,7 +118,7 @@ class Simulation:
         lead = self.lead
         if lead is None or lead.owner.dead or lead.gang.state != "running":
             return None
-        worker = self.workers.get((lead.gang.generation.number, self.master))
+        worker = self.workers.get((lead.gang.generation.number, self.rank0))
         trains = worker is not None and worker.state == "running" and worker.step > worker.base
         return "training" if trains and not self.doomed and self.clock.now > calm_at + 1 else None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rolecall.errors import USAGE
 from rolecall.gang.member import RETRY_SECONDS, Action
-from rolecall.gang.protocol import Answer, WorkerStatus
+from rolecall.gang.protocol import Answer, Heartbeat, WorkerStatus
 from tests.simulation.clock import Process
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.network import Post
@@ -27,7 +27,8 @@ class Supervisor(Process):
         simulation.incarnations += 1
         self.incarnation = f"{simulation.incarnations:04x}"
         role = "" if rank.unnamed else rank.role.name
-        self.member = simulation.code.member(RULES, role, rank.ordinal, self.incarnation, rank.node, self.clock.now)
+        me = Heartbeat(role, rank.ordinal, self.incarnation, sequence=0, node=rank.node)
+        self.member = simulation.code.member(RULES, me, self.clock.now)
         self.worker: Worker | None = None
         self.coordinator: Coordinator | None = None
         self.post: Post | None = None

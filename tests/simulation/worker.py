@@ -43,9 +43,15 @@ class Worker(Process):
         """As its supervisor knows it."""
         summary = {"step": self.step} if self.outcome else {}
         return WorkerStatus(
-            self.generation, self.state, self.outcome, self.error, self.step, summary, self.drains_failed,
+            self.generation,
+            self.state,
+            self.outcome,
+            self.error,
+            self.step,
+            summary,
+            self.drains_failed,
             self.lost_peers,
-        )  # fmt: skip
+        )
 
     @property
     def last_heartbeat(self) -> float | None:
@@ -65,7 +71,7 @@ class Worker(Process):
         if self.rank.frozen_until > self.clock.now:
             self.freeze(self.rank.frozen_until)
         self.simulation.promises.started(self)
-        if self.key == self.simulation.master:
+        if self.key == self.simulation.rank0:
             self.clock.at(0, self, self.take_lock, self.clock.now + LEASE)
         else:
             self.prepared()
@@ -115,7 +121,7 @@ class Worker(Process):
             return
         self.state = "running"
         self.supervisor.send_soon()
-        if self.key == self.simulation.master:
+        if self.key == self.simulation.rank0:
             self.base = self.simulation.disk.newest[1]
             lead = self.simulation.lead
             if lead is not None and lead.owner is self.supervisor:
@@ -255,7 +261,7 @@ class Worker(Process):
             simulation.promises.raised.append(f"{name_of(self.key)}: {error}")
         if outcome == "finished":
             simulation.ambushes.enter("finishing")
-        if self.key == simulation.master:
+        if self.key == simulation.rank0:
             for key in self.members:
                 peer = simulation.workers.get((self.generation, key))
                 if peer and peer is not self and clock.random.random() < 0.7:

@@ -25,7 +25,7 @@ from rolecall.config import Settings, __version__
 from rolecall.declare import flags, preflight, registry, sources
 from rolecall.declare.spec import Job
 from rolecall.errors import USAGE, UsageError
-from rolecall.gang.protocol import Agreement, RoleSpec
+from rolecall.gang.protocol import RoleSpec, SharedSettings
 
 MOST_VALUE = 200  # characters of a setting in a heartbeat
 DEADLINE = 120.0  # seconds for a user's file to be imported: torch alone takes several on a busy machine
@@ -69,11 +69,11 @@ class Description:
         """What ranks compare: the name and the version."""
         return f"{self.name} ({self.version})"
 
-    def agreement(self, settings: Settings) -> Agreement:
+    def agreement(self, settings: Settings) -> SharedSettings:
         """What ranks compare of their settings, which are these and `settings`."""
         values = {**settings.model_dump(mode="json"), **self.settings}
         agreed = {name.upper(): _brief(values[name]) for name in sorted(self.agreed)}
-        return Agreement(digest(agreed), agreed)
+        return SharedSettings(digest(agreed), agreed)
 
     @property
     def variables(self) -> tuple[str, ...]:

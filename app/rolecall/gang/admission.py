@@ -1,19 +1,19 @@
-"""Whether there is another generation, which members it has, and what its start waits for."""
+"""Admission: whether a generation may start, which members it has, and who waits for how long."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from rolecall.gang.protocol import MAX_BACKOFF, Key, RoleSpec, Rules
+from rolecall.gang.compact import text_of
+from rolecall.gang.protocol import MAX_BACKOFF_SECONDS, Key, RoleSpec, Rules
 from rolecall.gang.roster import MemberRecord, Members
-from rolecall.gang.wire import text_of
 
 
 class Admission:
-    """Counts by role, the exponential backoff of elastic ranks that die young, and workers that may live on unseen.
+    """Counts by role, the backoff of elastic ranks, and workers that may live on unseen.
 
-    The first start waits for every role's count, or for as many of an elastic role as there were before; an elastic
+    The first start waits for every role's count, or for as many of an elastic role as there were before. An elastic
     role's minimum is enough after `join_grace`, and for every later start. `previous` are the members of generation
     `last`, which an earlier coordinator started.
     """
@@ -34,12 +34,14 @@ class Admission:
         self._previous = ()
 
     def died(self, key: Key, now: float) -> None:
-        """An elastic rank's worker died. One that dies soon after it joined, again and again, is readmitted with
+        """An elastic rank's worker died. A rank that dies soon after it joined, again and again, is readmitted with
         exponential backoff."""
-        young = now - self._since.pop(key, now) < self._rules.young
-        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if young else 0
+        early = now - self._since.pop(key, now) < self._rules.stable_after
+        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1 if early else 0
         doublings = min(deaths - 1, 10)
-        self._until[key] = now + min(self._rules.rejoin_interval * 2**doublings, MAX_BACKOFF) if deaths > 1 else now
+        self._until[key] = (
+            now + min(self._rules.rejoin_interval * 2**doublings, MAX_BACKOFF_SECONDS) if deaths > 1 else now
+        )
 
     def replaced(self, old: MemberRecord) -> None:
         """`old` had a worker, and may live on elsewhere: it ends that worker within a lease."""
@@ -52,14 +54,14 @@ class Admission:
     def chosen(self, members: Members, now: float) -> list[Key]:
         """The members of a generation that would start now, in order of rank. Backoff does not apply to a role that
         would have too few members."""
-        here: dict[str, list[Key]] = {name: [] for name in self._roles}
+        staying: dict[str, list[Key]] = {name: [] for name in self._roles}
         for key, member in members.items():
             if not member.leaving:
-                here[key[0]].append(key)
+                staying[key[0]].append(key)
         chosen = []
         for name, role in self._roles.items():
-            welcome = [key for key in here[name] if self._welcome(key, now)]
-            chosen += sorted(welcome if role.elastic and len(welcome) >= role.minimum else here[name])
+            welcome = [key for key in staying[name] if self._welcome(key, now)]
+            chosen += sorted(welcome if role.elastic and len(welcome) >= role.minimum else staying[name])
         return chosen
 
     def wanted(self, name: str, waited: float) -> int:
@@ -73,8 +75,7 @@ class Admission:
         missing = []
         counts = Counter(role for role, _ in self.chosen(members, now))
         for role in self._roles.values():
-            have = counts[role.name]
-            want = self.wanted(role.name, waited)
+            have, want = counts[role.name], self.wanted(role.name, waited)
             if have < want:
                 missing.append(f"{role.name} ({have} of {want} in)")
         if busy := sorted(key for key, member in members.items() if not member.idle):

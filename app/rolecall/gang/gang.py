@@ -1,79 +1,154 @@
-"""The gang: who is in, which generation runs, what each member must do. Pure logic: no I/O, the clock is passed in.
-
-A *generation* is a fixed set of members, each with a fresh worker. `receive` takes a member's `Heartbeat`; `directive`
-says what a member must do; `tick` moves time on and returns the one thing that must reach the disk before the gang
-goes on (a new generation's number, or DONE), which the caller confirms with `confirm`, or gives up with `burn` where it
-is due no more; `pump` holds that loop.
-
-Safety rests on three rules. A generation starts only when every worker of the one before is known to be stopped, or its
-member has been silent for a whole lease (a member that gets no answer for that long ends its own worker: fencing). A
-member is known to be stopped only by a heartbeat sent after it carried out a directive to stop, which is why directives
-are numbered by epochs: they exceed those of earlier coordinators too, which members bring with them. Generation numbers
-are persisted before use.
-"""
+"""The gang: who is in, which generation runs, what each member must do. Pure logic: no I/O, the clock is passed in."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
 from rolecall.errors import FAILED, USAGE
-from rolecall.gang.orders import Orders
+from rolecall.gang.admission import Admission
+from rolecall.gang.budget import RestartBudget
+from rolecall.gang.compact import answer_to, name_of_directive, text_of
+from rolecall.gang.directives import Epochs
+from rolecall.gang.generation import Drain, Generation
 from rolecall.gang.protocol import (
     ACTIVE,
-    AWAITED,
+    DRAIN_EXEMPT_PHASES,
     ERRORS,
-    HOLD,
     OVER,
+    PEER_REPORT_SECONDS,
+    Answer,
+    Beat,
+    Budget,
+    Cause,
+    Directive,
     Effect,
+    Event,
+    GangState,
     Heartbeat,
     Key,
+    RoleSpec,
+    Rules,
+    SharedSettings,
     Verdict,
     WorkerStatus,
     name_of,
 )
-from rolecall.gang.roster import Generation, MemberRecord, same_node
-from rolecall.gang.wire import text_of
+from rolecall.gang.roster import MemberRecord, Roster, same_node
 
 
-class Gang(Orders):
-    """The coordinator's decisions: what heartbeats and time do to the gang, and what each member must do."""
+class Gang:
+    """The coordinator's state machine. A *generation* is a fixed set of members, each with a fresh worker.
+
+    | state | event | next state |
+    | --- | --- | --- |
+    | gathering | `Admission` and `RestartBudget` miss nothing, and the generation's number is on disk | running |
+    | gathering | something is missing for `rejoin_timeout` | failed |
+    | running | an elastic rank leaves or is lost, its role keeps its minimum, all workers have connected | running |
+    | running | a rank that is needed leaves, or a newcomer is welcome | draining |
+    | draining | the drain fails, or takes too long for a newcomer | running |
+    | draining | rank 0's worker has drained, or the drain for a fixed rank takes too long | stopping |
+    | running, draining | a fixed rank is lost, a role falls below its minimum, a loss before all connected | stopping |
+    | stopping | every member is proved to have no worker, or was silent for a lease | gathering |
+    | any but failed | rank 0's worker finished, and DONE is on disk | finished |
+    | any but finished | bad input; or `max_failures` or the restart budget is spent, and FAILED is on disk | failed |
+
+    The caller passes heartbeats to `receive`, replies with `answer`, and calls `tick`, which returns an `Effect` to put
+    on disk; the caller reports the result by `written`. One effect is written at a time, and the gang goes on
+    meanwhile. If an effect is no longer due when it is on disk, its number is given up.
+
+    Safety rests on three rules. A generation starts only if every worker of the one before is proved to be stopped, or
+    its member was silent for a lease, by which time the member has ended that worker itself. Only a heartbeat sent
+    after the directive to stop proves a stop, so epochs exceed those of earlier coordinators. Generation numbers are on
+    disk before use.
+
+    `incarnation` is that of rank 0's supervisor. `last`, `previous`, `done`, `failed` and `budget` are what an earlier
+    coordinator left on disk. Ranks of another `job`, or with other `settings`, are refused. Times are in seconds.
+    """
+
+    def __init__(
+        self,
+        roles: tuple[RoleSpec, ...],
+        rules: Rules,
+        incarnation: str,
+        now: float,
+        *,
+        last: int = 0,
+        previous: tuple[Key, ...] = (),
+        done: dict[str, Any] | None = None,
+        failed: Verdict | None = None,
+        budget: Budget | None = None,
+        job: str = "",
+        settings: SharedSettings | None = None,
+    ) -> None:
+        self.roles = {role.name: role for role in roles}
+        self.rules, self.incarnation = rules, incarnation
+        self.rank0: Key = (roles[0].name, 0)
+        self.members: OrderedDict[Key, MemberRecord] = OrderedDict()  # the one that is silent for longest comes first
+        self.generation = Generation(last, {}, now)
+        self.number = last
+        self.state: GangState = "failed" if failed else "gathering" if done is None else "finished"
+        self.since = now  # when it entered `state`
+        self.reason, self.code, self.final = (failed.reason, failed.code, failed.final) if failed else ("", 0, False)
+        self.summary = done or {}
+        self.events: list[Event] = []
+        self._roster = Roster(self.roles, self.rank0, incarnation, job, settings or SharedSettings())
+        self._admission = Admission(self.roles, rules, last, previous)
+        self._budget = RestartBudget(rules, budget or Budget(), now)
+        self._epochs = Epochs()
+        everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
+        self._uninformed = everyone if self.state in OVER else set[Key]()  # may not know how the job ended
+        self._leavers: set[Key] = set()
+        self._ticked, self._resumed_at = now, float("-inf")
+        self._finishing = False  # rank 0's worker has finished; DONE is not on disk
+        self._verdict: Verdict | None = None  # FAILED is not on disk
+        self._writing: Effect | None = None
+        self._writing_since = now
 
     # ---- heartbeats in
+
+    def receive_beat(self, beat: Beat, now: float) -> Key | None:
+        """Takes `beat`. Returns its member's key; None if the gang does not have the heartbeat that the beat renews.
+        Raises RejectedError."""
+        if beat.heartbeat is not None:
+            return self.receive(beat.heartbeat, now)
+        key = self._roster.place_of(beat.incarnation)
+        member = self.members.get(key) if key else None
+        if key is None or member is None:
+            return None
+        if (member.heartbeat.incarnation, member.heartbeat.sequence) != (beat.incarnation, beat.since):
+            return None
+        if beat.sequence > member.sequence:
+            self._hear(key, member, beat.sequence, now)
+        return key
 
     def receive(self, heartbeat: Heartbeat, now: float) -> Key:
         """Takes a member's heartbeat. Returns the member's key. Raises RejectedError."""
         key = self._roster.place(heartbeat, self.members)
-        known = self.members.get(key)
-        if known and known.heartbeat.incarnation == heartbeat.incarnation:
-            if heartbeat.sequence <= known.sequence:
+        member = self.members.get(key)
+        if member and member.heartbeat.incarnation == heartbeat.incarnation:
+            if heartbeat.sequence <= member.sequence:
                 return key
-            self.epoch = max(self.epoch, heartbeat.epoch)
-            known.heartbeat, known.revision = heartbeat, -1
+            self._epochs.exceed(heartbeat.epoch)
+            member.heartbeat, member.revision = heartbeat, -1
         else:
-            if known:
-                self._replaced(key, known, heartbeat, now)
+            if member:
+                self._replace(key, member, heartbeat, now)
             # it counts as stopped after a directive of this gang, whatever it has carried out before
-            self.epoch = max(self.epoch, heartbeat.epoch) + 1
-            self.members[key] = known = MemberRecord(heartbeat, now, self.epoch, heartbeat.sequence)
+            self._epochs.exceed(heartbeat.epoch)
+            self._epochs.newest += 1
+            self.members[key] = member = MemberRecord(heartbeat, now, self._epochs.newest, heartbeat.sequence)
         if heartbeat.leaving:
             self._leavers.add(key)
         else:
             self._leavers.discard(key)
         self.number = max(self.number, heartbeat.worker.generation)  # it was used and could not be persisted
-        self._hear(key, known, heartbeat.sequence, now)
-        return key
-
-    def renew(self, incarnation: str, sequence: int, since: int, now: float) -> Key | None:
-        """Takes a beat of a member whose heartbeat of the sequence number `since` still holds. Returns the member's
-        key; None where the gang does not have that heartbeat: the beat counts for nothing."""
-        key = self._roster.place_of(incarnation)
-        known = self.members.get(key) if key else None
-        if known is None or (known.heartbeat.incarnation, known.heartbeat.sequence) != (incarnation, since):
-            return None
-        if key and sequence > known.sequence:
-            self._hear(key, known, sequence, now)
+        self._hear(key, member, heartbeat.sequence, now)
         return key
 
     def _hear(self, key: Key, member: MemberRecord, sequence: int, now: float) -> None:
-        """A member beats: its heartbeat is what it says now."""
+        """Renews the lease: the member's heartbeat is what it says now."""
         member.sequence, member.received_at = sequence, now
         self.members.move_to_end(key)
         heartbeat = member.heartbeat
@@ -85,91 +160,100 @@ class Gang(Orders):
         elif self.state in ACTIVE and heartbeat.worker.generation == self.generation.number and not self._closing:
             self._judge(key, heartbeat, now)
 
-    def _replaced(self, key: Key, known: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
+    def _replace(self, key: Key, member: MemberRecord, heartbeat: Heartbeat, now: float) -> None:
         """A new incarnation. The old supervisor has died, and its worker with it, or it may live on elsewhere."""
-        if (self._live(key) or not known.idle) and not same_node(known.heartbeat, heartbeat):
-            self._admission.replaced(known)
+        if (self._live(key) or not member.idle) and not same_node(member.heartbeat, heartbeat):
+            self._admission.replaced(member)
         self._lose(key, "restarted", f"{name_of(key)} was started again", now)
 
     def crashed(self, key: Key, now: float) -> None:
-        """Whoever started the member `key` has seen its process end. Nobody calls it any more; but its worker may live
-        on for a moment, so it counts as stopped as it did before: once it is back, or silent for a lease."""
+        """The process of the rank `key` has ended. Its worker may outlive it for a moment, so the rank counts as
+        stopped only if it is back, or silent for a lease."""
         self._lose(key, "restarted", f"the process of {name_of(key)} ended", now)
 
     def _judge(self, key: Key, heartbeat: Heartbeat, now: float) -> None:
         """What a worker of the newest generation does, or how it ended."""
         worker = heartbeat.worker
-        if key == self.master:
-            self._follow_master(heartbeat, now)
+        if key == self.rank0:
+            self._follow_rank0(heartbeat, now)
         if worker.state != "ended" or self._finishing:
             return
         if not self._live(key) and not self.generation.was_unreachable(key, heartbeat):
             return
         reason = f"{name_of(key)}: {worker.error}"
-        if key == self.master and worker.outcome == "drained":
+        if key == self.rank0 and worker.outcome == "drained":
             self._stop("drained", self.reason or "drained", now)
         elif worker.outcome == "refused":
             self._fail(Verdict(reason, USAGE, final=False), now)
         elif worker.outcome == "lost" and not self._elastic(key):
-            self.generation.bereft.setdefault(key, now)  # the peer that it lost reports its own end in a moment
-        elif worker.outcome in ERRORS and (cause := self._progress.failed(self.generation.number, reason)):
+            self.generation.peer_lost_at.setdefault(key, now)  # that peer reports its own end in a moment
+        elif worker.outcome in ERRORS and (cause := self._budget.failed(self.generation.number, reason)):
             self._fail(Verdict(cause, FAILED), now)
         else:
             reason = f"the worker of {name_of(key)} ended: {worker.outcome}"
-            self._lose(key, worker.outcome, reason, now, _seen_of(key, worker))
+            self._lose(key, worker.outcome, reason, now, _end_of(key, worker))
 
-    def _follow_master(self, heartbeat: Heartbeat, now: float) -> None:
-        """Rank 0's worker. Its success counts even where its generation was just ended because of another rank."""
-        worker = heartbeat.worker
+    def _follow_rank0(self, heartbeat: Heartbeat, now: float) -> None:
+        """Rank 0's worker. Its success counts even if its generation has just ended because of another rank."""
+        worker, generation = heartbeat.worker, self.generation
         if worker.state == "ended" and worker.outcome == "finished":
             self._finishing, self.summary = True, worker.summary
-        if not self._live(self.master):
+        if not self._live(self.rank0):
             return
-        self.generation.connected |= worker.state == "running"
+        generation.connected |= worker.state == "running"
         if worker.step:
-            self.events += self._progress.advance(worker.step, now)
+            self.events += self._budget.advance(worker.step, now)
         for peer in worker.lost_peers:
-            self._lose(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(self.master)}", now)
-        self._follow_phase(worker.phase, now)
-        if worker.drains_failed > self.generation.drains_failed:
-            self.generation.drains_failed = worker.drains_failed
+            self._lose(peer, "unreachable", f"{name_of(peer)} does not answer {name_of(self.rank0)}", now)
+        busy = self.state == "draining" and worker.phase in DRAIN_EXEMPT_PHASES
+        if generation.drain and generation.drain.set_busy(busy, now):
+            self._epochs.advance()  # members that are leaving wait as long
+        if worker.drains_failed > generation.drains_failed:
+            generation.drains_failed = worker.drains_failed
             if self.state == "draining":
-                self._train_on(now)
-
-    def _follow_phase(self, phase: str, now: float) -> None:
-        """The time that rank 0's worker is in a phase, such as saving, is not counted against a drain."""
-        generation, busy = self.generation, self.state == "draining" and phase in AWAITED
-        if busy == (generation.busy_since is not None):
-            return
-        if generation.busy_since is not None:
-            generation.excused += now - generation.busy_since
-        generation.busy_since = now if busy else None
-        self._advance()  # members that are leaving wait as long
+                self._abandon_drain(now)
 
     def resumed(self, step: int) -> None:
         """Rank 0's worker starts from the checkpoint of `step`."""
-        self._progress.resumed(step)
+        self._budget.resumed(step)
 
-    # ---- time
+    # ---- time and the disk
 
     def tick(self, now: float) -> Effect | None:
-        """Moves on to `now` (seconds). Returns the effect that is due, to be persisted and then confirmed."""
+        """Moves on to `now`. Returns an effect to put on disk, once.
+
+        A job is over even if DONE or FAILED is not on disk within `rejoin_timeout`.
+        """
+        due = self._advance(now)
+        if self._writing is None and due is not None:
+            self._writing, self._writing_since = due, now
+            return due
+        if self._writing and self._writing.kind != "begin" and now - self._writing_since > self.rules.rejoin_timeout:
+            self.written(False, now)
+        return None
+
+    def written(self, on_disk: bool, now: float) -> None:
+        """The effect is on disk, or could not be put there. A generation whose number is not on disk does not start,
+        since its number could be used twice: the next tick tries again. A job that is over is over even so."""
+        effect, self._writing = self._writing, None
+        if effect is None:
+            return  # it took longer than `rejoin_timeout`
+        if self._advance(now) != effect:
+            if on_disk:
+                self.number = max(self.number, effect.generation)  # given up
+        elif on_disk or effect.kind != "begin":
+            self._confirm(effect, now)
+
+    def _advance(self, now: float) -> Effect | None:
+        """Moves on to `now`. Returns the effect that is due."""
         self._notice_pause(now)
-        while self.members:
-            key, member = next(iter(self.members.items()))
-            if not now - member.received_at > self.rules.lease:
-                break
-            self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
-            del self.members[key]
-            self.epoch += 1  # what it must do as no member is another directive
-            self._leavers.discard(key)
-            self._roster.vacate(key)
+        self._expire(now)
         if self._finishing:
             return Effect("done", summary=self.summary)
         if self._verdict:
             return Effect("failed", verdict=self._verdict)
-        for key, since in self.generation.bereft.items():
-            if now - since >= HOLD:
+        for key, since in self.generation.peer_lost_at.items():
+            if now - since >= PEER_REPORT_SECONDS:
                 self._lose(key, "lost", f"the worker of {name_of(key)} ended: lost", now)
         match self.state:
             case "gathering":
@@ -184,71 +268,72 @@ class Gang(Orders):
                     self._enter("gathering", now)
         return None
 
+    def _expire(self, now: float) -> None:
+        while self.members:
+            key, member = next(iter(self.members.items()))
+            if not now - member.received_at > self.rules.lease:
+                break
+            self._lose(key, "silent", f"nothing heard from {name_of(key)} for {self.rules.lease:g} s", now)
+            del self.members[key]
+            self._epochs.newest += 1  # what it must do as no member is another directive
+            self._leavers.discard(key)
+            self._roster.vacate(key)
+
     def _notice_pause(self, now: float) -> None:
         paused, self._ticked = now - self._ticked, now
         if paused > self.rules.lease / 3:  # this process was suspended: members get one full lease from now on
             self._resumed_at = now
             self.since = min(self.since + paused, now)
-            self._progress.slept(paused)
+            self._budget.slept(paused)
             for member in self.members.values():
                 member.received_at = now
 
-    def confirm(self, effect: Effect, now: float) -> None:
-        """`effect` is persisted: the generation starts, or the job is over."""
+    def _confirm(self, effect: Effect, now: float) -> None:
+        """The generation starts, or the job is over."""
         if effect.kind == "done":
             self._finishing = False
             self._end("finished", now)
-            self.events.append(("finished", dict(self.summary)))
-            return
-        if effect.verdict:
-            self._failed(effect.verdict, now)
-            return
-        members = {key: self.members[key].heartbeat.incarnation for key in effect.members if key in self.members}
-        self.number = effect.generation
-        self.generation = Generation(effect.generation, members, now)
-        self._admission.started(members, now)
-        self._enter("running", now)
-        self.events.append(("generation", {"number": self.number, "members": text_of(members)}))
-
-    def burn(self, effect: Effect) -> None:
-        """`effect` is persisted and due no more: its number is never used."""
-        self.number = max(self.number, effect.generation)
+            self.events.append(Event("finished", summary=self.summary))
+        elif effect.verdict:
+            self._end_failed(effect.verdict, now)
+        else:
+            members = {key: self.members[key].heartbeat.incarnation for key in effect.members if key in self.members}
+            self.number = effect.generation
+            self.generation = Generation(effect.generation, members, now)
+            self._admission.started(members, now)
+            self._enter("running", now)
+            self.events.append(Event("generation", number=self.number, members=text_of(members)))
 
     def _gather(self, now: float) -> Effect | None:
-        if self._leaving(self.master):
+        if self.rank0 in self._leavers:
             return None
         missing = self.missing(now)
-        late = now - max(self.since, self._progress.pause_until) > self.rules.rejoin_timeout
+        late = now - max(self.since, self._budget.pause_until) > self.rules.rejoin_timeout
         if late:
             what = ", ".join(missing) or "the disk to take its number"
             # not for good: they may be there when rank 0 is started again
             self._fail(Verdict(f"waited {self.rules.rejoin_timeout:g} s for {what}", FAILED, final=False), now)
         if late or missing:
             return None
-        if failure := self._progress.exhausted():  # by a rank 0 that was killed again and again
-            self._fail(failure, now)
-            return Effect("failed", verdict=failure)
+        if verdict := self._budget.exhausted():  # by a rank 0 that was killed again and again
+            self._fail(verdict, now)
+            return Effect("failed", verdict=self._verdict) if self._verdict else None
         return Effect("begin", self.number + 1, tuple(self._admission.chosen(self.members, now)), budget=self.budget)
 
-    def missing(self, now: float) -> list[str]:
-        """What a start still waits for, in words."""
-        return self._admission.missing(self.members, now - self.since, now) + self._progress.missing(now)
-
     def _run(self, now: float) -> None:
-        leaving: list[Key] = []
-        if self._leavers:
-            leaving = [key for key in self.generation.keys if key in self._leavers and self._live(key)]
+        generation = self.generation
+        leaving = [key for key in generation.keys if key in self._leavers and self._live(key)] if self._leavers else []
         for key in leaving:
             if self._elastic(key) and self._count(key[0]) > self.roles[key[0]].minimum:
                 self._lose(key, "left", f"{name_of(key)} left", now)
         for role in self.roles.values():
-            if self.state == "running" and now >= self.generation.hold_until and self._count(role.name) < role.minimum:
-                self._stop("lost", f"fewer than {role.minimum} {role.name} left", now, self.generation.last_loss)
-        if self.state != "running" or now < self.generation.drain_after:
+            if self.state == "running" and now >= generation.hold_until and self._count(role.name) < role.minimum:
+                self._stop("lost", f"fewer than {role.minimum} {role.name} left", now, generation.last_loss)
+        if self.state != "running" or now < generation.drain_after:
             return
         if leaving := list(filter(self._live, leaving)):
             self._drain(f"{name_of(leaving[0])} is leaving", now)
-        elif now - self.generation.started >= self.rules.rejoin_interval:
+        elif now - generation.started >= self.rules.rejoin_interval:
             if len(self.members) == sum(self._count(role) for role in self.roles):
                 return  # all are in, as nearly always
             others = {key: member for key, member in self.members.items() if not self._live(key)}
@@ -256,16 +341,128 @@ class Gang(Orders):
                 self._drain(f"taking in {text_of(newcomers)}", now)
 
     def _check_drain(self, now: float) -> None:
-        generation = self.generation
-        phases = generation.excused + (0.0 if generation.busy_since is None else now - generation.busy_since)
-        if now - self.since <= self.rules.drain_timeout + min(phases, self.rules.phase_timeout):
+        drain = self.generation.drain
+        excused = min(drain.excused_until(now), self.rules.phase_timeout) if drain else 0.0
+        if now - self.since <= self.rules.drain_timeout + excused:
             return
-        if any(self._leaving(key) for key in self.generation.members if not self._elastic(key)):
+        if any(key in self._leavers for key in self.generation.members if not self._elastic(key)):
             self._stop("left", f"{self.reason}; the drain took too long", now)
         else:
-            self._train_on(now)
+            self._abandon_drain(now)
+
+    # ---- transitions
+
+    def _enter(self, state: GangState, now: float) -> None:
+        self.state, self.since = state, now
+        self._epochs.advance()
+
+    def _drain(self, reason: str, now: float) -> None:
+        self.reason, self.generation.drain = reason, Drain()
+        self._enter("draining", now)
+        self.events.append(Event("draining", reason=reason))
+
+    def _abandon_drain(self, now: float) -> None:
+        """The next try comes after another interval."""
+        self.generation.drain, self.generation.drain_after = None, now + self.rules.rejoin_interval
+        self._enter("running", now)
+        self.events.append(Event("drain given up", reason=self.reason))
+
+    def _lose(self, key: Key, cause: Cause, reason: str, now: float, end: str = "") -> None:
+        """A worker has ended, or its member is given up. The generation ends, or goes on without an elastic rank.
+        `end` says how the worker ended, for the budget."""
+        if not self._live(key) or self._closing:
+            return
+        if self._elastic(key) and cause not in ("left", "lost"):
+            self._admission.died(key, now)
+        if not self._elastic(key) or not self.generation.connected:
+            self._stop(cause, reason, now, end)
+            return
+        self.generation.lose(key, cause, end or reason)
+        if cause == "lost":  # it lost a peer, which reports its own end in a moment
+            self.generation.hold_until = now + PEER_REPORT_SECONDS
+        self._epochs.advance()
+        self.members[key].stop_epoch = self._epochs.newest
+        self.events.append(Event("lost", cause=cause, reason=reason))
+
+    def _stop(self, cause: Cause, reason: str, now: float, end: str = "") -> None:
+        """Ends the generation; or the job, if that is one generation without progress too many."""
+        if verdict := self._budget.ended(cause, end or reason, now):
+            self._fail(verdict, now)
+            return
+        self.reason = reason
+        working = [self.members[key] for key in self.generation.keys if self._live(key)]
+        self._enter("stopping", now)
+        for member in working:  # an earlier heartbeat without a worker may be older than its worker
+            member.stop_epoch = self._epochs.newest
+        self.events.append(Event("stopped", cause=cause, reason=reason))
+
+    def _fail(self, verdict: Verdict, now: float) -> None:
+        """The job fails: at once, or, if the verdict is final, as soon as it is on disk."""
+        if verdict.final:
+            self._verdict = verdict
+        else:
+            self._end_failed(verdict, now)
+
+    def _end_failed(self, verdict: Verdict, now: float) -> None:
+        self._verdict = None
+        self.reason, self.code, self.final = verdict.reason, verdict.code, verdict.final
+        self._end("failed", now)
+        self.events.append(Event("failed", reason=verdict.reason))
+
+    def _end(self, state: GangState, now: float) -> None:
+        """The job is over. Members that are away for a moment must learn so too."""
+        away = () if self.state == "gathering" else self.generation.members
+        keys, lost = (*self.members, *away), self.generation.lost
+        self._uninformed = {key for key in keys if key not in self._leavers and lost.get(key) != "left"}
+        self._enter(state, now)
+
+    # ---- directives out
+
+    def directive(self, key: Key) -> Directive:
+        """What the member `key` must do now."""
+        if (member := self.members.get(key)) is None:
+            return self._order(key)
+        if member.directive is not None and member.revision == self._epochs.revision:
+            return member.directive
+        return self._epochs.give(member, self._order(key))
+
+    def _order(self, key: Key) -> Directive:
+        role, ordinal, epoch = *key, self._epochs.newest
+        if self.state == "finished" or self.state == "failed":
+            over, reason = self.state, self.reason
+            return Directive(over, ordinal, epoch, role=role, reason=reason, code=self.code, final=self.final)
+        if self._live(key):
+            number, members, lost = self.generation.number, self.generation.keys, self.generation.lost_keys
+            drain = self.generation.drain if self.state == "draining" else None
+            order = Directive("run", ordinal, epoch, role=role, generation=number, members=members, lost=lost)
+            if drain and key == self.rank0:
+                return replace(order, drain=True, reason=self.reason)
+            # only a member that is leaving would give the drain up
+            return replace(order, busy=True) if drain and drain.busy and key in self._leavers else order
+        # rank 0 leaves last: the others learn from it that they may
+        if key in self._leavers and self.members[key].idle and (key != self.rank0 or self.state == "gathering"):
+            return Directive("leave", ordinal, epoch, role=role, reason="left")
+        return Directive("stop", ordinal, epoch, role=role, reason=self.reason)
+
+    def answer(self, key: Key, beat: Beat) -> Answer:
+        """The answer to `beat` of the member `key`: what it must do now, as far as it does not know."""
+        generation = self.generation
+        return answer_to(self.incarnation, beat, self.directive(key), generation.ranges, generation.lost_ranges)
+
+    def answer_if_due(self, key: Key, beat: Beat, received_at: float, now: float) -> Answer | None:
+        """The answer to `beat`; None while the request is to wait for another directive."""
+        known = beat.known == name_of_directive(self.incarnation, self.directive(key))
+        return None if known and now < self.answer_by(received_at) else self.answer(key, beat)
+
+    def answer_by(self, received_at: float) -> float:
+        """When a request received at `received_at` is answered at the latest."""
+        return received_at + self.rules.lease / 6
 
     # ---- questions
+
+    def missing(self, now: float) -> list[str]:
+        """What a start still waits for, in words."""
+        return self._admission.missing(self.members, now - self.since, now) + self._budget.missing(now)
 
     def settled(self, now: float) -> bool:
         """Whether the job is over and every member knows, or had `finish_grace` seconds to learn it.
@@ -274,16 +471,41 @@ class Gang(Orders):
         """
         if self.state not in OVER or now - self._ticked > self.rules.lease / 3:  # a pause that no tick has noticed yet
             return False
-        informed = now - self._resumed_at > self.rules.lease and self._uninformed <= {self.master}
+        informed = now - self._resumed_at > self.rules.lease and self._uninformed <= {self.rank0}
         return informed or now - self.since > self.rules.finish_grace
 
     def counts(self, role: str, now: float) -> tuple[int, int, int]:
         """(members of the running generation, members with a good lease, members that a start waits for) of a role."""
-        here = sum(key[0] == role for key in self.members)
-        return self._count(role), here, self._admission.wanted(role, now - self.since)
+        registered = sum(key[0] == role for key in self.members)
+        return self._count(role), registered, self._admission.wanted(role, now - self.since)
+
+    @property
+    def revision(self) -> int:
+        """Grows if any member's directive may have changed."""
+        return self._epochs.revision
+
+    @property
+    def budget(self) -> Budget:
+        """What has been spent without progress, to be kept on disk."""
+        return self._budget.spent
+
+    @property
+    def _closing(self) -> bool:
+        """Whether the job is over, as soon as that is on disk."""
+        return self._finishing or self._verdict is not None
+
+    def _live(self, key: Key) -> bool:
+        """Whether `key`, in its present incarnation, is part of a generation that runs."""
+        return self.state in ("running", "draining") and self.generation.has(key, self.members.get(key))
+
+    def _elastic(self, key: Key) -> bool:
+        return self.roles[key[0]].elastic
+
+    def _count(self, role: str) -> int:
+        return self.generation.count(role) if self.state in ("running", "draining") else 0
 
 
-def _seen_of(key: Key, worker: WorkerStatus) -> str:
+def _end_of(key: Key, worker: WorkerStatus) -> str:
     """How a worker ended, in words."""
-    told = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
-    return f"worker of {name_of(key)} {told or worker.outcome}"
+    known = worker.error.splitlines()[0] if worker.error and worker.outcome in ("killed", "crashed", "stuck") else ""
+    return f"worker of {name_of(key)} {known or worker.outcome}"

@@ -1,8 +1,8 @@
 """A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits. Pure logic.
 
-Its supervisor sends `beat()`, and passes on what comes of that: `answered`, `failed` or `refused`. It carries out
-`next_action` and confirms it with `action_done`; after that, or when the worker's status changes, the next beat goes
-out at once. It calls `tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
+Its supervisor sends `beat()` and reports the result by `answered`, `failed` or `refused`. It carries out `next_action`
+and confirms it by `action_done`; then, or when the worker's status changes, it sends the next beat at once. It calls
+`tick` at least `TICKS` times a lease. It exits with `exit_code` once `exits`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rolecall.errors import FAILED, USAGE
+from rolecall.gang.compact import name_of_directive, name_of_list, unpack
 from rolecall.gang.protocol import (
     ALIVE,
     FENCE,
     OVER,
     ActionKind,
-    Agreement,
     Answer,
     Beat,
     Directive,
@@ -25,7 +25,6 @@ from rolecall.gang.protocol import (
     Rules,
     WorkerStatus,
 )
-from rolecall.gang.wire import name_of_directive, name_of_list, unpack
 
 RETRY_SECONDS = 0.2  # from a failed request to the next, unless there is something new to report
 TICKS = 24  # a lease
@@ -33,22 +32,18 @@ TICKS = 24  # a lease
 
 @dataclass(frozen=True)
 class Action:
-    """What is done with the worker for a directive: `end` it, `start` one, or pass an `update` on to a running one."""
+    """The next thing to do for a directive: `end` the worker, `start` one, or `update` the running one."""
 
     kind: ActionKind
     directive: Directive
 
 
 class Member:
-    """One rank's side of the gang. `role` is empty, and `ordinal` None, where the gang assigns one; `job` is what
-    heartbeats call the job, `agreement` this rank's settings; all times are in seconds."""
+    """One rank's side of the gang. Each heartbeat repeats `identity`: role, ordinal, incarnation, node, job, and the
+    shared settings. Times are in seconds."""
 
-    def __init__(
-        self, rules: Rules, role: str, ordinal: int | None, incarnation: str, node: str, now: float, job: str = "",
-        agreement: Agreement | None = None,
-    ) -> None:  # fmt: skip
-        self.rules, self.role, self.ordinal, self.incarnation, self.node = rules, role, ordinal, incarnation, node
-        self.job, self.agreement = job, agreement or Agreement()
+    def __init__(self, rules: Rules, identity: Heartbeat, now: float) -> None:
+        self.rules, self.identity = rules, identity
         self.directive: Directive | None = None  # the newest
         self.leaving = False
         self.acknowledged = False  # it knows how the job ended
@@ -56,7 +51,7 @@ class Member:
         self.exit_code: int | None = None
         self.retries = 0  # requests in a row that were not answered
         self.contact = now  # when the newest request was sent that was answered
-        self._lead = ""  # the incarnation of the coordinator that gave the newest directive
+        self._coordinator = ""  # the incarnation that gave the newest directive
         self._list: tuple[str, tuple[Key, ...]] = "", ()  # the newest list of members, by its name
         self._reported: Heartbeat | None = None  # the last that was answered
         self._sequence = 0
@@ -74,37 +69,42 @@ class Member:
     def heartbeat(self, worker: WorkerStatus) -> Heartbeat:
         """The next heartbeat."""
         self._sequence += 1
-        stranger = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
-        return Heartbeat(
-            self.role, self.ordinal, self.incarnation, self._sequence, self.node, self._epoch, worker,
-            self.leaving, self.acknowledged, self.job, self.agreement.digest,
-            self.agreement.values if stranger else None,
-        )  # fmt: skip
+        unknown = self._reported is None or self.retries > 0  # to the coordinator, which may have been restarted
+        return replace(
+            self.identity,
+            sequence=self._sequence,
+            epoch=self._epoch,
+            worker=worker,
+            leaving=self.leaving,
+            acknowledged=self.acknowledged,
+            settings=self.identity.settings if unknown else None,
+        )
 
     def beat(self, worker: WorkerStatus) -> Beat:
-        """The next request: the heartbeat where it says something new, and what the coordinator need not repeat."""
-        heartbeat, reported, listed = self.heartbeat(worker), self._reported, self._list[0]
+        """The next request: the heartbeat, if it says something new, and what the coordinator need not repeat."""
+        heartbeat, reported = self.heartbeat(worker), self._reported
+        beat = Beat(self.identity.incarnation, heartbeat.sequence, known=self.known, listed=self._list[0])
         if reported is not None and not self.retries:
             same = replace(heartbeat, sequence=reported.sequence, settings=reported.settings) == reported
             if same:
-                return Beat(self.incarnation, heartbeat.sequence, reported.sequence, None, self.known, listed)
-        return Beat(self.incarnation, heartbeat.sequence, 0, heartbeat, self.known, listed)
+                return replace(beat, since=reported.sequence)
+        return replace(beat, heartbeat=heartbeat)
 
     @property
     def known(self) -> str:
-        """Names the directive that the coordinator need not repeat; empty asks for an answer at once: after a failure,
-        and for the acknowledgement that the job is over."""
+        """Names the directive that the coordinator need not repeat. Empty asks for an answer at once: after a failed
+        request, and to acknowledge the job's end."""
         if self.retries or self.acknowledged or self.directive is None:
             return ""
-        return name_of_directive(self._lead, self.directive)
+        return name_of_directive(self._coordinator, self.directive)
 
     def silence(self, now: float) -> float:
         """Seconds since the newest answered request was sent."""
         return now - self.contact
 
     def answered(self, beat: Beat, sent_at: float, answer: Answer, now: float) -> bool:
-        """The answer to `beat`. Returns False where it came too late, or says nothing that can be used: the gang may
-        have given this member up since, and the request counts as failed."""
+        """The answer to `beat`. Returns False if it lacks something, or came too late: the gang may have given this
+        member up since. Then the request counts as failed."""
         if now - sent_at > self.rules.lease * FENCE:
             return False
         if answer.again:
@@ -123,28 +123,28 @@ class Member:
         return True
 
     def heard(self, sent_at: float, answer: Answer, now: float) -> None:
-        """The answer to a beat that a newer one has outdated: it says that the coordinator knew this member then."""
+        """The answer to a beat that a newer one has outdated: it only proves contact."""
         if not answer.again and now - sent_at <= self.rules.lease * FENCE:
             self.contact = max(self.contact, sent_at)
 
     def _take(self, answer: Answer, directive: Directive) -> bool:
-        """Takes the directive of `answer`. Returns False for one that lacks its list of members."""
+        """Takes the directive of `answer`. Returns False if its list of members is missing."""
         members: tuple[Key, ...] = ()
         if directive.kind == "run":
-            name = name_of_list(answer.lead, directive.generation)
+            name = name_of_list(answer.coordinator, directive.generation)
             if answer.members is not None:
                 self._list = name, unpack(answer.members)
             elif self._list[0] != name:
                 return False
             members = self._list[1]
         directive = replace(directive, members=members, lost=unpack(answer.lost))
-        self._lead = answer.lead
+        self._coordinator = answer.coordinator
         if directive != self.directive:
             self.directive = directive
         return True
 
     def failed(self, now: float) -> None:
-        """A request got no answer. Exits where there is nobody left to wait for."""
+        """A request got no answer. Exits if there is nobody left to wait for."""
         self.retries += 1
         silence, lease = self.silence(now), self.rules.lease
         if self.leaving and silence > lease / 3:
@@ -162,10 +162,10 @@ class Member:
     # ---- directives
 
     def next_action(self, worker: WorkerStatus) -> Action | None:
-        """The next action for the newest directive; None while one is under way, or where nothing is left to do.
+        """The next action for the newest directive; None while one is under way, or if nothing is left to do.
 
-        A directive is carried out wholly before the next one is looked at. A worker is started once a generation, and
-        never beside another.
+        A directive is carried out wholly before the next one. A worker is started once a generation, and never beside
+        another.
         """
         if self._acting or (self._current is None and self.directive is self._completed):
             return None
@@ -194,8 +194,8 @@ class Member:
     # ---- time
 
     def tick(self, now: float, worker_heartbeat: float | None) -> Literal["", "silent", "stopped"]:
-        """Moves on to `now`; `worker_heartbeat` is when a live worker was last heard from. Returns the outcome with
-        which the worker is to be killed, if it is: it is `silent`, or fenced (`stopped`)."""
+        """Moves on to `now`; a live worker was last heard from at `worker_heartbeat`. If the worker is to be killed,
+        returns its outcome: `silent`, or `stopped` by the fence."""
         if self.directive and self.directive.busy:
             self._leave_by += now - self._ticked
         if now - self._ticked > self.rules.lease / 3:

@@ -1,4 +1,4 @@
-"""What the members of a gang and its coordinator send each other, and the gang's constants."""
+"""The messages between the members of a gang and its coordinator, and the gang's constants."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any, Literal
 Key = tuple[str, int]  # a role and an ordinal in it
 Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("observer", "0-2,5")
 WorkerState = Literal["none", "starting", "running", "ended"]
-Outcome = Literal["", "finished", "drained", "failed", "crashed", "stuck", "killed", "refused", "lost", "silent",
-                  "stopped"]  # fmt: skip
+Failure = Literal["failed", "crashed", "stuck"]
+Outcome = Failure | Literal["", "finished", "drained", "killed", "refused", "lost", "silent", "stopped"]
 Cause = Outcome | Literal["left", "restarted", "unreachable"]  # why a generation ended, or an elastic rank was lost
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
 DirectiveKind = Literal["run", "stop", "leave", "finished", "failed"]
 EffectKind = Literal["begin", "done", "failed"]
 ActionKind = Literal["end", "start", "update"]
 EventKind = Literal["generation", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"]
-Event = tuple[EventKind, dict[str, Any]]
 
 ALIVE: tuple[WorkerState, ...] = ("starting", "running")
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
@@ -24,16 +23,16 @@ OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
 ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on request
 # exit codes
-AWAITED = ("compiling", "evaluating", "saving")  # phases that a drain waits for; before them there is nothing to save
+DRAIN_EXEMPT_PHASES = ("compiling", "evaluating", "saving")  # a drain waits for them; earlier, nothing is to be saved
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
-MAX_BACKOFF = 300.0  # seconds
-OUT_OF_MEMORY = "out of memory"  # how the hint begins that says so of a worker's end, once the kernel has counted it
-HOLD = 1.0  # seconds from one rank's loss of a peer until the gang knows how that peer ended
+MAX_BACKOFF_SECONDS = 300.0
+OUT_OF_MEMORY = "out of memory"  # prefix of the hint at a worker's end that the kernel has counted as such
+PEER_REPORT_SECONDS = 1.0  # from a rank's loss of a peer until that peer has reported its own end
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role's name and how many members it has; all three numbers are equal where it is not elastic."""
+    """A role's name and its numbers of members, which are equal unless it is elastic."""
 
     name: str
     count: int
@@ -44,7 +43,7 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class Rules:
-    """The gang's times (seconds) and bounds; see the settings of the same names."""
+    """The gang's times (seconds) and bounds; most are settings of the same names."""
 
     lease: float = 6.0
     join_grace: float = 10.0
@@ -53,7 +52,7 @@ class Rules:
     drain_timeout: float = 20.0
     max_failures: int = 3
     finish_grace: float = 30.0
-    young: float = 30.0
+    stable_after: float = 30.0  # an elastic rank that dies sooner after it joined, again and again, must wait
     phase_timeout: float = 1800.0
     max_restarts: int = 20
     progress_timeout: float = 3600.0
@@ -62,7 +61,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SharedSettings:
     """The settings that every rank must share: `values` by variable, and their `digest`. Empty: nothing is compared."""
 
     digest: str = ""
@@ -71,11 +70,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Budget:
-    """What has been spent without progress, as it outlives rank 0's process.
+    """What has been spent without progress; it outlives rank 0's process.
 
-    `step` is the newest that was made, `start` that of the newest checkpoint that a generation started from;
-    `fruitless` counts the generations that ended since, `seconds` is from the first of those ends to the last, `seen`
-    how often each was seen.
+    `step` is the newest step, `start` that of the newest checkpoint from which a generation started. `fruitless` counts
+    the generations that ended since, `seen` each kind of end; `seconds` passed from the first of them to the last.
     """
 
     step: int = 0
@@ -87,7 +85,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job failed, and its exit code. `final`: it is kept on disk, and holds until something is changed."""
+    """Why the job failed, and its exit code. A `final` verdict is kept on disk, and holds until something changes."""
 
     reason: str
     code: int
@@ -96,12 +94,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A member's newest worker.
+    """A member's newest worker, and how it ended.
 
-    `outcome` is how it ended: finished, drained, failed (raised), crashed (a signal of its own making), stuck (a step
-    or a phase took too long), killed (from outside), refused (bad input), lost (without its peers), silent (no
-    heartbeat for a lease), stopped (by a directive or by fencing). `lost_peers` are the peers that rank 0's worker
-    found dead or silent; `phase` is the one that it is in (loading, saving ...), if any.
+    | outcome | meaning |
+    | --- | --- |
+    | finished, drained | as rank 0's worker reports |
+    | failed, crashed, stuck | it raised; a signal of its own making; a step or a phase took too long |
+    | killed, stopped, silent | from outside; by a directive or by fencing; no heartbeat for a lease |
+    | refused, lost | bad input; a peer is gone |
+
+    `lost_peers` are the peers that rank 0's worker found dead or silent. `phase` is loading, saving ..., or empty.
     """
 
     generation: int = 0
@@ -117,12 +119,11 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A member's state, as it sends it to the coordinator.
+    """A member's state. `role` and `ordinal` are empty if the gang assigns the place.
 
-    `role` is empty where the gang assigns one; `sequence` grows with every heartbeat of an incarnation; `epoch` is that
-    of the last directive the member carried out; `acknowledged` says that it knows how the job ended; `job` names the
-    job and the version of its file; `digest` is that of the settings that ranks share, and `settings` are those
-    themselves, while the coordinator has not answered: it names the difference.
+    `sequence` grows with every heartbeat of an incarnation. `epoch` is that of the last directive that the member
+    carried out. `acknowledged`: it knows how the job ended. `job` names the job and the version of its file. `settings`
+    are the shared settings behind `digest`, until the coordinator has answered: it names the difference.
     """
 
     role: str
@@ -143,9 +144,9 @@ class Heartbeat:
 class Directive:
     """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
 
-    `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without; `drain`
-    asks rank 0's worker for a checkpoint; while it is in a phase, the drain is `busy` to a member that is leaving,
-    which does not give it up. `final` says that the job stays failed when it is started again.
+    `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without. `drain`
+    asks rank 0's worker for a checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's
+    worker is in a phase. `final`: the job stays failed when it is started again.
     """
 
     kind: DirectiveKind
@@ -161,14 +162,18 @@ class Directive:
     final: bool = False
     busy: bool = False
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What it says, without the epoch. The place is the member's; the members follow from the generation."""
+        return self.kind, self.generation, self.lost, self.drain, self.busy, self.reason, self.code, self.final
+
 
 @dataclass(frozen=True)
 class Beat:
-    """What a member posts: its state where that has changed, and what it knows.
+    """A member's request: its heartbeat, if that has changed, and what it has.
 
-    `since` is the `sequence` of the heartbeat that still holds, where `heartbeat` is left out. `known` names the newest
-    directive that the member has (`name_of_directive`), empty where it wants one at once; `listed` names the generation
-    whose list of members it has (`name_of_list`).
+    `since` is the `sequence` of the heartbeat that still holds, if `heartbeat` is left out. `known` names the newest
+    directive (`name_of_directive`); empty asks for an answer at once. `listed` names the newest list of members.
     """
 
     incarnation: str
@@ -181,7 +186,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Query:
-    """What a member's supervisor is asked; it replies within `timeout` seconds, by the query's `number`."""
+    """A question to a member's supervisor, which replies within `timeout` seconds, by the query's `number`."""
 
     number: str
     what: str
@@ -191,14 +196,13 @@ class Query:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the coordinator of incarnation `lead` answers: a directive, or nothing where the one that was named holds.
+    """The answer of the coordinator of that incarnation: a directive, or nothing if the one that was named holds.
 
-    The directive's own `members` and `lost` are left empty: here they travel as ranges (see gang/wire.py), the members
-    only where the beat did not name their list. `again` asks for the whole heartbeat: this coordinator does not have
-    the one that the beat named. Such a beat renews no lease. `queries` are put to the member beside all that.
+    The directive's own `members` and `lost` are empty: they travel as ranges, `members` only if the beat did not name
+    the list. `again` asks for the whole heartbeat, which this coordinator does not have; such a beat renews no lease.
     """
 
-    lead: str = ""
+    coordinator: str = ""
     directive: Directive | None = None
     members: Ranges | None = None
     lost: Ranges = ()
@@ -219,8 +223,25 @@ class Effect:
     verdict: Verdict | None = None
 
 
+@dataclass(frozen=True)
+class Event:
+    """What happened to the gang, for logs, metrics and history."""
+
+    kind: EventKind
+    cause: Cause = ""
+    reason: str = ""
+    number: int = 0  # of a generation that begins
+    members: str = ""
+    seconds: float = 0.0  # of a recovery
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def details(self) -> dict[str, Any]:
+        """The fields that say something, for a log line."""
+        return {name: value for name, value in vars(self).items() if value and name not in ("kind", "summary")}
+
+
 class RejectedError(Exception):
-    """A heartbeat that is refused; `reason` is a short label, the text says what to do."""
+    """A heartbeat is refused. `reason` is a short label; the text says what to do."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)

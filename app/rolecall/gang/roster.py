@@ -1,25 +1,22 @@
-"""Who is which member: places for the ranks that join, and refusals; the members of a generation."""
+"""The roster: which rank has which place, and which ranks are refused."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rolecall.gang.protocol import ALIVE, Agreement, Cause, Directive, Heartbeat, Key, RejectedError, RoleSpec, name_of
-from rolecall.gang.wire import pack
+from rolecall.gang.protocol import ALIVE, Directive, Heartbeat, Key, RejectedError, RoleSpec, SharedSettings, name_of
 
-REMEMBERED = 10_000  # replaced incarnations
-MOST_NAMED = 3  # settings that differ
-MOST_VALUE = 80  # characters of one
+MAX_NAMED_SETTINGS = 3
+MAX_VALUE_CHARACTERS = 80
 
 
 @dataclass
 class MemberRecord:
-    """A member's newest heartbeat that came whole, and when it was last heard from.
+    """A member: its newest whole heartbeat, and when it was last heard from.
 
-    `stop_epoch` is the epoch of its newest directive to stop. `sequence` is the newest beat's. `directive` is what it
-    must do, as of the gang's `revision`.
+    `stop_epoch` is the epoch of its newest directive to stop, `sequence` that of its newest beat. `directive` is what
+    it must do, as of `revision`.
     """
 
     heartbeat: Heartbeat
@@ -31,7 +28,7 @@ class MemberRecord:
 
     @property
     def idle(self) -> bool:
-        """Whether it surely has no worker: its heartbeat says so, and was sent after it carried out that directive."""
+        """Whether it is proved to have no worker, by a heartbeat sent after it carried out the directive to stop."""
         return self.heartbeat.worker.state not in ALIVE and self.heartbeat.epoch >= self.stop_epoch
 
     @property
@@ -43,61 +40,17 @@ class MemberRecord:
 Members = Mapping[Key, MemberRecord]
 
 
-@dataclass
-class Generation:
-    """The newest generation. `connected` says that its workers have met: only then can it go on without one."""
-
-    number: int
-    members: dict[Key, str]  # in order of rank, with the incarnation that is meant
-    started: float
-    connected: bool = False
-    lost: dict[Key, Cause] = field(default_factory=dict)  # elastic ranks that it goes on without
-    last_loss: str = ""  # what was seen of the newest of them
-    drains_failed: int = 0
-    drain_after: float = 0.0
-    hold_until: float = 0.0
-    bereft: dict[Key, float] = field(default_factory=dict)  # whose workers ended without a peer, and when
-    busy_since: float | None = None  # rank 0's worker is in a phase, during a drain
-    excused: float = 0.0  # seconds of the drain that it was in earlier ones
-
-    def __post_init__(self) -> None:
-        self.keys = tuple(self.members)
-        self.ranges = pack(self.keys)
-        self.lost_keys: tuple[Key, ...] = ()  # sorted
-        self.lost_ranges = pack(())
-        self._counts = Counter(role for role, _ in self.keys)
-
-    def lose(self, key: Key, cause: Cause, what: str) -> None:
-        """It goes on without `key`, of which `what` was seen."""
-        self.lost[key], self.last_loss = cause, what
-        self.lost_keys = tuple(sorted(self.lost))
-        self.lost_ranges = pack(self.lost_keys)
-        self._counts[key[0]] -= 1
-
-    def count(self, role: str) -> int:
-        """Its members with `role`, without those that it has lost."""
-        return self._counts[role]
-
-    def has(self, key: Key, member: MemberRecord | None) -> bool:
-        """Whether `member`, in its present incarnation, belongs to it."""
-        return member is not None and key not in self.lost and self.members.get(key) == member.heartbeat.incarnation
-
-    def was_unreachable(self, key: Key, heartbeat: Heartbeat) -> bool:
-        """Whether rank 0's worker gave this member up, maybe before its supervisor reported how its worker ended."""
-        return self.lost.get(key) == "unreachable" and self.members.get(key) == heartbeat.incarnation
-
-
 class Roster:
-    """Gives each rank its place. `incarnation` is rank 0's: no other process can be rank 0. `agreement` are its
-    settings, which each rank must share. Empty `job`: of any job."""
+    """Gives each rank its place. `incarnation` is rank 0's: no other process can be rank 0. `settings` are rank 0's,
+    which each rank must share. An empty `job` is any job."""
 
     def __init__(
-        self, roles: Mapping[str, RoleSpec], master: Key, incarnation: str, job: str, agreement: Agreement
+        self, roles: Mapping[str, RoleSpec], rank0: Key, incarnation: str, job: str, settings: SharedSettings
     ) -> None:
-        self._roles, self._master, self._incarnation = roles, master, incarnation
-        self._job, self._agreement = job, agreement
+        self._roles, self._rank0, self._incarnation = roles, rank0, incarnation
+        self._job, self._settings = job, settings
         self._newest: dict[object, str] = {}  # the incarnation of each rank, silent ones too
-        self._retired: dict[str, None] = {}
+        self._retired: set[str] = set()
         self._places: dict[object, Key] = {}  # the last place of an incarnation, and of a role's rank on a node
         self._free = dict.fromkeys(roles, 0)  # by role: all ordinals below are taken
 
@@ -117,9 +70,9 @@ class Roster:
         role = self._roles[key[0]]
         if not 0 <= key[1] < role.maximum:
             raise RejectedError("ordinal", f"{role.name} has ordinals 0 to {role.maximum - 1}, not {key[1]}")
-        if key == self._master and heartbeat.incarnation != self._incarnation:
-            raise RejectedError("master", f"{name_of(self._master)} is running already, at the address that was called")
-        if self._agreement.digest and heartbeat.digest != self._agreement.digest:
+        if key == self._rank0 and heartbeat.incarnation != self._incarnation:
+            raise RejectedError("rank0", f"{name_of(self._rank0)} is running already, at the address that was called")
+        if self._settings.digest and heartbeat.digest != self._settings.digest:
             raise RejectedError("settings", self._difference(heartbeat))
         self._retire_older(key, heartbeat)
         return key
@@ -136,21 +89,15 @@ class Roster:
         """How the settings of the rank that sent `heartbeat` differ from rank 0's."""
         key = (heartbeat.role, heartbeat.ordinal)
         who = name_of((key[0], key[1])) if key[1] is not None else f"{heartbeat.role or 'a rank'} on {heartbeat.node}"
-        ours, theirs = self._agreement.values, heartbeat.settings
+        ours, theirs = self._settings.values, heartbeat.settings
         advice = "; give every rank the same settings, and start it again"
         names = [name for name in sorted({*ours, *(theirs or ours)}) if ours.get(name) != (theirs or ours).get(name)]
         if theirs is None or not names:
             return f"{who} has other settings than rank 0{advice}"
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-
-        def value(values: Mapping[str, object], name: str) -> str:
-            return "nothing" if values.get(name) is None else str(values[name])[:MOST_VALUE]
-
-        def listed(values: Mapping[str, object]) -> str:
-            return ", ".join(f"{name[:MOST_VALUE]}={value(values, name)}" for name in names[:MOST_NAMED])
-
-        ours_listed = value(ours, names[0]) if len(names) == 1 else listed(ours)
-        return f"{who} has {listed(theirs)}{more}, rank 0 has {ours_listed}{advice}"
+        hidden = len(names) - MAX_NAMED_SETTINGS
+        more = f" and {hidden} more" if hidden > 0 else ""
+        shown = names[:MAX_NAMED_SETTINGS]
+        return f"{who} has {_listed(theirs, shown)}{more}, rank 0 has {_listed(ours, shown)}{advice}"
 
     def _assign(self, heartbeat: Heartbeat, members: Members) -> Key:
         """The place of a rank without an ordinal: the one that it has, or the first that is free. Roles are filled in
@@ -164,8 +111,8 @@ class Roster:
             if holder.incarnation == heartbeat.incarnation or (assigned and same_node(holder, heartbeat)):
                 return key
         roles = [role for role in self._roles.values() if heartbeat.role in ("", role.name)]
-        for most in ([role.count for role in roles], [role.maximum for role in roles]):
-            for role, limit in zip(roles, most, strict=True):
+        for limits in ([role.count for role in roles], [role.maximum for role in roles]):
+            for role, limit in zip(roles, limits, strict=True):
                 if (ordinal := self._first_free(role.name, limit, members)) < limit:
                     return role.name, ordinal
         places, name = sum(role.maximum for role in roles), heartbeat.role or "ranks"
@@ -173,7 +120,7 @@ class Roster:
 
     def _first_free(self, role: str, limit: int, members: Members) -> int:
         ordinal = self._free[role]
-        while ordinal < limit and ((role, ordinal) in members or (role, ordinal) == self._master):
+        while ordinal < limit and ((role, ordinal) in members or (role, ordinal) == self._rank0):
             ordinal += 1
         self._free[role] = max(self._free[role], ordinal)
         return ordinal
@@ -185,16 +132,20 @@ class Roster:
         rank: object = key if heartbeat.ordinal is not None else (heartbeat.role, node)
         before = self._newest.get(rank)
         if before and before != heartbeat.incarnation:
-            self._retired[before] = None
+            self._retired.add(before)
             self._places.pop(before, None)
         self._newest[rank] = heartbeat.incarnation
         self._places[heartbeat.incarnation] = key
         if heartbeat.ordinal is None:
             self._places[heartbeat.role, heartbeat.node] = key
-        if len(self._retired) > REMEMBERED:
-            del self._retired[next(iter(self._retired))]
 
 
 def same_node(one: Heartbeat, other: Heartbeat) -> bool:
     """Whether both come from the same node, as far as they say."""
     return bool(one.node) and one.node == other.node
+
+
+def _listed(values: Mapping[str, object], names: list[str]) -> str:
+    """Settings by name, such as "LR=0.1, SEED=nothing"."""
+    texts = {name: "nothing" if values.get(name) is None else str(values[name]) for name in names}
+    return ", ".join(f"{name[:MAX_VALUE_CHARACTERS]}={text[:MAX_VALUE_CHARACTERS]}" for name, text in texts.items())

@@ -21,7 +21,6 @@ from aiohttp import web
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare.describe import Description
-from rolecall.gang import pump
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import OVER, Answer, Beat, Effect, Event, Key, RejectedError, Rules
 from rolecall.observe.doctor import diagnosis
@@ -81,7 +80,6 @@ class Coordinator:
         self.log = telemetry.log()
         self.files = RunFiles(job, settings, node)
         self.gang: Gang
-        self._driver: pump.Pump
         self._effects = asyncio.Queue[Effect]()  # to be persisted
         self.metrics: Any = None
         self._incarnation = incarnation
@@ -113,11 +111,10 @@ class Coordinator:
             previous=last.members,
             done=done,
             job=self.job.identity,
-            agreement=self.job.agreement(self.settings),
+            settings=self.job.agreement(self.settings),
             failed=self.files.failed,
             budget=last.budget,
         )
-        self._driver = pump.Pump(self.gang, self._effects.put_nowait)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.post(PATH, self._receive), web.post(queries.PATH, self._receive_reply)])
         diagnosis.serve(app, self.job, self.settings, self._badge, self._state)
@@ -176,7 +173,7 @@ class Coordinator:
     async def _persist_loop(self) -> None:
         while True:
             on_disk = await self.files.persist(await self._effects.get())
-            self._driver.written(on_disk, time.monotonic())
+            self.gang.written(on_disk, time.monotonic())
             if on_disk:  # otherwise the next tick tries again
                 self._pump()
 
@@ -193,7 +190,8 @@ class Coordinator:
         if self._stirred:
             self._stirred.cancel()
             self._stirred = None
-        self._driver.step(now)
+        if effect := gang.tick(now):
+            self._effects.put_nowait(effect)
         for event in gang.events:
             self._report_event(event)
         gang.events.clear()
@@ -204,7 +202,7 @@ class Coordinator:
         if gang.revision != self._revision:
             self._revision = gang.revision
             for key, waiting in list(self._waiting.items()):
-                if answer := pump.answer(gang, key, waiting.beat, waiting.received_at, now):
+                if answer := gang.answer_if_due(key, waiting.beat, waiting.received_at, now):
                     self._finish(key, answer)
         done = time.monotonic()
         self._rests_until = done + TICK_REST_FACTOR * (done - now)
@@ -213,12 +211,12 @@ class Coordinator:
         """Answers the requests that have waited long enough. Requests that arrived together are
         spread over a few ticks."""
         gang, now = self.gang, time.monotonic()
-        wait = pump.answer_by(gang, now) - now
+        wait = gang.answer_by(now) - now
         for _ in range(1 + int(2 * len(self._waiting) * TICK_SECONDS / wait)):
             if not self._waiting:
                 return
             key, waiting = next(iter(self._waiting.items()))
-            answer = pump.answer(gang, key, waiting.beat, waiting.received_at, now)
+            answer = gang.answer_if_due(key, waiting.beat, waiting.received_at, now)
             if answer is None:
                 return
             self._finish(key, answer)
@@ -242,24 +240,24 @@ class Coordinator:
             self.metrics.gang_wanted.labels(role.name).set(wanted)
 
     def _report_event(self, event: Event) -> None:
-        kind, details = event
-        journal = self.files.journal
-        match kind:
+        journal, number = self.files.journal, self.gang.generation.number
+        match event.kind:
             case "generation":
                 self.metrics.gang_generations.inc()
-            case "stopped" | "lost":
-                self.metrics.gang_restarts.labels(details["cause"]).inc()
-                happened = journal.history.end_generation if kind == "stopped" else journal.history.lose_rank
-                journal.add(happened(details["cause"], self.gang.generation.number, details["reason"]))
+            case "stopped":
+                self.metrics.gang_restarts.labels(event.cause).inc()
+                journal.add(journal.history.end_generation(event.cause, number, event.reason))
+            case "lost":
+                self.metrics.gang_restarts.labels(event.cause).inc()
+                journal.add(journal.history.lose_rank(event.cause, number, event.reason))
             case "finished" | "failed":
-                reason = details["reason"] if kind == "failed" else ""
-                journal.add(journal.history.end_generation(kind, self.gang.generation.number, reason))
+                journal.add(journal.history.end_generation(event.kind, number, event.reason))
             case "recovered":
-                self.metrics.recovery_seconds.observe(details["seconds"])
-        if kind == "failed":
-            self.log.error("gang failed", **telemetry.cause(details["reason"]))
+                self.metrics.recovery_seconds.observe(event.seconds)
+        if event.kind == "failed":
+            self.log.error("gang failed", **telemetry.cause(event.reason))
         else:
-            self.log.info(f"gang {kind}", **details)
+            self.log.info(f"gang {event.kind}", **event.summary, **event.details())
 
     def _unauthenticated(self, http_request: web.Request) -> web.Response | None:
         """With TLS=off, refuses a request without the badge."""
@@ -279,7 +277,7 @@ class Coordinator:
                 body = await http_request.read()
             beat = messages.read_beat(body)
             received_at = time.monotonic()
-            key = pump.receive(self.gang, beat, received_at)
+            key = self.gang.receive_beat(beat, received_at)
         except ConnectionError:
             raise web.HTTPBadRequest from None  # the member closed the connection, to send something newer
         except web.HTTPRequestEntityTooLarge:
@@ -304,7 +302,7 @@ class Coordinator:
             return gang.answer(key, beat)
         if beat.heartbeat:
             self._stir()
-        answer = pump.answer(gang, key, beat, received_at, time.monotonic())
+        answer = gang.answer_if_due(key, beat, received_at, time.monotonic())
         if answer is not None:
             return answer
         if http_request.transport is None:

@@ -24,7 +24,7 @@ from rolecall.declare.registry import Identity
 from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
-from rolecall.gang.protocol import Directive, name_of
+from rolecall.gang.protocol import Directive, Heartbeat, name_of
 from rolecall.rank import collecting, endpoints, stacking, stats, tasks, tracing
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
@@ -57,16 +57,18 @@ class Supervisor:
         self.is_rank0 = identity == Identity(job.roles[0].name, 0)
         # a restarted rank keeps its node; two ranks on one machine differ in the port
         node = f"{config.host_name()}:{settings.metrics_port}"
-        self.member = Member(
-            rules(settings),
+        shared = job.agreement(settings)
+        me = Heartbeat(
             identity.role,
             identity.ordinal,
-            incarnation=secrets.token_hex(8),
+            secrets.token_hex(8),
+            sequence=0,
             node=node,
-            now=time.monotonic(),
             job=job.identity,
-            agreement=job.agreement(settings),
+            digest=shared.digest,
+            settings=shared.values,
         )
+        self.member = Member(rules(settings), me, time.monotonic())
         self.log = telemetry.log()
         self._changed = asyncio.Event()  # there is something new to report
         self._directed, self._done = asyncio.Event(), asyncio.Event()
@@ -101,10 +103,9 @@ class Supervisor:
             self._tasks = {asyncio.create_task(self._disk_watch.look_forever())}
             if self.is_rank0:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
-                node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
-                coordinator = Coordinator(
-                    self.job, self.settings, member.incarnation, node, self._at(places.COORDINATOR)
-                )
+                me = member.identity
+                node = f"{me.node}:{self.run_pid}" if self.run_pid else me.node
+                coordinator = Coordinator(self.job, self.settings, me.incarnation, node, self._at(places.COORDINATOR))
                 await self._or_signal(coordinator.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang

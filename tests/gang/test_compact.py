@@ -1,4 +1,4 @@
-"""What members and coordinator leave out of their messages, and that a message costs the same in a gang of any size."""
+"""Short forms of messages: what members and coordinator leave out, and that the cost does not grow with the gang."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import gc
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.gang import pump
+from rolecall.gang.compact import MAX_RANGES_IN_TEXT, answer_to, name_of_directive, name_of_list, pack, text_of, unpack
 from rolecall.gang.gang import Gang
 from rolecall.gang.member import Member
 from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Key, RoleSpec, WorkerStatus
-from rolecall.gang.wire import SHOWN, answer_to, name_of_directive, name_of_list, pack, text_of, unpack
 from rolecall.rank import messages
 from rolecall.rank.coordinator import MAX_BODY_BYTES
 from tests.gang.gangs import FIRST, RL, RULES, Play, trains
 
 KEYS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 50)))
 NONE = WorkerStatus()
+ENDED = WorkerStatus(
+    2, "ended", "finished", step=9, summary={"score": math.inf, "steps": 9}, lost_peers=(("observer", 2),)
+)
 
 
 def crowd(members: int) -> tuple[RoleSpec, ...]:
@@ -33,7 +36,7 @@ def crowd(members: int) -> tuple[RoleSpec, ...]:
 
 
 @given(KEYS)
-def test_lists_travel_as_ranges(keys: list[Key]) -> None:
+def test_unpack_inverts_pack(keys: list[Key]) -> None:
     assert unpack(pack(keys)) == tuple(keys)
 
 
@@ -42,8 +45,8 @@ def test_ranges() -> None:
     assert pack(keys) == (("lead", "0"), ("elastic", "0-2,5,7-8"))
     assert text_of(keys) == "lead 0, elastic 0-2, elastic 5, elastic 7-8"
     assert pack([]) == ()
-    holes = [("elastic", 2 * n) for n in range(SHOWN + 3)]
-    assert text_of(holes).endswith(f"elastic {2 * SHOWN - 2} and 3 more")
+    holes = [("elastic", 2 * n) for n in range(MAX_RANGES_IN_TEXT + 3)]
+    assert text_of(holes).endswith(f"elastic {2 * MAX_RANGES_IN_TEXT - 2} and 3 more")
 
 
 # ---- sizes
@@ -57,7 +60,7 @@ def test_a_beat_that_changes_nothing_is_small() -> None:
     assert messages.write_answer(Answer()) == b"{}"
 
 
-def test_an_order_to_3000_ranks_is_small() -> None:
+def test_directive_to_3000_ranks_is_small() -> None:
     members = (("lead", 0), *(("elastic", n) for n in range(2999)))
     lost = tuple(("elastic", n) for n in range(0, 2999, 2))  # the worst case: nothing but holes
     directive = Directive("run", 7, 12, 3, members, lost, role="elastic")
@@ -72,16 +75,16 @@ def test_an_order_to_3000_ranks_is_small() -> None:
     [
         Beat("x", 4, since=3, known="lead:7", listed="lead:2"),
         Beat("x", 4, heartbeat=Heartbeat("", None, "x", 4)),
-        Beat("x", 4, heartbeat=Heartbeat("agent", 0, "x", 4, "node", 3, WorkerStatus(
-            2, "ended", "finished", "", 9, {"score": math.inf, "steps": 9}, 1, (("observer", 2),)
-        ), True, True, "rl (1)")),
+        Beat(
+            "x", 4, heartbeat=Heartbeat("agent", 0, "x", 4, node="node", epoch=3, worker=ENDED, leaving=True, job="rl")
+        ),
     ],
-)  # fmt: skip
-def test_beats_as_json(beat: Beat) -> None:
+)
+def test_beats_survive_json(beat: Beat) -> None:
     assert messages.read_beat(messages.write_beat(beat)) == beat
 
 
-def test_nan_in_a_summary() -> None:
+def test_nan_survives_json() -> None:
     status = WorkerStatus(1, "ended", "finished", summary={"loss": math.nan})
     beat = messages.read_beat(messages.write_beat(Beat("x", 1, heartbeat=Heartbeat("a", 0, "x", 1, worker=status))))
     assert beat.heartbeat is not None
@@ -93,12 +96,16 @@ def test_nan_in_a_summary() -> None:
     [
         Answer(),
         Answer(again=True),
-        Answer("lead", Directive("run", 1, 7, 2, drain=True, reason="why", role="agent"), (("agent", "0-2"),),
-               (("b", "1"),)),
+        Answer(
+            "lead",
+            Directive("run", 1, 7, 2, drain=True, reason="why", role="agent"),
+            (("agent", "0-2"),),
+            (("b", "1"),),
+        ),
         Answer("lead", Directive("failed", 0, 7, code=3, role="agent")),
     ],
-)  # fmt: skip
-def test_answers_as_json(answer: Answer) -> None:
+)
+def test_answers_survive_json(answer: Answer) -> None:
     assert messages.read_answer(messages.write_answer(answer)) == answer
 
 
@@ -107,13 +114,13 @@ def test_answers_as_json(answer: Answer) -> None:
 
 def joined(lead: str = FIRST) -> Member:
     """A member that runs in generation 1 of two."""
-    member = Member(RULES, "observer", 0, "x", "node", 0.0)
+    member = Member(RULES, Heartbeat("observer", 0, "x", 0), 0.0)
     directive = Directive("run", 0, 3, 1, role="observer")
     assert member.answered(member.beat(NONE), 0.0, Answer(lead, directive, (("agent", "0"), ("observer", "0"))), 0.0)
     return member
 
 
-def test_a_member_tells_what_changed() -> None:
+def test_member_sends_only_a_changed_heartbeat() -> None:
     member = joined()
     beat = member.beat(NONE)
     assert (beat.heartbeat, beat.since, beat.known, beat.listed) == (None, 1, "first:3", "first:1")
@@ -128,7 +135,7 @@ def test_a_member_tells_what_changed() -> None:
     assert member.beat(running).heartbeat is not None  # the next coordinator may be another
 
 
-def test_a_member_keeps_its_list_for_its_generation_only() -> None:
+def test_list_of_members_holds_for_its_generation_only() -> None:
     member = joined()
     again = Directive("run", 0, 4, 1, role="observer")
     assert member.answered(member.beat(NONE), 0.0, Answer(FIRST, again, None, (("observer", "1"),)), 0.0)
@@ -140,7 +147,7 @@ def test_a_member_keeps_its_list_for_its_generation_only() -> None:
         assert member.directive.epoch == 4
 
 
-def test_to_be_asked_for_everything_renews_no_lease() -> None:
+def test_request_for_the_whole_heartbeat_renews_no_lease() -> None:
     member = joined()
     beat = member.beat(NONE)
     assert member.answered(beat, 5.0, Answer(again=True), 5.0)
@@ -150,36 +157,51 @@ def test_to_be_asked_for_everything_renews_no_lease() -> None:
     assert not member.answered(whole, 5.0, Answer(again=True), 5.0)  # no endless loop: that is a failure
 
 
-def test_silence_is_no_order() -> None:
-    member = Member(RULES, "observer", 0, "x", "node", 0.0)
+def test_empty_answer_needs_a_known_directive() -> None:
+    member = Member(RULES, Heartbeat("observer", 0, "x", 0), 0.0)
     assert not member.answered(member.beat(NONE), 0.0, Answer(), 0.0)
 
 
 # ---- the gang
 
 
-def test_a_report_that_holds_is_renewed_by_its_number() -> None:
-    play, (_, one, _) = trains()
-    sequence = one.heartbeat.sequence
-    assert play.gang.renew(one.heartbeat.incarnation, sequence + 1, sequence, 4.0) == one.key
-    assert play.gang.members[one.key].received_at == 4.0
-    assert next(reversed(play.gang.members)) == one.key
-    assert play.gang.renew(one.heartbeat.incarnation, sequence + 1, sequence, 5.0) == one.key
-    assert play.gang.members[one.key].received_at == 4.0, "an older beat renews nothing"
-    assert play.gang.receive(one.heartbeat, 5.0) == one.key
-    assert play.gang.members[one.key].received_at == 4.0
-
-
-def test_a_report_that_the_gang_does_not_have_is_asked_for() -> None:
+def test_a_heartbeat_that_holds_is_renewed_by_its_number() -> None:
     play, (_, one, _) = trains()
     incarnation, sequence = one.heartbeat.incarnation, one.heartbeat.sequence
-    assert play.gang.renew(incarnation, sequence + 2, sequence - 1, 1.0) is None
-    assert play.gang.renew("another", 1, 0, 1.0) is None
+    assert play.gang.receive_beat(Beat(incarnation, sequence + 1, sequence), 4.0) == one.key
+    assert play.gang.members[one.key].received_at == 4.0
+    assert next(reversed(play.gang.members)) == one.key
+    assert play.gang.receive_beat(Beat(incarnation, sequence + 1, sequence), 5.0) == one.key
+    assert play.gang.members[one.key].received_at == 4.0, "an older beat renews nothing"
+
+
+def test_a_heartbeat_that_the_gang_does_not_have_is_asked_for() -> None:
+    play, (_, one, _) = trains()
+    incarnation, sequence = one.heartbeat.incarnation, one.heartbeat.sequence
+    assert play.gang.receive_beat(Beat(incarnation, sequence + 2, sequence - 1), 1.0) is None
+    assert play.gang.receive_beat(Beat("another", 1, 0), 1.0) is None
     assert play.gang.members[one.key].received_at == 0.0
     new = Gang(RL, RULES, "second", 0.0)
-    assert pump.receive(new, Beat(incarnation, sequence + 1, sequence), 1.0) is None
+    assert new.receive_beat(Beat(incarnation, sequence + 1, sequence), 1.0) is None
     play.join("observer", one.key[1], "its-successor")
-    assert play.gang.renew(incarnation, sequence + 1, sequence, 1.0) is None
+    assert play.gang.receive_beat(Beat(incarnation, sequence + 1, sequence), 1.0) is None
+
+
+def test_a_request_waits_until_the_directive_differs_or_for_a_while() -> None:
+    play, (agent, *_) = trains()
+    new, asked = Beat("first", 1), play.now
+    answer = play.gang.answer_if_due(agent.key, new, asked, play.now)
+    assert answer is not None
+    assert answer.directive is not None
+    known = replace(new, known=name_of_directive(answer.coordinator, answer.directive))
+    assert play.gang.answer_if_due(agent.key, known, asked, play.now) is None
+    assert play.gang.answer_if_due(agent.key, known, asked, play.gang.answer_by(asked)) == Answer()
+    agent.ends("killed")
+    play.tick()
+    answer = play.gang.answer_if_due(agent.key, known, asked, play.now)
+    assert answer is not None
+    assert answer.directive is not None
+    assert answer.directive.kind == "stop"
 
 
 def test_another_coordinators_directive_is_not_known() -> None:
@@ -193,30 +215,6 @@ def test_another_coordinators_directive_is_not_known() -> None:
     same, other = (play.gang.answer(one.key, Beat("x", 1, listed=listed)) for listed in lists)
     assert same.members is None
     assert other.members == (("agent", "0"), ("observer", "0-1"))
-
-
-def test_a_directive_keeps_its_epoch_for_as_long_as_it_says_the_same() -> None:
-    play, (agent, one, two) = trains()
-    before = {member.key: member.directive.epoch for member in (agent, one, two)}
-    play.join("observer", 2).obeys()
-    play.wait(RULES.rejoin_interval)
-    assert play.gang.state == "draining"
-    assert agent.directive.epoch > before[agent.key]
-    assert [member.directive.epoch for member in (one, two)] == [before[one.key], before[two.key]]
-    two.ends("killed")
-    assert one.directive.epoch > before[one.key]  # it learns whom the generation has lost
-
-
-def test_an_old_directive_to_stop_proves_nothing() -> None:
-    play, (_, one, _) = trains()
-    record, stop = play.gang.members[one.key], play.gang.state
-    assert stop == "running"
-    play.gang._stop("killed", "why", play.now)
-    first = one.directive
-    record.stop_epoch = play.gang.epoch = first.epoch + 1  # as after a generation whose order it never asked for
-    record.revision = -1
-    assert one.directive.kind == first.kind
-    assert one.directive.epoch > first.epoch
 
 
 # ---- cost
@@ -250,12 +248,12 @@ def test_a_beat_costs_the_same_in_a_gang_of_any_size() -> None:
         assert play.gang.state == "running"
         answer = play.gang.answer(last.key, Beat("x", 1))
         assert answer.directive is not None
-        known, number = name_of_directive(answer.lead, answer.directive), last.heartbeat.sequence
+        known, number = name_of_directive(answer.coordinator, answer.directive), last.heartbeat.sequence
         beat = Beat(last.heartbeat.incarnation, number + 1, number, known=known)
 
         def once(gang: Gang = play.gang, beat: Beat = beat, key: Key = last.key) -> None:
-            assert pump.receive(gang, beat, 0.5) == key
-            assert pump.answer(gang, key, beat, 0.5, 0.5) is None
+            assert gang.receive_beat(beat, 0.5) == key
+            assert gang.answer_if_due(key, beat, 0.5, 0.5) is None
 
         costs.append(calls(once))
     assert costs[0] == costs[1]

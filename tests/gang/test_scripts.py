@@ -1,0 +1,249 @@
+"""The gang's rules as scripts: `*.txt`, one rule each, named by it.
+
+A script is a list of blocks. A block has commands, a line `----`, and what they print. `pytest tests/gang --rewrite`
+writes the output instead of checking it: read the difference before you commit it.
+
+    gang agent=1 observer=2/1/4 lease=6   a new gang: roles (count/minimum/maximum if elastic) and rules
+    join observer 0 node=a as=twin        a rank registers; `observer` without an ordinal, or `?` without a role
+    start                                 all ranks join and obey, and rank 0's worker makes step 1; prints nothing
+    obey observer 0 | settle              one, or all until nothing changes, carry out their directives
+    beat agent 0 step=7 phase=saving      a heartbeat with changes
+    end observer 0 killed error=...       its worker ends; `...` is the rest of the line
+    gone observer 0 | crash observer 0    it sends nothing until its next `beat` | its process is reported to have ended
+    wait 6s observer 0                    time passes, and all but the named ranks send heartbeats
+    sleep 100s | tick                     the coordinator is suspended | time stands still
+    next                                  waits for the next generation, or the job's end
+    disk refuses | hangs | takes          what the disk does from now on
+    resumed 40                            rank 0's worker starts from the checkpoint of that step
+    missing | settled | epochs            questions
+    repeat 3: end agent 0 killed; next    so many times; prints the output of the last time
+
+Each command prints transitions and events, what is put on disk, and directives that changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+
+from rolecall.gang.compact import text_of
+from rolecall.gang.protocol import Budget, Effect, RejectedError, RoleSpec, Rules, Verdict, name_of
+from tests.gang.gangs import FakeMember, Play
+
+SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
+DEFAULTS = {"max_restarts": 100, "longest_pause": 0.0}  # the restart budget has scripts of its own
+Disk = Literal["takes", "refuses", "hangs"]
+
+
+def value_of(text: str) -> Any:
+    """A number, a list of keys in parentheses such as `(observer:0)`, `true`, or text."""
+    if text.startswith("("):
+        return tuple((role, int(ordinal)) for role, ordinal in re.findall(r"(\w+):(\d+)", text))
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?\d+\.\d+", text) else text
+
+
+def options(words: list[str]) -> dict[str, Any]:
+    return {name: value_of(value) for name, _, value in (word.partition("=") for word in words)}
+
+
+def role_of(name: str, text: str) -> RoleSpec:
+    count, *bounds = map(int, text.split("/"))
+    minimum, maximum = bounds or (count, count)
+    return RoleSpec(name, count, minimum, maximum, elastic=bool(bounds))
+
+
+class World:
+    """A gang and its members, driven by a script."""
+
+    def __init__(self) -> None:
+        self.play: Play
+        self.named: dict[str, FakeMember] = {}
+        self.directives: dict[str, str] = {}
+        self.printed = 0
+        self.commands: dict[str, Callable[..., None]] = {
+            "gang": self.gang,
+            "join": self.join,
+            "start": self.start,
+            "obey": lambda *names: self.member(*names).obeys(),
+            "settle": lambda: self.play.settle(),
+            "beat": self.beat,
+            "end": self.end,
+            "gone": lambda *names: self.play.leaves(self.member(*names)),
+            "crash": lambda role, ordinal: self.play.gang.crashed((role, int(ordinal)), self.play.now),
+            "wait": self.wait,
+            "sleep": lambda seconds: self.play.sleep(float(seconds.rstrip("s"))),
+            "tick": lambda: None,
+            "next": self.next_generation,
+            "disk": self.set_disk,
+            "resumed": lambda step: self.play.gang.resumed(int(step)),
+        }
+        self.questions: dict[str, Callable[[], str]] = {
+            "missing": lambda: "; ".join(self.play.gang.missing(self.play.now)) or "nothing",
+            "settled": lambda: str(self.play.gang.settled(self.play.now)).lower(),
+            "counts": lambda: ", ".join(
+                "{} {}/{}/{}".format(role, *self.play.gang.counts(role, self.play.now)) for role in self.play.gang.roles
+            ),
+            "epochs": lambda: ", ".join(
+                f"{name} {each.directive.epoch}" for name, each in self.named.items() if each in self.play.members
+            ),
+        }
+
+    # ---- commands
+
+    def gang(self, *words: str) -> None:
+        roles, rules, left = [], dict[str, Any](DEFAULTS), dict[str, Any]()
+        for name, value in ((name, value) for name, _, value in (word.partition("=") for word in words)):
+            if name in Rules.__dataclass_fields__:
+                rules[name] = value_of(value)
+            elif name in ("last", "previous", "job"):
+                left[name] = value_of(value)
+            elif name == "done":
+                left[name] = {}
+            elif name == "failed":
+                left[name] = Verdict(value, 3)
+            elif name == "killed":  # a rank 0 that was killed so often
+                left["budget"] = Budget(fruitless=int(value), seen={"rank 0 was killed": int(value)})
+            else:
+                roles.append(role_of(name, value))
+        self.play = Play(tuple(roles), Rules(**rules), **left)
+        self.named, self.directives, self.printed = {}, {}, 0
+        self.state, self.events, self.effects = "", 0, 0
+
+    def join(self, role: str, *words: str) -> None:
+        ordinal = int(words[0]) if words and words[0].isdigit() else None
+        changes = options([*words[ordinal is not None :]])
+        label = str(changes.pop("as", ""))
+        incarnation = str(changes.pop("incarnation", "" if role != "?" else f"rank-{self.play.joined}"))
+        member = self.play.join("" if role == "?" else role, ordinal, incarnation, **changes)
+        self.named[label or name_of(member.key)] = member
+
+    def start(self) -> None:
+        for role in self.play.gang.roles.values():
+            for ordinal in range(role.count):
+                self.join(role.name, str(ordinal))
+        self.play.settle()
+        self.play.members[0].sends(step=1)
+        self.changes()
+
+    def member(self, *names: str) -> FakeMember:
+        return self.named[" ".join(names)]
+
+    def beat(self, *words: str) -> None:
+        changes = [word for word in words if "=" in word]
+        member = self.member(*words[: len(words) - len(changes)])
+        member.sends(**options(changes))
+        if member not in self.play.members:
+            self.play.members.append(member)
+
+    def end(self, role: str, ordinal: str, outcome: str, *words: str) -> None:
+        error = " ".join(words).removeprefix("error=").replace("\\;", ";")
+        self.member(role, ordinal).ends(outcome, error=error)
+
+    def wait(self, seconds: str, *names: str) -> None:
+        silent = [self.named[name] for name in re.findall(r"\S+ \d+", " ".join(names))]
+        self.play.wait(float(seconds.rstrip("s")), *silent)
+
+    def next_generation(self) -> None:
+        number = self.play.gang.number
+        self.play.tick()
+        self.play.settle()
+        for _ in range(1000):
+            if self.play.gang.state in ("failed", "finished") or self.play.gang.number > number:
+                return
+            self.play.wait(0.5)
+            self.play.settle()
+
+    def set_disk(self, what: str) -> None:
+        self.play.disk = next(each for each in get_args(Disk) if each == what)
+        if what == "takes":
+            self.play.gang.written(True, self.play.now)
+
+    # ---- output
+
+    def run(self, command: str) -> list[str]:
+        if match := re.fullmatch(r"repeat (\d+): (.*)", command):
+            for _ in range(int(match[1])):
+                lines = [line for each in re.split(r"(?<!\\); ", match[2]) for line in self.run(each)]
+            return lines
+        name, *words = command.split()
+        if name in self.questions:
+            return [f"{name}: {self.questions[name]()}"]
+        try:
+            self.commands[name](*words)
+        except RejectedError as error:
+            return [f"refused ({error.reason}): {error}"]
+        self.play.tick()
+        return self.changes()
+
+    def changes(self) -> list[str]:
+        play, lines = self.play, list[str]()
+        for effect in play.effects[self.effects :]:
+            lines += [line] if (line := f"disk {play.disk}: {written(effect)}") not in lines else []
+        for event in (event for event in play.events[self.events :] if event.kind != "generation"):
+            details = ", ".join(f"{name}={value}" for name, value in event.details().items())
+            lines.append(f"{play.now:g}s {event.kind}{': ' if details else ''}{details}")
+        self.effects, self.events = len(play.effects), len(play.events)
+        if play.gang.state != self.state:
+            lines += [f"{play.now:g}s {self.state} -> {play.gang.state}"] if self.state else []
+            self.state = play.gang.state
+        changed: dict[str, list[str]] = {}
+        for name, member in self.named.items():
+            text = directive_of(member, name)
+            if member in play.members and self.directives.get(name) != text:
+                self.directives[name] = text
+                changed.setdefault(text, []).append(name)
+        return lines + [f"    {', '.join(names)}: {text}" for text, names in changed.items()]
+
+
+def written(effect: Effect) -> str:
+    if effect.kind == "begin":
+        return f"generation {effect.generation}: {text_of(effect.members)}"
+    return f"FAILED: {effect.verdict.reason}" if effect.verdict else "DONE"
+
+
+def directive_of(member: FakeMember, name: str) -> str:
+    directive = member.directive
+    words: list[str] = [directive.kind]
+    words += [f"generation {directive.generation}"] if directive.kind == "run" else []
+    words += [f"lost {text_of(directive.lost)}"] if directive.lost else []
+    words += [word for word, said in (("drain", directive.drain), ("busy", directive.busy)) if said]
+    words += [f"code {directive.code}"] if directive.code else []
+    words += ["for good"] if directive.final else []
+    place = name_of(member.key)
+    return ("" if name == place else f"{place}, ") + ", ".join(words)
+
+
+def play_script(text: str) -> str:
+    """`text` with the output that its commands have now."""
+    world, blocks = World(), []
+    for block in re.split(r"\n\n+", text.strip()):
+        commands = block.partition("\n----")[0].splitlines()
+        if all(line.startswith("#") for line in commands):
+            blocks.append("\n".join(commands))
+            continue
+        output = [line for command in commands if not command.startswith("#") for line in world.run(command)]
+        blocks.append("\n".join([*commands, "----", *output]))
+    return "\n\n".join(blocks) + "\n"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_rule(script: Path, request: pytest.FixtureRequest) -> None:
+    text = script.read_text()
+    output = play_script(text)
+    if request.config.getoption("--rewrite", default=False):
+        script.write_text(output)
+    else:
+        assert output == text
+
+
+def test_changed_output_is_seen() -> None:
+    script = SCRIPTS[0].read_text()
+    assert play_script(script.replace("----\n", "----\nwhat no command prints\n", 1)) == script

@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -219,7 +219,7 @@ class RunFiles:
         self.persisted = persisted
         return True
 
-    def record(self, records: list[Record]) -> None:
+    def record(self, records: Sequence[Record]) -> None:
         """Adds what rank 0's worker sends for the run's history."""
         self._trained = True
         for kind, step, *_ in records:

@@ -79,7 +79,7 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare()
-            self._tasks = {asyncio.create_task(self._disk_watch.look_forever())}
+            self._tasks = {asyncio.create_task(self._disk_watch.check_forever())}
             if self.first:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
                 node = f"{member.node}:{self.run_pid}" if self.run_pid else member.node
@@ -87,7 +87,7 @@ class Supervisor:
                 await self._or_signal(lead.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
-                self.workers.record = lead.files.record
+                self.workers.keep_history(lead.files)
                 self._refresh_gang, self._outside.queries = lead.refresh, lead.queries
                 self._outside.over = lead.over
                 self._site.lead_by(lead, self.replies)
@@ -129,8 +129,15 @@ class Supervisor:
     def _make_metrics(self) -> None:
         self._registry, self.metrics, files = telemetry.build_supervisor(self.directory, self.first)
         self._name_rank(self.identity.role, self.identity.ordinal)
-        self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files,
-                                     self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
+        self.workers = WorkerManager(
+            self.job,
+            self.settings,
+            self.identity.role,
+            metrics=self.metrics,
+            files=files,
+            changed=self._changed.set,
+            tunnel=self.directory if self.tunnel else None,
+        )
         self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
         stacking.register(self.replies, self.workers)
         stats.register(self.replies, self.workers)
@@ -150,12 +157,19 @@ class Supervisor:
         socket = self._at(places.COORDINATOR if self.first else places.CONTROL)
         badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
         async with Link(self.settings, socket, badge, self.first) as link:
-            beats = Heartbeats(self.settings, self.member, self.workers.status, self.metrics, self.replies,
-                               self._changed, self._heard)  # fmt: skip
-            await beats.send_forever(link)
+            heartbeats = Heartbeats(
+                self.settings,
+                self.member,
+                self.workers,
+                metrics=self.metrics,
+                replies=self.replies,
+                changed=self._changed,
+            )
+            async for previous in heartbeats.exchange(link):
+                self._take_directive(previous)
 
-    def _heard(self, previous: Directive | None) -> None:
-        """A request was answered, perhaps by another directive than the `previous`, or failed."""
+    def _take_directive(self, previous: Directive | None) -> None:
+        """A heartbeat was answered, perhaps by another directive than the `previous`, or failed."""
         directive = self.member.directive
         if directive is not previous and directive is not None:
             self._place(previous, directive)

@@ -17,8 +17,8 @@ from torch.distributed import rpc
 from bench import ranks
 from rolecall import config
 from rolecall.config import cores
+from rolecall.context.memory import keep_freed_memory
 from rolecall.jobs.ps import PsSettings, data, evaluate, model
-from rolecall.rank.setup import keep_memory
 
 WARM_SECONDS = 1.5
 DEADLINE = 120.0  # of a measurement; a fail-safe
@@ -82,7 +82,7 @@ def _begin(barrier: Barrier) -> None:
 
 def _train(seconds: float, kept: bool) -> float:
     if kept:
-        keep_memory()
+        keep_freed_memory(2**29)
     settings = config.load(PsSettings)
     torch.set_num_threads(cores())
     net = model.build(settings).train()

@@ -42,7 +42,7 @@ def main(mode: str) -> None:
     from torch.distributed import rpc
 
     from rolecall import telemetry
-    from rolecall.context.pace import Deadline, Pace
+    from rolecall.context.pace import Deadline, Watchdog
     from rolecall.record.recorder import recorder
     from rolecall.torch_rpc.rpc import TorchRpc
 
@@ -58,7 +58,7 @@ def main(mode: str) -> None:
 
     rpc.rpc_async = rpc_async
     metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
-    context: Any = SimpleNamespace(metrics=metrics, pace=Pace(600, 60), mapped=())
+    context: Any = SimpleNamespace(metrics=metrics, watchdog=Watchdog(600, 60), mapped=())
     transport, deadline = TorchRpc(context, None), Deadline(10.0, "RPC_TIMEOUT=10")
     vector = torch.ones(100)
     seconds = []

@@ -14,7 +14,7 @@ from torch.distributed import rpc
 
 from rolecall import telemetry
 from rolecall.context import pace
-from rolecall.context.pace import Deadline, Entry, Pace
+from rolecall.context.pace import Deadline, Entry, Watchdog
 from rolecall.declare import registry
 from rolecall.declare.remote import require_importable
 from rolecall.torch_rpc import failures, tracing
@@ -25,7 +25,7 @@ PS, RNN, RL = (registry.get(name) for name in ("ps", "rnn", "rl"))
 
 def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: Deadline) -> Any:
     """`TorchRpc.call` without what tracing added."""
-    method, metrics, calls = getattr(function, "__name__", ""), self._metrics, self._pace
+    method, metrics, calls = getattr(function, "__name__", ""), self._metrics, self._watchdog
     if method not in self._methods:
         require_importable(function)
         self._methods.add(method)
@@ -68,7 +68,7 @@ def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: 
 
 @contextlib.contextmanager
 def phase(self: Any, name: Any) -> Iterator[None]:
-    """`Pace.phase`."""
+    """`Watchdog.phase`."""
     entry = Entry(name, self._clock(), pace.threading.get_ident())
     with self._lock:
         self._phases.append(entry)
@@ -82,7 +82,7 @@ def phase(self: Any, name: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def step(self: Any, number: int) -> Iterator[None]:
-    """`Pace.step`."""
+    """`Watchdog.step`."""
     self.begin(number)
     try:
         yield
@@ -94,7 +94,7 @@ def step(self: Any, number: int) -> Iterator[None]:
 def remove() -> None:
     """Takes tracing out of this process."""
     TorchRpc.call = call  # type: ignore[method-assign]
-    Pace.phase, Pace.step = phase, step  # type: ignore[method-assign]
+    Watchdog.phase, Watchdog.step = phase, step  # type: ignore[method-assign]
     tracing.carry = lambda: None
 
 

@@ -107,8 +107,7 @@ class Gang:
     def save(self, step: int, wait: bool = True) -> None:
         self.context.save(step, {**self.state, "model": self.model, "step": step})
         if wait:
-            assert self.context._saving is not None
-            self.context._saving.result(60)
+            self.context.training.require_saver().wait(60)
 
 
 def files(directory: Path) -> list[Path]:
@@ -157,8 +156,7 @@ def test_training_goes_on_while_it_is_written(monkeypatch: pytest.MonkeyPatch, t
     saved = gang.whole
     gang.save(7, wait=False)
     gang.fill(2)
-    assert gang.context._saving is not None
-    assert gang.context._saving.result(60)
+    assert gang.context.training.require_saver().wait(60)
     gang.context.save(8, {"model": gang.model, "step": 8}, drain=False)
     gang.context.finish(step=9)
     steps = [checkpoint.read(path, "pi").step for path in checkpoint.newest_first(tmp_path)]

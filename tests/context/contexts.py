@@ -57,15 +57,25 @@ class Clock:
 
 
 def make(
-    directory: Path, supervisor: Supervision | None = None, me: Peer = AGENT, job: Job = JOB, generation: int = 1,
+    directory: Path,
+    supervisor: Supervision | None = None,
+    me: Peer = AGENT,
+    job: Job = JOB,
+    generation: int = 1,
     **settings: Any,
-) -> Context[Any]:  # fmt: skip
+) -> Context[Any]:
     """A context of rank 0, or of `me`."""
     metrics = telemetry.build([*telemetry.WORKER, *job.metrics], CollectorRegistry())
     return Context(
-        job.settings(**settings), me, (AGENT, ONE, TWO), generation, metrics, job, supervisor or Supervisor(),
+        job.settings(**settings),
+        me,
+        (AGENT, ONE, TWO),
+        generation,
+        metrics,
+        job,
+        supervisor or Supervisor(),
         checkpoints=None if me.rank else Checkpoints(directory, "rl", generation),
-    )  # fmt: skip
+    )
 
 
 def value(metric: Any) -> float:

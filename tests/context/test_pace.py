@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rolecall.context.pace import RECENT, SLOWER, Pace
+from rolecall.context.pace import RECENT_STEPS, STUCK_FACTOR, Watchdog
 
 
 class Clock:
@@ -14,21 +14,21 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.pace = Pace(600, 300, clock=lambda: self.now)
+        self.watchdog = Watchdog(600, 300, clock=lambda: self.now)
 
     def passes(self, seconds: float) -> str:
         """The newest judgement after `seconds`."""
-        end, problem = self.now + seconds, self.pace.judge()
+        end, problem = self.now + seconds, self.watchdog.check()
         while self.now < end:
             self.now = min(self.now + 0.5, end)
-            problem = self.pace.judge()
+            problem = self.watchdog.check()
         return problem
 
     def steps(self, seconds: float, count: int = 1, first: int = 1) -> None:
         for step in range(first, first + count):
-            self.pace.begin(step)
+            self.watchdog.begin(step)
             assert self.passes(seconds) == ""
-            self.pace.complete(step)
+            self.watchdog.complete(step)
 
 
 @pytest.fixture
@@ -40,45 +40,30 @@ def clock() -> Clock:
 
 
 def test_a_phase_is_bounded_by_its_own_setting(clock: Clock) -> None:
-    clock.pace.ready()
-    with clock.pace.phase("saving"):
-        assert clock.pace.doing == "saving"
+    clock.watchdog.ready()
+    with clock.watchdog.phase("saving"):
+        assert clock.watchdog.doing == "saving"
         assert clock.passes(600) == ""
         assert clock.passes(1) == "has been saving for 601 s, over PHASE_TIMEOUT=600"
-    assert clock.pace.doing == ""
+    assert clock.watchdog.doing == ""
     assert clock.passes(10_000) == ""
 
 
 def test_of_phases_within_each_other_the_outermost_counts(clock: Clock) -> None:
-    with clock.pace.phase("evaluating"):
+    with clock.watchdog.phase("evaluating"):
         for _ in range(4):
-            with clock.pace.phase("loading"):
-                assert clock.pace.doing == "evaluating"
+            with clock.watchdog.phase("loading"):
+                assert clock.watchdog.doing == "evaluating"
                 clock.passes(150)
         assert clock.passes(1) == "has been evaluating for 601 s, over PHASE_TIMEOUT=600"
 
 
-def test_a_phase_that_raises_is_over(clock: Clock) -> None:
-    with pytest.raises(ValueError, match="no"), clock.pace.phase("loading"):
-        raise ValueError("no")
-    clock.pace.ready()
-    assert clock.pace.doing == ""
-
-
-def test_what_comes_before_the_training_is_loading(clock: Clock) -> None:
-    assert clock.pace.doing == "loading"
-    assert clock.passes(601) == "has been loading for 601 s, over PHASE_TIMEOUT=600"
-    clock.pace.ready()
-    assert clock.pace.doing == ""
-    assert clock.passes(10_000) == ""
-
-
 def test_another_rank_is_not_judged_for_what_it_does_not_say(clock: Clock) -> None:
     """Its function may loop by itself, and its callers have deadlines."""
-    clock.pace = Pace(600, 300, first=False, clock=lambda: clock.now)
-    assert clock.pace.doing == "loading"
+    clock.watchdog = Watchdog(600, 300, first=False, clock=lambda: clock.now)
+    assert clock.watchdog.doing == "loading"
     assert clock.passes(10_000) == ""
-    with clock.pace.phase("loading"):
+    with clock.watchdog.phase("loading"):
         assert clock.passes(601).startswith("has been loading for 601 s")
 
 
@@ -87,39 +72,39 @@ def test_another_rank_is_not_judged_for_what_it_does_not_say(clock: Clock) -> No
 
 def test_a_step_that_takes_too_long_is_stuck(clock: Clock) -> None:
     clock.steps(1, 311)
-    clock.pace.begin(312)
+    clock.watchdog.begin(312)
     assert clock.passes(300) == ""
     assert clock.passes(1) == "step 312 has taken 301 s, over STUCK_SECONDS=300"
 
 
 def test_the_bound_is_learned_from_the_last_steps(clock: Clock) -> None:
     clock.steps(100)
-    clock.steps(60, RECENT - 1, first=2)
-    clock.pace.begin(30)
-    assert clock.passes(SLOWER * 100) == ""
+    clock.steps(60, RECENT_STEPS - 1, first=2)
+    clock.watchdog.begin(30)
+    assert clock.passes(STUCK_FACTOR * 100) == ""
     assert clock.passes(1) == "step 30 has taken 1001 s, over 10 times the longest of the last 20 (100 s)"
-    clock.pace.complete(30)
-    clock.steps(60, RECENT, first=31)
-    clock.pace.begin(60)
-    assert "(60 s)" in clock.passes(SLOWER * 60 + 1)
+    clock.watchdog.complete(30)
+    clock.steps(60, RECENT_STEPS, first=31)
+    clock.watchdog.begin(60)
+    assert "(60 s)" in clock.passes(STUCK_FACTOR * 60 + 1)
 
 
 def test_the_first_step_may_compile(clock: Clock) -> None:
-    clock.pace.begin(1)
+    clock.watchdog.begin(1)
     assert clock.passes(600) == ""
     assert clock.passes(1) == "step 1 has taken 601 s, over PHASE_TIMEOUT=600, which the first step has"
 
 
 def test_a_phase_within_a_step_does_not_count(clock: Clock) -> None:
     clock.steps(1)
-    clock.pace.begin(2)
+    clock.watchdog.begin(2)
     clock.passes(200)
-    with clock.pace.phase("evaluating"):
+    with clock.watchdog.phase("evaluating"):
         clock.passes(500)
     assert clock.passes(300) == ""
-    clock.pace.complete(2)
-    assert max(clock.pace._seconds) == 300
-    with clock.pace.phase("saving"):
+    clock.watchdog.complete(2)
+    assert max(clock.watchdog._seconds) == 300
+    with clock.watchdog.phase("saving"):
         assert clock.passes(500) == ""
 
 
@@ -127,36 +112,36 @@ def test_a_step_that_is_begun_again_is_not_stuck(clock: Clock) -> None:
     """A loop that comes around decides; it waits for nobody for ever."""
     clock.steps(1)
     for _ in range(10):
-        clock.pace.begin(2)
+        clock.watchdog.begin(2)
         assert clock.passes(200) == ""
 
 
 def test_after_the_last_step_there_is_none(clock: Clock) -> None:
     clock.steps(1, 3)
-    clock.pace.idle()
+    clock.watchdog.idle()
     assert clock.passes(10_000) == ""
-    clock.pace.complete(3)  # its score is logged
+    clock.watchdog.complete(3)  # its score is logged
     assert clock.passes(10_000) == ""
 
 
 def test_without_a_loop_of_ours_a_step_begins_where_the_last_one_ends(clock: Clock) -> None:
-    clock.pace.ready()
+    clock.watchdog.ready()
     assert clock.passes(10_000) == ""
-    clock.pace.complete(7)
+    clock.watchdog.complete(7)
     clock.passes(1)
-    clock.pace.complete(8)
+    clock.watchdog.complete(8)
     assert clock.passes(301) == "step 9 has taken 301 s, over STUCK_SECONDS=300"
 
 
 def test_a_pause_of_the_judge_is_forgiven(clock: Clock) -> None:
     clock.steps(1)
-    clock.pace.begin(2)
+    clock.watchdog.begin(2)
     clock.passes(200)
     clock.now += 5000  # SIGSTOP
     assert clock.passes(300) == ""
     assert "step 2 has taken 301 s" in clock.passes(1)
-    clock.pace.idle()
-    with clock.pace.phase("saving"):
+    clock.watchdog.idle()
+    with clock.watchdog.phase("saving"):
         clock.now += 5000
         assert clock.passes(600) == ""
         assert "saving for 601 s" in clock.passes(1)
@@ -167,53 +152,39 @@ def test_a_pause_of_the_judge_is_forgiven(clock: Clock) -> None:
 
 def test_whoever_waits_for_a_peer_with_a_deadline_is_not_the_culprit(clock: Clock) -> None:
     clock.steps(1)
-    clock.pace.begin(2)
-    token = clock.pace.called(500)
+    clock.watchdog.begin(2)
+    token = clock.watchdog.called(500)
     assert clock.passes(499) == ""
-    clock.pace.answered(token)
+    clock.watchdog.answered(token)
     assert clock.passes(300) == ""
     assert "step 2 has taken 301 s" in clock.passes(1)
-    clock.pace.begin(3)
-    clock.pace.called(0)  # it waits for ever
+    clock.watchdog.begin(3)
+    clock.watchdog.called(400)
+    assert clock.passes(399) == ""
+    assert "step 3 has taken 401 s" in clock.passes(2)  # the deadline has passed
+    clock.watchdog.begin(3)
+    clock.watchdog.called(0)  # it waits for ever
     assert "step 3 has taken 301 s" in clock.passes(301)
 
 
-def test_a_call_that_outlasts_its_deadline_excuses_nothing(clock: Clock) -> None:
-    clock.steps(1)
-    clock.pace.begin(2)
-    clock.pace.called(400)
-    assert clock.passes(399) == ""
-    assert "step 2 has taken 401 s" in clock.passes(2)
-
-
 def test_a_peer_that_has_answered_nothing_may_be_loading(clock: Clock) -> None:
-    pace = clock.pace
-    pace.ready()
-    assert [pace.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [610, 605, 0]
-    pace.answered(pace.called(5), "ps_0")
-    assert [pace.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [10, 5, 0]
-    assert pace.limit("ps_1", -1, 10) == 610
-
-
-def test_a_deadline_says_which_setting_it_is_of(clock: Clock) -> None:
-    pace = clock.pace
-    assert pace.limit("ps_0", -1, 10).setting == "PHASE_TIMEOUT=600 and, for its start, PHASE_TIMEOUT=600"
-    pace.answered(None, "ps_0")
-    assert pace.limit("ps_0", -1, 10).setting == "PHASE_TIMEOUT=600"
-    pace.ready()
-    assert [pace.limit("ps_0", timeout, 10).setting for timeout in (-1, 5)] == ["RPC_TIMEOUT=10", "timeout=5"]
-    assert pace.limit("ps_1", -1, 10).setting == "RPC_TIMEOUT=10 and, for its start, PHASE_TIMEOUT=600"
+    watchdog = clock.watchdog
+    watchdog.ready()
+    assert [watchdog.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [610, 605, 0]
+    watchdog.answered(watchdog.called(5), "ps_0")
+    assert [watchdog.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [10, 5, 0]
+    assert watchdog.limit("ps_1", -1, 10) == 610
 
 
 def test_a_call_made_in_a_phase_has_the_phases_time(clock: Clock) -> None:
-    pace = clock.pace
-    pace.answered(None, "ps_0")
-    assert pace.limit("ps_0", -1, 10) == 600  # loading
-    pace.ready()
-    with pace.phase("saving"):
-        assert [pace.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [600, 5, 0]
+    watchdog = clock.watchdog
+    watchdog.answered(None, "ps_0")
+    assert watchdog.limit("ps_0", -1, 10) == 600  # loading
+    watchdog.ready()
+    with watchdog.phase("saving"):
+        assert [watchdog.limit("ps_0", timeout, 10) for timeout in (-1, 5, 0)] == [600, 5, 0]
         beside = list[float]()
-        thread = threading.Thread(target=lambda: beside.append(pace.limit("ps_0", -1, 10)))
+        thread = threading.Thread(target=lambda: beside.append(watchdog.limit("ps_0", -1, 10)))
         thread.start()
         thread.join()
         assert beside == [10]  # training goes on while another thread saves

@@ -90,7 +90,7 @@ OTHER = Job([Role("lead", lead), Role("helper", count=2)])
 """
 PLACE = HEAD[: HEAD.index("{line}")].count("\n") + 1
 METHOD = "is a method of an object, and a peer would call it on a copy: call a function at the top of a module"
-TURN = "is @in_turn, which rank 0 never comes to"
+TURN = "is @in_turn, which rank 0 never serves"
 CALL = "cannot be called at a peer: define it with `def` at the top of a module"
 
 

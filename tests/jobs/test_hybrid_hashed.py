@@ -355,8 +355,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
     for number in range(10, 20):
         step(first, ids[number])
     first.context.save(11, {"embeddings": first}, drain=False)
-    assert first.context._saving is not None
-    assert first.context._saving.result(60)
+    assert first.context.training.require_saver().wait(60)
     second = together(monkeypatch, tmp_path, after, max_rows=80 if after == 2 else 200, **same)
     second.context.restore({"embeddings": second})
     second.start(11)

@@ -104,8 +104,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     first.context.save(2, {"embeddings": first}, drain=False)
     for number in (5, 6):
         step(first, number)
-    assert first.context._saving is not None
-    assert first.context._saving.result(60)
+    assert first.context.training.require_saver().wait(60)
     second = together(monkeypatch, tmp_path, 2, optimizer=optimizer, checkpoint_shards=mode)
     second.context.restore({"embeddings": second})
     second.start(2)

@@ -23,7 +23,8 @@ from rolecall.observe.sinks.build import build
 from rolecall.observe.sinks.feed import Feed, Sinks
 from rolecall.observe.sinks.points import FIRST, NAMED, SPACING, Held, Item, Points
 from rolecall.rank import worker
-from rolecall.rank.worker import Pipe
+from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
+from rolecall.rank.supervisor_pipe import SupervisorPipe
 from rolecall.record import history, rundir
 from tests.context import contexts
 from tests.context.contexts import AGENT
@@ -223,13 +224,13 @@ def test_named_values_are_told_where_there_are_sinks(tmp_path: Path, sinks: str,
 def test_a_heartbeat_carries_named_values() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        pipe = Pipe(theirs)
+        pipe = SupervisorPipe(theirs, Task("rl", Settings(), AGENT), None)
         pipe.value("depth", 3, 2)
-        pipe.heartbeat()
-        kind, _, records, *_ = ours.recv()
-    assert kind == "heartbeat"
-    assert [(record[0], record[1], record[3]) for record in records] == [(f"{NAMED}depth", 3, 2.0)]
-    assert history.History().record([("start", 0, 1.0, 1.0), *records])[1:] == []
+        pipe.report()
+        report = decode_from_worker(ours.recv_bytes())
+    assert isinstance(report, Report)
+    assert [(record.kind, record.step, record.value) for record in report.records] == [(f"{NAMED}depth", 3, 2.0)]
+    assert history.History().record([history.Record("start", 0, 1.0, 1.0), *report.records])[1:] == []
 
 
 def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
@@ -237,12 +238,14 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     task = Task("rl", Settings(checkpoint_dir=tmp_path), AGENT, (AGENT,), 1)
     with ours, theirs:
-        pipe = Pipe(theirs)
+        pipe = SupervisorPipe(theirs, task, None)
         checkpoints = worker._checkpoints(task, pipe)
         pipe.record("done", 3, 3.0)
         checkpoints.write(3, {}, {})
         assert ours.poll()
-        assert ours.recv()[1][0][:2] == ("done", 3)
+        message = decode_from_worker(ours.recv_bytes())
+        assert isinstance(message, Records)
+        assert message.records[0][:2] == ("done", 3)
 
 
 # ---- feeding

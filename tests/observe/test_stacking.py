@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed.rpc import api
 
-from rolecall.context.pace import Pace
+from rolecall.context.pace import Watchdog
 from rolecall.declare.task import Peer
 from rolecall.errors import UsageError
 from rolecall.observe.stacks import command as command
@@ -245,11 +245,11 @@ def test_what_surrounds_a_line(tmp_path: Path) -> None:
 
 def test_calls_are_told_once_they_take_long() -> None:
     now = [100.0]
-    pace = Pace(600, 300, clock=lambda: now[0])
+    pace = Watchdog(600, 300, clock=lambda: now[0])
     first = pace.called(60, "ps_0", "push")
     now[0] = 100.5
     pace.called(0, "ps_1", "pull")
-    assert pace.long_calls() == []
+    assert pace.long_calls() == ()
     now[0] = 101.2
     ((to, method, seconds, thread, native),) = pace.long_calls()
     assert (to, method, round(seconds, 1), native) == ("ps_0", "push", 1.2, os.getpid())
@@ -292,9 +292,9 @@ def test_the_calls_of_a_program_without_a_job_are_told_as_long_as_somebody_wants
     calls.watch()  # once
     for to in ("worker1", 0, SimpleNamespace(id=1)):
         assert api._invoke_rpc(to, invoke, "sync") is futures[-1]
-    pace = Pace(600, 300, clock=lambda: now[0])
-    pace.other_calls = calls.under_way
-    assert pace.long_calls() == []
+    pace = Watchdog(600, 300, clock=lambda: now[0])
+    pace.watch_calls(calls.under_way)
+    assert pace.long_calls() == ()
     now[0] = 102.0
     assert [call[:3] for call in pace.long_calls()] == [(f"rank_{rank}", "invoke", 2.0) for rank in (1, 0, 1)]
     futures[0].answered = True

@@ -15,6 +15,7 @@ from rolecall.declare.task import Peer, Task
 from rolecall.gang.protocol import Key
 from rolecall.rank import collecting, tracing
 from rolecall.rank.collecting import Collector
+from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.recorder import Recorder
@@ -30,9 +31,9 @@ class Worker:
     def __init__(self, generation: int, traced: bool = True) -> None:
         self.state, self.alive, self.traced = "running", True, traced
         self.task = Task("job", Settings(), Peer("ps", 0, 1), (Peer("ps", 0, 1),), generation)
-        self.sent: list[Any] = []
+        self.sent: list[RecordTrace] = []
 
-    def send(self, *message: Any) -> None:
+    def send(self, message: RecordTrace) -> None:
         self.sent.append(message)
 
 
@@ -213,9 +214,10 @@ def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> Non
         reply = await rank.recordings.trace({"seconds": 10})
         path = rank.directory / file_name(4, 1)
         assert reply == {"file": path.name, "offset": 0}
-        ((kind, sent_path, seconds),) = worker.sent
-        assert (kind, sent_path) == ("trace", path)
-        assert 9 < seconds <= 10
+        (sent,) = worker.sent
+        assert sent.path == path
+        assert sent.seconds is not None
+        assert 9 < sent.seconds <= 10
         rank.add(rank.begin(4, 1), "a")
         spans = await rank.recordings.spans(reply)
         assert (spans["data"], spans["more"], spans["ended"]) == (path.read_text(), False, False)
@@ -226,7 +228,7 @@ def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> Non
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)
         spans = await rank.recordings.spans(cursor(spans))
-        assert [sent[:2] for sent in rank.worker.sent] == [("trace", rank.directory / file_name(5, 1))]
+        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5, 1)]
         rank.add(rank.begin(5, 1), "b")
         spans = await rank.recordings.spans(cursor(spans))
         assert (spans["file"], spans["offset"]) == (file_name(5, 1), 0)
@@ -254,7 +256,7 @@ def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: 
     here = collector(tmp_path / "trace", rank)
     for _ in range(2):
         asyncio.run(here.collect())
-    assert rank.worker.sent == [("trace", rank.directory / file_name(4, 0), None)]
+    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4, 0), None)]
 
 
 def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> None:
@@ -262,7 +264,7 @@ def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> 
     assert asyncio.run(rank.recordings.spans(reply))["data"] == ""
     rank.worker = Worker(1, traced=False)
     asyncio.run(rank.recordings.spans(reply))
-    assert rank.worker.sent[0][1] == rank.directory / file_name(1, 1)
+    assert rank.worker.sent[0].path == rank.directory / file_name(1, 1)
     for seconds in (0, -1, 1e9, float("nan")):
         with pytest.raises(ValueError, match="seconds"):
             asyncio.run(rank.recordings.trace({"seconds": seconds}))

@@ -75,7 +75,7 @@ def test_a_file_that_hangs_is_named_once(tmp_path: Path, disk: HangingFsync, nam
         pass
     with capture_logs() as logs:
         for _ in range(3):
-            watch.look()
+            watch.check()
     (line,) = logs
     assert line["log_level"] == "warning"
     assert f"CHECKPOINT_DIR={tmp_path}" in line["event"]
@@ -83,8 +83,8 @@ def test_a_file_that_hangs_is_named_once(tmp_path: Path, disk: HangingFsync, nam
     disk.goes_on.set()
     writer.join(60)
     with capture_logs() as logs:
-        watch.look()
-        watch.look()
+        watch.check()
+        watch.check()
     assert [line["log_level"] for line in logs] == ["info"]
     assert watch.seconds == 0
 
@@ -93,20 +93,11 @@ def test_what_the_worker_is_at_counts_too(tmp_path: Path) -> None:
     work: list[FileWork] = []
     watch = DiskWatch(tmp_path, lambda: work[0] if work else None)
     with capture_logs() as logs:
-        watch.look()
+        watch.check()
         work.append(FileWork("checkpoint.pt", 9.0))
-        watch.look()
+        watch.check()
         assert not logs
         work[0] = FileWork("checkpoint.pt", 40.0)
-        watch.look()
+        watch.check()
     assert watch.seconds == 40
     assert [line["file"] for line in logs] == ["checkpoint.pt"]
-
-
-def test_a_quick_disk_is_not_warned_of(tmp_path: Path) -> None:
-    watch = DiskWatch(tmp_path, lambda: None)
-    rundir.write_done(tmp_path, {})
-    with capture_logs() as logs:
-        watch.look()
-    assert not logs
-    assert files.longest_work() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from rolecall.rank import coordinator, heartbeats
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link, UntrustedRank0Error
 from rolecall.rank.queries import Replies
+from rolecall.rank.worker_manager import WorkerManager
 
 NEWS = 30
 
@@ -52,7 +54,7 @@ def _member(settings: Settings, now: float) -> Member:
     return Member(coordinator.rules(settings), Heartbeat("ps", 0, "incarnation", 0), now)
 
 
-def test_news_that_outdate_each_beat_keep_no_member_from_its_lease(tmp_path: Path) -> None:
+def test_changes_faster_than_answers_still_renew_the_lease(tmp_path: Path) -> None:
     async def steps() -> None:
         settings, began = Settings(job="ps", checkpoint_dir=tmp_path), time.monotonic()
         member = _member(settings, began - 4.0)
@@ -65,12 +67,16 @@ def test_news_that_outdate_each_beat_keep_no_member_from_its_lease(tmp_path: Pat
         metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
         link, contacts = Outdating(member, changed), set[float]()
 
-        def status() -> WorkerStatus:
-            contacts.add(member.contact)
-            return WorkerStatus(step=link.posts)
+        class Workers:
+            def status(self) -> WorkerStatus:
+                contacts.add(member.contact)
+                return WorkerStatus(step=link.posts)
 
-        beats = Heartbeats(settings, member, status, metrics, replies, changed, lambda previous: changed.set())
-        await beats.send_forever(cast(Link, link))
+        heartbeats = Heartbeats(
+            settings, member, cast(WorkerManager, Workers()), metrics=metrics, replies=replies, changed=changed
+        )
+        async for _ in heartbeats.exchange(cast(Link, link)):
+            changed.set()
         assert link.posts == NEWS
         assert len(contacts) > NEWS / 2  # it moves on with almost every beat
         assert asked[:3] == [3, 4, 5]  # queries that came with such answers are replied to
@@ -98,7 +104,7 @@ class Rotated:
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_rank_whose_token_file_was_replaced_too_is_started_again(
+def test_rank_with_a_replaced_token_file_is_started_again(
     tmp_path: Path, replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tunnel has the old token. One whose file has not changed waits: another may have rank 0's address."""
@@ -114,18 +120,11 @@ def test_a_rank_whose_token_file_was_replaced_too_is_started_again(
         changed, link = asyncio.Event(), Rotated(member)
         metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
 
-        def heard(previous: Directive | None) -> None:
+        workers = cast(WorkerManager, SimpleNamespace(status=WorkerStatus))
+        beats = Heartbeats(settings, member, workers, metrics=metrics, replies=Replies(), changed=changed)
+        async for _ in beats.exchange(cast(Link, link)):
             changed.set()  # the first answer is a directive
             member.over = member.exit_code is not None or link.posts > 3
-
-        beats = Heartbeats(settings, member, WorkerStatus, metrics, Replies(), changed, heard)
-        await beats.send_forever(cast(Link, link))
         return member.exit_code
 
     assert asyncio.run(asyncio.wait_for(steps(), 30)) == (CRASHED if replaced else None)
-
-
-def test_a_token_that_the_environment_gives_is_not_replaced_by_a_file(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("another token of 16 bytes")
-    settings = Settings(job="ps", job_token="a token of the environment", job_token_file=tmp_path / "token")
-    assert not settings.token_replaced()

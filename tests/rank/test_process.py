@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import struct
@@ -25,41 +27,32 @@ from rolecall.config import Settings
 from rolecall.declare.task import Peer, Task
 from rolecall.gang.protocol import WorkerStatus
 from rolecall.rank import fork_server, stacks, worker_process
-from rolecall.rank.frames import Frames, PipeError
+from rolecall.rank import pipe_messages as messages
+from rolecall.rank.frames import PipeError, WorkerPipe
 from rolecall.rank.worker_process import WorkerProcess
+from rolecall.record.files import FileWork
+from rolecall.record.history import Record
 from tests.integration.cluster import until
 
 TASK = Task("rl", Settings(job="rl"), Peer("agent", 0, 0))
+STUCK = "step 312 has taken 301 s"
 
 
 def sleeps(task: Task, connection: Any) -> None:
     time.sleep(60)  # longer than the test; it is killed
 
 
-def test_a_worker_that_was_killed_was_not_stopped_by_who_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directive to end the worker comes while the supervisor reads its exit code."""
+def test_worker_that_was_killed_is_not_stopped_by_a_later_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directive to end the worker comes before the supervisor has noticed its end."""
     monkeypatch.setattr(worker_process, "_run", sleeps)
 
     async def outcome() -> str:
-        ended, killed = asyncio.Event(), threading.Event()
         worker = WorkerProcess(TASK, lambda: None)
         await worker.start(60)
-        join, exited = worker._process.join, worker._exited
-
-        def joins(timeout: float) -> None:
-            assert killed.wait(30)
-            join(30)
-
-        def exits() -> None:
-            exited()
-            ended.set()
-
-        worker._process.join = joins  # type: ignore[method-assign]
-        asyncio.get_running_loop().add_reader(worker._pidfd, exits)
-        os.kill(worker._pid, signal.SIGKILL)
-        await asyncio.wait_for(ended.wait(), 30)
+        process = psutil.Process(worker.pid)
+        process.kill()
+        until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "its end")
         worker.kill("stopped")
-        killed.set()
         await asyncio.wait_for(worker.ended.wait(), 30)
         return worker.outcome
 
@@ -73,11 +66,13 @@ def starts_others(task: Task, connection: Any) -> None:
     """A child, and a daemon: it has left the worker's session, and its parent has ended."""
     daemon = subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"])
     with subprocess.Popen(["sleep", "600"]) as child:
-        connection.send(("result", "finished", "", 1, {"pids": [int(daemon), child.pid]}))
+        connection.send_bytes(
+            messages.encode(messages.Result("finished", step=1, summary={"pids": [int(daemon), child.pid]}))
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+def test_children_of_a_worker_end_with_it(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     monkeypatch.setattr(worker_process, "_run", starts_others)
 
     async def play() -> list[int]:
@@ -114,7 +109,7 @@ asyncio.run(play())
 """
 
 
-def test_what_a_worker_has_started_ends_with_its_supervisor_even_if_it_is_stopped() -> None:
+def test_children_of_a_stopped_worker_end_with_its_supervisor() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, start_new_session=True
     ) as supervisor:
@@ -127,69 +122,103 @@ def test_what_a_worker_has_started_ends_with_its_supervisor_even_if_it_is_stoppe
 # ---- a pipe that never blocks
 
 
-def pair() -> tuple[Frames, Any]:
+def pair() -> tuple[WorkerPipe, Any]:
     ours, theirs = multiprocessing.Pipe()
-    return Frames(ours), theirs
+    return WorkerPipe(ours), theirs
 
 
-def test_messages_are_those_of_multiprocessing() -> None:
-    frames, theirs = pair()
-    sent = [("heartbeat", 1, [], ""), ("result", "x" * 300_000, {"a": [1.5]})]
-    received = list[Any]()
-    sender = threading.Thread(target=lambda: [theirs.send(message) for message in sent])
+RECORD = Record("score", 3, 1.5, math.inf)
+SENT: list[messages.FromWorker] = [
+    messages.Report(
+        3, "saving", (Record("score", 3, 1.5, math.inf),), (("ps_0", "pull", 2.0, 1, 2),), FileWork("x", 1.0)
+    ),
+    messages.Records((RECORD, RECORD)),
+    messages.Connected(),
+    messages.PeerLost("observer", 1),
+    messages.DrainRefused("no space"),
+    messages.Stuck("has been loading", "in main"),
+    messages.Result("failed", "x" * 300_000 + "\n", 7, {"a": [1.5], "b": None}),
+]
+ORDERS: list[messages.ToWorker] = [
+    messages.Drain(),
+    messages.LosePeer("ps_1"),
+    messages.RecordTrace(Path("/tmp/trace"), None),
+    messages.End(),
+]
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    pipe, theirs = pair()
+    received = list[messages.FromWorker]()
+    sender = threading.Thread(target=lambda: [theirs.send_bytes(messages.encode(message)) for message in SENT])
     sender.start()
-    while len(received) < 2:
-        received += frames.receive()
+    while len(received) < len(SENT):
+        received += pipe.receive()
     sender.join()
-    assert received == sent
-    assert list(frames.receive()) == []
-    frames.send(("drain",))
-    assert theirs.recv() == ("drain",)
+    assert received == SENT
+    assert list(pipe.receive()) == []
+    for order in ORDERS:
+        pipe.send(order)
+        assert messages.decode_to_worker(theirs.recv_bytes()) == order
     theirs.close()
     with pytest.raises(EOFError):
-        list(frames.receive())
+        list(pipe.receive())
 
 
 def test_half_a_message_is_not_waited_for() -> None:
-    frames, theirs = pair()
-    theirs.send(("whole", 1))
+    pipe, theirs = pair()
+    theirs.send_bytes(messages.encode(SENT[0]))
     os.write(theirs.fileno(), struct.pack("!i", 1000) + b"half")
-    assert list(frames.receive()) == [("whole", 1)]
-    assert list(frames.receive()) == []
+    assert list(pipe.receive()) == SENT[:1]
+    assert list(pipe.receive()) == []
     theirs.close()
     with pytest.raises(EOFError):
-        list(frames.receive())
+        list(pipe.receive())
 
 
-@pytest.mark.parametrize("head", [-1, -5, 2**30])
-def test_a_message_has_a_bound(head: int) -> None:
-    frames, theirs = pair()
-    os.write(theirs.fileno(), struct.pack("!i", head))
-    with pytest.raises(PipeError, match=f"sent a message of {head} bytes"):
-        list(frames.receive())
+class Code:
+    """Runs code if it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exit, (3,)
 
 
-def test_a_worker_that_reads_nothing_does_not_block_who_sends() -> None:
-    frames, theirs = pair()
+CODE = pickle.dumps(Code())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [struct.pack("!i", -1), struct.pack("!i", 2**30), b"\0\0\0\2{}", struct.pack("!i", len(CODE)) + CODE],
+    ids=["negative", "too long", "unknown kind", "pickle"],
+)
+def test_data_that_are_no_message_are_refused_and_never_run(data: bytes) -> None:
+    pipe, theirs = pair()
+    os.write(theirs.fileno(), data)
+    with pytest.raises(PipeError):
+        list(pipe.receive())
+
+
+def test_worker_that_reads_nothing_does_not_block_the_sender() -> None:
+    pipe, theirs = pair()
 
     def send_for_ever() -> None:
         while True:
-            frames.send(("lost", "observer_1"))
+            pipe.send(messages.LosePeer("observer_1"))
 
-    with pytest.raises(PipeError, match="takes no messages"):
+    with pytest.raises(PipeError):
         send_for_ever()
     theirs.close()
     with pytest.raises(OSError, match=r"roken pipe|reset by peer"):
-        frames.send(("drain",))
+        pipe.send(messages.Drain())
 
 
 def half(task: Task, connection: Any) -> None:
-    connection.send(("heartbeat", 7, [], "saving"))
+    connection.send_bytes(messages.encode(messages.Report(7, "saving")))
     os.write(connection.fileno(), struct.pack("!i", 1000) + b"half")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_worker_that_stops_within_a_message_does_not_stop_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_stops_within_a_message_does_not_stop_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_run", half)
 
     async def play() -> WorkerStatus:
@@ -212,20 +241,20 @@ def test_a_worker_that_stops_within_a_message_does_not_stop_its_supervisor(monke
 
 def stuck(task: Task, connection: Any) -> None:
     stacks.register(task.stacks)
-    connection.send(("heartbeat", 311, [], ""))
-    connection.send(("stuck", "step 312 has taken 301 s, over STUCK_SECONDS=300", stacks.dump()))
+    connection.send_bytes(messages.encode(messages.Report(311)))
+    connection.send_bytes(messages.encode(messages.Stuck(STUCK, stacks.dump())))
     time.sleep(60)
 
 
 def holds_the_gil(task: Task, connection: Any) -> None:
     stacks.register(task.stacks)
-    connection.send(("heartbeat", 1, [], ""))
+    connection.send_bytes(messages.encode(messages.Report(1)))
     while True:  # the signal ends a sleep of C's
         ctypes.PyDLL(None).sleep(60)
 
 
 @pytest.mark.parametrize(("run", "outcome"), [(stuck, "stuck"), (holds_the_gil, "silent")])
-def test_a_worker_that_hangs_leaves_its_stacks(
+def test_stacks_of_a_hanging_worker_are_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict], run: Any, outcome: str
 ) -> None:
     monkeypatch.setattr(worker_process, "_run", run)
@@ -243,24 +272,10 @@ def test_a_worker_that_hangs_leaves_its_stacks(
 
     status = asyncio.run(play())
     assert status.outcome == outcome
-    assert status.error == ("step 312 has taken 301 s, over STUCK_SECONDS=300" if outcome == "stuck" else "")
+    assert status.error == (STUCK if outcome == "stuck" else "")
     (event,) = [each for each in logged if each["event"] == "stacks of the worker"]
     # faulthandler's way to write it, or py-spy's
     assert re.search(rf"in {run.__name__}\b|\b{run.__name__} \(", event["exception"])
-
-
-def test_native_stacks_are_those_of_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "bin" / "python"))
-    assert asyncio.run(stacks.native(1)) == ""
-    program = tmp_path / "bin" / "py-spy"  # beside the interpreter
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$@"\n')
-    program.chmod(0o755)
-    assert asyncio.run(stacks.native(7)) == "dump --native --pid 7\n"
-    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    monkeypatch.setattr(stacks, "NATIVE", 0.1)
-    assert asyncio.run(stacks.native(7)) == ""
 
 
 # ---- the fork server

@@ -18,7 +18,6 @@ from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import Directive
 from rolecall.rank import worker, worker_manager
-from rolecall.rank.supervisor import Supervisor
 from rolecall.rank.worker_manager import WorkerManager
 
 
@@ -28,7 +27,7 @@ class Process:
     outcome = "finished"
     started: list[Task]
 
-    def __init__(self, task: Task, changed: Callable[[], None], record: Any = None) -> None:
+    def __init__(self, task: Task, changed: Callable[[], None], run_files: Any = None) -> None:
         self.task, self.ended, self.error, self.alive, self.killed = task, asyncio.Event(), "", True, ""
 
     async def start(self, limit: float) -> None:
@@ -57,7 +56,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
 def manager(directory: Path, role: str = "", **settings: Any) -> WorkerManager:
     _, metrics, files = telemetry.build_supervisor(directory, first=False)
     job = describe.describe("rnn")
-    return WorkerManager(job, Settings(job="rnn", **settings), role, metrics, files, lambda: None)
+    return WorkerManager(job, Settings(job="rnn", **settings), role, metrics=metrics, files=files, changed=lambda: None)
 
 
 def directive(kind: Any, role: str, **values: Any) -> Action:
@@ -67,10 +66,10 @@ def directive(kind: Any, role: str, **values: Any) -> Action:
 # ---- the check of the settings
 
 
-def test_a_slow_check_is_waited_for(
+def test_check_may_take_phase_timeout(
     tmp_path: Path, process: type[Process], logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_manager, "REPEAT", 0.02)
+    monkeypatch.setattr(worker_manager, "LOG_REPEAT_SECONDS", 0.02)
     process.outcome = ""
     workers = manager(tmp_path, connect_timeout=0.001, phase_timeout=0.05)
     with pytest.raises(UsageError, match=r"^the check of the settings took over PHASE_TIMEOUT=0\.05 s$"):
@@ -79,16 +78,14 @@ def test_a_slow_check_is_waited_for(
     assert events == ["still checking the settings", "still checking the settings", "stacks"]
 
 
-def test_a_check_that_is_killed_each_time_says_nothing_about_the_settings(
-    tmp_path: Path, process: type[Process]
-) -> None:
+def test_check_that_is_killed_each_time_is_no_usage_error(tmp_path: Path, process: type[Process]) -> None:
     process.outcome = "killed"
     with pytest.raises(RankError, match=r"^the check of the settings was killed 3 times: .*raise the memory limit"):
         asyncio.run(manager(tmp_path).check("trainer"))
     assert len(process.started) == 3
 
 
-def test_what_a_rank_needs_is_checked_once_it_has_a_role(tmp_path: Path, process: type[Process]) -> None:
+def test_each_assigned_role_is_checked_once(tmp_path: Path, process: type[Process]) -> None:
     async def play() -> None:
         workers = manager(tmp_path)
         await workers.check("")
@@ -97,14 +94,11 @@ def test_what_a_rank_needs_is_checked_once_it_has_a_role(tmp_path: Path, process
 
     asyncio.run(play())
     assert [task.me.role for task in process.started] == ["", "ps", "trainer"]
+    asyncio.run(manager(tmp_path, "ps").carry_out(directive("stop", "ps")))  # a rank with a role
+    assert len(process.started) == 3
 
 
-def test_a_rank_with_a_role_is_not_checked_again(tmp_path: Path, process: type[Process]) -> None:
-    asyncio.run(manager(tmp_path, "ps").carry_out(directive("stop", "ps")))
-    assert process.started == []
-
-
-def test_a_check_needs_no_fencing(tmp_path: Path, process: type[Process]) -> None:
+def test_check_is_not_fenced(tmp_path: Path, process: type[Process]) -> None:
     process.outcome = ""
 
     async def play() -> list[str]:
@@ -126,11 +120,12 @@ def test_each_role_asks_for_its_own_data() -> None:
     """Whether it has its role from ROLE, or by RANK and WORLD_SIZE, or from the gang: `settings.role` is empty then."""
     job = registry.get("rnn")
 
-    def check(role: str) -> tuple[Any, ...]:
-        return worker._check(Task("rnn", Settings(job="rnn"), Peer(role, 0, 0), values={"corpus": "/nowhere"}), job)
+    def check(role: str) -> str:
+        task = Task("rnn", Settings(job="rnn"), Peer(role, 0, 0), values={"corpus": "/nowhere"})
+        return worker._check(task, job).outcome
 
-    assert check("ps")[1] == "finished"  # it needs no corpus
-    assert check("")[1] == "finished"  # nobody knows yet
+    assert check("ps") == "finished"  # it needs no corpus
+    assert check("") == "finished"  # nobody knows yet
     with pytest.raises(UsageError, match="CORPUS=/nowhere: no such file or folder"):
         check("trainer")
 
@@ -138,7 +133,7 @@ def test_each_role_asks_for_its_own_data() -> None:
 # ---- directives that make no sense
 
 
-def test_a_place_that_is_no_members_is_one_clear_line(tmp_path: Path, process: type[Process]) -> None:
+def test_directive_for_no_member_is_refused(tmp_path: Path, process: type[Process]) -> None:
     action = Action("start", Directive("run", 1, 2, 3, (("ps", 0),), role="trainer"))
     with pytest.raises(
         UsageError, match=r"^rank 0 assigns trainer 1, who is no member of generation 3; run the same ver"
@@ -146,28 +141,12 @@ def test_a_place_that_is_no_members_is_one_clear_line(tmp_path: Path, process: t
         asyncio.run(manager(tmp_path).carry_out(action))
 
 
-def test_a_role_that_there_is_not_is_one_clear_line() -> None:
+def test_unknown_role_is_refused() -> None:
     task = Task("rnn", Settings(job="rnn"), Peer("observer", 0, 0), (Peer("observer", 0, 0),))
     with pytest.raises(
         UsageError, match=r"^this version of the job has no role 'observer'; run the same version in eve"
     ):
         worker._role(task, registry.get("rnn"))
-
-
-# ---- the supervisor
-
-
-def test_a_wait_that_a_signal_may_cut_short_leaves_no_task_behind() -> None:
-    async def left(signalled: bool) -> int:
-        supervisor = Supervisor.__new__(Supervisor)
-        supervisor._signalled = asyncio.Event()
-        if signalled:
-            supervisor._signalled.set()
-        for _ in range(3):
-            await supervisor._or_signal(asyncio.sleep(60 if signalled else 0))
-        return len(asyncio.all_tasks())
-
-    assert [asyncio.run(left(signalled)) for signalled in (False, True)] == [1, 1]
 
 
 @pytest.mark.parametrize(("kind", "told"), [("finished", 0), ("stop", 1)])

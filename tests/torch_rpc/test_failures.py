@@ -49,15 +49,16 @@ def test_the_headline_of_what_a_peer_raised_is_what_it_raised() -> None:
 def test_a_failure_of_a_peers_own_call_stays_what_it_is(last: str, kind: type[Exception]) -> None:
     error = of(RuntimeError(str(RAISED).replace("ValueError: bad value\n\n", f"{last}\n\n")))
     assert (type(error), str(error)) == (kind, f"worker_0 raised {last}")
-    assert failures.is_told(error)
+    assert failures.is_remote(error)
 
 
 def test_a_late_answer_names_the_function_and_the_setting() -> None:
     late = RuntimeError("RPCErr:1:RPC ran for more than set timeout (4000 ms) and will now be marked with an error")
     error = of(late)
     assert (type(error), str(error)) == (
-        CallTimeoutError, "worker_0 has not answered bad within 4 s (RPC_TIMEOUT=4)",
-    )  # fmt: skip
+        CallTimeoutError,
+        "worker_0 has not answered bad within 4 s (RPC_TIMEOUT=4)",
+    )
     assert error.__cause__ is late
     assert not failures.is_lost(error)  # its peer is alive
 

@@ -13,6 +13,7 @@ import pytest
 
 from rolecall.config import Settings
 from rolecall.context.context import Context
+from rolecall.context.pace import Watchdog
 from rolecall.declare import loader
 from rolecall.errors import ProgramError, UsageError
 from rolecall.torch_rpc import program
@@ -56,7 +57,7 @@ def write(tmp_path: Path) -> Write:
 def context(rank: int = 0, size: int = 2) -> Any:
     return SimpleNamespace(
         settings=Settings(lease_seconds=2), me=SimpleNamespace(rank=rank), members=[None] * size, generation=1,
-        store=None, files=Path(), pace=SimpleNamespace(),
+        store=None, files=Path(), watchdog=Watchdog(600, 300),
     )  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def test_a_rank_with_nowhere_to_write_runs_the_program_all_the_same(write: Write
     rank = context(rank=1)
     Program("prog.py").run(Unwritable(
         settings=Settings(lease_seconds=2, checkpoint_dir=tmp_path / "file"), me=rank.me, members=rank.members,
-        generation=1, store=None, pace=rank.pace,
+        generation=1, store=None, watchdog=rank.watchdog,
     ))  # fmt: skip
     assert sys.called
 

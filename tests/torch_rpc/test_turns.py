@@ -60,7 +60,7 @@ def test_rank_0_refuses_them_whoever_calls(tmp_path: Path, monkeypatch: pytest.M
     current = RankObject[Any]()
     monkeypatch.setattr(rpc, "_context", current)
     current.set(make(tmp_path))
-    with pytest.raises(UsageError, match=r"^note is @in_turn, which rank 0 never comes to"):
+    with pytest.raises(UsageError, match=r"^note is @in_turn, which rank 0 never serves"):
         note("one")
 
 

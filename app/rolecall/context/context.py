@@ -1,41 +1,343 @@
-"""What a role's function is given: who it is, whom it works with, what it calls, and how it says how far it is."""
+"""What a role's function is given: one object that delegates to the parts of a rank's generation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from rolecall import telemetry
-from rolecall.context.peers import S
+from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
+from rolecall.config import Settings
+from rolecall.context.pace import Phase, Watchdog
+from rolecall.context.peers import Group, Lost
+from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
+from rolecall.context.saving import Saver, State
 from rolecall.context.training import Training
+from rolecall.declare.spec import Job
+from rolecall.declare.task import Peer
 from rolecall.errors import UsageError
+from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
 
+S = TypeVar("S", bound=Settings)
 
-@dataclass
-class Context(Training[S]):
+
+class Context(Generic[S]):
     """A rank's view of its generation.
 
-    Rank 0's function returns the job's summary, a dict; the others serve calls until their process is ended, whether
-    their function has returned or not. Whatever a function raises is a failure, except for the loss of a peer and bad
-    input (UsageError).
+    Rank 0's function returns the job's summary, a dict. The other ranks serve calls until their process is ended,
+    whether their function has returned or not. What a function raises is a failure, except for the loss of a peer and
+    bad input (UsageError).
+
+    The parts: `group` (identity, peers, calls), `training` (steps, checkpoints), `progress` (metrics, history, log
+    lines) and `watchdog` (phases, stuck steps).
     """
 
-    @property
-    def threads(self) -> int:
-        """Threads for a large computation. Single operations have one here: splitting them stalls on a busy machine."""
-        return self.settings.cpu_threads
+    def __init__(
+        self,
+        settings: S,
+        me: Peer,
+        members: tuple[Peer, ...],
+        generation: int,
+        metrics: Any,
+        job: Job | None = None,
+        supervision: Supervision | None = None,
+        *,
+        checkpoints: Checkpoints | None = None,
+        lost: Iterable[str] = (),
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.settings, self.me, self.members, self.generation = settings, me, members, generation
+        self.metrics, self.job, self.supervision = metrics, job, supervision or Supervision()
+        self.logger = telemetry.log()
+        self.store: Any = None  # the generation's torch Store, where its workers meet
+        self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, first=me.rank == 0)
+        self.group = Group(
+            settings,
+            me,
+            members,
+            generation=generation,
+            job=job,
+            supervision=self.supervision,
+            watchdog=self.watchdog,
+            lost=lost,
+        )
+        self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
+        self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
+
+    # ---- identity and peers
 
     @property
-    def device(self) -> Any:
-        """The torch.device that this rank computes on. Raises UsageError for DEVICE=cuda where there is none."""
-        return choose_device(self.settings.device, "DEVICE")
+    def rank(self) -> int:
+        """This rank, from 0 on, among the members of the generation."""
+        return self.me.rank
 
-    def seed(self, *extra: int) -> int:
-        """A seed of its own for SEED, this rank, the generation and `extra`. Python's, numpy's and torch's generators
-        are seeded with `seed()` before the function is called."""
-        # the number of `extra`: otherwise a 0 at their end would change nothing
-        return mixed_seed(self.settings.seed, self.rank, self.generation, *extra, *([len(extra)] if extra else []))
+    @property
+    def world_size(self) -> int:
+        """The number of members of the generation, lost ones included."""
+        return len(self.members)
+
+    def peers(self, role: str) -> list[Peer]:
+        """The generation's members with `role`, by ordinal, without those that were lost."""
+        return self.group.peers(role)
+
+    @property
+    def lost(self) -> set[str]:
+        """The names of the members that were lost."""
+        return self.group.lost
+
+    @property
+    def mapped(self) -> set[str]:
+        """The names of the peers that CUDA tensors can be sent to."""
+        return self.group.mapped
+
+    @property
+    def transport(self) -> Any:
+        """The `TorchRpc` that carries the calls; None before it is connected."""
+        return self.group.transport
+
+    @transport.setter
+    def transport(self, transport: Any) -> None:
+        self.group.transport = transport
+
+    # ---- calls
+
+    def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+        """Calls `function(*args)` at the peer `to`. Returns a torch future of the answer. It raises RemoteError for
+        what the function raised, PeerLostError for a peer that is gone or silent, and CallTimeoutError for one that is
+        alive and has not answered within `timeout` seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline).
+        A peer that has answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed
+        under the function's name. A member of an elastic role whose connection is found closed is given up.
+
+        Raises UsageError for a function that the peer cannot import, a method of an object, and an `in_turn` at rank 0.
+        """
+        return self.group.call(to, function, *args, timeout=timeout)
+
+    def call_each(
+        self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, lost: Lost | None = None
+    ) -> Iterator[tuple[Peer, Any]]:
+        """Calls `function(*args)` at every member with `role`, at once. Yields each with its answer, as they come.
+
+        A member that is gone, or does not answer within `timeout` seconds, is given up: the gang replaces it. With
+        `lost` "skip", the default for an elastic role, it is left out. "answer" yields a PeerLostError in place of its
+        answer. "raise", the default for the other roles, raises the PeerLostError or CallTimeoutError. What the
+        function raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields nothing
+        while the job drains.
+        """
+        return self.group.call_each(role, function, *args, timeout=timeout, lost=lost)
+
+    def call_all(
+        self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, lost: Lost | None = None
+    ) -> Iterator[Any]:
+        """The answers of `call_each`, without the members that gave them."""
+        answers = self.group.call_each(role, function, *args, timeout=timeout, lost=lost)
+        return (value for _, value in answers)
+
+    def wait_all(self, calls: list[Any]) -> list[Any]:
+        """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
+        return self.group.connected.wait_all(calls)
+
+    def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
+        """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is
+        for a peer that is not called while it works: the gang notices one that falls silent.
+        """
+        self.group.connected.on_disconnect(to if isinstance(to, str) else to.name, gone)
+
+    def join_group(self, role: str, timeout: float) -> None:
+        """Makes torch's default process group of the members with `role`, all of which call this. Collectives time
+        out after `timeout` seconds. The backend is NCCL if each has a GPU of its own, otherwise gloo. Raises
+        PeerLostError.
+        """
+        self.group.connected.join_group(self, role, timeout)
+
+    def on_lost(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""
+        self.group.on_lost(listener)
+
+    def lose(self, name: str) -> None:
+        """Removes `name` from this generation, as the supervisor orders."""
+        self.group.lose(name)
+
+    def give_up(self, name: str, stuck: str = "") -> None:
+        """Removes `name`, which rank 0 found dead, silent or `stuck`, as that text says, and has the gang replace its
+        worker. A stuck one counts as a failure. Raises UsageError for a name that no member has."""
+        self.group.give_up(name, stuck)
+
+    def require_peers(self, role: str) -> None:
+        """Raises PeerLostError if no peer with `role` is left, unless a drain is ordered within two leases."""
+        self.group.require_peers(role)
+
+    # ---- phases
+
+    @contextlib.contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """The block is loading, restoring, compiling, evaluating or saving: a phase, which may take PHASE_TIMEOUT
+        seconds, and not a step that is stuck. Calls that it makes have as long. `restore`, `save` and `evaluating` are
+        phases by themselves. Rank 0 is loading until it begins to train, another rank until its RankObject is set.
+        """
+        with self.watchdog.phase(name):
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The phase in which training pauses for an evaluation. Alerts take it into account."""
+        self.metrics.evaluating.set(1)
+        try:
+            with self.watchdog.phase("evaluating"):
+                yield
+        finally:
+            self.metrics.evaluating.set(0)
+
+    # ---- state and checkpoints
+
+    def restore(self, state: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> State:
+        """Returns `state` as the newest checkpoint has it, or unchanged if there is none; `steps` and `finish` save it
+        from now on. Values with `state_dict` and `load_state_dict` (torch.distributed.checkpoint's Stateful: modules,
+        optimizers, objects of the job's own) are loaded in place. The others (numbers, strings, tensors, and lists,
+        sets and dicts of those) are replaced. `chosen` are the values of pinned settings whose default depends on the
+        job's data: the checkpoint holds them in place of the settings' own.
+
+        Raises UsageError for other values, for a checkpoint that does not fit or was made with other pinned settings,
+        and if there are checkpoints of which none can be read.
+        """
+        return self.training.restore(state, chosen)
+
+    def snapshot(self) -> Snapshot | None:
+        """The newest checkpoint, or None. Raises UsageError if it was made with other pinned settings, or if none of
+        the checkpoints can be read."""
+        return self.training.snapshot()
+
+    def save(self, step: int | None = None, state: State | None = None, *, drain: bool | None = None) -> None:
+        """Writes the checkpoint of `step` with `state`, by default those of `steps`. If a drain is ordered (`drain`: by
+        default, whether one is), raises `Drained` after it. If it cannot be written, training goes on, and the drain is
+        given up.
+        """
+        self.training.save(step, state, drain)
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint is due: a drain was ordered, or CHECKPOINT_INTERVAL has passed and the checkpoint before
+        is written."""
+        return self.training.due
+
+    @property
+    def draining(self) -> bool:
+        """Whether the job is to stop after the current step and write a checkpoint."""
+        return self.training.draining
+
+    def drain(self) -> None:
+        """Orders a drain."""
+        self.group.drain_ordered.set()
+
+    def await_drain(self) -> None:
+        """Returns as soon as a drain is ordered."""
+        self.group.drain_ordered.wait()  # bounded by the supervisor
+
+    def require_checkpoints(self) -> Checkpoints:
+        """The run's checkpoints. Raises UsageError at another rank than rank 0."""
+        return self.training.require_checkpoints()
+
+    @property
+    def files(self) -> Path:
+        """The directory for the job's own files, under this rank's CHECKPOINT_DIR. Raises UsageError if it cannot be
+        made."""
+        directory = self.settings.checkpoint_dir.absolute() / rundir.FILES
+        with UsageError.wrap(f"CHECKPOINT_DIR={self.settings.checkpoint_dir}: cannot be written", OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    # ---- steps
+
+    def steps(
+        self,
+        total: int | None = None,
+        state: State | None = None,
+        *,
+        until: Callable[[], bool] | None = None,
+        settled: Callable[[], bool] | None = None,
+        work: float | None = None,
+        goal: float | None = None,
+        **facts: Any,
+    ) -> Iterator[int]:
+        """Yields the numbers of the steps to make: from the one after the checkpoint that `restore` returned, to
+        `total`, or until `until()` is true. Before each step it writes a checkpoint of `state` (by default, that of
+        `restore`) if one is due, and raises `Drained` if a drain is ordered. A `break` ends the loop with the step
+        under way. After the order to drain, steps go on until `settled()` is true, if it is given: the caller bounds
+        that by DRAIN_TIMEOUT.
+
+        `work` is the work of the whole training, in the job's unit, from which the time left follows; `goal` is the
+        score to reach; `facts` are for the log.
+
+        Raises UsageError without an earlier call of `restore` or `snapshot`: each generation would begin at step 1.
+        """
+        return self.training.steps(total, state, until=until, settled=settled, work=work, goal=goal, facts=facts)
+
+    def redo(self) -> None:
+        """The step under way is made again: `steps` yields its number once more."""
+        self.training.redo()
+
+    @property
+    def step(self) -> int:
+        """The newest step that was made, or resumed from."""
+        return self.training.step
+
+    def start(
+        self, step: int, *, done: float = 0, total: float | None = None, goal: float | None = None, **facts: Any
+    ) -> None:
+        """Training begins after `step`, with `done` units of work behind it and `total` at its end, towards a score of
+        `goal`. `facts` are for the log. `steps` calls it.
+        """
+        self.training.start(TrainingStarted(step, done=done, total=total, goal=goal, facts=facts))
+
+    # ---- progress
+
+    def log(
+        self,
+        step: int | None = None,
+        *,
+        done: float | None = None,
+        loss: float | None = None,
+        score: float | None = None,
+        spread: tuple[float, float] | None = None,
+        epoch: int | None = None,
+        message: str = "",
+        **values: float,
+    ) -> None:
+        """Reports the training after `step`, by default the one under way: metrics, the run's history, and a log line
+        every LOG_INTERVAL steps.
+
+        `done` is the work so far, in the job's unit, from which rate and time left follow; if a job never gives it, it
+        is the number of steps. `loss` is the mean loss over the work since the last call. `score` is a point of the
+        curve; `spread`, the lowest and the highest of what it is a mean of, is drawn as a band around it. `epoch`
+        counts from 1. `values` are gauges: the job's own by their metrics' names, others as `rolecall_value`. A line
+        begins with `message`, if one is given. `step` may be an earlier one, without `done`, whose score is known only
+        now.
+        """
+        self.training.log(
+            StepLogged(
+                step=step,
+                done=_number(done),
+                loss=_number(loss),
+                score=_number(score),
+                spread=None if spread is None else (float(spread[0]), float(spread[1])),
+                epoch=epoch,
+                message=message,
+                values={name: _number(value) for name, value in values.items()},
+            )
+        )
+
+    def report_step(self, step: int) -> None:
+        """Reports that this rank, other than rank 0, has made `step`: after progress, earlier failures do not count."""
+        self.training.report_step(step)
+
+    def require_finite(self, *values: float, hint: str) -> None:
+        """Raises FloatingPointError, and counts it, if a loss or the norm of its gradient is not finite."""
+        if not all(map(math.isfinite, values)):
+            self.metrics.nonfinite_losses.inc()
+            raise FloatingPointError(hint)
 
     @staticmethod
     def timer() -> telemetry.Timer:
@@ -50,16 +352,62 @@ class Context(Training[S]):
         """
         return recorder.span(name, **plain(attributes)) if recorder.on else NOTHING
 
+    # ---- the end
+
+    def finish(
+        self, message: str = "Finished", *, step: int | None = None, state: State | None = None, **summary: Any
+    ) -> dict[str, Any]:
+        """Writes the last checkpoint and logs `message`. Returns the summary, with `seconds` of training and whether
+        the checkpoint was `saved`. It is called for a function of rank 0 that returns a summary without it.
+        """
+        return self.training.finish(message, step, state, summary)
+
+    def conclude(self, summary: dict[str, Any] | None) -> None:
+        """Ends rank 0's process at once, from any thread, as if its function had returned `summary`, or, if that is
+        None, as after a drain. For a function that cannot be made to return.
+        """
+        self.supervision.conclude("drained" if summary is None else "finished", self.step, summary or {})
+
+    def fail(self, problem: str) -> None:
+        """Ends this rank's process at once, from any thread, as if its function had raised ProgramError(`problem`). For
+        a function that cannot be made to return.
+        """
+        self.supervision.fail(problem)
+
+    # ---- computing
+
+    @property
+    def threads(self) -> int:
+        """Threads for a large computation. Single operations have one: splitting them stalls on a busy machine."""
+        return self.settings.cpu_threads
+
+    @property
+    def device(self) -> Any:
+        """The torch.device that this rank computes on. Raises UsageError for DEVICE=cuda without a CUDA device."""
+        return choose_device(self.settings.device, "DEVICE")
+
+    def seed(self, *extra: int) -> int:
+        """A seed that depends on SEED, this rank, the generation and `extra`. Python's, numpy's and torch's generators
+        are seeded with `seed()` before the function is called."""
+        # the number of `extra`: otherwise a 0 at their end would change nothing
+        return mixed_seed(self.settings.seed, self.rank, self.generation, *extra, *([len(extra)] if extra else []))
+
+
+def _number(value: Any) -> Any:
+    """A tensor, too, as a float: one with its graph would keep all of that in memory."""
+    return None if value is None else float(value.detach() if hasattr(value, "detach") else value)
+
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed, 32 bits, that depends on each of `numbers`."""
-    import numpy as np  # here and below: not in a supervisor, which imports this module's names
+    """A seed of 32 bits that depends on each of `numbers`."""
+    import numpy as np  # not in a supervisor, which imports this module's names
 
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def choose_device(wanted: str, variable: str) -> Any:
-    """The torch.device that `variable` names with auto, cpu or cuda. Raises UsageError for cuda where there is none."""
+    """The torch.device that `variable` names with auto, cpu or cuda. Raises UsageError for cuda without a CUDA
+    device."""
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):

@@ -1,4 +1,4 @@
-"""What a worker is doing, since when, and whether that takes too long: a phase, a step, or calls that it waits for.
+"""Detects a worker that is stuck: in a phase, in a step, or before its training starts.
 
 No I/O: the clock, in seconds, is passed in. Safe to use from several threads.
 """
@@ -6,31 +6,29 @@ No I/O: the clock, in seconds, is passed in. Safe to use from several threads.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from rolecall.record import waits
 from rolecall.record.recorder import recorder
 
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
-RECENT = 20  # steps that the next one is compared with
-SLOWER = 10  # times the longest of them
-PAUSE = 2.0  # seconds between two looks after which this process was suspended; the beat looks every half second
-F = TypeVar("F", bound=Callable[..., Any])
+RECENT_STEPS = 20  # steps that the next one is compared with
+STUCK_FACTOR = 10  # a step is stuck only if it takes this many times as long as the longest of them
+SUSPENDED_SECONDS = 2.0  # between two checks, which come every half second: this process was suspended
 
 
 class Deadline(float):
-    """A call's deadline in seconds, 0 for none; `setting` says where it comes from."""
+    """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from."""
 
     setting: str
 
     def __new__(cls, seconds: float, setting: str = "") -> Deadline:
-        """The deadline in `seconds` that `setting` has."""
+        """A deadline of `seconds`."""
         self = super().__new__(cls, seconds)
         self.setting = setting
         return self
@@ -45,12 +43,13 @@ class Entry:
     thread: int
 
 
-class Pace:
-    """The account of one worker, of rank 0 where it is the `first`.
+class Watchdog:
+    """Tracks what one worker does and since when; `first`: the worker is rank 0's.
 
-    A phase is bounded by `phase_timeout` seconds. So is what rank 0 does before its training starts, which counts as
-    loading, and its first step, which may compile. A later step is stuck after `stuck_seconds` seconds, if it also
-    takes `SLOWER` times as long as the longest of the last ones. A step that waits for calls has until their deadlines.
+    A phase may take `phase_timeout` seconds. So may what rank 0 does before its training starts, which counts as
+    loading, and its first step, which may compile. A later step is stuck after `stuck_seconds` if it also takes
+    STUCK_FACTOR times as long as the longest of the last RECENT_STEPS. A step that waits for calls may take until their
+    deadlines.
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class Pace:
         self._phase_timeout, self._stuck_seconds, self._first, self._clock = phase_timeout, stuck_seconds, first, clock
         self._lock = threading.Lock()
         self._phases: list[Entry] = []  # the oldest first
-        self._ready = False  # it is no longer loading
-        self._loops = False  # `begin` says when a step begins; otherwise it does where the one before ends
+        self._ready = False  # loading is over
+        self._loops = False  # a loop calls `begin`; otherwise a step begins at the end of the one before
         self._step: int | None = None  # under way
         self._since = self._began = self._looked = self._awake = clock()
-        self._seconds = deque[float](maxlen=RECENT)  # of the last steps
+        self._seconds = deque[float](maxlen=RECENT_STEPS)  # of the last steps
         self._calls: set[waits.Call] = set()  # under way
-        self.other_calls: Callable[[], list[waits.Call]] = list  # those that do not go by way of `called`
+        self._more_calls: list[Callable[[], list[waits.Call]]] = []
         self._answered: set[str] = set()  # peers
         self._began_ns = time.monotonic_ns()  # as `_began`, for the trace
 
@@ -77,7 +76,7 @@ class Pace:
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """The block is the phase `name`. A step under way is timed from its end."""
+        """The block is the phase `name`. A step under way is timed from the end of the phase."""
         entry = Entry(name, self._clock(), threading.get_ident())
         with self._lock:
             self._phases.append(entry)
@@ -90,14 +89,14 @@ class Pace:
                 self._since = self._began = self._clock()
 
     def ready(self) -> None:
-        """What counts as loading without being said is over."""
+        """Ends the loading that no phase declares."""
         if not self._ready:
             self._ready, self._since = True, self._clock()
             recorder.since(self._began_ns, "loading")
 
     @property
     def doing(self) -> str:
-        """The phase, the outermost of several; empty for a step, or a rank that serves calls."""
+        """The outermost phase; empty in a step, or in a rank that serves calls."""
         with self._lock:
             return self._phases[0].name if self._phases else "" if self._ready else "loading"
 
@@ -110,8 +109,8 @@ class Pace:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The block is `step` of a loop, which ends where the block is left by an exception, such as that of a `break`
-        out of a generator.
+        """The block is `step` of a loop. An exception that leaves the block, also that of a `break` out of a generator,
+        ends the loop.
         """
         self.begin(step)
         try:
@@ -127,7 +126,7 @@ class Pace:
         self._began, self._began_ns = self._since, time.monotonic_ns()
 
     def complete(self, step: int) -> None:
-        """`step` was made. Where no loop says when one begins, the next has begun."""
+        """`step` was made. Without a loop that calls `begin`, the next one has begun."""
         if self._step is not None:
             self._seconds.append(self._clock() - self._began)
             if not self._loops:
@@ -142,9 +141,9 @@ class Pace:
     # ---- calls
 
     def limit(self, to: str, timeout: float, rpc_timeout: float) -> Deadline:
-        """The deadline of a call to the peer `to`. `timeout` is what its caller gives, -1 for nothing: then it is
-        `rpc_timeout`, or a phase's if the caller is in one. A peer that has answered no call yet may be loading, and
-        has a phase more.
+        """The deadline of a call to the peer `to`. `timeout` comes from the caller. If it is -1, the deadline is
+        `rpc_timeout`, or that of a phase if the caller is in one. A peer that has answered no call yet may be loading:
+        its deadline is extended by that of a phase.
         """
         if timeout == 0:
             return Deadline(0.0)
@@ -161,69 +160,59 @@ class Pace:
         return Deadline(timeout + self._phase_timeout, f"{setting} and, for its start, {phase}")
 
     def called(self, timeout: float, to: str = "", method: str = "") -> waits.Call:
-        """A call of `method` at the peer `to`, with a deadline in `timeout` seconds unless that is 0, was sent; returns
-        what `answered` wants."""
+        """A call of `method` at the peer `to` was sent, with a deadline in `timeout` seconds unless that is 0. Returns
+        the argument for `answered`."""
         now = self._clock()
         call = waits.Call(to, method, now, now + timeout if timeout > 0 else 0.0)
         self._calls.add(call)
         return call
 
-    def answered(self, token: waits.Call | None, peer: str = "") -> None:
-        """The call has its answer, from `peer`, or has failed."""
-        if token is not None:
-            self._calls.discard(token)
+    def answered(self, call: waits.Call | None, peer: str = "") -> None:
+        """The call was answered by `peer`, or has failed."""
+        if call is not None:
+            self._calls.discard(call)
         self._since = self._clock()
         if peer:
             self._answered.add(peer)
 
-    def long_calls(self) -> list[waits.Told]:
+    def watch_calls(self, under_way: Callable[[], list[waits.Call]]) -> None:
+        """Includes calls that are not made by way of `called` in `long_calls`."""
+        self._more_calls.append(under_way)
+
+    def long_calls(self) -> tuple[waits.Told, ...]:
         """The calls that have been under way for long."""
-        return waits.long([*self._calls, *self.other_calls()], self._clock())
+        more = [call for under_way in self._more_calls for call in under_way()]
+        return tuple(waits.long([*self._calls, *more], self._clock()))
 
-    # ---- the judge
+    # ---- the check
 
-    def judge(self) -> str:
-        """What takes too long, in words; nothing where all is well. A pause of this process is forgiven."""
+    def check(self) -> str:
+        """Describes what takes too long; empty if nothing does. Time in which this process was suspended does not
+        count."""
         with self._lock:
             now = self._clock()
-            if now - self._looked > PAUSE:
+            if now - self._looked > SUSPENDED_SECONDS:
                 self._awake = now
             self._looked = now
             if self._phases:
-                return self._judge_phase(self._phases[0].name, now - max(self._phases[0].since, self._awake))
+                return self._check_phase(self._phases[0].name, now - max(self._phases[0].since, self._awake))
             if any(call.deadline > now for call in [*self._calls]):
-                return ""  # whoever does not answer is given up then
+                return ""  # the deadline ends the wait
             seconds = now - max(self._since, self._awake)
             if not self._ready:
-                return self._judge_phase("loading", seconds) if self._first else ""
-            return "" if self._step is None else self._judge_step(self._step, seconds)
+                return self._check_phase("loading", seconds) if self._first else ""
+            return "" if self._step is None else self._check_step(self._step, seconds)
 
-    def _judge_phase(self, name: str, seconds: float) -> str:
+    def _check_phase(self, name: str, seconds: float) -> str:
         limit = self._phase_timeout
         return f"has been {name} for {seconds:.0f} s, over PHASE_TIMEOUT={limit:g}" if seconds > limit else ""
 
-    def _judge_step(self, step: int, seconds: float) -> str:
+    def _check_step(self, step: int, seconds: float) -> str:
         limit, why = self._stuck_seconds, f"STUCK_SECONDS={self._stuck_seconds:g}"
         longest = max(self._seconds, default=0.0)
         if not self._seconds and self._phase_timeout > limit:
             limit, why = self._phase_timeout, f"PHASE_TIMEOUT={self._phase_timeout:g}, which the first step has"
-        elif SLOWER * longest > limit:
-            limit, why = (
-                SLOWER * longest,
-                f"{SLOWER} times the longest of the last {len(self._seconds)} ({longest:.3g} s)",
-            )
+        elif STUCK_FACTOR * longest > limit:
+            limit = STUCK_FACTOR * longest
+            why = f"{STUCK_FACTOR} times the longest of the last {len(self._seconds)} ({longest:.3g} s)"
         return f"step {step} has taken {seconds:.0f} s, over {why}" if seconds > limit else ""
-
-
-def in_phase(name: Phase) -> Callable[[F], F]:
-    """Has a method of a context be the phase `name`."""
-
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def phased(self: Any, *args: Any, **values: Any) -> Any:
-            with self.phase(name):
-                return method(self, *args, **values)
-
-        return phased  # type: ignore[return-value]
-
-    return decorate

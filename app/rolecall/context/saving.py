@@ -1,4 +1,4 @@
-"""Rank 0's checkpoints: when one is due, and how it is written, beside the training where ranks hold shares."""
+"""Writes rank 0's checkpoints. If other ranks hold shares of the state, they are written while training goes on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints, pack
-from rolecall.context.pace import in_phase
-from rolecall.context.peers import Peers, S
-from rolecall.context.progress import Progress
 from rolecall.declare.plain import is_stateful, require_plain
-from rolecall.errors import Drained, UsageError
 from rolecall.record.recorder import recorder
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ class Collected:
 
 
 class ShardedValue:
-    """A value that other ranks hold shares of; see `Sharded`."""
+    """A value of which other ranks hold shares; see `Sharded`."""
 
     def begin(self, step: int) -> None:
         """Has every member capture its share of the state after `step`."""
@@ -42,119 +39,75 @@ class ShardedValue:
         raise NotImplementedError
 
     def load(self, stem: str, files: list[ShardFile]) -> None:
-        """Has every member read its share. Raises CheckpointError where one of `files` cannot be used."""
+        """Has every member read its share. Raises CheckpointError if one of `files` cannot be used."""
         raise NotImplementedError
 
 
-@dataclass
-class Saving(Peers[S]):
-    """Progress and checkpoints, on top of a rank's peers."""
+class Saver:
+    """Writes one checkpoint at a time."""
 
-    checkpoints: Checkpoints | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.progress = Progress(self.settings, self.metrics, self.supervision, self.job, self.pace.complete)
-        self._state: State | None = None  # what `steps` saves
-        self._chosen: dict[str, Any] = {}  # values of pinned settings that have none of their own
-        self._step = 0  # the newest that was made, or resumed from
-        self._stepping = False  # the next one is under way
-        self._saved_at = time.monotonic()
-        self._saving: Future[bool] | None = None  # the newest checkpoint that is written beside the training
+    def __init__(self, checkpoints: Checkpoints, metrics: Any) -> None:
+        self.checkpoints, self._metrics = checkpoints, metrics
+        self.logger = telemetry.log()
+        self._begun_at = time.monotonic()  # of the newest checkpoint
+        self._under_way: Future[str] | None = None
         self._writer = ThreadPoolExecutor(1)
 
-    @property
-    def layout(self) -> int:
-        """See `Job.layout`."""
-        return self.job.layout if self.job else 1
+    def due(self, interval: float) -> bool:
+        """Whether the newest checkpoint was begun more than `interval` seconds ago, and is written."""
+        writing = self._under_way is not None and not self._under_way.done()
+        return time.monotonic() - self._begun_at > interval and not writing
 
-    @property
-    def draining(self) -> bool:
-        """Whether the job is to stop after the current step and write a checkpoint."""
-        return self._drain.is_set()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the checkpoint that is being written. Returns whether one was, and is on disk now; raises what
+        writing it raised."""
+        return self._under_way is not None and not self._under_way.result(timeout)
 
-    def drain(self) -> None:
-        """Orders a drain."""
-        self._drain.set()
-
-    def await_drain(self) -> None:
-        """Returns as soon as a drain is ordered."""
-        self._drain.wait()  # bounded by the supervisor
-
-    @property
-    def due(self) -> bool:
-        """Whether a checkpoint is due: CHECKPOINT_INTERVAL has passed and the last one is written, or a drain was
-        ordered.
+    def write(self, step: int, state: State, about: dict[str, Any], wait: bool) -> str:
+        """Writes the checkpoint of `step`, after the one before. Returns the problem if it cannot be written, otherwise
+        "". With sharded values it returns once they are captured, unless `wait` is set.
         """
-        saving = self._saving is not None and not self._saving.done()
-        passed = time.monotonic() - self._saved_at > self.settings.checkpoint_interval
-        return self.draining or (passed and not saving)
-
-    def save(self, step: int | None = None, state: State | None = None, *, drain: bool | None = None) -> None:
-        """Writes the checkpoint of `step` with `state`, by default those of `steps`. Raises `Drained` after it where a
-        drain is ordered (`drain`: by default, whether one is). Where it cannot be written, training goes on, and the
-        drain is given up.
-        """
-        ending = self.draining if drain is None else drain
-        step = self._step + self._stepping if step is None else step  # within a step, the state is that after it
-        if self._write(step, state, ending, wait=ending) and ending:
-            raise Drained(step)
-
-    @in_phase("saving")
-    def _write(self, step: int, state: State | None, drain: bool, wait: bool = True) -> bool:
-        """Writes a checkpoint; what other ranks hold shares of beside the training, unless `wait` is set."""
-        self._saved_at = time.monotonic()
-        if self._saving is not None:  # one at a time; raises what it raised
-            self._saving.result()
-        state = (self._state or {}) if state is None else state
+        self._begun_at = begun_at = time.monotonic()
+        self.wait()
         sharded = {name: value for name, value in state.items() if isinstance(value, ShardedValue)}
         values = {name: value.state_dict() if is_stateful(value) else value for name, value in state.items()}
         for name, value in values.items():
             require_plain(name, value)
-        pinned = self.settings.model_dump(mode="json", include=set(self.job.pinned if self.job else ()))
-        about = {"settings": {**pinned, **self._chosen}, "seconds": self.progress.total_seconds,
-                 "done": self.progress.done, "layout": self.layout}  # fmt: skip
         try:
             for each in sharded.values():
                 each.begin(step)
         except CheckpointError as error:
-            return self._not_written(error, drain)
-        packed = pack(values, about)
-        write = partial(self._complete, step, packed, sharded, drain, self._saved_at, time.monotonic())
-        self._saving = None if wait or not sharded else self._writer.submit(write)
-        return True if self._saving else write()
+            return self._failed(error)
+        complete = partial(self._complete, step, pack(values, about), sharded, begun_at, time.monotonic())
+        if wait or not sharded:
+            self._under_way = None
+            return complete()
+        self._under_way = self._writer.submit(complete)
+        return ""
 
-    def _complete(self, step: int, packed: memoryview, sharded: dict[str, ShardedValue], drain: bool, begun: float,
-                  captured: float) -> bool:  # fmt: skip
-        """Writes what makes a checkpoint valid, once the shares are on disk."""
+    def _complete(
+        self, step: int, packed: memoryview, sharded: dict[str, ShardedValue], begun_at: float, captured_at: float
+    ) -> str:
+        """Writes the file that makes a checkpoint valid, once the shares are on disk."""
         span = recorder.span("checkpoint", step=step)
         try:
             shares = {name: value.collect(step) for name, value in sharded.items()}
             files = {name: each.files for name, each in shares.items()}
-            path = self.require_checkpoints().write(step, packed, shards=files)
+            path = self.checkpoints.write(step, packed, shards=files)
         except CheckpointError as error:
             span.note(error=error)
-            return self._not_written(error, drain)
+            return self._failed(error)
         finally:
             span.end()
-        seconds = time.monotonic() - begun
-        self.metrics.checkpoint_seconds.observe(seconds)
-        self.metrics.checkpoint_timestamp_seconds.set_to_current_time()
-        stalled = captured - begun + max((each.stalled for each in shares.values()), default=0.0)
+        seconds = time.monotonic() - begun_at
+        self._metrics.checkpoint_seconds.observe(seconds)
+        self._metrics.checkpoint_timestamp_seconds.set_to_current_time()
+        stalled = captured_at - begun_at + max((each.stalled for each in shares.values()), default=0.0)
         beside = {"stalled": round(stalled, 3)} if shares else {}
         self.logger.info("checkpoint", file=path.name, seconds=round(seconds, 3), **beside)
-        return True
+        return ""
 
-    def _not_written(self, error: CheckpointError, drain: bool) -> bool:
-        self.metrics.checkpoint_failures.inc()
+    def _failed(self, error: CheckpointError) -> str:
+        self._metrics.checkpoint_failures.inc()
         self.logger.error("no checkpoint written; training goes on", problem=str(error))
-        if drain:
-            self._drain.clear()
-            self.supervision.refuse_drain(str(error))
-        return False
-
-    def require_checkpoints(self) -> Checkpoints:
-        """The run's checkpoints. Raises UsageError at another rank than rank 0."""
-        if self.checkpoints is None:
-            raise UsageError("only rank 0 reads and writes checkpoints")
-        return self.checkpoints
+        return str(error)

@@ -1,4 +1,4 @@
-"""What a worker is started with, and how the loss of a peer or a drain ends its function."""
+"""What a worker is started with, and the errors that end its function."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Peer:
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is started with; `members` are in order of rank, and empty for a check of the settings. `job` is
-    JOB, `settings` are those that every job has, `values` those of this job, by name; its metrics go to `directory`,
-    and its stacks to the file `stacks`. `tunnel` is the folder of the rank's tunnel, None with TLS=off.
+    """What a worker is started with. `members` are in order of rank, and empty for a check of the settings. `job` is
+    JOB; `settings` are those that all jobs have, `values` those of this job by name. Metrics go to `directory`, stacks
+    to the file `stacks`. `tunnel` is the folder of the rank's tunnel, None with TLS=off.
     """
 
     job: str

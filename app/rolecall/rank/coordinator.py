@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,11 +134,11 @@ class Coordinator:
         self._pump()
         return {}
 
-    def record(self, records: list[Record]) -> None:
+    def record(self, records: Sequence[Record]) -> None:
         """Takes the records that rank 0's worker sends for the run's history."""
-        for kind, step, *_ in records:
-            if kind == "start":
-                self.gang.resumed(step)
+        for record in records:
+            if record.kind == "start":
+                self.gang.resumed(record.step)
         self.files.record(records)
 
     def over(self) -> bool:

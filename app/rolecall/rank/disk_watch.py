@@ -1,4 +1,4 @@
-"""Warns of a disk that is slow or hangs: of work on files, by this process or its worker, that takes long."""
+"""Warns if work on files, by this process or its worker, takes long: the disk is slow or hangs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rolecall import telemetry
 from rolecall.record.files import FileWork, longest_work
 
 WARN_SECONDS = 10.0
-LOOK_SECONDS = 1.0  # between two looks
+CHECK_SECONDS = 1.0  # between two checks
 
 
 class DiskWatch:
-    """The account of one rank, whose files are in `directory` (CHECKPOINT_DIR); `of_worker` returns what its worker
-    says of itself."""
+    """Watches one rank, whose files are in `directory` (CHECKPOINT_DIR). `of_worker` returns the work that its worker
+    reports."""
 
     def __init__(self, directory: Path, of_worker: Callable[[], FileWork | None]) -> None:
         self._directory, self._of_worker = directory, of_worker
@@ -24,32 +24,33 @@ class DiskWatch:
         self.log = telemetry.log()
 
     def work(self) -> FileWork | None:
-        """The work that has taken longest, of that under way."""
+        """The work under way that has taken longest; None for none."""
         both = [work for work in (longest_work(), self._of_worker()) if work is not None]
         return max(both, key=lambda work: work.seconds, default=None)
 
     @property
     def seconds(self) -> float:
-        """How long that has taken; 0 for none."""
+        """The seconds that it has taken; 0 for none."""
         work = self.work()
         return work.seconds if work else 0.0
 
-    def look(self) -> None:
-        """Logs a warning once work has taken `WARN_SECONDS`, and a line when that is over."""
+    def check(self) -> None:
+        """Logs a warning once work has taken WARN_SECONDS, and a line when it is over."""
         work = self.work()
         if work and work.seconds >= WARN_SECONDS:
             if not self._warned:
                 self.log.warning(
                     f"CHECKPOINT_DIR={self._directory}: a file takes long; the disk is slow, or hangs",
-                    file=work.path, seconds=round(work.seconds),
-                )  # fmt: skip
+                    file=work.path,
+                    seconds=round(work.seconds),
+                )
             self._warned, self._longest = True, max(self._longest, work.seconds)
         elif self._warned:
             self.log.info(f"CHECKPOINT_DIR={self._directory}: the disk answers again", seconds=round(self._longest))
             self._warned, self._longest = False, 0.0
 
-    async def look_forever(self) -> None:
-        """Looks at a fixed period."""
+    async def check_forever(self) -> None:
+        """Checks at a fixed period."""
         while True:
-            self.look()
-            await asyncio.sleep(LOOK_SECONDS)
+            self.check()
+            await asyncio.sleep(CHECK_SECONDS)

@@ -1,4 +1,4 @@
-"""The supervisor's end of its worker's pipe, which never blocks: a worker may be stopped in the middle of a message."""
+"""The supervisor's end of the pipe to its worker. It never blocks: a worker may stop in the middle of a message."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import socket
 import struct
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
-CHUNK = 2**16  # bytes
-MOST = 2**24  # bytes of a message: the largest, a result, has some 50,000
-HEAD = struct.Struct("!i")  # a message of multiprocessing: its length, and its pickle; a longer head above 2 GiB
+from rolecall.rank.pipe_messages import FromWorker, ToWorker, decode_from_worker, encode
+
+RECEIVE_BYTES = 2**16
+MAX_MESSAGE_BYTES = 2**24  # the largest message, a result, has about 50,000 bytes
+HEADER = struct.Struct("!i")  # multiprocessing's header for a message below 2 GiB: its length
 
 
 class PipeError(Exception):
-    """What came is no message, or the worker takes none."""
+    """The worker sent no message of ours, or does not read."""
 
 
-class Frames:
-    """Takes over `connection`, one of `multiprocessing.Pipe()`, whose other end the worker has."""
+class WorkerPipe:
+    """Takes over `connection`, one end of `multiprocessing.Pipe()`, of which the worker has the other."""
 
     def __init__(self, connection: Connection) -> None:
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
@@ -28,18 +28,18 @@ class Frames:
         self._data = bytearray()
 
     def fileno(self) -> int:
-        """For the event loop."""
+        """The file descriptor for the event loop."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the pipe."""
         self._socket.close()
 
-    def send(self, message: Any) -> None:
-        """Sends `message`. Raises OSError where the worker has ended, and PipeError where it has not read
-        for so long that its buffer is full."""
-        body = ForkingPickler.dumps(message)
-        frame = HEAD.pack(len(body)) + body
+    def send(self, message: ToWorker) -> None:
+        """Sends `message`. Raises OSError if the worker has ended, and PipeError if its buffer is full because it does
+        not read."""
+        body = encode(message)
+        frame = HEADER.pack(len(body)) + body
         try:
             sent = self._socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -47,31 +47,35 @@ class Frames:
         if sent < len(frame):
             raise PipeError("takes no messages")
 
-    def receive(self) -> Iterator[Any]:
-        """The messages that have arrived whole. Raises EOFError after the last one, OSError where the connection broke,
-        and PipeError for what is no message."""
+    def receive(self) -> Iterator[FromWorker]:
+        """Yields the messages that have arrived whole. Raises EOFError after the last one, OSError if the connection
+        broke, and PipeError for data that are no message."""
         ended = False
         while True:
             try:
-                data = self._socket.recv(CHUNK, socket.MSG_DONTWAIT)
+                data = self._socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             if not data:
-                ended = True  # half a message that is left is of a worker that was killed
+                ended = True  # a partial message is left by a worker that was killed
                 break
             self._data += data
             yield from self._whole()
         if ended:
             raise EOFError
 
-    def _whole(self) -> Iterator[Any]:
-        while len(self._data) >= HEAD.size:
-            (length,) = HEAD.unpack_from(self._data)
-            if not 0 <= length <= MOST:
+    def _whole(self) -> Iterator[FromWorker]:
+        while len(self._data) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._data)
+            if not 0 <= length <= MAX_MESSAGE_BYTES:
                 raise PipeError(f"sent a message of {length} bytes")
-            end = HEAD.size + length
+            end = HEADER.size + length
             if len(self._data) < end:
                 return
-            body = bytes(self._data[HEAD.size : end])
+            body = bytes(self._data[HEADER.size : end])
             del self._data[:end]
-            yield ForkingPickler.loads(body)
+            try:
+                message = decode_from_worker(body)
+            except ValueError as error:
+                raise PipeError(f"sent no message that this version knows: {body[:80]!r}") from error
+            yield message

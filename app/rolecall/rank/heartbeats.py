@@ -1,4 +1,8 @@
-"""A member's heartbeats: posts beats to rank 0, hands the answers to the member, and says when rank 0 is silent."""
+"""A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs that rank 0 is silent.
+
+The way of a heartbeat: `Member.beat` → `Link.post` → `messages.write_beat` → HTTP → `Coordinator._receive`; and back:
+`messages.read_answer` → `Member.answered` → `Supervisor`, which carries out the directive.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,45 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.errors import CRASHED, USAGE, UsageError
 from rolecall.gang.member import RETRY_SECONDS, Member
-from rolecall.gang.protocol import Answer, Directive, WorkerStatus
+from rolecall.gang.protocol import Answer, Directive
 from rolecall.rank.link import Link, UntrustedRank0Error
 from rolecall.rank.queries import Replies
+from rolecall.rank.worker_manager import WorkerManager
 
-REPEAT = 30.0  # seconds between two equal log lines
+LOG_REPEAT_SECONDS = 30.0
 
 
 class Heartbeats:
-    """The heartbeats of `member`. One is sent at once where `changed` is set. `heard` is called after each answer, and
-    each failure, with the directive from before."""
+    """The heartbeats of `member`. One is sent at once if `changed` is set."""
 
     def __init__(
-        self, settings: Settings, member: Member, status: Callable[[], WorkerStatus], metrics: Any, replies: Replies,
-        changed: asyncio.Event, heard: Callable[[Directive | None], None],
-    ) -> None:  # fmt: skip
-        self._settings, self._member, self._status, self._metrics = settings, member, status, metrics
-        self._replies, self._changed, self._heard = replies, changed, heard
+        self,
+        settings: Settings,
+        member: Member,
+        workers: WorkerManager,
+        *,
+        metrics: Any,
+        replies: Replies,
+        changed: asyncio.Event,
+    ) -> None:
+        self._settings, self._member, self._workers, self._metrics = settings, member, workers, metrics
+        self._replies, self._changed = replies, changed
         self._log, self._logged_at = telemetry.log(), 0.0
 
-    async def send_forever(self, link: Link) -> None:
-        """Sends them by `link` until the member is over."""
+    async def exchange(self, link: Link) -> AsyncIterator[Directive | None]:
+        """Sends heartbeats by `link` until the member is over. After each answer, and each failure, yields the
+        directive that the member had before."""
         member = self._member
         while not member.over:
             self._changed.clear()
-            beat, sent_at = member.beat(self._status()), time.monotonic()
+            beat, sent_at = member.beat(self._workers.status()), time.monotonic()
             post = asyncio.create_task(link.post(beat))
             change = asyncio.create_task(self._changed.wait())
             try:
@@ -46,36 +57,46 @@ class Heartbeats:
                 change.cancel()
                 outdated = link.outdate(post)  # it waits for another directive: a newer heartbeat goes out at once
             if outdated:
-                post.add_done_callback(functools.partial(self._late, link, sent_at))
+                post.add_done_callback(functools.partial(self._take_late_answer, link, sent_at))
                 continue
             error, previous = post.exception(), member.directive
             if error is None:
                 self._replies.take(post.result().queries, link.reply)
                 if not member.answered(beat, sent_at, post.result(), time.monotonic()):
                     error = TimeoutError("the answer came too late")
-            if isinstance(error, UsageError) and not (isinstance(error, UntrustedRank0Error) and member.directive):
-                self._log.error(str(error))
-                member.refused()
-            elif isinstance(error, UntrustedRank0Error) and self._settings.token_replaced():
-                # this rank's tunnel has the old one
-                self._log.error(f"JOB_TOKEN_FILE={self._settings.job_token_file}: holds another token since this rank "
-                                f"was started; starting again with it", problem=str(error))  # fmt: skip
-                member.exit(CRASHED)
-            elif error is not None:  # strangers who were rank 0 before: another may have its address for a while
+            if error is not None:
                 self._fail(error)
-            self._heard(previous)
+            yield previous
             if error is not None and not member.over:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
 
-    def _late(self, link: Link, sent_at: float, post: asyncio.Task[Answer]) -> None:
-        """An outdated beat has ended. Where news come faster than answers, there are no others."""
+    def _take_late_answer(self, link: Link, sent_at: float, post: asyncio.Task[Answer]) -> None:
+        """An outdated heartbeat has ended. If changes come faster than answers, there are no other answers."""
         if not post.cancelled() and post.exception() is None:
             self._replies.take(post.result().queries, link.reply)
             self._member.heard(sent_at, post.result(), time.monotonic())
 
     def _fail(self, error: BaseException) -> None:
-        """A request got no answer."""
+        """A heartbeat was refused, or got no answer."""
+        member, settings = self._member, self._settings
+        stranger = isinstance(error, UntrustedRank0Error)
+        if isinstance(error, UsageError) and not (stranger and member.directive):
+            self._log.error(str(error))
+            member.refused()
+        elif stranger and settings.token_replaced():
+            # this rank's tunnel has the old token
+            self._log.error(
+                f"JOB_TOKEN_FILE={settings.job_token_file}: holds another token since this rank was started; starting "
+                "again with it",
+                problem=str(error),
+            )
+            member.exit(CRASHED)
+        else:  # also a stranger: another process may have rank 0's address for a while
+            self._retry(error)
+
+    def _retry(self, error: BaseException) -> None:
+        """Logs that rank 0 cannot be reached. The member decides for how long to retry."""
         s, member, now = self._settings, self._member, time.monotonic()
         undecided = member.exit_code is None
         self._metrics.gang_unreachable.inc()
@@ -83,9 +104,13 @@ class Heartbeats:
         member.failed(now)
         if member.retries == 1:
             self._logged_at = now
-            self._log.info("rank 0 cannot be reached, retrying", address=f"{s.master_addr}:{s.rank0_port}",
-                           problem=problem, deadline_s=s.rejoin_timeout)  # fmt: skip
-        elif now - self._logged_at > REPEAT:
+            self._log.info(
+                "rank 0 cannot be reached, retrying",
+                address=f"{s.master_addr}:{s.rank0_port}",
+                problem=problem,
+                deadline_s=s.rejoin_timeout,
+            )
+        elif now - self._logged_at > LOG_REPEAT_SECONDS:
             self._logged_at = now
             self._log.info("still trying to reach rank 0", seconds=round(member.silence(now)), problem=problem)
         if undecided and member.exit_code == USAGE:

@@ -1,4 +1,4 @@
-"""Beats and answers as JSON: what equals its default is left out."""
+"""Heartbeats and answers as JSON, without fields that have their default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEATS, _ANSWERS = TypeAdapter(Beat), TypeAdapter(Answer)
 
 
 def read_beat(body: bytes) -> Beat:
-    """The beat of `write_beat`. Raises ValueError where `body` holds none."""
+    """The beat of `write_beat`. Raises ValueError if `body` holds none."""
     return _BEATS.validate_json(body)
 
 
@@ -24,7 +24,7 @@ def write_beat(beat: Beat) -> bytes:
 
 
 def read_answer(body: bytes) -> Answer:
-    """The answer of `write_answer`. Raises ValueError where `body` holds none."""
+    """The answer of `write_answer`. Raises ValueError if `body` holds none."""
     return _ANSWERS.validate_json(body)
 
 
@@ -34,11 +34,11 @@ def write_answer(answer: Answer) -> bytes:
 
 
 def _changes(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults; what it holds of dataclasses, likewise."""
+    """The fields of a dataclass that differ from their defaults, also of the dataclasses in it."""
     changes = {}
     for field in fields(value):
-        here = getattr(value, field.name)
+        current = getattr(value, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if here != default or type(here) is not type(default):
-            changes[field.name] = _changes(here) if is_dataclass(here) else here
+        if current != default or type(current) is not type(default):
+            changes[field.name] = _changes(current) if is_dataclass(current) else current
     return changes

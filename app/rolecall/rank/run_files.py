@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -237,12 +237,12 @@ class RunFiles:
         self.persisted = persisted
         return True
 
-    def record(self, records: list[Record]) -> None:
+    def record(self, records: Sequence[Record]) -> None:
         """Adds the records that rank 0's worker sends to the run's history."""
         self._trained = True
         self.journal.add(self.journal.history.record(records))
         self.sinks.record(records)
-        if any(kind == "train" for kind, *_ in records):
+        if any(record.kind == "train" for record in records):
             self.picture.prepare()
 
     async def _newest_step(self) -> int:

@@ -100,7 +100,7 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave, signal.Signals(number).name)
             self.workers.prepare()
-            self._tasks = {asyncio.create_task(self._disk_watch.look_forever())}
+            self._tasks = {asyncio.create_task(self._disk_watch.check_forever())}
             if self.is_rank0:
                 # another `rolecall run` is another run, whose rank 0 has the same ports
                 me = member.identity
@@ -109,7 +109,7 @@ class Supervisor:
                 await self._or_signal(coordinator.start(self.metrics))
                 if self.member.exit_code is not None:
                     return self.member.exit_code  # the disk may hang
-                self.workers.record = coordinator.record
+                self.workers.keep_history(coordinator)
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
                 self._site.start(coordinator, self.replies)
@@ -159,8 +159,8 @@ class Supervisor:
             self.job,
             self.settings,
             self.identity.role,
-            self.metrics,
-            files,
+            metrics=self.metrics,
+            files=files,
             changed=self._changed.set,
             tunnel=self.directory if self.tunnel else None,
         )
@@ -183,19 +183,19 @@ class Supervisor:
         socket = self._at(places.COORDINATOR if self.is_rank0 else places.CONTROL)
         badge = keys.badge(self.settings.token, self.job.name) if self.settings.token and not socket else ""
         async with Link(self.settings, socket, badge, self.is_rank0) as link:
-            beats = Heartbeats(
+            heartbeats = Heartbeats(
                 self.settings,
                 self.member,
-                self.workers.status,
-                self.metrics,
-                self.replies,
+                self.workers,
+                metrics=self.metrics,
+                replies=self.replies,
                 changed=self._changed,
-                heard=self._heard,
             )
-            await beats.send_forever(link)
+            async for previous in heartbeats.exchange(link):
+                self._take_directive(previous)
 
-    def _heard(self, previous: Directive | None) -> None:
-        """Handles the answer to a request, or its failure; `previous` is the directive before it."""
+    def _take_directive(self, previous: Directive | None) -> None:
+        """Handles the answer to a heartbeat, or its failure; `previous` is the directive before it."""
         directive = self.member.directive
         if directive is not previous and directive is not None:
             self._place(previous, directive)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall import telemetry
+from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
@@ -71,7 +72,7 @@ class Recordings:
         path = self.directory / file_name(worker.task.generation, part)
         seconds = self._until - time.monotonic() if part else None
         worker.traced = True
-        worker.send("trace", path, seconds)
+        worker.send(RecordTrace(path, seconds))
         return path
 
     def _running(self) -> WorkerProcess | None:
@@ -165,4 +166,4 @@ def register(replies: Replies, workers: WorkerManager) -> None:
     recordings = Recordings(workers.files.directory, lambda: workers.worker)
     replies.on("trace", recordings.trace)
     replies.on("spans", recordings.spans)
-    workers.hand_over = recordings.hand_over
+    workers.before_leaving(recordings.hand_over)

@@ -1,5 +1,5 @@
-"""The worker: one process per rank and generation, forked from one that has imported torch. It connects, runs the
-job's function for its role, reports the outcome to its supervisor, and exits.
+"""The worker: one process for each rank and generation, forked from one that has imported torch. It connects, runs its
+role's function, reports the outcome to its supervisor, and exits.
 """
 
 from __future__ import annotations
@@ -7,14 +7,14 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import signal
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 from filelock import FileLock
 
@@ -22,181 +22,62 @@ from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
 from rolecall.context import progress_bar
-from rolecall.context.context import Context
+from rolecall.context.context import Context, mixed_seed
 from rolecall.context.eager import lighten
-from rolecall.context.pace import Pace
-from rolecall.context.progress import Curve, Supervision
+from rolecall.context.memory import keep_freed_memory
+from rolecall.context.pace import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Task
 from rolecall.errors import Drained, PeerLostError, ProgramError, UsageError
-from rolecall.observe.sinks.points import NAMED
 from rolecall.rank import stacks
-from rolecall.rank.setup import keep_memory, seed
+from rolecall.rank.pipe_messages import RecordTrace, Result
+from rolecall.rank.supervisor_pipe import SupervisorPipe
 from rolecall.record import rundir
-from rolecall.record.files import longest_work
-from rolecall.record.history import Record
 from rolecall.record.recorder import recorder
 from rolecall.record.span_file import file_name
-from rolecall.torch_rpc import failures, rpc, tracing, turns
+from rolecall.torch_rpc import failures, rpc, turns
 
-HEARTBEAT_SECONDS = 0.5
-MOST_SUMMARY = 32_000  # bytes: it travels in a heartbeat
+KEPT_BYTES = 2**29  # of freed memory, for new tensors
+MAX_SUMMARY_BYTES = 32_000  # a summary travels in a heartbeat
 _lock: FileLock | None = None
-
-
-class Pipe(Supervision):
-    """The worker's end of the pipe to its supervisor. Where the supervisor is gone, the process ends at once."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._step = 0
-        self._sent_at = 0.0
-        self._records: list[Record] = []
-        self.pace: Pace | None = None  # of the job's function
-        self.trace: Callable[[Path, float | None], None] = lambda path, seconds: None  # records a trace
-
-    def send(self, *message: Any) -> None:
-        """Sends a message; ends the process where nobody receives it."""
-        with self._lock:
-            self._send(message)
-
-    def _send(self, message: tuple[Any, ...]) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            os._exit(1)
-        self._sent_at = time.monotonic()
-
-    def heartbeat(self) -> None:
-        """Sends the current step, the records since the last heartbeat, the phase, the calls that take long, and the
-        work on files that has taken longest."""
-        with self._lock:
-            records, self._records = self._records, []
-            pace = self.pace
-            doing, calls = (pace.doing, pace.long_calls()) if pace else ("", [])
-            self._send(("heartbeat", self._step, records, doing, calls, longest_work()))
-
-    def flush(self) -> None:
-        """Sends the records since the last heartbeat."""
-        with self._lock:
-            records, self._records = self._records, []
-            if records:
-                self._send(("records", records))
-
-    def heartbeat_forever(self) -> None:
-        """Sends heartbeats at a fixed period; once the function is stuck, which it is and where: its end follows."""
-        stuck = False
-        while True:
-            self.heartbeat()
-            if not stuck and self.pace and (problem := self.pace.judge()):
-                stuck = True
-                self.report_stuck(problem)
-            time.sleep(HEARTBEAT_SECONDS)  # a period; nothing waits for it
-
-    def report_step(self, step: int) -> None:
-        """Keeps `step` for the next heartbeat; the first step is sent at once."""
-        first = self._step == 0
-        self._step = step
-        if first or time.monotonic() - self._sent_at > HEARTBEAT_SECONDS / 2:
-            self.heartbeat()
-
-    def record(self, kind: Curve, step: int, value: float) -> None:
-        """Keeps a value of the run's history for the next heartbeat."""
-        self._keep(kind, step, value)
-        if kind == "start":  # it counts, however soon this process is killed
-            self.heartbeat()
-
-    def value(self, name: str, step: int, value: float) -> None:
-        """Keeps a value of the job's for the next heartbeat."""
-        self._keep(NAMED + name, step, value)
-
-    def _keep(self, kind: str, step: int, value: float) -> None:
-        with self._lock:
-            self._records.append((kind, step, time.monotonic(), float(value)))
-
-    def report_lost(self, role: str, ordinal: int) -> None:
-        """Reports a peer that was found dead or silent."""
-        self.send("lost peer", role, ordinal)
-
-    def report_stuck(self, problem: str) -> None:
-        """Reports that this process takes too long, and where it is; its end follows."""
-        self.send("stuck", problem, stacks.dump())
-
-    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
-        """Reports `outcome` and ends the process."""
-        self.end("result", outcome, "", step, summary)
-
-    def fail(self, problem: str) -> None:
-        """Reports a failure and ends the process."""
-        self.end("result", "failed", problem, 0, {})
-
-    def end(self, *message: Any) -> NoReturn:
-        """Ends the process once the last records and spans are out, and `message`, if there is one."""
-        self.heartbeat()
-        tracing.flush()
-        if message:
-            self.send(*message)
-        os._exit(0)  # no destructor of an RPC agent whose peers may be gone
-
-    def refuse_drain(self, why: str) -> None:
-        """Reports that the drain's checkpoint could not be written."""
-        self.send("drain failed", why)
-
-    def obey_forever(self, context: Context[Any]) -> None:
-        """Passes the supervisor's commands on to `context`."""
-        while True:
-            try:
-                kind, *arguments = self._connection.recv()
-            except (EOFError, OSError):
-                os._exit(1)
-            if kind == "drain":
-                context.drain()
-            elif kind == "lost":
-                context.lose(*arguments)
-            elif kind == "trace":
-                self.trace(*arguments)
-            elif kind == "end":
-                self.end()
 
 
 def main(task: Task, connection: Connection) -> None:
     """The process's entry point: runs `task`, sends the result over `connection`, and exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
-    me = task.me
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
+    settings, me = task.settings, task.me
     machine.name_process(registry.name_of(task.job), me.role, me.ordinal, "worker" if task.members else "check")
     os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
-    pipe = Pipe(connection)
-    settings = task.settings
     if task.stacks:
         stacks.register(task.stacks)
     progress_bar.log_progress()
     telemetry.setup_logging(
         settings.log_format,
         settings.log_level,
-        role=task.me.role,
-        ordinal=task.me.ordinal,
+        role=me.role,
+        ordinal=me.ordinal,
         generation=task.generation or None,
     )
-    threading.Thread(target=pipe.heartbeat_forever, daemon=True).start()
-    result: tuple[Any, ...]
+    watchdog = Watchdog(settings.phase_timeout, settings.stuck_seconds, first=me.rank == 0)
+    pipe = SupervisorPipe(connection, task, watchdog if task.members else None)
+    threading.Thread(target=pipe.report_forever, daemon=True).start()
     try:
         job = registry.get(task.job)
-        result = _work(task, job, pipe) if task.members else _check(task, job)
+        result = _work(task, job, pipe, watchdog) if task.members else _check(task, job)
     except Drained as drained:
-        result = ("result", "drained", "", drained.step, {})
+        result = Result("drained", step=drained.step)
     except UsageError as error:
-        result = ("result", "refused", loader.explain(error), 0, {})
+        result = Result("refused", loader.explain(error))
     except (Exception, SystemExit) as error:
         if failures.is_lost(error):
-            result = ("result", "lost", failures.first_line(error), 0, {})
+            result = Result("lost", failures.first_line(error))
         elif not task.members and loader.locate(error):
-            result = ("result", "refused", loader.explain(error), 0, {})
+            result = Result("refused", loader.explain(error))
         else:
             text = loader.with_place(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
-            result = ("result", "failed", text, 0, {})
-    pipe.end(*result)
+            result = Result("failed", text)
+    pipe.end(result)
 
 
 def _settings(task: Task, job: Job) -> Settings:
@@ -212,28 +93,27 @@ def _role(task: Task, job: Job) -> Role:
     raise UsageError(f"this version of the job has no role {task.me.role!r}; run the same version in every rank")
 
 
-def _check(task: Task, job: Job) -> tuple[Any, ...]:
+def _check(task: Task, job: Job) -> Result:
     settings = _settings(task, job)
     if job.check and task.me.role:  # otherwise once the gang has assigned one
         registry.resolve(job.check)(settings)
     for role in job.roles:
         if role.run:
             registry.resolve(role.run)
-    return "result", "finished", "", 0, {}
+    return Result("finished")
 
 
-def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
+def _work(task: Task, job: Job, pipe: SupervisorPipe, watchdog: Watchdog) -> Result:
     settings, role = _settings(task, job), _role(task, job)
     first = task.me.rank == 0
-    seed(settings.seed, task.me.rank, task.generation)
+    _seed(mixed_seed(settings.seed, task.me.rank, task.generation))
     torch.set_num_threads(1)  # see Context.threads
     lighten()
-    keep_memory()
+    keep_freed_memory(KEPT_BYTES)
     if task.directory:
         telemetry.use_directory(task.directory)
-    pipe.trace = functools.partial(tracing.record, registry.name_of(task.job), task.me, task.generation)
     if settings.trace and task.directory:
-        pipe.trace(task.directory / file_name(task.generation, 0), None)
+        pipe.record_trace(RecordTrace(task.directory / file_name(task.generation, 0), None))
     context = Context(
         settings=settings,
         me=task.me,
@@ -241,41 +121,51 @@ def _work(task: Task, job: Job, pipe: Pipe) -> tuple[Any, ...]:
         generation=task.generation,
         metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.me.role, first),
         job=job,
-        checkpoints=_checkpoints(task, pipe) if first else None,
         supervision=pipe,
-        lost=set(task.lost),
+        checkpoints=_checkpoints(task, pipe) if first else None,
+        lost=task.lost,
+        watchdog=watchdog,
     )
-    pipe.pace = context.pace
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
     with recorder.span("connecting"):
         rpc.connect(context, task.tunnel)
-    pipe.send("running")
+    pipe.connected()
     if not job.rpc or not role.run:
-        context.pace.ready()  # it says nothing of itself
+        watchdog.ready()  # nothing else ends its loading
     summary = registry.resolve(role.run)(context) if role.run else None
     if not first:
-        context.pace.ready()
+        watchdog.ready()
         turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
         )
-    finished = {**(summary or {}), **(context.finished or context.finish())}
-    with UsageError.wrap(f"role {role.name}: its function returns what no summary can hold", TypeError, ValueError,
-                         advice="return a few numbers and strings by name"):  # fmt: skip
-        if len(json.dumps(finished)) > MOST_SUMMARY:
-            raise ValueError(f"more than {MOST_SUMMARY} bytes")
-    return "result", "finished", "", context.step, finished
+    finished = {**(summary or {}), **(context.training.finished or context.finish())}
+    with UsageError.wrap(
+        f"role {role.name}: its function returns what no summary can hold",
+        TypeError,
+        ValueError,
+        advice="return a few numbers and strings by name",
+    ):
+        if len(json.dumps(finished)) > MAX_SUMMARY_BYTES:
+            raise ValueError(f"more than {MAX_SUMMARY_BYTES} bytes")
+    return Result("finished", step=context.step, summary=finished)
 
 
-def _checkpoints(task: Task, pipe: Pipe) -> Checkpoints:
-    settings = task.settings
-    directory: Path = settings.checkpoint_dir
+def _seed(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _checkpoints(task: Task, pipe: SupervisorPipe) -> Checkpoints:
+    directory: Path = task.settings.checkpoint_dir
     global _lock
     # the previous worker may take a moment to end; the lock lives as long as this process
     try:
-        _lock = rundir.lock(directory, rundir.WRITER_LOCK, settings.lease_seconds)
+        _lock = rundir.lock(directory, rundir.WRITER_LOCK, task.settings.lease_seconds)
     except rundir.TakenError as error:  # frozen, perhaps: the next generation tries again
         raise PeerLostError(f"the previous worker has not ended: {error}") from error
     log = telemetry.log()
@@ -288,7 +178,7 @@ def _checkpoints(task: Task, pipe: Pipe) -> Checkpoints:
         directory,
         registry.name_of(task.job),
         task.generation,
-        settings.checkpoint_keep,
+        task.settings.checkpoint_keep,
         fence=fence,
         complain=lambda message: log.warning("checkpoint", problem=message),
         begin=lambda step: pipe.record("start", step, task.generation),

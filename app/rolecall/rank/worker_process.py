@@ -1,4 +1,4 @@
-"""A supervisor's handle on its worker process: starts it, reads its messages, and ends it for sure."""
+"""A supervisor's handle on its worker process: starts it, reads its messages, and ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from rolecall import telemetry
 from rolecall.declare.task import Task
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.observe.memory import oom_kills, ran_out
-from rolecall.rank import fork_server, stacks
-from rolecall.rank.frames import Frames, PipeError
+from rolecall.rank import fork_server, pipe_messages, stacks
+from rolecall.rank.frames import PipeError, WorkerPipe
+from rolecall.rank.coordinator import Coordinator
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
 from rolecall.record.waits import Told
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
-ERROR_LENGTH = 4000  # characters at the end of an error that are sent to rank 0
+MAX_ERROR_CHARS = 4000  # of an error, from its end, that are sent to rank 0
 
 
 def _over(pidfd: int, pid: int) -> bool:
@@ -37,7 +38,7 @@ def _over(pidfd: int, pid: int) -> bool:
     if poll.poll(0):
         return True
     try:
-        flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]  # the name may hold blanks
+        flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]  # the name may contain blanks
     except OSError:  # it ended just now
         return True
     return bool(int(flags) & EXITING)
@@ -56,12 +57,10 @@ def _run(task: Task, connection: Any) -> None:
 
 
 class WorkerProcess:
-    """One worker, from `start` to its end. `changed` is called whenever its status changes, `record` with what it sends
-    for the run's history."""
+    """One worker, from `start` to its end. `changed` is called whenever its status changes. Rank 0's `coordinator` keep
+    the records that it sends."""
 
-    def __init__(
-        self, task: Task, changed: Callable[[], None], record: Callable[[list[Record]], None] = lambda records: None
-    ) -> None:
+    def __init__(self, task: Task, changed: Callable[[], None], coordinator: Coordinator | None = None) -> None:
         self.task = task
         self.state: WorkerState = "starting"
         self.outcome: Outcome = ""
@@ -78,7 +77,7 @@ class WorkerProcess:
         self._received_at = time.monotonic()
         self.ended = asyncio.Event()
         self._changed = changed
-        self._record = record
+        self._coordinator = coordinator
         self._kill_outcome: Outcome = ""
         self._pid = 0
         self._pidfd = -1
@@ -102,15 +101,22 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process; 0 where it does not exist."""
+        """Its process; 0 if it does not exist."""
         return self._pid if self._pidfd >= 0 else 0
 
     def status(self) -> WorkerStatus:
         """Its status, for the gang."""
         return WorkerStatus(
-            self.task.generation, self.state, self.outcome, self.error[-ERROR_LENGTH:], self.step, self.summary,
-            self.drains_failed, self.lost_peers, self.phase if self.alive else "",
-        )  # fmt: skip
+            generation=self.task.generation,
+            state=self.state,
+            outcome=self.outcome,
+            error=self.error[-MAX_ERROR_CHARS:],
+            step=self.step,
+            summary=self.summary,
+            drains_failed=self.drains_failed,
+            lost_peers=self.lost_peers,
+            phase=self.phase if self.alive else "",
+        )
 
     async def start(self, limit: float) -> None:
         """Forks the worker. Returns when it exists; a failure to fork, or to do so within `limit` seconds, is an end
@@ -118,7 +124,7 @@ class WorkerProcess:
         """
         stacks.forget(self.task.stacks)
         ours, theirs = fork_server.context.Pipe()
-        self._connection = Frames(ours)
+        self._connection = WorkerPipe(ours)
         self._process = fork_server.context.Process(target=_run, args=(self.task, theirs), daemon=False)
         try:
             await fork_server.fork(self._process, limit)
@@ -145,8 +151,8 @@ class WorkerProcess:
         if self._kill_outcome:
             self.kill(self._kill_outcome)
 
-    def send(self, *message: Any) -> None:
-        """Sends it a message; one that has ended does not get it."""
+    def send(self, message: pipe_messages.ToWorker) -> None:
+        """Sends it a message, unless it has ended."""
         with contextlib.suppress(OSError):  # it has ended; its exit is on the way
             try:
                 self._connection.send(message)
@@ -155,15 +161,15 @@ class WorkerProcess:
                 self.kill("silent")
 
     async def stop(self, patience: float) -> None:
-        """Has it end by itself, once what it recorded is written. Returns then, or after `patience` seconds."""
+        """Tells it to write its trace and exit. Returns once it has ended, or after `patience` seconds."""
         self._kill_outcome = self._kill_outcome or "stopped"
-        self.send("end")
+        self.send(pipe_messages.End())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), patience)
 
     def kill(self, outcome: Outcome) -> None:
-        """Ends it now; one that is silent, once it has dumped its stacks. Its outcome is `outcome`, unless it had ended
-        before, or sent a result."""
+        """Kills it; a silent one once it has dumped its stacks. Its outcome is `outcome`, unless it had ended before or
+        sent a result."""
         if self._pid and self._pidfd < 0:
             return  # its end was noticed, and its exit code is being read
         if self._pidfd < 0 or not _over(self._pidfd, self._pid):
@@ -174,7 +180,7 @@ class WorkerProcess:
             self._sigkill()
 
     async def dump(self) -> str:
-        """The stacks of its threads, even where one of them holds the GIL; empty where there are none."""
+        """The stacks of its threads, even if one of them holds the GIL; empty if there are none."""
         if self._pidfd < 0 or not self.task.stacks:
             return ""
         return await stacks.of_silent(self._pidfd, self.task.stacks)
@@ -184,7 +190,7 @@ class WorkerProcess:
         self._sigkill()
 
     async def _end_stuck(self, text: str) -> None:
-        """Ends it after it has said that it is stuck, with the stacks `text`."""
+        """Ends it after it has reported that it is stuck, with the stacks `text`."""
         self.log_stacks(await stacks.native(self._pid) or text)
         self.kill("stuck")
 
@@ -200,7 +206,7 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def resident_bytes(self) -> int:
-        """Its resident memory in bytes; 0 where it has none."""
+        """Its resident memory in bytes; 0 without a process."""
         try:
             return int(psutil.Process(self._pid).memory_info().rss) if self._pid and self.alive else 0
         except psutil.Error:
@@ -209,7 +215,7 @@ class WorkerProcess:
     def _read(self) -> None:
         try:
             for message in self._connection.receive():
-                self._take(*message)
+                self._take(message)
         except PipeError as error:
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
             self.error = f"the worker {error}"
@@ -217,35 +223,39 @@ class WorkerProcess:
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
 
-    def _take(self, kind: str, *rest: Any) -> None:
+    def _take(self, message: pipe_messages.FromWorker) -> None:
         self._received_at = time.monotonic()
-        match kind:
-            case "heartbeat":
-                news = (self.step == 0 and rest[0] > 0) or self.phase != rest[2]
-                if self.phase != rest[2]:
+        match message:
+            case pipe_messages.Report():
+                self._keep(message.records)
+                first_step, phase_changed = self.step == 0 and message.step > 0, self.phase != message.phase
+                if phase_changed:
                     self.phase_since = self._received_at
-                self.step, self.phase, self.long_calls = rest[0], rest[2], tuple(rest[3] if len(rest) > 3 else ())
-                self.file_work = rest[4] if len(rest) > 4 else None
-                self._record(rest[1])
-                if not news:
+                self.step, self.phase = message.step, message.phase
+                self.long_calls, self.file_work = message.long_calls, message.file_work
+                if not (first_step or phase_changed):
                     return
-            case "records":
-                self._record(rest[0])
+            case pipe_messages.Records(records):
+                self._keep(records)
                 return
-            case "running":
+            case pipe_messages.Connected():
                 self.state = "running"
-            case "drain failed":
+            case pipe_messages.DrainRefused(problem):
                 self.drains_failed += 1
-                self.error = rest[0]
-            case "lost peer":
-                self.lost_peers += ((rest[0], rest[1]),)
-            case "stuck":
-                self.error = rest[0]
-                self._dumping = self._dumping or asyncio.create_task(self._end_stuck(rest[1]))
+                self.error = problem
+            case pipe_messages.PeerLost(role, ordinal):
+                self.lost_peers += ((role, ordinal),)
+            case pipe_messages.Stuck(problem, dumped):
+                self.error = problem
+                self._dumping = self._dumping or asyncio.create_task(self._end_stuck(dumped))
                 return
-            case "result":
-                self.outcome, self.error, self.step, self.summary = rest
+            case pipe_messages.Result(outcome, error, step, summary):
+                self.outcome, self.error, self.step, self.summary = outcome, error, step, summary
         self._changed()
+
+    def _keep(self, records: Sequence[Record]) -> None:
+        if self._coordinator:
+            self._coordinator.record(records)
 
     def _exited(self) -> None:
         loop = asyncio.get_running_loop()
@@ -280,14 +290,14 @@ class WorkerProcess:
         self._changed()
 
     def _step_made(self) -> int:
-        """The newest step as its metrics have it, which outlive it: its last heartbeat may be older. 0 before it has
-        said that it made one: then the metrics may be of the worker before."""
+        """The newest step in its metrics, which outlive it: its last report may be older. 0 before it has reported a
+        step: then the metrics may be of the worker before."""
         if not self.step or self.task.directory is None:
             return 0
         return telemetry.step_in(self.task.directory)
 
     def _killer(self, code: int | None) -> str:
-        """What killed it; that memory ran out is a question, unless the kernel has counted it."""
+        """What killed it. Without a count of the kernel's, "out of memory" has a question mark."""
         hint = ran_out(self._oom_kills)
         if code is None or code >= 0:
             return hint and f"killed; {hint}"

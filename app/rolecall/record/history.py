@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rolecall.record import files
 
@@ -27,9 +27,17 @@ MOST_EVENTS = 500
 MOST_REASON = 300  # characters
 LAST_TIME = 253_402_300_799  # Unix time, seconds: the year 9999
 Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
-# what a worker sends: kind, step, monotonic time in seconds, value; the kinds of sinks' points are not of the history
-Record = tuple[str, int, float, float]
 Row = dict[str, Any]
+
+
+class Record(NamedTuple):
+    """A value that rank 0's worker sends, at monotonic time `at` in seconds. The history ignores kinds that only sinks
+    use."""
+
+    kind: str
+    step: int
+    at: float
+    value: float
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""How a call fails: one of three types, read from torch's texts, and with what the peer said as the cause."""
+"""Turns what torch raises for a failed call into one of three errors, by its text; what torch or the peer reported is
+the cause."""
 
 from __future__ import annotations
 
@@ -14,41 +15,40 @@ from torch.distributed.rpc.internal import RemoteException
 from rolecall.context.pace import Deadline
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback
 
-# what torch says, without a type of its own, of a peer whose connection broke or whose answer did not come in time
+# torch's texts for a late answer and for a broken connection, which have no type of their own
 LATE = "RPCErr:1:"
 GONE = re.compile(rf"originated at tensorpipe|{LATE}|gloo/transport/|ncclRemoteError")
 REMOTE = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>\w+)\):(?:\n|\\n)(?P<text>.*)", re.DOTALL)
-# frames between a call and the function that is called, and their source
-BETWEEN = r"torch/distributed/rpc/|torch/futures/|rolecall/torch_rpc/(?:tracing|failures)"
-FRAMES = re.compile(rf'  File "[^"]*(?:{BETWEEN})[^"]*", line .*\n(?:    .*\n)*')
+# source files of the frames between a call and the called function
+INNER_FRAMES = r"torch/distributed/rpc/|torch/futures/|rolecall/torch_rpc/(?:tracing|failures)"
+FRAMES = re.compile(rf'  File "[^"]*(?:{INNER_FRAMES})[^"]*", line .*\n(?:    .*\n)*')
 HEAD = "Traceback (most recent call last):\n"
-KINDS: tuple[type[Exception], ...] = (PeerLostError, CallTimeoutError)  # that stay what they are on their way back
+KINDS: tuple[type[Exception], ...] = (PeerLostError, CallTimeoutError)  # keep their type on their way back
 
 
 class Answer(torch._C.Future):  # type: ignore[type-arg]  # what `rpc_async` returns
-    """The answer of a call, for which `fail` may be called in place of `set_result`; `devices` are those of tensors in
-    it."""
+    """The answer of a call. It ends by `set_result` or `fail`; `devices` are those of its tensors."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         super().__init__([*devices])
 
     def fail(self, error: Exception, here: str) -> None:
-        """Raises `error` for whoever waits. A peer that gets it as the answer to a call of its own, of the rank `here`,
-        is told of it as of any that a function raised."""
+        """Raises `error` at those that wait. If this future answers a call of another peer to the rank `here`, that
+        peer gets the error as one that the function raised."""
 
         def refuse(_: Any) -> NoReturn:
             raise error
 
         self._set_unwrap_func(refuse)
         # not `set_exception`: torch would pass that on as a value
-        told = f"{error.__cause__}\n\n" if is_told(error) else ""
-        trace = told + HEAD + "".join(traceback.format_exception_only(error))
+        remote = f"{error.__cause__}\n\n" if is_remote(error) else ""
+        trace = remote + HEAD + "".join(traceback.format_exception_only(error))
         self.set_result(RemoteException(f"On WorkerInfo(id=0, name={here}):\n{error!r}\n{trace}", type(error)))
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` says that a peer is gone or silent, here or at a peer that was called; or the store, and with it
-    rank 0's worker."""
+    """Whether `error` means that a peer is gone or silent, seen here or by a called peer, or that the store is, which
+    rank 0's worker serves."""
     if isinstance(error, PeerLostError | dist.DistNetworkError):
         return True
     if isinstance(error, CallTimeoutError | RemoteError):
@@ -57,8 +57,8 @@ def is_lost(error: BaseException) -> bool:
 
 
 def failure(error: Exception, to: str, method: str, deadline: Deadline) -> Exception:
-    """The PeerLostError, CallTimeoutError or RemoteError, with its cause, for what torch raised in place of the answer
-    of a call."""
+    """The PeerLostError, CallTimeoutError or RemoteError, with its cause, for the `error` that torch raised for a
+    call."""
     failed: Exception
     text = str(error)
     if text.startswith(LATE):
@@ -67,9 +67,9 @@ def failure(error: Exception, to: str, method: str, deadline: Deadline) -> Excep
         return remote
     elif GONE.search(text):
         failed = PeerLostError(f"{to} does not answer: {first_line(error)}")
-    else:  # of a future that a function returned, of an operator of torch's, or of an answer that cannot be read here
+    else:  # of a returned future, of an operator of torch's, or of an answer that cannot be unpickled
         failed = RemoteError(f"{to} failed to answer {method}: {first_line(error)}")
-    failed.__cause__ = error.with_traceback(None)  # which would lead to no code of the user's
+    failed.__cause__ = error.with_traceback(None)  # it has no frames of the user's
     return failed
 
 
@@ -93,8 +93,8 @@ def remote_failure(error: Exception) -> Exception | None:
     return failed
 
 
-def is_told(error: BaseException) -> bool:
-    """Whether a peer said so, of itself or of another."""
+def is_remote(error: BaseException) -> bool:
+    """Whether a peer reported the error, of itself or of another."""
     return isinstance(error.__cause__, RemoteTraceback)
 
 

@@ -1,4 +1,4 @@
-"""Calls that have passed their deadline: the called peer is asked what it does, for the log."""
+"""Asks the peer of a call that has passed its deadline for its stacks, and logs them."""
 
 from __future__ import annotations
 
@@ -13,47 +13,51 @@ from torch.distributed import rpc
 
 from rolecall import telemetry
 from rolecall.context.pace import Deadline
-from rolecall.context.peers import EXAMINED
+from rolecall.context.peers import EXAMINE_SECONDS
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.stacks import HANDLER
 
-MOST = 8_000  # characters of stacks
+MAX_STACKS_CHARS = 8_000
 
 
 def examine(to: str, method: str, deadline: Deadline, late: CallTimeoutError, then: Callable[[Exception], Any]) -> None:
-    """Logs a call that is `late`, with what its peer does. `then` gets the error, from another thread: that one, or a
-    PeerLostError if the peer does not say either what it does."""
+    """Logs a call that is `late`, with the stacks of its peer. Calls `then`, from another thread, with the error:
+    `late`, or a PeerLostError if the peer does not send its stacks either."""
 
-    def told(reply: torch.futures.Future[str] | None) -> None:
+    def replied(reply: torch.futures.Future[str] | None) -> None:
         error: Exception = late
         stacks = ""
         try:
             if reply is not None:
                 stacks = reply.value()
-        except Exception:  # of any kind: then nothing is known of the peer
+        except Exception:  # of any kind: the peer did not reply
             reply = None
         if reply is None:
             error = PeerLostError(
-                f"{late}, nor says what it does: it is frozen or cut off, or all its RPC threads work"
+                f"{late}, nor sends its stacks: it is frozen or cut off, or all its RPC threads are busy"
             )
             error.__cause__ = late
         telemetry.log().warning(
-            "call timed out", peer=to, function=method, deadline_s=float(deadline), setting=deadline.setting,
+            "call timed out",
+            peer=to,
+            function=method,
+            deadline_s=float(deadline),
+            setting=deadline.setting,
             **({"exception": f"stacks of {to}:\n{stacks}"} if stacks else {"stacks": "none: the peer does not answer"}),
-        )  # fmt: skip
+        )
         then(error)
 
     try:
-        asked = rpc.rpc_async(to, stacks_of, args=(method,), timeout=EXAMINED)
+        asked = rpc.rpc_async(to, stacks_of, args=(method,), timeout=EXAMINE_SECONDS)
     except RuntimeError:  # its connection is gone
-        told(None)
+        replied(None)
     else:
-        asked.add_done_callback(told)
+        asked.add_done_callback(replied)
 
 
 def stacks_of(method: str) -> str:
-    """The stacks of the threads that run the called function `method` here, without torch's frames; if none does, of
-    all that serve calls, and of the main thread, which may be to run it."""
+    """The stacks of the threads that run the called function `method`, without torch's frames. If none runs it: of all
+    threads that serve calls, and of the main thread, which runs `in_turn` functions."""
     running, others = list[str](), list[str]()
     for ident, innermost in sys._current_frames().items():
         if ident == threading.get_ident():
@@ -68,4 +72,4 @@ def stacks_of(method: str) -> str:
         title = "main thread" if main else "thread that serves a call"
         text = "".join([f"{title} (most recent call last):\n", *traceback.format_list(frames[place + 1 :])])
         (running if any(each.name == method for each in frames) else others).append(text)
-    return "\n".join(running or others)[:MOST]
+    return "\n".join(running or others)[:MAX_STACKS_CHARS]

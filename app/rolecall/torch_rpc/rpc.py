@@ -24,7 +24,8 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.context.context import Context
 from rolecall.context.pace import Deadline
-from rolecall.context.peers import EXAMINED
+from rolecall.context.peers import EXAMINE_SECONDS
+from rolecall.context.progress import ProgressEvent, StepLogged
 from rolecall.declare.remote import require_importable
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.recorder import recorder
@@ -54,7 +55,7 @@ class RankObject(Generic[T]):
         """Sets the object, once, and returns it. A rank other than rank 0 is no longer loading then."""
         self._future.set_result(value)
         if self is not _context and _context._future.done() and (context := _context._future.result()).rank:
-            context.pace.ready()
+            context.watchdog.ready()
         return value
 
     def get(self) -> T:
@@ -112,14 +113,14 @@ class TorchRpc:
 
     def __init__(self, context: Context[Any], store: Store) -> None:
         self._context, self._store = context, store
-        self._metrics, self._pace = context.metrics, context.pace
+        self._metrics, self._watchdog = context.metrics, context.watchdog
         self._methods: set[str] = set()  # that were called
         self._callees: set[tuple[str, str]] = set()  # with the peers that they were called at
         self._forwarded: Answer | None = None
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: Deadline) -> Answer:
         """See `Context.call`."""
-        method, metrics, pace = getattr(function, "__name__", ""), self._metrics, self._pace
+        method, metrics, watchdog = getattr(function, "__name__", ""), self._metrics, self._watchdog
         if method not in self._methods:
             require_importable(function)
             self._methods.add(method)
@@ -131,7 +132,7 @@ class TorchRpc:
         sent = payload_bytes(args)
         metrics.rpc_calls.labels(method).inc()
         metrics.rpc_sent_bytes.labels(method).inc(sent)
-        token = pace.called(timeout, to, method)
+        token = watchdog.called(timeout, to, method)
         span = tracing.begin(to, method, sent)
         answer = self._answer(to)
 
@@ -156,7 +157,7 @@ class TorchRpc:
                 value = answered.value()
             except Exception as raised:  # whoever waits for the answer gets it
                 error = failures.failure(raised, to, method, timeout)
-            pace.answered(token, to if error is None else "")
+            watchdog.answered(token, to if error is None else "")
             try:
                 count(value, error)
             finally:
@@ -176,12 +177,12 @@ class TorchRpc:
     def _fail(self, answer: Answer, error: Exception, to: str, method: str, deadline: Deadline) -> None:
         """Gives `answer` the `error` with which a call ended; one that is late is looked into before."""
         here = self._context.me.name
-        if isinstance(error, CallTimeoutError) and not failures.is_told(error):
+        if isinstance(error, CallTimeoutError) and not failures.is_remote(error):
             late.examine(to, method, deadline, error, lambda examined: answer.fail(examined, here))
             return
         try:
-            if isinstance(error, PeerLostError) and not failures.is_told(error):
-                self._context.disconnected(to, error)
+            if isinstance(error, PeerLostError) and not failures.is_remote(error):
+                self._context.group.disconnected(to, error)
         finally:
             answer.fail(error, here)
 
@@ -207,7 +208,7 @@ class TorchRpc:
                 otherwise()
 
         try:
-            rpc.rpc_async(to, _end_stuck, args=(problem,), timeout=EXAMINED).add_done_callback(told)
+            rpc.rpc_async(to, _end_stuck, args=(problem,), timeout=EXAMINE_SECONDS).add_done_callback(told)
         except RuntimeError:  # its connection is gone
             otherwise()
 
@@ -231,26 +232,26 @@ class TorchRpc:
         except (RuntimeError, dist.DistError) as error:
             raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
 
-    def forward(self, context: Context[Any], method: str, *args: Any, **values: Any) -> None:
-        """Calls a method of rank 0's `Progress`, in order: the call before must have been answered. Waits for a score,
-        after which the job may end.
+    def forward(self, event: ProgressEvent) -> None:
+        """Has rank 0 apply `event`, in order: the one before must have been answered. Waits for a score, after which
+        the job may end.
         """
         if self._forwarded is not None:
             self._forwarded.wait()
-        rank0, limit = context.members[0].name, context.settings.rpc_timeout
+        rank0, limit = self._context.members[0].name, self._context.settings.rpc_timeout
         deadline, answer = Deadline(limit, f"RPC_TIMEOUT={limit:g}"), Answer()
 
         def done(answered: torch.futures.Future[None]) -> None:
             try:
                 answered.value()
             except Exception as error:  # whoever waits gets it
-                self._fail(answer, failures.failure(error, rank0, method, deadline), rank0, method, deadline)
+                self._fail(answer, failures.failure(error, rank0, "log", deadline), rank0, "log", deadline)
             else:
                 answer.set_result(None)
 
-        tracing.call(rank0, _progress, (method, args, values)).add_done_callback(done)
+        tracing.call(rank0, _take_progress, (event,)).add_done_callback(done)
         self._forwarded = answer
-        if values.get("score") is not None:
+        if isinstance(event, StepLogged) and event.score is not None:
             self._forwarded.wait()
 
 
@@ -258,8 +259,9 @@ def _end_stuck(problem: str) -> None:
     _context.get().supervision.report_stuck(problem)
 
 
-def _progress(method: str, args: tuple[Any, ...], values: dict[str, Any]) -> None:
-    getattr(_context.get().progress, method)(*args, **values)
+def _take_progress(event: ProgressEvent) -> None:
+    """Runs at rank 0."""
+    _context.get().progress.take(event)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

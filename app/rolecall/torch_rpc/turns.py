@@ -1,4 +1,4 @@
-"""Calls that a rank carries out itself, one after the other, in the thread of its role's function."""
+"""Runs incoming calls of `in_turn` functions one at a time, in the main thread."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _turns: queue.SimpleQueue[Turn] = queue.SimpleQueue()
 
 
 def in_turn(function: F) -> F:
-    """Has calls of `function` at a rank other than rank 0 run one after the other, in the thread of its role's function
-    and once that has returned. What `function` raises is a failure of the rank that was called: it ends, and its caller
-    sees it as lost. Without this, calls run at the same time, and what they raise is raised at the caller.
+    """Makes calls of `function` run one after the other at a rank other than rank 0: in the thread of its role's
+    function, once that has returned. What `function` raises is a failure of the called rank: it ends, and its caller
+    sees it as lost. Without `in_turn`, calls run concurrently, and what they raise is raised at the caller.
 
     A call at rank 0 raises UsageError.
     """
@@ -32,7 +32,7 @@ def in_turn(function: F) -> F:
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     @functools.wraps(function)
     def queued(*args: Any) -> Answer:
-        if is_rank0():  # here too, for whoever called without a context
+        if is_rank0():  # for calls without a context
             raise UsageError(f"{function.__name__} {NOT_SERVED}")
         keep_thread()
         answer = Answer()
@@ -44,7 +44,7 @@ def in_turn(function: F) -> F:
 
 
 def serve() -> NoReturn:
-    """Runs the calls of functions that are `in_turn`, as they come."""
+    """Runs the calls of `in_turn` functions, as they come."""
     while True:
         function, args, answer, carried = _turns.get()  # bounded by the supervisor, which ends this process
         answer.set_result(function(*args) if carried is None else carried.run(function, args))

@@ -1,0 +1,153 @@
+"""The worker's end of the pipe to its supervisor: reports, and the supervisor's orders."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NoReturn
+
+from rolecall.context.context import Context
+from rolecall.context.pace import Watchdog
+from rolecall.context.progress import Curve, Supervision
+from rolecall.declare import registry
+from rolecall.declare.task import Task
+from rolecall.observe.sinks.points import NAMED
+from rolecall.rank import pipe_messages, stacks
+from rolecall.record.files import longest_work
+from rolecall.record.history import Record
+from rolecall.torch_rpc import tracing
+
+REPORT_SECONDS = 0.5
+
+
+class SupervisorPipe(Supervision):
+    """Safe to use from several threads. If the supervisor is gone, the process ends at once. `watchdog` is None for a
+    check of the settings."""
+
+    def __init__(self, connection: Connection, task: Task, watchdog: Watchdog | None) -> None:
+        self._connection, self._task, self._watchdog = connection, task, watchdog
+        self._lock = threading.Lock()
+        self._step = 0
+        self._sent_at = 0.0
+        self._records: list[Record] = []
+
+    # ---- reports
+
+    def _send(self, message: pipe_messages.FromWorker) -> None:
+        """Sends a message, with the lock held. The process ends if nobody receives it."""
+        try:
+            self._connection.send_bytes(pipe_messages.encode(message))
+        except OSError:
+            os._exit(1)
+        self._sent_at = time.monotonic()
+
+    def send(self, message: pipe_messages.FromWorker) -> None:
+        """Sends a message."""
+        with self._lock:
+            self._send(message)
+
+    def report(self) -> None:
+        """Sends the newest step, the records since the last report, the phase, and what takes long."""
+        with self._lock:
+            records, self._records = tuple(self._records), []
+            phase, calls = (self._watchdog.doing, self._watchdog.long_calls()) if self._watchdog else ("", ())
+            self._send(pipe_messages.Report(self._step, phase, records, calls, longest_work()))
+
+    def flush(self) -> None:
+        """Sends the records since the last report."""
+        with self._lock:
+            records, self._records = tuple(self._records), []
+            if records:
+                self._send(pipe_messages.Records(records))
+
+    def report_forever(self) -> None:
+        """Sends reports at a fixed period. Once the function is stuck, reports that too: the supervisor ends this
+        process then."""
+        stuck = False
+        while True:
+            self.report()
+            if not stuck and self._watchdog and (problem := self._watchdog.check()):
+                stuck = True
+                self.report_stuck(problem)
+            time.sleep(REPORT_SECONDS)  # a period; nothing waits for it
+
+    def connected(self) -> None:
+        """Reports that this worker has connected to its peers."""
+        self.send(pipe_messages.Connected())
+
+    def report_step(self, step: int) -> None:
+        """Keeps `step` for the next report; the first step is sent at once."""
+        first = self._step == 0
+        self._step = step
+        if first or time.monotonic() - self._sent_at > REPORT_SECONDS / 2:
+            self.report()
+
+    def record(self, kind: Curve, step: int, value: float) -> None:
+        """Keeps a value of the run's history for the next report."""
+        self._keep(kind, step, value)
+        if kind == "start":  # it counts, however soon this process is killed
+            self.report()
+
+    def value(self, name: str, step: int, value: float) -> None:
+        """Keeps a value of the job's own for the next report."""
+        self._keep(NAMED + name, step, value)
+
+    def _keep(self, kind: str, step: int, value: float) -> None:
+        with self._lock:
+            self._records.append(Record(kind, step, time.monotonic(), float(value)))
+
+    def report_lost(self, role: str, ordinal: int) -> None:
+        """Reports a peer that was found dead or silent."""
+        self.send(pipe_messages.PeerLost(role, ordinal))
+
+    def report_stuck(self, problem: str) -> None:
+        """Reports that this process is stuck, and its stacks."""
+        self.send(pipe_messages.Stuck(problem, stacks.dump()))
+
+    def refuse_drain(self, problem: str) -> None:
+        """Reports that the drain's checkpoint could not be written."""
+        self.send(pipe_messages.DrainRefused(problem))
+
+    # ---- the end
+
+    def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
+        """Reports `outcome` and ends the process."""
+        self.end(pipe_messages.Result(outcome, step=step, summary=summary))
+
+    def fail(self, problem: str) -> None:
+        """Reports a failure and ends the process."""
+        self.end(pipe_messages.Result("failed", problem))
+
+    def end(self, result: pipe_messages.Result | None = None) -> NoReturn:
+        """Sends the last records, spans and the `result`, if there is one, and ends the process."""
+        self.report()
+        tracing.flush()
+        if result:
+            self.send(result)
+        os._exit(0)  # no destructor of an RPC agent whose peers may be gone
+
+    # ---- orders
+
+    def obey_forever(self, context: Context[Any]) -> None:
+        """Carries out the supervisor's orders."""
+        while True:
+            try:
+                message = pipe_messages.decode_to_worker(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(1)
+            match message:
+                case pipe_messages.Drain():
+                    context.drain()
+                case pipe_messages.LosePeer(name):
+                    context.lose(name)
+                case pipe_messages.RecordTrace():
+                    self.record_trace(message)
+                case pipe_messages.End():
+                    self.end()
+
+    def record_trace(self, order: pipe_messages.RecordTrace) -> None:
+        """Starts a trace of this process."""
+        task = self._task
+        tracing.record(registry.name_of(task.job), task.me, task.generation, order.path, order.seconds)

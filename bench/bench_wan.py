@@ -12,10 +12,10 @@ has other settings; so a long benchmark can be run in parts. The keys of the fil
   and `received_bytes` (payload of one trainer in a whole training, mean), `bytes_of_sync` (both, over those of `sync`),
   `updates_to_target` (median over the seeds), `links`.LINK: `seconds_per_update`, `samples_per_s`, `seconds_to_target`
   and `how` (`measured` or `computed`).
-- `backup_ratios`.MODE and `int8_ratios`.int8: samples a second over those of `sync`, of `float32`, by round.
+- `uneven_ratios`.MODE and `int8_ratios`.int8: samples a second over those of `sync`, of `float32`, by round.
 - `bars`, `busy_percent` (by others, before each measurement), `processors`, `failures` (by key, one line each).
 - `runs`.KEY: each measurement with its `settings`. `accuracy/TASK/MODE/SEED`, `rate/TASK/MODE/LINK` and
-  `whole/TASK/MODE/LINK` hold what wan_measure.py says; so do `backup/MODE/ROUND` and `int8/MODE/ROUND`, as `rate`;
+  `whole/TASK/MODE/LINK` hold what wan_measure.py says; so do `uneven/MODE/ROUND` and `int8/MODE/ROUND`, as `rate`;
   `link/LINK` holds what was promised and what was measured.
 """
 
@@ -39,20 +39,16 @@ from rolecall.jobs.ps import PsSettings
 from rolecall.rank.zygote import Zygote, ZygoteError
 from tests.chaos.network import NetworkError
 
-PARTS = ("link", "accuracy", "rate", "whole", "backup", "int8")
+PARTS = ("link", "accuracy", "rate", "whole", "uneven", "int8")
 LOSSY = "20mbit-loss"  # which is not measured unless it is asked for
 UPDATES, SECONDS, DEADLINE = 2, 10.0, 420.0  # of a rate
 QUICK = {"tasks": ["digits"], "modes": ["sync", "local-int4"], "links": [SLOW], "seeds": [1],
          "only": ["link", "accuracy", "rate"]}  # fmt: skip
 QUICK_EPOCHS = 12
 WHOLE_SECONDS = 150.0  # a training to the target that is expected to take longer is computed only
-BACKUP_TRAINERS = 4
+UNEVEN_TRAINERS = 4  # of which one is slower
 PAUSED = {"MODEL": f"{wan_tasks.__name__}:Paused", "BATCH_SIZE": 8}
-BACKUP = {
-    "sync": {**PAUSED},
-    "backup": {**PAUSED, "BACKUP_TRAINERS": 1},
-    "backup-use": {**PAUSED, "BACKUP_TRAINERS": 1, "LATE_GRADIENTS": "use"},
-}
+UNEVEN = {"sync": {**PAUSED}, "async": {**PAUSED, "UPDATE_MODE": "async"}}
 INT8 = {"float32": {"UPDATE_MODE": "sync"}, "int8": {"UPDATE_MODE": "sync", "WIRE_DTYPE": "int8"}}
 
 
@@ -71,16 +67,16 @@ class Bench:
         m = self.measured
         pairs = len(m.tasks) * len(m.modes)
         counts = {"link": len(m.links), "accuracy": pairs * len(m.seeds), "rate": pairs * len(m.links),
-                  "backup": self.rounds * len(BACKUP), "int8": self.rounds * len(INT8)}  # fmt: skip
+                  "uneven": self.rounds * len(UNEVEN), "int8": self.rounds * len(INT8)}  # fmt: skip
         return sum(counts.get(part, 0) for part in self.only)
 
     def run(self) -> Measured:
         """Everything."""
         with contextlib.ExitStack() as stack:
-            if {"accuracy", "backup"} & set(self.only):
+            if {"accuracy", "uneven"} & set(self.only):
                 self._zygote = stack.enter_context(Zygote("ps"))
             stack.enter_context(self._display)
-            for part, do in zip(PARTS, (self._links, self._accuracies, self._rates, self._wholes, self._backups,
+            for part, do in zip(PARTS, (self._links, self._accuracies, self._rates, self._wholes, self._unevens,
                                         self._int8), strict=True):  # fmt: skip
                 if part in self.only:
                     do()
@@ -151,11 +147,11 @@ class Bench:
                                            2 * seconds + 60),
                                    "{seconds:.1f} s to {target:.2%}")  # fmt: skip
 
-    def _backups(self) -> None:
+    def _unevens(self) -> None:
         def measure(settings: Run, on: wan_measure.News) -> Run:
-            return wan_measure.rate(settings, None, UPDATES, SECONDS, DEADLINE, on, BACKUP_TRAINERS, self._zygote)
+            return wan_measure.rate(settings, None, UPDATES, SECONDS, DEADLINE, on, UNEVEN_TRAINERS, self._zygote)
 
-        self._turns("backup", BACKUP, measure)
+        self._turns("uneven", UNEVEN, measure)
 
     def _int8(self) -> None:
         def measure(settings: Run, on: wan_measure.News) -> Run:

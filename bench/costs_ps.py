@@ -29,7 +29,7 @@ from rolecall.jobs.ps import PsSettings, calls, lead
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.shard import Shard
+from rolecall.jobs.ps.server import Shard
 
 IN_FLIGHT = 8
 SMALL = 4000  # calls
@@ -106,7 +106,7 @@ def _ledger_seconds(trainers: int) -> float:
     """Processor seconds of the lead's ledger for a gradient of `sync`."""
     names = [f"trainer_{number}" for number in range(trainers)]
     rounds = max(3, 3000 // trainers)
-    ledger = Ledger(32 * trainers * (rounds + 1), 32, 1, 0, names, True)
+    ledger = Ledger(32 * trainers * (rounds + 1), 32, 1, 0, names, sync=True)
     for name in names:
         ledger.take(GradientKey(name, 0), 0, 0)
     started = time.process_time()
@@ -119,13 +119,13 @@ def _ledger_seconds(trainers: int) -> float:
 def _arrived_seconds() -> float:
     """Processor seconds of the lead to count a server that has a gradient, once the report is unpickled."""
     names = [f"trainer_{number}" for number in range(KEYS)]
-    ledger, arrived, servers = Ledger(KEYS, 1, 1, 0, names, True), Counter[GradientKey](), 100
+    ledger, arrived, servers = Ledger(KEYS, 1, 1, 0, names, sync=True), Counter[GradientKey](), 100
     inbox, keys = calls.INBOX.set(queue.SimpleQueue()), [GradientKey(name, 1) for name in names]
     started, whole = time.process_time(), 0
     for _ in range(servers):
         calls.complete(keys)
     while whole < KEYS:
-        whole += lead._next(inbox, ledger, arrived, servers) is not None
+        whole += lead.next_event(inbox, ledger, arrived, servers) is not None
     return (time.process_time() - started) / (servers * KEYS)
 
 

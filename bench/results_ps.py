@@ -20,8 +20,8 @@ CANDIDATES: dict[str, tuple[dict[str, str], int]] = {
     "sync": ({"update_mode": "sync"}, 10),
     "async": ({"update_mode": "async"}, 10),
     "autograd": ({"update_mode": "autograd"}, 6),
-    "sync bfloat16": ({"update_mode": "sync", "wire_dtype": "bfloat16"}, 8),
-    "async bfloat16": ({"update_mode": "async", "wire_dtype": "bfloat16"}, 8),
+    "sync int8": ({"update_mode": "sync", "wire_dtype": "int8"}, 8),
+    "async int8": ({"update_mode": "async", "wire_dtype": "int8"}, 8),
     "sync, TLS=off": ({"update_mode": "sync", "tls": "off"}, 10),
     "async, TLS=off": ({"update_mode": "async", "tls": "off"}, 10),
 }
@@ -104,7 +104,7 @@ class Measured:
     def step_bytes(self, candidate: str) -> tuple[int, float, float]:
         """Bytes of one trainer's step in each direction as computed, sent as counted, received as counted."""
         runs = self.throughput[candidate]
-        size = 2 if "bfloat16" in candidate else 4
+        size = 1 + 4 / 256 if "int8" in candidate else 4
         sent, received = ([getattr(run, name) for run in runs] for name in ("sent_bytes", "received_bytes"))
         return self.parameters * size, statistics.median(sent), statistics.median(received)
 
@@ -122,7 +122,7 @@ class Measured:
             least = min(run.accuracy for run in runs.values())
             what = f"{mode} accuracy, {', '.join(map(str, runs))} trainers"
             bars.append((what, f"{least:.2%} (least)", f">= {ACCURACY_BAR:.0%}", least >= ACCURACY_BAR))
-        for name in ("sync", "sync bfloat16"):
+        for name in ("sync", "sync int8"):
             computed, *counted = self.step_bytes(name)
             worst = max(abs(value / computed - 1) for value in counted)
             bars.append((f"{name}: bytes a step", f"{worst:.2%} from the computed", f"<= {BYTES_BAR:.0%}",

@@ -18,7 +18,7 @@ from bench.link.links import LINKS
 from bench.wan_tasks import MODES, TASKS
 
 POINTS = 0.005  # of accuracy, below that of sync
-FEWER_BYTES, SOONER, BACKUP = 100.0, 30.0, 2.5  # the bars
+FEWER_BYTES, SOONER, UNEVEN = 100.0, 30.0, 2.5  # the bars
 SLOW, FAST, FASTEST = "20mbit", "1gbit", "10gbit"  # the links of the bars
 SEEDS = 5  # that the bar on bytes is over
 
@@ -151,7 +151,7 @@ class Measured:
                         bars.append((what, f"{sync / seconds:,.1f} times sooner", f">= {bound:g}",
                                      sync / seconds >= bound))  # fmt: skip
         for part, mode, beside, what, least in (
-            ("backup", "backup", "sync", "one trainer 4 times slower: BACKUP_TRAINERS=1", BACKUP),
+            ("uneven", "async", "sync", "one trainer 4 times slower: async", UNEVEN),
             ("int8", "int8", "float32", f"int8 on {LINKS[FASTEST].what}", 1.0),
         ):
             if ratios := self.ratios(part, mode, beside):
@@ -177,7 +177,7 @@ class Measured:
         }
         turns = {
             f"{part}_ratios": {mode: self.ratios(part, mode, beside) for mode in modes}
-            for part, modes, beside in (("backup", ("backup", "backup-use"), "sync"), ("int8", ("int8",), "float32"))
+            for part, modes, beside in (("uneven", ("async",), "sync"), ("int8", ("int8",), "float32"))
         }
         return {"benchmark": self.store.kind, "tasks": tasks, **turns, "bars": command.bars_json(self),
                 "busy_percent": self.busy_percent, "processors": os.cpu_count(), "failures": self.store.failures,

@@ -133,10 +133,8 @@ TASKS = {
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"UPDATE_MODE": "sync"},
     "async": {"UPDATE_MODE": "async"},
-    "bfloat16": {"UPDATE_MODE": "sync", "WIRE_DTYPE": "bfloat16"},
     "int8": {"UPDATE_MODE": "sync", "WIRE_DTYPE": "int8"},
     "int4": {"UPDATE_MODE": "sync", "WIRE_DTYPE": "int4"},
-    "topk": {"UPDATE_MODE": "sync", "WIRE_DTYPE": "int8", "TOP_K": 0.01},
     "local": {"UPDATE_MODE": "local"},
     "local-int8": {"UPDATE_MODE": "local", "WIRE_DTYPE": "int8"},
     "local-int4": {"UPDATE_MODE": "local", "WIRE_DTYPE": "int4"},

@@ -17,8 +17,8 @@ from bench.wan_results import Measured, Store, tables
 from rolecall.jobs.ps import PsSettings
 from tests.integration.cluster import Rank
 
-CURVES = {"sync": [(100, 0.90), (200, 0.98)], "local-int4": [(2, 0.5), (5, 0.976), (6, 0.978)], "topk": [(90, 0.9)]}
-BYTES = {"sync": 1000.0, "local-int4": 4.0, "topk": 2.0}
+CURVES = {"sync": [(100, 0.90), (200, 0.98)], "local-int4": [(2, 0.5), (5, 0.976), (6, 0.978)], "int8": [(90, 0.9)]}
+BYTES = {"sync": 1000.0, "local-int4": 4.0, "int8": 2.0}
 
 
 def run(mode: str, seed: int) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def test_the_target_is_half_a_point_below_sync_and_its_time_is_computed_or_measu
 
 
 def test_a_mode_that_is_not_accurate_has_no_time_and_meets_no_bar(measured: Measured) -> None:
-    assert measured.updates("digits", "topk") == math.inf
-    assert measured.accurate("digits") == ["local-int4"]  # although topk has fewer bytes
+    assert measured.updates("digits", "int8") == math.inf
+    assert measured.accurate("digits") == ["local-int4"]  # although int8 has fewer bytes
     assert [(what, value, met) for what, value, _, met in measured.bars()] == [
         ("digits: bytes, local-int4, 2 seeds, -0.20 points", "1/250 of sync", True),
         ("digits, 20 Mbit/s, 80 ms: local-int4 (computed), sync (computed)", "160.0 times sooner", True),
@@ -62,10 +62,10 @@ def test_a_mode_that_is_not_accurate_has_no_time_and_meets_no_bar(measured: Meas
 
 def test_ratios_are_of_the_same_round(measured: Measured) -> None:
     for number, (slow, fast) in enumerate([(10.0, 30.0), (20.0, 40.0), (10.0, 26.0)], 1):
-        measured.store.runs[f"backup/sync/{number}"] = rate(1, slow)
-        measured.store.runs[f"backup/backup/{number}"] = rate(1, fast)
-    measured.store.runs["backup/backup/4"] = rate(1, 99.0)  # nothing beside it
-    assert measured.ratios("backup", "backup", "sync") == pytest.approx([3.0, 2.0, 2.6])
+        measured.store.runs[f"uneven/sync/{number}"] = rate(1, slow)
+        measured.store.runs[f"uneven/async/{number}"] = rate(1, fast)
+    measured.store.runs["uneven/async/4"] = rate(1, 99.0)  # nothing beside it
+    assert measured.ratios("uneven", "async", "sync") == pytest.approx([3.0, 2.0, 2.6])
     assert measured.bars()[-1][1:] == ("2.60 x the rate of sync", ">= 2.5", True)
 
 
@@ -77,7 +77,7 @@ def test_what_the_file_holds_is_measured_again_with_other_settings_only(
     measured.store.runs["rate/digits/sync/20mbit"]["settings"] = {"EPOCHS": 30}
     measured.save()
     summary = json.loads(target.read_text())
-    assert summary["tasks"]["digits"]["modes"]["topk"]["updates_to_target"] is None
+    assert summary["tasks"]["digits"]["modes"]["int8"]["updates_to_target"] is None
     assert summary["tasks"]["digits"]["modes"]["sync"]["links"]["20mbit"]["how"] == "computed"
     again = Store.open("wan")
     assert again.has("rate/digits/sync/20mbit", {"EPOCHS": 30})
@@ -89,16 +89,16 @@ def test_what_the_file_holds_is_measured_again_with_other_settings_only(
 
 def test_a_table_shows_every_mode_that_was_measured(measured: Measured) -> None:
     (table,) = tables(measured)
-    assert list(table.columns[0].cells) == ["sync", "topk", "local-int4"]
+    assert list(table.columns[0].cells) == ["sync", "int8", "local-int4"]
 
 
 @pytest.mark.parametrize("settings", [wan_tasks.settings(task, mode) for task in wan_tasks.TASKS
-                                      for mode in wan_tasks.MODES] + [*bench_wan.BACKUP.values(),
+                                      for mode in wan_tasks.MODES] + [*bench_wan.UNEVEN.values(),
                                                                       *bench_wan.INT8.values()])  # fmt: skip
 def test_the_settings_are_ones_that_the_job_takes(settings: dict[str, Any]) -> None:
     given = {name.lower(): value for name, value in settings.items()}
     assert given.keys() <= PsSettings.model_fields.keys()
-    PsSettings(**given, trainers=bench_wan.BACKUP_TRAINERS)
+    PsSettings(**given, trainers=bench_wan.UNEVEN_TRAINERS)
 
 
 def test_selections_are_read_and_wrong_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from rolecall.jobs.rl import model as policies
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.model import LanguageModel
 from rolecall.record.rundir import SHARDS
+from tests.integration import learning
 
 STEP = 7
 
@@ -78,7 +79,7 @@ def ps(folder: Path, servers: int = 3) -> Path:
     """Of three servers, each with a third of the parameters."""
     settings = {"dataset": "digits", "model": "tests.export.exports:Small", "seed": 1}
     network = noisy(model.build(PsSettings(**settings)))
-    flat, buffers = model.flatten(network), [torch.rand(12), torch.rand(12) + 0.5, torch.tensor(9)]
+    flat, buffers = learning.flatten(network), [torch.rand(12), torch.rand(12) + 0.5, torch.tensor(9)]
     total = len(flat)
     bounds = [total * number // servers for number in range(servers + 1)]
     parts = [{"parameters": Rows((flat[low:high].clone(),), total, low)} for low, high in pairwise(bounds)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
 
 SAMPLES = 64
@@ -110,3 +111,13 @@ def bags_out_of_range() -> tuple[list[Bag], list[Bag]]:
     """One of them has a row that the table has not."""
     train, test = bags()
     return [*train, ([60], [1.0], 0)], test
+
+
+def flatten(module: nn.Module) -> Tensor:
+    """A copy of the trained parameters, end to end [total]."""
+    return parameters_to_vector(one for one in module.parameters() if one.requires_grad).detach().clone()
+
+
+def unflatten(flat: Tensor, module: nn.Module) -> None:
+    """Sets the trained parameters to a copy of `flat` [total]."""
+    vector_to_parameters(flat.detach().clone(), [one for one in module.parameters() if one.requires_grad])

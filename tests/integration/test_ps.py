@@ -92,24 +92,10 @@ def test_every_sample_is_used_exactly_once_an_epoch_whoever_is_killed(cluster: M
     assert "resumed" in job.first.text()
 
 
-def test_backup_trainers_go_on_without_a_slow_one_and_every_sample_counts_once(cluster: MakeCluster) -> None:
-    epochs = 8
-    job = cluster(JOB="ps", BACKUP_TRAINERS="1", EPOCHS=str(epochs)).start(2)
-    job.trains()
-    with job.member(0).frozen("worker"):
-        job.trains(6)
-    until(lambda: job.first.metric("ps_gradients_dropped_total"), "the late gradient")
-    snapshot = finished(job)
-    # each update is of one gradient
-    assert snapshot.state["model"]["parameters"].tolist() == [epochs] * learning.SAMPLES
-    assert "trainer given up" not in job.first.text()
-    assert "[error" not in job.logs()
-
-
 def test_local_uses_every_sample_once_an_epoch_whoever_is_killed_in_a_round(cluster: MakeCluster) -> None:
-    """With one trainer a difference counts its own samples; rounds end by time, before all of a chunk is computed."""
+    """With one trainer a difference counts its own samples."""
     epochs = 10
-    chosen = {"OUTER_LR": "1", "OUTER_MOMENTUM": "0", "INNER_STEPS": "6", "ROUND_SECONDS": "0.1"}
+    chosen = {"OUTER_LR": "1", "OUTER_MOMENTUM": "0", "INNER_STEPS": "6"}
     job = cluster(
         JOB="ps", UPDATE_MODE="local", EPOCHS=str(epochs), CHECKPOINT_INTERVAL="0.3", REJOIN_INTERVAL="3600", **chosen
     ).start(1)
@@ -121,16 +107,15 @@ def test_local_uses_every_sample_once_an_epoch_whoever_is_killed_in_a_round(clus
     assert "resumed" in job.first.text()
 
 
-def test_compressed_both_ways_it_learns_though_a_trainer_and_a_server_are_lost(cluster: MakeCluster) -> None:
+def test_int8_learns_after_a_trainer_and_a_server_are_lost(cluster: MakeCluster) -> None:
     chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "24", "LR": "0.1",
               "LR_SCHEDULE": "cosine", "MOMENTUM": "0.9"}  # fmt: skip
-    job = cluster(JOB="ps", SERVERS="2", WIRE_DTYPE="int4", TOP_K="0.2", CHECKPOINT_INTERVAL="0.3", **chosen).start(2)
+    job = cluster(JOB="ps", SERVERS="2", WIRE_DTYPE="int8", CHECKPOINT_INTERVAL="0.3", **chosen).start(2)
     job.trains()
     trainer = job.member(1)
     sent = trainer.metric("ps_payload_bytes_total", direction="up")
     calls = trainer.metric("rpc_calls_total", method="exchange")
-    # of 65 elements 13: their number, 13 indices and three bytes that pad, a scale, seven bytes
-    assert 0 < sent <= calls * (4 + 16 + 4 + 7)
+    assert 0 < sent <= calls * (4 + 256)  # one block a part
     trainer.kill_worker()
     job.ranks["ps-1"].kill_worker()
     finished(job)
@@ -259,7 +244,7 @@ def test_data_that_fails_while_it_trains_ends_the_job_with_the_cause(cluster: Ma
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
-@pytest.mark.parametrize("settings", [{}, {"UPDATE_MODE": "async"}, {"UPDATE_MODE": "autograd", "NUM_GPUS": "1"}])
+@pytest.mark.parametrize("settings", [{}, {"UPDATE_MODE": "async"}, {"UPDATE_MODE": "autograd"}])
 def test_on_cuda(cluster: MakeCluster, settings: dict[str, str]) -> None:
     chosen = {"MODEL": "", "DATASET": "digits", "BATCH_SIZE": "32", "EPOCHS": "10", "LR": "0.03", "MOMENTUM": "0.9"}
     job = cluster(JOB="ps", DEVICE="cuda", **chosen, **settings).start(2)

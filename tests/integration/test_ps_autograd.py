@@ -33,7 +33,7 @@ def publish(remote: rpc.RRef[ServerModel], version: int, flat: Tensor) -> None:
 def expected(flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
     """The gradient of one process with these parameters."""
     local: nn.Module = model.build(SETTINGS)
-    model.unflatten(flat, local)
+    learning.unflatten(flat, local)
     model.loss(local(inputs), targets).backward()
     return torch.cat([parameter.grad.reshape(-1) for parameter in local.parameters() if parameter.grad is not None])
 
@@ -53,9 +53,9 @@ def _pass(
 def _overlap(tell: Any) -> list[tuple[float, int, int]]:
     """Between one trainer's forward and backward pass the parameters change, and another's whole pass is made."""
     inputs, targets = learning.blobs()[0].tensors
-    old = model.flatten(model.build(SETTINGS))
+    old = learning.flatten(model.build(SETTINGS))
     new = old + 1.0
-    remote = rpc.remote("server", ServerModel, args=(SETTINGS, 1))
+    remote = rpc.remote("server", ServerModel, args=(SETTINGS, 1, torch.device("cpu")))
     rpc.rpc_sync("server", publish, (remote, 7, old))
     with ThreadPoolExecutor(1) as other:
 

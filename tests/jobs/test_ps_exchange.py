@@ -1,11 +1,10 @@
-"""Whole exchanges of `ps` in one process: replicas compute, servers update, in all of WIRE_DTYPE and TOP_K."""
+"""Whole exchanges of `ps` in one process: replicas compute, servers update, in every WIRE_DTYPE."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,18 +15,17 @@ from torch.futures import Future
 
 from rolecall import Context, Peer, telemetry
 from rolecall.jobs.ps import JOB, PsSettings, data, evaluate, model
-from rolecall.jobs.ps.local_replica import LocalReplica
+from rolecall.jobs.ps.local import LocalReplica
 from rolecall.jobs.ps.messages import Assignment, BatchReport, PartAnswer, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.replica import Replica
 from rolecall.jobs.ps.server import Server
-from rolecall.jobs.ps.wire import decode
+from tests.integration import learning
 from tests.jobs.test_ps_local import Servers as LocalServers
 from tests.jobs.test_ps_local import replicas
 from tests.jobs.test_ps_local import settings_of as local_settings
 
-WIRES = [{"wire_dtype": dtype, "top_k": share}
-         for dtype, share in product(["float32", "bfloat16", "int8", "int4"], [0.0, 0.1])]  # fmt: skip
+WIRES = [{"wire_dtype": dtype} for dtype in ("float32", "int8", "int4")]
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +103,7 @@ def held_of(trainers: Iterable[Replica | LocalReplica]) -> Tensor:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "SMALL", 300)
+    monkeypatch.setattr(model, "MIN_PART_ELEMENTS", 300)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -125,7 +123,7 @@ def test_updates_and_what_is_held_back_are_the_gradients(mode: str, wire: dict[s
         gang.sent.clear()
         for name in names:
             inputs, targets = torch.randn(5, 20), torch.randint(3, (5,))
-            model.unflatten(model.flatten(gang.replicas[name].model), reference)
+            learning.unflatten(learning.flatten(gang.replicas[name].model), reference)
             gradients = torch.autograd.grad(model.loss(reference(inputs), targets), list(reference.parameters()))
             given += torch.cat([each.reshape(-1) for each in gradients]).double() / len(names)
             gang.gradient(name, inputs, targets)
@@ -134,59 +132,22 @@ def test_updates_and_what_is_held_back_are_the_gradients(mode: str, wire: dict[s
         gang.update(names, {name: 1 / len(names) for name in names})
         down += int(gang.bytes("down") - before)
         assert gang.bytes("up") == up
-        if not wire["top_k"]:
-            width = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[wire["wire_dtype"]]
-            scales = 0 if width >= 2 else 4 * sum(-(-size // 256) for size in sizes)
-            exactly = sum(math.ceil(width * size) for size in sizes) + scales
-            assert down == up == (step + 1) * len(names) * exactly
-    if wire["top_k"]:
-        whole = 4 * sum(sizes) * 12 * (2 if mode == "sync" else 1)
-        assert down < whole / 4
-        assert up < whole / 4
+        blocks = sum(-(-size // 256) for size in sizes)
+        exactly = {"float32": 4 * sum(sizes), "int8": 260 * blocks, "int4": 132 * blocks}[wire["wire_dtype"]]
+        assert down == up == (step + 1) * len(names) * exactly
     held = held_of(gang.replicas.values()) / (2 if mode == "sync" else 1)
     torch.testing.assert_close(start - gang.flat.double() + held, given, rtol=1e-5, atol=1e-5)
     # and the trainers' parameters follow: what is not there yet comes with the next answers
-    for _ in range(30 if wire["top_k"] else 3):  # with TOP_K an answer has a part of it
+    for _ in range(3):
         for name in gang.replicas:
             gang.gradient(name, torch.zeros(1, 20), torch.zeros(1, dtype=torch.int64))
         gang.update(list(gang.replicas), {})
     for replica in gang.replicas.values():
-        torch.testing.assert_close(model.flatten(replica.model), gang.flat, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(learning.flatten(replica.model), gang.flat, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire["top_k"]])
-def test_with_top_k_the_momentum_is_the_trainers(wire: dict[str, Any]) -> None:
-    gang = Gang(1, layers, lr=0.1, momentum=0.9, **wire)
-    start, applied = gang.flat, torch.zeros(len(gang.flat))
-    for _ in range(4):
-        gang.sent.clear()
-        gang.gradient("trainer_0", torch.randn(5, 20), torch.randint(3, (5,)))
-        parts = [part.stop - part.start for part in gang.replicas["trainer_0"].parts]
-        by_part = sorted(zip(gang.sent["trainer_0"], reversed(range(len(parts))), strict=True), key=lambda one: one[1])
-        applied += torch.cat([decode(payload, parts[index], gang.settings) for payload, index in by_part])
-        gang.update(["trainer_0"], {"trainer_0": 1.0})
-        torch.testing.assert_close(gang.flat, start - 0.1 * applied)
-        assert gang.servers["ps_0"].shard.rows().keys() == {"parameters"}, "no momenta at the server"
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_server_forgets_the_views_of_those_that_are_lost() -> None:
-    gang = Gang(3, layers, update_mode="async", wire_dtype="int8")
-    shard = gang.servers["ps_0"].shard
-    for name in gang.replicas:
-        gang.gradient(name, torch.randn(5, 20), torch.randint(3, (5,)))
-        gang.update([name], {name: 1.0})
-    assert {len(views) for views in shard._views.values()} == {3}
-    gang.servers["ps_0"].drop("trainer_0")  # as the lead does
-    gang.servers["ps_0"].update(UpdateShard(3, {}, 1.0, (), ("trainer_1",)), {})  # as another server learns of it
-    gang.gradient("trainer_2", torch.randn(5, 20), torch.randint(3, (5,)))
-    gang.update(["trainer_2"], {"trainer_2": 1.0})
-    assert {len(views) for views in shard._views.values()} == {1}
-
-
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("wire", [{}, {"wire_dtype": "int8"}, {"wire_dtype": "int4", "top_k": 0.1}])
+@pytest.mark.parametrize("wire", [{}, {"wire_dtype": "int8"}])
 def test_two_gradients_that_are_answered_at_once_bring_the_parameters(wire: dict[str, Any]) -> None:
     gang = Gang(1, layers, servers=2, update_mode="async", lr=0.1, **wire)
     replica = gang.replicas["trainer_0"]
@@ -201,9 +162,9 @@ def test_two_gradients_that_are_answered_at_once_bring_the_parameters(wire: dict
         replica._await(set(replica._incoming))
     moved = (gang.flat - before).norm()
     assert moved > 0
-    assert (model.flatten(replica.model) - gang.flat).norm() < (0.8 if wire else 1e-6) * moved
+    assert (learning.flatten(replica.model) - gang.flat).norm() < (0.8 if wire else 1e-6) * moved
     sent = sum(payload.nbytes for payload in gang.sent["trainer_0"])
-    if wire == {"wire_dtype": "int8"}:
+    if wire:
         assert gang.bytes("down") - down == sent / 2, "the difference travels once"
 
 
@@ -216,16 +177,18 @@ def test_in_local_the_differences_and_what_is_held_back_are_the_rounds(wire: dic
     given = torch.zeros(len(servers.start), dtype=torch.float64)
     for number in range(1, 6):
         for trainer in trainers:
-            base = model.flatten(trainer.model).double()
+            base = learning.flatten(trainer.model).double()
             for _ in range(3):
                 trainer.step(torch.randn(8, 5), torch.randint(2, (8,)))
-            given += (base - model.flatten(trainer.model).double()) / 2
+            given += (base - learning.flatten(trainer.model).double()) / 2
             trainer.send(BatchReport(number - 1, 24))
         keys = [Key(name, number) for name in servers.names]
         servers.carry_out(dict.fromkeys(keys, 0.5), {key: [] for key in keys})
         for trainer in trainers:
             trainer.take(wait=True)
-            assert torch.equal(model.flatten(trainer.model), model.flatten(trainers[0].model)), "they share a view"
+            assert torch.equal(learning.flatten(trainer.model), learning.flatten(trainers[0].model)), (
+                "they share a view"
+            )
     held = held_of(trainers) / 2
     torch.testing.assert_close(servers.start.double() - servers.flat.double() + held, given, rtol=1e-5, atol=1e-5)
 
@@ -248,7 +211,7 @@ def trained(trainers: int, **chosen: Any) -> float:
         rate = 0.5 + 0.5 * math.cos(math.pi * number / ROUNDS)
         gang.update(list(gang.replicas), dict.fromkeys(gang.replicas, 1 / trainers), rate)
     module = logistic()
-    model.unflatten(gang.flat, module)
+    learning.unflatten(gang.flat, module)
     return evaluate.accuracy(module, test, 1)
 
 
@@ -262,9 +225,6 @@ def exact() -> float:
     [
         {"wire_dtype": "int8"},
         {"wire_dtype": "int4"},
-        {"top_k": 0.05},
-        {"wire_dtype": "int8", "top_k": 0.05},
-        {"wire_dtype": "int4", "top_k": 0.05},
     ],
 )
 def test_it_learns_as_well_as_in_float32(exact: float, wire: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.samples import Samples
-
-DEPTH = 2  # a trainer's gradients under way at once
 
 
 def make(trainers: int = 3, sync: bool = True, **changed: Any) -> Ledger:
@@ -59,7 +55,7 @@ def sample_orders(seed: int) -> list[list[int]]:
 
 @dataclass
 class Peer:
-    """A trainer as trainer.py has it: computes its batches in order, takes answers in the order it asked."""
+    """A trainer as trainer.py and local.py have it: takes batches and answers in order."""
 
     version: int = 0
     number: int = 0  # of its next gradient
@@ -80,12 +76,12 @@ class Peer:
 class Run:
     """A ledger with its trainers, in a random order of events. Checks after each that what must hold does."""
 
-    def __init__(self, seed: int, samples: int, batch: int, epochs: int, *mode: Any) -> None:
+    def __init__(self, seed: int, sizes: tuple[int, int, int], mode: dict[str, Any], partial: bool = False) -> None:
         self.random = random.Random(seed)
-        self.shape = (samples, batch, epochs, seed)
-        self.mode = mode
-        self.hung: set[str] = set()
-        self.times = np.zeros(samples, int)  # that each sample was used
+        self.shape, self.mode, self.partial = (*sizes, seed), mode, partial
+        self.local = mode["sync"] and mode["ahead"] == 2
+        self.depth = 1 if self.local else 2  # a trainer's gradients in flight at once
+        self.times = np.zeros(sizes[0], int)  # that each sample was used
         self.names = 0  # trainers so far
 
     def begin(self, trainers: int) -> None:
@@ -93,7 +89,7 @@ class Run:
         state = self.ledger.state_dict() if self.names else None
         self.peers = {f"t{n}": Peer() for n in range(self.names, self.names + trainers)}
         self.names += trainers
-        self.ledger = Ledger(*self.shape, self.peers, *self.mode)
+        self.ledger = Ledger(*self.shape, self.peers, **self.mode)
         if state:
             self.ledger.load_state_dict(state)
         self.version = self.ledger.version
@@ -106,25 +102,21 @@ class Run:
                 self.begin(self.random.randint(1, 5))
             elif self.random.random() < loss:
                 self.lose(self.random.choice(list(self.peers)))
-            elif self.busy() <= self.hung:
-                self.lose(self.random.choice(list(self.busy())))  # after STEP_TIMEOUT
             else:
                 self.step()
             self.check()
         while self.step(required=False):
             pass
-        assert (self.times == self.ledger.epochs).all()
-        assert set(self.ledger.late()) <= self.hung
-        assert all(not self.peers[name].sent for name in self.peers.keys() - self.hung), "not everybody is sent home"
+        assert (self.times == self.shape[2]).all()
+        assert self.ledger.late() == []
+        assert not any(peer.sent for peer in self.peers.values()), "a trainer was not told that it is over"
 
     def step(self, required: bool = True) -> bool:
         events: list[tuple[Any, str, Peer]] = []
         for each in self.peers.items():
-            if each[0] in self.hung:
-                continue
             events += [(self.arrive, *each)] * bool(each[1].travelling)
             events += [(self.answer, *each)] * any(number in each[1].answers for number in [*each[1].sent][:1])
-            events += [(self.compute, *each)] * (bool(each[1].batches) and len(each[1].sent) < DEPTH)
+            events += [(self.compute, *each)] * (bool(each[1].batches) and len(each[1].sent) < self.depth)
         assert events or not required, "stuck: nobody has anything to do or to wait for"
         if events:
             event, name, peer = self.random.choice(events)
@@ -132,8 +124,10 @@ class Run:
         return bool(events)
 
     def compute(self, name: str, peer: Peer) -> None:
-        batch = peer.computed[peer.number] = peer.batches.popleft()
-        peer.send(len(batch))
+        batch = peer.batches.popleft()
+        size = self.random.randint(1, len(batch)) if self.partial else len(batch)
+        peer.computed[peer.number] = batch[:size]
+        peer.send(size)
 
     def answer(self, name: str, peer: Peer) -> None:
         peer.version, batches = peer.answers.pop(peer.sent.popleft())
@@ -144,13 +138,11 @@ class Run:
     def arrive(self, name: str, peer: Peer) -> None:
         number, version, samples = peer.travelling.popleft()
         staleness = self.ledger.version - version
-        before, refused, dropped = self.ledger.version, self.ledger.refused, self.ledger.dropped
+        before, refused = self.ledger.version, self.ledger.refused
         update = self.ledger.take(Key(name, number), version, samples)
         self.carry_out(update)
         if self.ledger.sync or not samples:
-            late = self.ledger.dropped + self.ledger.refused - dropped - refused
-            assert not late or (samples and staleness > 0 and self.ledger.backup)
-            assert late or not staleness or not samples or self.ledger.use_late
+            assert self.ledger.refused == refused
             return
         stale = staleness > self.ledger.max_staleness
         assert self.ledger.refused - refused == stale
@@ -172,13 +164,15 @@ class Run:
         total = sum(len(self.peers[name].computed[number]) for name, number in update.weights)
         for (name, number), weight in update.weights.items():
             batch, staleness = self.peers[name].computed.pop(number), last - self.peers[name].versions[number]
+            assert not staleness or self.local or not self.ledger.sync, "sync is of fresh gradients"
+            staleness = 0 if self.local else staleness
             assert weight * update.rate == pytest.approx(len(batch) / total / max(1, staleness))
             assert staleness <= self.ledger.max_staleness, "bounded staleness"
             self.times[batch] += 1
         assert sum(update.weights.values()) == pytest.approx(float(bool(update.weights)))
-        assert update.rate == 1 or (update.weights and (self.ledger.use_late or not self.ledger.sync))
-        if update.weights and self.ledger.sync:
-            assert len(self.busy()) <= self.ledger.backup, "it closed too early"
+        assert update.rate == 1 or (update.weights and not self.ledger.sync)
+        if update.weights and self.ledger.sync and not self.local:
+            assert not self.busy(), "it closed too early"
         for (name, number), batches in update.batches.items():
             peer = self.peers[name]
             assert number in set(peer.sent) - peer.answers.keys()
@@ -187,13 +181,14 @@ class Run:
 
     def check(self) -> None:
         ledger = self.ledger
-        assert set(self.times) <= {ledger.epoch, ledger.epoch + 1}, "a sample was used twice, or left out"
+        assert set(self.times) <= {ledger.epoch + ahead for ahead in range(2 + self.local)}, "used twice, or left out"
         if ledger.over:
             return
-        assert ledger.used == (self.times > ledger.epoch).sum()
+        assert ledger.done == self.times.sum()
         if not self.peers:
             return
-        assert set(ledger.late()) == self.busy()
+        assert set(ledger.late()) == self.busy() or self.local
+        assert set(ledger.late()) <= self.busy(), "it is waited for, and can do nothing"
         assert ledger.late(), "nobody can be given up, nobody goes on"
 
     def busy(self) -> set[str]:
@@ -202,43 +197,36 @@ class Run:
         return promised | {name for name, peer in self.peers.items() if peer.travelling or peer.batches}
 
 
-MODES = [(True, 1, 0), (False, 1, 0), (False, 1, 1), (False, 1, 50), (False, 2, 11), (False, 2, 50)]
-BACKUPS = [(True, 1, limit, backup, use) for limit in (0, 1, 50) for backup in (1, 2, 5) for use in (False, True)]
-ALL = st.sampled_from(MODES + BACKUPS)
+MODES = [
+    {"sync": sync, "ahead": ahead, "max_staleness": limit}
+    for sync, ahead, limit in [(True, 1, 0), *((False, 1, n) for n in (0, 1, 50)), (False, 2, 11), (False, 2, 50)]
+]
 SIZES = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(1, 4))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0), SIZES, ALL, st.integers(1, 6), st.sampled_from([0, 0.03, 0.2]), st.booleans())
+@given(st.integers(0), SIZES, st.sampled_from(MODES), st.integers(1, 6), st.sampled_from([0, 0.03, 0.2]), st.booleans())
 @example(0, (2, 1, 3), MODES[0], 6, 0.2, False)
 @example(1, (40, 3, 2), MODES[1], 6, 0, False)
 @example(2, (40, 3, 2), MODES[4], 6, 0.1, True)
-@example(3, (40, 3, 2), BACKUPS[0], 4, 0.1, False)
-@example(3, (40, 3, 2), BACKUPS[-1], 2, 0, True)
 def test_every_sample_is_used_once_an_epoch(
-    seed: int, sizes: tuple[int, int, int], mode: tuple[Any, ...], trainers: int, loss: float, restarts: bool
+    seed: int, sizes: tuple[int, int, int], mode: dict[str, Any], trainers: int, loss: float, restarts: bool
 ) -> None:
-    run = Run(seed, *sizes, *mode)
+    run = Run(seed, sizes, mode)
     run.begin(trainers)
     run.finish(loss, 0.02 if restarts else 0)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0), SIZES, st.sampled_from(BACKUPS), st.integers(1, 5), st.integers(0, 60))
-def test_as_many_trainers_as_are_in_backup_may_hang_for_ever(
-    seed: int, sizes: tuple[int, int, int], mode: tuple[Any, ...], others: int, steps: int
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0), SIZES, st.tuples(st.integers(1, 7), st.integers(1, 2)), st.integers(1, 6),
+       st.sampled_from([0, 0.03, 0.2]), st.booleans())  # fmt: skip
+def test_local_uses_every_sample_once_an_epoch_with_rounds_that_end_early(
+    seed: int, sizes: tuple[int, int, int], shape: tuple[int, int], trainers: int, loss: float, partial: bool
 ) -> None:
-    """The rest goes on to the end without them, unless they have all that was left of an epoch. They stay late: the
-    lead can give them up.
-    """
-    run = Run(seed, *sizes, *mode)
-    run.begin(others + run.mode[3])
-    for _ in range(steps):
-        run.step(required=False)
-        run.check()
-    run.hung = set(run.random.sample(list(run.peers), run.mode[3]))
-    run.finish(0, 0)
-    assert set(run.ledger.late()) == run.busy()
+    grain, ahead = shape
+    run = Run(seed, sizes, {"sync": True, "ahead": ahead, "grain": grain}, partial)
+    run.begin(trainers)
+    run.finish(loss, 0.02)
 
 
 # ---- sync and async
@@ -254,7 +242,7 @@ def test_sync_waits_for_all_and_weighs_by_samples() -> None:
     update = due(ledger.take(Key("t2", 1), 0, 3))
     assert update.weights == {("t1", 1): 0.3, ("t0", 1): 0.4, ("t2", 1): 0.3}
     assert update.batches.keys() == update.weights.keys()
-    assert (ledger.epoch, ledger.version, ledger.used) == (1, 1, 0)
+    assert (ledger.epoch, ledger.version, ledger.done) == (1, 1, 10)
 
 
 def test_sync_closes_when_the_last_it_waits_for_is_lost() -> None:
@@ -299,80 +287,69 @@ def test_gradients_of_one_trainer_that_overtake_each_other_are_of_their_own_batc
     ledger = make(1, sync=False, samples=7, batch=4, ahead=2, max_staleness=64)
     first, second = due(ledger.take(Key("t0", 0), 0, 0)).batches[Key("t0", 0)]
     ledger.take(Key("t0", 2), 0, len(second))
-    assert ledger.used == len(second)
+    assert ledger.done == len(second)
     ledger.lose("t0")
-    assert ledger.used == 3, "the first was not used"
+    assert ledger.done == 3, "the first was not used"
     assert len(first) == 4
 
 
-# ---- backup trainers
+# ---- local
 
 
-def test_backup_closes_with_the_first_and_hands_the_late_batch_out_again() -> None:
-    batches = start(ledger := make(3, backup=1))
-    assert ledger.take(Key("t0", 1), 0, 4) is None
-    update = due(ledger.take(Key("t1", 1), 0, 4))
-    assert update.weights == {("t0", 1): 0.5, ("t1", 1): 0.5}
-    assert update.batches[Key("t0", 1)][0].tolist() == batches["t2"].tolist()
-    assert ledger.late() == ["t0", "t1", "t2"]
-    update = due(ledger.take(Key("t2", 1), 0, 4))
-    assert (update.weights, ledger.dropped, ledger.version) == ({}, 1, 1)
-    assert len(update.batches[Key("t2", 1)][0]) == 4, "it has missed the update, and takes part in the open one"
-    assert ledger.take(Key("t2", 2), 1, 4) is None
-    assert due(ledger.take(Key("t1", 2), 1, 4)).weights == {("t2", 2): 0.5, ("t1", 2): 0.5}
+def ledger_of(trainers: int, **changed: Any) -> tuple[Ledger, dict[str, list[Indices]]]:
+    """A ledger, and what its trainers are given first."""
+    names = [f"t{n}" for n in range(trainers)]
+    shape = {"samples": 100, "batch": 40, "epochs": 2, "seed": 0, "sync": True, "ahead": 2, "grain": 8}
+    ledger = Ledger(**{**shape, "trainers": names, **changed})  # type: ignore[arg-type]
+    update = None
+    for name in names:
+        update = ledger.take(Key(name, 0), 0, 0)
+    assert update
+    return ledger, {key.trainer: chunks for key, chunks in update.batches.items()}
 
 
-def test_backup_uses_a_late_gradient_in_the_open_update_but_does_not_count_it_as_one_of_its_own() -> None:
-    start(ledger := make(3, samples=100, backup=1, use_late=True, max_staleness=2))
-    for version in range(2):
-        ledger.take(Key("t0", version + 1), version, 4)
-        ledger.take(Key("t1", version + 1), version, 4)
-    assert ledger.version == 2
-    assert ledger.take(Key("t0", 3), 2, 4) is None
-    assert ledger.take(Key("t2", 1), 0, 4) is None, "two gradients, of which one is late"
-    update = due(ledger.take(Key("t1", 3), 2, 4))
-    assert update.rate == pytest.approx(2.5 / 3)
-    assert update.weights == pytest.approx({("t0", 3): 0.4, ("t2", 1): 0.2, ("t1", 3): 0.4})
-    assert (ledger.dropped, ledger.refused, ledger.used) == (0, 0, 28)
+def test_a_trainer_computes_beside_the_exchange_across_an_epochs_end() -> None:
+    """One round an epoch: the batch that is in hand meanwhile is of the next one."""
+    ledger, given = ledger_of(2, samples=70)
+    assert [[len(chunk) for chunk in chunks] for chunks in given.values()] == [[32, 32], [38, 38]]
+    for place in (0, 1):
+        union = np.concatenate([chunks[place] for chunks in given.values()])
+        assert sorted(union) == list(range(70))
+    assert ledger.take(Key("t0", 1), 0, 32) is None
+    assert ledger.take(Key("t1", 1), 0, 38)
+    assert (ledger.epoch, ledger.done) == (1, 70)
 
 
-def test_backup_does_not_wait_for_a_late_gradient_at_the_end_of_an_epoch() -> None:
-    batches = start(ledger := make(3, samples=20, backup=1, use_late=True, max_staleness=50))
-    for name in ("t0", "t1"):
-        ledger.take(Key(name, 1), 0, 4)
-    ledger.take(Key("t0", 2), 1, 4)
-    update = due(ledger.take(Key("t1", 2), 1, 4))
-    shares = [batch.tolist() for given in update.batches.values() for batch in given]
-    assert [len(share) for share in shares] == [2, 2]
-    assert [*shares[0], *shares[1]] == batches["t2"].tolist()
-    assert ledger.take(Key("t2", 1), 0, 4) is None, "there is nothing left for it"
-    update = due(ledger.take(Key("t0", 3), 2, 2))
-    assert (update.weights, ledger.dropped) == ({("t0", 3): 1.0}, 1), "it has nothing to do: it is not waited for"
+def test_what_was_not_computed_of_a_chunk_is_handed_out_next() -> None:
+    ledger, given = ledger_of(2, samples=400)
+    rest = given["t0"][0][10:]
+    ledger.take(Key("t0", 1), 0, 10)
+    update = ledger.take(Key("t1", 1), 0, 40)
+    assert update
+    assert update.weights == {("t0", 1): 0.2, ("t1", 1): 0.8}
+    assert update.batches[Key("t0", 1)][0][:30].tolist() == rest.tolist()
+    assert ledger.done == 50
 
 
-@pytest.mark.parametrize(
-    ("chosen", "problem"),
-    [
-        ({"backup_trainers": 2}, "BACKUP_TRAINERS=2: must be less than TRAINERS=2"),
-        ({"backup_trainers": 1, "update_mode": "async"}, "BACKUP_TRAINERS=1: goes with UPDATE_MODE=sync only"),
-        ({"backup_trainers": 1, "update_mode": "local"}, "BACKUP_TRAINERS=1: goes with UPDATE_MODE=sync only"),
-        (
-            {"backup_trainers": 1, "late_gradients": "use", "max_staleness": 0},
-            "MAX_STALENESS=0: would refuse every late gradient",
-        ),
-    ],
-)
-def test_backup_trainers_that_cannot_be_are_refused(chosen: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        PsSettings(**chosen)
-
-
-def test_backup_is_bounded_by_the_trainers_that_are_left() -> None:
-    start(ledger := make(2, samples=8, backup=1))
-    assert due(ledger.take(Key("t1", 1), 0, 4)).weights == {("t1", 1): 1.0}
-    ledger.lose("t0")
-    assert due(ledger.take(Key("t1", 2), 1, 4)).weights == {("t1", 2): 1.0}
-    assert ledger.epoch == 1
+def test_a_checkpoint_knows_what_is_used_of_the_next_epoch() -> None:
+    ledger, given = ledger_of(2, samples=70)
+    ledger.take(Key("t0", 1), 0, 1)  # a slow one
+    ledger.take(Key("t1", 1), 0, 38)
+    ledger.take(Key("t0", 2), 1, 32)
+    ledger.take(Key("t1", 2), 1, 38)  # all of the next epoch is used, and 31 samples of this one are not
+    assert (ledger.epoch, ledger.done) == (0, 109)
+    for sync in (True, False):
+        following = Ledger(70, 40, 2, 0, ["t0"], sync=sync)
+        following.load_state_dict(ledger.state_dict())
+        assert (following.epoch, following.done) == (0, 109)
+        update, number = following.take(Key("t0", 0), 0, 0), 1
+        handed: list[int] = []
+        while update and not following.over:
+            [chunk] = update.batches[Key("t0", number - 1)]
+            handed += chunk.tolist()
+            update = following.take(Key("t0", number), following.version, len(chunk))
+            number += 1
+        assert sorted(handed) == sorted(given["t0"][0][1:])
 
 
 # ---- the order, and going on
@@ -404,7 +381,7 @@ def test_goes_on_after_an_epoch_that_ended_and_stays_over() -> None:
     ledger.take(Key("t0", 1), 0, 8)
     following = make(1, samples=8, batch=8, epochs=2)
     following.load_state_dict(ledger.state_dict())
-    assert (following.epoch, following.used, following.over) == (1, 0, False)
+    assert (following.epoch, following.done, following.over) == (1, 8, False)
     assert due(ledger.take(Key("t0", 2), 1, 8)).batches == {("t0", 2): []}
     following.load_state_dict(ledger.state_dict())
     assert following.over

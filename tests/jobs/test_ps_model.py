@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rolecall import UsageError
 from rolecall.jobs.ps import PsSettings, evaluate, model
+from tests.integration import learning
 
 MODELS = """
     import torch
@@ -64,9 +65,6 @@ MODELS = """
     def needs_arguments(classes):
         return Linear(classes)
 
-    def lazy():
-        return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-
     def frozen():
         model = Linear()
         model.layer.weight.requires_grad_(False)
@@ -102,7 +100,6 @@ MODELS = """
 @pytest.fixture(autouse=True)
 def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user_models.py").write_text(textwrap.dedent(MODELS))
-    (tmp_path / "broken_module.py").write_text("def factory(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "user_models", raising=False)
 
@@ -151,8 +148,8 @@ def test_frozen_parameters_stay_out_of_the_vector() -> None:
     """Every model is built with them from SEED; servers hold what is trained."""
     model.check(settings_of("frozen"))
     frozen = model.build(settings_of("frozen"))
-    assert model.flatten(frozen).numel() == 10
-    model.unflatten(torch.arange(10.0), frozen)
+    assert learning.flatten(frozen).numel() == 10
+    learning.unflatten(torch.arange(10.0), frozen)
     assert torch.equal(frozen.get_parameter("layer.bias"), torch.arange(10.0))
     assert model.parts(frozen, settings_of()) == (model.Part(0, 10, 0),)
 
@@ -162,39 +159,13 @@ def test_check_refuses_more_servers_than_parameters() -> None:
         model.check(settings_of("Tiny", servers=11))
 
 
-def test_a_lazy_module_is_refused_or_made_whole() -> None:
-    """Its parameters have neither sizes nor values until a first pass."""
-    try:
-        model.check(settings_of("lazy"))
-    except UsageError as error:
-        assert "MODEL=user_models:lazy" in str(error)  # noqa: PT017
-    else:
-        assert model.flatten(model.build(settings_of("lazy"))).numel() == 7850
-
-
 @pytest.mark.parametrize("name", ["", "good"])
 def test_the_same_seed_builds_the_same_model(name: str) -> None:
     before = torch.random.get_rng_state()
-    one, same, other = (model.flatten(model.build(settings_of(name, seed=seed))) for seed in (1, 1, 2))
+    one, same, other = (learning.flatten(model.build(settings_of(name, seed=seed))) for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are its own"
-
-
-@pytest.mark.parametrize(
-    "target", ["user_models", "user_models:", ":good", "no_such_module:good", ".relative:good", "broken_module:factory"]
-)
-def test_a_factory_that_cannot_be_imported_is_refused(target: str) -> None:
-    with pytest.raises(UsageError, match=f"MODEL={target}: "):
-        model.build(PsSettings(job="ps", model=target))
-
-
-def test_a_factory_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "beside.py").write_text("from torch import nn\n\ndef factory():\n    return nn.Linear(3, 2)\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path / "here")
-    assert model.flatten(model.build(PsSettings(job="ps", model="beside:factory"))).numel() == 8
 
 
 # ---- accuracy
@@ -205,7 +176,7 @@ EVALUATED: dict[str, Any] = {"name": "Table", "dataset": "user_models:remainders
 
 def state_of(classes: list[float], shift: int = 0) -> dict[str, Any]:
     return {
-        "model": {"parameters": torch.tensor(classes), "buffers": [torch.tensor(shift)]},
+        "model": {"parameters": torch.tensor(classes, dtype=torch.float32), "buffers": [torch.tensor(shift)]},
         "ledger": {"epoch": 3, "version": 70},
     }
 

@@ -17,10 +17,9 @@ from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import Assignment, PartAnswer, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.server import Server
-from rolecall.jobs.ps.shard import Shard
-from rolecall.jobs.ps.wire import Sender
+from rolecall.jobs.ps.server import Server, Shard
 from tests.context.contexts import Supervisor
+from tests.integration import learning
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -155,22 +154,12 @@ def test_goes_on_from_a_saved_state_as_if_uninterrupted(before: int, after: int,
     torch.testing.assert_close(joined(resumed), joined(whole), **exact)
 
 
-def test_a_state_from_before_the_first_update_is_empty() -> None:
-    shards = make(settings_of(servers=3), torch.randn(TOTAL))
-    assert joined(shards).keys() == {"parameters"}
-
-
-@pytest.mark.parametrize("without", [{"momentum": 0}, {"top_k": 0.1}])
-def test_momenta_that_are_not_used_are_not_kept(without: dict[str, Any]) -> None:
+def test_momenta_that_are_not_used_are_not_kept() -> None:
     shards = make(settings_of(servers=2), torch.randn(TOTAL))
     step(shards, {key: torch.randn(TOTAL) for key in WEIGHTS}, WEIGHTS)
-    resumed = resume(settings_of(servers=2, **without), joined(shards))
+    resumed = resume(settings_of(servers=2, momentum=0), joined(shards))
     torch.testing.assert_close(joined(resumed), joined(shards), rtol=0, atol=0)
-    key, sizes = Key("t0", 1), [extent.stop - extent.start for shard in resumed for extent in shard.parts.values()]
-    senders = [Sender(size, settings_of(**without)) for size in sizes]
-    for index, (shard, sender) in enumerate(zip([resumed[0]] * 2 + [resumed[1]] * 2, senders, strict=True)):
-        shard.receive(key, index, sender.encode(torch.ones(sizes[index])), Future())
-        shard.apply(index, {key: 1.0}, 1.0)
+    step(resumed, {Key("t0", 1): torch.ones(TOTAL)}, {Key("t0", 1): 1.0})
     assert joined(resumed).keys() == {"parameters"}
     assert not torch.equal(flat_of(resumed), flat_of(shards))
 
@@ -183,22 +172,11 @@ def test_an_update_without_gradients_changes_nothing() -> None:
     assert torch.equal(flat_of(shards), before)
 
 
-def test_the_mean_of_bfloat16_gradients_is_of_float32() -> None:
-    """The encoder makes up for its own rounding; a rounding of the server's would be lost."""
-    weights: dict[Key, float] = {Key("t0", 1): 1 / 3, Key("t1", 1): 2 / 3}
-    gradients = {key: torch.randn(TOTAL).bfloat16() for key in weights}
-    [shard] = make(settings_of(wire_dtype="bfloat16", momentum=0.9), torch.randn(TOTAL))
-    step([shard], gradients, weights)
-    mean = sum(weight * gradients[key].float() for key, weight in weights.items())
-    torch.testing.assert_close(joined([shard])["momentum_buffer"], mean, rtol=1e-5, atol=1e-6)
-
-
 # ---- answers
 
 
-@pytest.mark.parametrize("chosen", [{"update_mode": "async"}, {"update_mode": "sync", "backup_trainers": 1}])
-def test_answers_are_copies_that_later_updates_leave_alone(chosen: dict[str, Any]) -> None:
-    shards = make(settings_of(servers=3, **chosen), torch.randn(TOTAL))
+def test_answers_of_async_are_copies_that_later_updates_do_not_change() -> None:
+    shards = make(settings_of(servers=3, update_mode="async"), torch.randn(TOTAL))
     answers = send(shards, Key("t0", 0), None)
     before = flat_of(shards)
     assignment = Assignment(0, [])
@@ -211,15 +189,6 @@ def test_answers_are_copies_that_later_updates_leave_alone(chosen: dict[str, Any
     assert [value.assignment for value in values] == [assignment] + [None] * 5
     for copy in copies:
         assert copy.untyped_storage().nbytes() == copy.nbytes, "RPC sends a tensor's whole memory"
-
-
-@pytest.mark.parametrize(("wire", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_answers_are_of_the_type_of_the_wire(wire: str, dtype: torch.dtype) -> None:
-    [shard] = make(settings_of(wire_dtype=wire), torch.randn(TOTAL))
-    key = Key("t0", 0)
-    copies = [shard.encode(part, [key])[key] for part in shard.parts]
-    assert {copy.dtype for copy in copies} == {dtype}
-    assert torch.equal(torch.cat(copies), shard.flat.to(dtype))
 
 
 def test_only_those_in_the_update_are_answered_and_once() -> None:
@@ -243,7 +212,6 @@ def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
     assert all(one.done() for one in stays.values())
     for part in shard.parts:  # was on its way
         assert not shard.receive(Key("t0", 3), part, torch.ones(TOTAL), Future())
-    assert not shard._received
 
 
 def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since() -> None:
@@ -272,7 +240,7 @@ def test_servers_begin_with_the_model_as_it_is_built() -> None:
     settings = settings_of(servers=3)
     members = tuple(Peer("ps", number, number) for number in range(3))
     servers = [Server(Context(settings, me, members, 1, MagicMock()), print) for me in members]
-    assert torch.equal(flat_of([server.shard for server in servers]), model.flatten(model.build(settings)))
+    assert torch.equal(flat_of([server.shard for server in servers]), learning.flatten(model.build(settings)))
 
 
 # ---- another job's checkpoint
@@ -302,11 +270,11 @@ def gradient_of(module: nn.Module, split: data.Split, indices: Tensor) -> Tensor
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(servers: int) -> None:
-    settings = settings_of(servers=servers, dropout=0, batch_size=8, lr=0.05)
+    settings = settings_of(servers=servers, batch_size=8, lr=0.05)
     train, _ = data.load(settings)
-    module = model.build(settings)
+    module = model.build(settings).eval()  # without dropout
     parts = list(enumerate(model.parts(module, settings)))
-    start = model.flatten(module)
+    start = learning.flatten(module)
     shards = [Shard([each for each in parts if each[1].server == server], settings, len(start))
               for server in range(servers)]  # fmt: skip
     for shard in shards:
@@ -321,13 +289,13 @@ def test_three_trainers_learn_what_one_process_does_with_three_times_the_batch(s
     for number in range(1, 5):
         batches = {key.trainer: torch.from_numpy(given[0]) for key, given in update.batches.items()}
         answer(shards, update.batches)
-        model.unflatten(flat_of(shards), module)
+        learning.unflatten(flat_of(shards), module)
         for name, batch in batches.items():
             send(shards, Key(name, number), gradient_of(module, train, batch))
             update = ledger.take(Key(name, number), ledger.version, len(batch))
         assert update
         apply(shards, update.weights, update.rate)
-        model.unflatten(parameter.detach(), module)
+        learning.unflatten(parameter.detach(), module)
         parameter.grad = gradient_of(module, train, torch.cat(list(batches.values())))
         optimizer.step()
         sizes.append(sum(map(len, batches.values())))

@@ -1,166 +1,189 @@
-"""What travels in `ps`: the parts of a model's vector, as they are or rounded so that nothing is lost for good."""
+"""WIRE_DTYPE of `ps`: payloads of blocks, error feedback, and each trainer's view of the parameters."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor
 
-from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.wire import Sender
+from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps.messages import GradientKey as Key
+from rolecall.jobs.ps.wire import BLOCK_ELEMENTS, MAX_INTEGER, Receiver, Sender, Views, decode, pack, unpack
 
-EPSILON = 2.0**-8  # of bfloat16: rounding is wrong by at most this share of the number
-CONVNET = 1_199_882  # parameters
-
-# ---- rounding
-
-
-def sender(dtype: str, size: int) -> Sender:
-    return Sender(size, PsSettings(job="ps", wire_dtype=dtype))
+PACKED = ["int8", "int4"]
+DTYPES = ["float32", *PACKED]
+ROUNDING = 2.0**-23  # of float32
 
 
-def test_float32_goes_as_it_is() -> None:
-    gradient = torch.randn(100)
-    assert sender("float32", 100).encode(gradient) is gradient
+def normal(size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_bfloat16_takes_half_the_bytes_and_leaves_the_gradient_alone() -> None:
-    gradient = torch.randn(100)
-    before = gradient.clone()
-    sent = sender("bfloat16", 100).encode(gradient)
-    assert sent.dtype == torch.bfloat16
-    assert sent.nbytes * 2 == gradient.nbytes
-    assert sent.data_ptr() != gradient.data_ptr()
-    assert torch.equal(gradient, before)
-    assert torch.equal(sent, gradient.bfloat16()), "the first has no error to make up for"
+def vectors() -> st.SearchStrategy[Tensor]:
+    """Vectors of all kinds of sizes and magnitudes, some with many zeros."""
+    drawn = st.tuples(st.integers(1, 700), st.integers(0, 10**6), st.floats(1e-30, 1e37), st.sampled_from([0, 0.5, 1]))
+    return drawn.map(lambda of: normal(of[0], of[1]) * of[2] * (torch.rand(of[0]) >= of[3]))
 
 
-def test_what_was_sent_stays_what_it_was() -> None:
-    encoder = sender("bfloat16", 10)
-    first = encoder.encode(torch.full((10,), 1.01))
-    before = first.clone()
-    encoder.encode(torch.full((10,), 7.0))
-    assert torch.equal(first, before)
+# ---- blocks
 
 
-def sums(steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Over `steps` gradients of small changes upon a constant: what was given, what was sent, and what would have been
-    without error feedback."""
-    generator = torch.Generator().manual_seed(seed)
-    encoder = sender("bfloat16", 1000)
-    given, sent, plain = (torch.zeros(1000, dtype=torch.float64) for _ in range(3))
-    for _ in range(steps):
-        gradient = 1 + 1e-3 * torch.rand(1000, generator=generator)
-        given += gradient
-        sent += encoder.encode(gradient).double()
-        plain += gradient.bfloat16().double()
-    return given, sent, plain
-
-
-def test_rounding_errors_do_not_add_up() -> None:
-    given, sent, plain = sums(1000, 0)
-    assert (given - sent).abs().max() < 2.01 * EPSILON, "one rounding of the last, which is at most 1 + 1e-3 + an error"
-    assert (given - plain).abs().min() > 0.4, "what rounding alone loses"
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.floats(-1e3, 1e3, width=32), min_size=3, max_size=3), min_size=1, max_size=50
-    )
-)  # fmt: skip
-def test_what_is_not_sent_yet_is_one_rounding_of_the_last(gradients: list[list[float]]) -> None:
-    encoder = sender("bfloat16", 3)
-    given, sent = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for gradient in gradients:
-        given += torch.tensor(gradient, dtype=torch.float64)
-        last = encoder.encode(torch.tensor(gradient)).double()
-        sent += last
-        float32 = 1e-6 * 1e3 * len(gradients)  # what the additions in float32 lose
-        assert ((given - sent).abs() <= EPSILON * last.abs() + float32).all()
-
-
-# ---- the vector and its parts
-
-
-class Shaped(nn.Module):
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__()
-        self.layers = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
-
-
-def assert_cut(module: nn.Module, servers: int) -> tuple[model.Part, ...]:
-    parts = model.parts(module, PsSettings(job="ps", servers=servers))
-    total = sum(parameter.numel() for parameter in module.parameters())
-    assert parts[0].start == 0
-    assert parts[-1].stop == total
-    assert all(one.stop == following.start for one, following in pairwise(parts))
-    assert all(part.start < part.stop for part in parts)
-    assert [part.server for part in parts] == sorted(part.server for part in parts), "a shard is one stretch"
-    sizes = [sum(part.stop - part.start for part in parts if part.server == server) for server in range(servers)]
-    assert max(sizes) - min(sizes) <= 1
-    assert min(sizes) > 0
-    return parts
-
-
-@pytest.mark.parametrize("servers", range(1, 9))
 @pytest.mark.parametrize(
-    "module", [model.ConvNet(), nn.Linear(7, 3), nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3))]
+    ("dtype", "count", "size"),
+    [("int8", 1, 260), ("int8", 257, 520), ("int4", 256, 132), ("int4", 1_199_882, 4688 * 132)],
 )
-def test_parts_cover_the_vector_in_equal_shards(module: nn.Module, servers: int) -> None:
-    assert_cut(module, servers)
+def test_a_payload_has_a_scale_and_the_integers_of_each_block(dtype: str, count: int, size: int) -> None:
+    payload, _ = pack(torch.ones(count), dtype)
+    assert payload.nbytes == payload.untyped_storage().nbytes() == size
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([8, 100, 2**17, 2**18 - 1, 2**18, 10**6]), min_size=1, max_size=12), st.integers(1, 8))
-def test_parts_of_any_model(sizes: list[int], servers: int) -> None:
-    parts = assert_cut(Shaped(sizes), servers)
-    small = [part for part in parts[1:-1] if part.stop - part.start < model.SMALL]
-    large = [size for size in sizes if size >= model.SMALL]
-    assert len(small) <= len(large) + 2 * servers, "small parts are before large parameters and at shards' edges"
+@given(vectors(), st.sampled_from(PACKED))
+def test_unpacked_is_the_nearest_multiple_of_the_scale(values: Tensor, dtype: str) -> None:
+    before = values.clone()
+    payload, decoded = pack(values, dtype)
+    assert torch.equal(values, before)
+    assert torch.equal(unpack(payload, len(values), dtype), decoded)
+    for block, rounded in zip(before.split(BLOCK_ELEMENTS), decoded.split(BLOCK_ELEMENTS), strict=True):
+        scale = max(float(block.abs().max()) / MAX_INTEGER[dtype], torch.finfo(torch.float32).tiny)
+        assert (block - rounded).abs().max() <= 0.5001 * scale
 
 
-def test_what_comes_before_the_large_layer_is_a_part_of_its_own() -> None:
-    first, last = model.parts(model.ConvNet(), PsSettings(job="ps"))
-    assert (first.start, first.stop, last.stop) == (0, 18_816, CONVNET)
+@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 300, 999])
+def test_a_value_that_is_not_finite_makes_its_block_not_finite_now_and_next(dtype: str, bad: float, at: int) -> None:
+    sender, gradient = Sender(1000, dtype), normal(1000)
+    gradient[at] = bad
+    for values in (gradient, normal(1000)):
+        decoded = decode(sender.encode(values), 1000, dtype)
+        assert not decoded.split(BLOCK_ELEMENTS)[at // BLOCK_ELEMENTS].isfinite().any()
 
 
-def test_autograd_has_one_part() -> None:
-    assert model.parts(model.ConvNet(), PsSettings(job="ps", update_mode="autograd")) == (model.Part(0, CONVNET, 0),)
+@pytest.mark.parametrize("dtype", PACKED)
+def test_zeros_stay_zeros(dtype: str) -> None:
+    values = torch.zeros(600)
+    values[300] = 1e-40  # denormal: too small for a scale
+    assert not pack(values, dtype)[1].any()
 
 
-def test_flatten_views_and_unflatten_are_each_others_inverse() -> None:
-    one, other = model.build(PsSettings(job="ps", seed=1)), model.build(PsSettings(job="ps", seed=2))
-    flat = model.flatten(one)
-    assert flat.numel() == CONVNET
-    model.unflatten(flat, other)
-    assert torch.equal(model.flatten(other), flat)
-    assert [tuple(view.shape) for _, view in model.views(flat, one)] == [tuple(p.shape) for p in one.parameters()]
-    for parameter, view in model.views(flat, other):
-        assert torch.equal(parameter, view)
-        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    flat.zero_()
-    assert torch.equal(model.flatten(other), model.flatten(one)), "flatten and unflatten copy"
+# ---- error feedback
 
 
-def test_buffers_go_from_one_model_to_another() -> None:
-    one, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    one(torch.randn(8, 3))
-    model.load_buffers(other, ())
-    assert other.num_batches_tracked == 0
-    model.load_buffers(other, model.buffers(one))
-    for name, buffer in one.named_buffers():
-        assert torch.equal(other.get_buffer(name), buffer)
+def test_float32_travels_as_it_is() -> None:
+    gradient = normal(100)
+    assert Sender(100, "float32").encode(gradient) is gradient
+    assert decode(gradient, 100, "float32") is gradient
 
 
-def test_buffers_that_were_read_are_not_changed_by_the_next_pass() -> None:
-    """RPC sends a tensor later."""
-    module = nn.BatchNorm1d(3)
-    read = model.buffers(module)
-    before = [buffer.clone() for buffer in read]
-    module(torch.randn(8, 3))
-    assert all(torch.equal(one, other) for one, other in zip(read, before, strict=True))
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.lists(st.sampled_from([0.0, 1e-12, 1e-3, 1.0, 1e3]), min_size=1, max_size=12),
+       st.integers(0, 10**6), st.sampled_from(PACKED))  # fmt: skip
+def test_sent_and_held_add_up_to_the_gradients(size: int, scales: list[float], seed: int, dtype: str) -> None:
+    sender, total, sent = Sender(size, dtype), torch.zeros(size).double(), torch.zeros(size).double()
+    magnitude = 0.0
+    for step, scale in enumerate(scales):
+        gradient = normal(size, seed + step) * scale
+        before = gradient.clone()
+        sent += decode(sender.encode(gradient), size, dtype)
+        assert torch.equal(gradient, before)
+        total, magnitude = total + gradient, magnitude + float(gradient.abs().max())
+    # each of a few float32 additions a step rounds once
+    assert (total - sent - sender.held).abs().max() <= 4 * len(scales) * ROUNDING * magnitude
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_rounding_errors_do_not_add_up(dtype: str) -> None:
+    gradient, sender, sent, steps = normal(500), Sender(500, dtype), torch.zeros(500), 300
+    for _ in range(steps):
+        sent += decode(sender.encode(gradient), 500, dtype)
+    assert (sent / steps - gradient).abs().max() <= 4 * gradient.abs().max() / steps
+
+
+def test_a_payload_does_not_change_with_the_next_gradient() -> None:
+    sender = Sender(10, "int8")
+    first = sender.encode(torch.full((10,), 1.01))
+    before = first.clone()
+    sender.encode(torch.full((10,), 7.0))
+    assert torch.equal(first, before)
+
+
+# ---- views
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_differences_bring_a_trainer_to_the_servers_parameters(dtype: str) -> None:
+    parameters, views, receiver = normal(3001), Views(dtype), Receiver(3001, dtype)
+
+    def answered(number: int) -> Tensor:
+        [payload] = views.encode(parameters, [Key("a", number)]).values()
+        return receiver.receive(payload)
+
+    received = answered(0)
+    first = received.clone()
+    parameters += 1
+    assert torch.equal(received, first), "the first parameters are a copy, and whole"
+    for number in range(1, 6):
+        parameters += 0.01 * normal(3001, number)
+        kept, before = received.clone(), received
+        received = answered(number)
+        assert torch.equal(before, kept), "what was received does not change"
+    apart = (parameters - received).norm()
+    for number in range(6, 36):
+        received = answered(number)
+    assert (parameters - received).norm() < apart / 100
+
+
+def test_trainers_share_a_view_until_one_is_answered_without_the_other() -> None:
+    parameters = normal(600)
+    views, receivers = Views("int8"), {name: Receiver(600, "int8") for name in "abc"}
+
+    def answer(number: int, names: str) -> dict[str, Tensor]:
+        parameters.add_(normal(600, number))
+        payloads = views.encode(parameters, [Key(name, number) for name in names])
+        for key, payload in payloads.items():
+            error = (receivers[key.trainer].receive(payload) - parameters).abs().max()
+            assert error <= 0.04, "each has the parameters of its last answer"
+        return {key.trainer: payload for key, payload in payloads.items()}
+
+    assert answer(0, "abc")["a"].dtype == torch.float32
+    together = answer(1, "abc")
+    assert together["a"] is together["b"] is together["c"], "encoded once"
+    answer(2, "ab")
+    answer(3, "c")
+    answer(4, "abc")
+    assert len(views) == 2
+    answer(5, "a")
+    assert len(views) == 3
+    views.drop("a")
+    views.drop("c")
+    assert len(views) == 1
+    assert not views.encode(parameters, [Key("a", 6)]), "it was dropped"
+    answer(6, "b")
+    answer(0, "c")
+    assert answer(7, "bc").keys() == {"b", "c"}, "a trainer that comes later has a view of its own"
+
+
+def test_a_trainer_with_two_gradients_is_sent_a_difference_once() -> None:
+    parameters, views = normal(10), Views("int8")
+    views.encode(parameters, [Key("a", 0)])
+    assert views.encode(parameters + 1, [Key("a", 2), Key("a", 1)]).keys() == {Key("a", 1)}
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        ({"update_mode": "autograd", "wire_dtype": "int8"}, "WIRE_DTYPE=int8: UPDATE_MODE=autograd"),
+        ({"update_mode": "autograd", "servers": 2}, "SERVERS=2: UPDATE_MODE=autograd"),
+    ],
+)
+def test_autograd_refuses_shards_and_encodings(chosen: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        PsSettings(**chosen)

@@ -80,9 +80,6 @@ PS = Row(
               (per_second("ps_trainers_dropped_total"), JOB + " trainers dropped")),
         graph("Bytes", "Bps", "Gradients that trainers send (up), parameters that they receive (down), as they travel.",
               (per_second("ps_payload_bytes_total", "direction"), JOB + " {{direction}}")),
-        graph("Late gradients", "ops", "With BACKUP_TRAINERS: gradients after their update, and dropped ones.",
-              (per_second("ps_gradients_late_total"), JOB + " late"),
-              (per_second("ps_gradients_dropped_total"), JOB + " dropped")),
         graph("Round time", "s", "With UPDATE_MODE=local: mean time of a round's inner steps.",
               *_means("ps_round_seconds")),
         graph("Hidden exchange", "percentunit", "With UPDATE_MODE=local: share of its time that a trainer computes "

@@ -16,8 +16,8 @@ from rolecall.errors import RankError, UsageError
 from rolecall.gang.member import Action
 from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_of
 from rolecall.rank import fork_server
-from rolecall.rank.pipe_messages import Drain, LosePeer
 from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.pipe_messages import Drain, LosePeer
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
 from rolecall.telemetry import WorkerFiles

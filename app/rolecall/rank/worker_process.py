@@ -20,8 +20,8 @@ from rolecall.declare.task import Task
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.observe.memory import oom_kills, ran_out
 from rolecall.rank import fork_server, pipe_messages, stacks
-from rolecall.rank.frames import PipeError, WorkerPipe
 from rolecall.rank.coordinator import Coordinator
+from rolecall.rank.frames import PipeError, WorkerPipe
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
 from rolecall.record.waits import Told

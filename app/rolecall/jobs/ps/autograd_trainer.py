@@ -1,5 +1,5 @@
-"""The trainer of UPDATE_MODE=autograd, the tutorial's way: the model is at the lead. Trainers run forward through it,
-distributed autograd runs backward through both, and the lead steps the one optimizer there is.
+"""The trainer of UPDATE_MODE=autograd, the tutorial's way: trainers run forward through the lead's model, distributed
+autograd runs backward through both processes, and the lead steps the one optimizer.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def run(context: Context[PsSettings]) -> None:
         for batch in assignment.batches:
             key = GradientKey(name, key.number + 1)
             inputs, targets = samples.batch(torch.from_numpy(batch))
+            inputs, targets = inputs.to(device), targets.to(device)
             with dist_autograd.context() as context_id:
                 with metrics.ps_compute_seconds.time():
-                    call = context.call(lead, calls.forward, remote, name, context_id, inputs.to(device),
-                                        timeout=deadline)  # fmt: skip
-                    output = call.wait()
-                    loss = model.loss(output, targets.to(device))
+                    output = context.call(
+                        lead, calls.forward, remote, name, context_id, inputs, timeout=deadline
+                    ).wait()
+                    loss = model.loss(output, targets)
                     dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
-                correct = int((output.argmax(1).cpu() == targets).sum())
+                correct = int((output.argmax(1) == targets).sum())
                 report = BatchReport(0, len(batch), float(loss.detach()), correct)
                 with metrics.ps_wait_seconds.time():
                     call = context.call(lead, calls.step, remote, key, context_id, report, timeout=deadline)

@@ -1,4 +1,4 @@
-"""The functions that are called at servers over RPC."""
+"""The functions that ranks call over RPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, Upda
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 
-# gradients that a server has all its parts of; trainers that are at work; names of lost peers
+# gradients that a server has all parts of; trainers that make steps; names of lost peers
 Inbox = queue.SimpleQueue[GradientKey | Working | str]
 INBOX: RankObject[Inbox] = RankObject()  # the lead's
 SERVER: RankObject[Server] = RankObject()
@@ -25,9 +25,9 @@ ENDING: RankObject[queue.SimpleQueue[None]] = RankObject()  # a trainer's: an it
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: BatchReport | None) -> Future[PartAnswer]:
-    """Hands over a part of a gradient, as it travels (see `wire.Sender`); answered with the part's new parameters when
-    it is the trainer's turn. The first part has the report, and its answer the assignment. No gradient: send the
-    parameters.
+    """Hands over a part of a gradient, as it travels (see `wire.Sender`), or asks for parameters without a gradient.
+    The answer, with the part's new parameters, comes when it is the trainer's turn. Part 0 has the report, and its
+    answer the assignment.
     """
     return SERVER.get().receive(key, part, gradient, report)
 
@@ -50,8 +50,8 @@ def forward(model: rpc.RRef[ServerModel], trainer: str, context_id: int, inputs:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def step(model: rpc.RRef[ServerModel], key: GradientKey, context_id: int, report: BatchReport) -> Future[PartAnswer]:
-    """Hands the gradient that `context_id` holds here to the lead's optimizer; answered with the next assignment. The
-    version and the buffers of `report` are the lead's to fill in.
+    """Hands the gradient in `context_id` to the lead's optimizer, with the version and the buffers of its pass. The
+    answer has the next assignment.
     """
     gradient, version, buffers = model.local_value().gradient(context_id)
     complete = BatchReport(version, report.samples, report.loss, report.correct, buffers)
@@ -72,7 +72,7 @@ def complete(keys: list[GradientKey]) -> None:
 
 
 def end_rounds(count: int) -> None:
-    """Ends the trainer's next `count` rounds each at its next step (UPDATE_MODE=local)."""
+    """Ends each of the trainer's next `count` rounds at its next step (UPDATE_MODE=local)."""
     ending = ENDING.get()
     for _ in range(count):
         ending.put(None)

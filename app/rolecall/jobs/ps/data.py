@@ -1,4 +1,4 @@
-"""The data: samples by index, so that a batch is named by a few integers on the network."""
+"""The data: samples by index, so a batch travels as a few integers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Images:
-    """`pixels` [n, 28, 28] in memory, as they were stored, and `labels` [n] int64; normalised batch by batch."""
+    """`pixels` [n, 28, 28] as they are stored, and `labels` [n] int64; each batch is normalised when it is made."""
 
     pixels: Tensor
     labels: Tensor
@@ -64,7 +64,7 @@ class Items:
 
 
 def load(settings: PsSettings) -> tuple[Split, Split]:
-    """The training and the test samples of DATASET. Raises UsageError where they cannot be loaded."""
+    """The training and the test samples of DATASET. Raises UsageError if they cannot be loaded."""
     if settings.dataset == "digits":
         return digits()
     if settings.dataset == "mnist":
@@ -84,7 +84,7 @@ def digits() -> tuple[Images, Images]:
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     assert package.submodule_search_locations is not None
-    # the file that sklearn.datasets.load_digits reads; importing that takes a second, of every start
+    # the file that sklearn.datasets.load_digits reads; its import would take a second of each start
     path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(path, "rt") as file:
         table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))

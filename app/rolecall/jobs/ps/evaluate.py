@@ -1,4 +1,4 @@
-"""Test accuracy: at the lead beside the training, and by `python -m rolecall eval ps`."""
+"""Test accuracy: at the lead beside the training, and by `rolecall eval ps`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, UsageError, track
 from rolecall.jobs.ps import PsSettings, data, model
 
-CHUNK = 128  # samples in one pass
+CHUNK_SAMPLES = 128  # in one pass
 
 
 def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
@@ -24,7 +25,7 @@ def accuracy(trained: nn.Module, split: data.Split, threads: int) -> float:
             return int((trained(inputs).argmax(1).cpu() == targets).sum())
 
     with ThreadPoolExecutor(threads) as pool:
-        chunks: Any = torch.arange(len(split)).split(CHUNK)
+        chunks: Any = torch.arange(len(split)).split(CHUNK_SAMPLES)
         return sum(track(pool.map(correct, chunks), "evaluating", len(chunks), "batches")) / len(split)
 
 
@@ -37,11 +38,11 @@ def log_accuracy(
     flat: Tensor,
     buffers: tuple[Tensor, ...],
 ) -> float:
-    """Computes and logs the accuracy of the parameters `flat` [total] after `epoch` epochs and `step` updates; lends
-    them to `module`, which nobody else uses meanwhile.
+    """Computes and logs the accuracy of the parameters `flat` [total] after `epoch` epochs and `step` updates. No other
+    thread uses `module` meanwhile.
     """
     with context.timer() as timer:
-        model.lend(flat, module)
+        vector_to_parameters(flat, model.trainable(module))
         model.load_buffers(module, buffers)
         share = accuracy(module, test, context.threads)
         model.release(module)
@@ -62,15 +63,15 @@ def evaluate(settings: PsSettings, state: dict[str, Any]) -> dict[str, float]:
 
 
 def restore(settings: PsSettings, state: dict[str, Any]) -> nn.Module:
-    """The model of a checkpoint's `state`. Raises UsageError where MODEL makes another."""
+    """The model of a checkpoint's `state`. Raises UsageError if MODEL makes another."""
     with UsageError.wrap("the checkpoint holds no parameters of ps", KeyError, TypeError):
         parameters, buffers = state["model"]["parameters"], tuple(state["model"]["buffers"])
     trained = model.build(settings)
-    total = sum(parameter.numel() for parameter in model.trainable(trained))
+    total = model.count(trained)
     if len(parameters) != total:
         raise UsageError(
             f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the checkpoint {len(parameters)}"
         )
-    model.unflatten(parameters, trained)
+    vector_to_parameters(parameters, model.trainable(trained))
     model.load_buffers(trained, buffers)
     return trained

@@ -1,4 +1,4 @@
-"""The role `ps`. Rank 0 is the lead: it hands out batches, orders the servers' updates, evaluates, checkpoints."""
+"""The role `ps`. Rank 0 is the lead: it hands out batches, orders the servers' updates, evaluates, saves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import queue
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, data
 from rolecall.jobs.ps.evaluate import log_accuracy
 from rolecall.jobs.ps.ledger import Ledger, Update
-from rolecall.jobs.ps.local_drain import Rounds
-from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard, Working
-from rolecall.jobs.ps.patience import Patience
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, UpdateShard, Working
+from rolecall.jobs.ps.patience import CHECK_SECONDS, Patience
 from rolecall.jobs.ps.reports import Reports
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 from rolecall.jobs.ps.sharded import ShardedModel
 
-CHECK_SECONDS = 0.2  # how often it looks for a drain and for late trainers
+DRAIN_SHARE = 0.5  # of DRAIN_TIMEOUT that open rounds have; what takes longer is given up
 
 
 def run(context: Context[PsSettings]) -> dict[str, Any] | None:
@@ -29,70 +29,63 @@ def run(context: Context[PsSettings]) -> dict[str, Any] | None:
     if context.rank == 0:
         return lead(context)
     calls.SERVER.set(Server(context, Reports(context).add))
-    return None  # the rest is calls
+    return None  # trainers and the lead call the server
 
 
 def lead(context: Context[PsSettings]) -> dict[str, Any]:
-    """All that the lead decides, it decides here, in the order of what arrives."""
+    """The lead's loop: takes events in their order, and makes the updates that are due with them."""
     s, metrics, inbox = context.settings, context.metrics, calls.INBOX.set(queue.SimpleQueue())
     context.on_lost(inbox.put)
     trainers = [peer.name for peer in context.peers("trainer")]
     server_model = None
     if s.update_mode == "autograd":
         threads = max(1, context.threads // max(1, len(trainers)))
-        server_model = calls.SERVER_MODEL.set(ServerModel(s, threads))
+        server_model = calls.SERVER_MODEL.set(ServerModel(s, threads, context.device))
     server = calls.SERVER.set(Server(context, inbox.put, server_model))
     model = ShardedModel(context, server)
     train, test = data.load(s)
-    # a trainer computes its next batch while its gradient travels, where the bound on staleness leaves room
-    local = s.update_mode == "local"
-    usual = 1 if local else 2 * len(trainers) - 1  # the staleness of what is computed meanwhile
-    ahead = 2 if s.update_mode in ("async", "local") and s.max_staleness >= usual else 1
-    ledger = Ledger(
-        len(train), s.batch_size * (s.inner_steps if local else 1), s.epochs, s.seed, trainers,
-        s.update_mode in ("sync", "local"), ahead, s.max_staleness, s.backup_trainers, s.late_gradients == "use",
-        s.batch_size if local else 1,
-    )  # fmt: skip
+    ledger = make_ledger(s, len(train), trainers)
     context.restore({"model": model, "ledger": ledger})
     server.publish(ledger.version)
-    for name in trainers:  # in sync all wait for one whose gradient does not come
+    for name in trainers:  # a sync update waits for a trainer whose gradient does not come
         context.on_disconnect(name, context.give_up)
-    arrived = Counter[GradientKey]()  # by gradient that some servers have all their parts of, how many
-    checked_at = time.monotonic()
-    patience = Patience(trainers, checked_at)
-    evaluator = ThreadPoolExecutor(1)
-    evaluation = evaluator.submit(float)  # the newest one, beside the training; this one is done at once
-    samples, epoch = s.epochs * len(train), ledger.epoch
-    settled = Rounds(context, ledger).closed if local else None
-    for version in context.steps(until=lambda: ledger.over, settled=settled, work=samples, dataset=s.dataset,
-                                 update_mode=s.update_mode, epoch=ledger.epoch, trainers=len(trainers),
-                                 parameters=server.total):  # fmt: skip
-        # what has arrived, and the update that is due with it
+    arrived = Counter[GradientKey]()  # the servers that have all parts of a gradient
+    patience = Patience(context, ledger)
+    evaluate = partial(log_accuracy, context, server.module, test)
+    evaluator = ThreadPoolExecutor(1)  # beside the training
+    evaluation = evaluator.submit(float)  # the newest one; this one is done at once
+    samples, epoch, local = s.epochs * len(train), ledger.epoch, s.update_mode == "local"
+    for version in context.steps(
+        until=lambda: ledger.over,
+        settled=OpenRounds(context, ledger).closed if local else None,
+        work=samples,
+        dataset=s.dataset,
+        update_mode=s.update_mode,
+        epoch=epoch,
+        trainers=len(trainers),
+        parameters=server.total,
+    ):
+        # the next event, and the update that is due with it
         update: Update | None = None
-        match _next(inbox, ledger, arrived, s.servers):
+        match next_event(inbox, ledger, arrived, s.servers):
             case GradientKey(name) as key:
-                patience.heard([name], time.monotonic())
-                report, refused, dropped = server.shard.report(key), ledger.refused, ledger.dropped
+                patience.heard([name])
+                report, refused = server.shard.report(key), ledger.refused
                 if report.samples:
-                    staleness = ledger.version - report.version
-                    metrics.ps_staleness_updates.observe(staleness)
-                    metrics.ps_gradients_late.inc(s.backup_trainers > 0 and staleness > 0)
+                    metrics.ps_staleness_updates.observe(ledger.version - report.version)
                 update = ledger.take(key, report.version, report.samples)
                 metrics.ps_gradients_refused.inc(ledger.refused - refused)
-                metrics.ps_gradients_dropped.inc(ledger.dropped - dropped)
             case Working(name, number):
                 if ledger.computes(name, number):
-                    patience.heard([name], time.monotonic())
+                    patience.heard([name])
             case str(name) if ledger.has(name):
                 model.drop(name)
                 arrived = Counter({key: count for key, count in arrived.items() if key.trainer != name})
                 metrics.ps_trainers_dropped.inc()
                 update = ledger.lose(name)
-        if time.monotonic() - checked_at > CHECK_SECONDS:
-            checked_at = time.monotonic()
-            _give_up_late(context, ledger, patience)
-            if evaluation.done():
-                evaluation.result()  # raises what it raised
+        patience.check()
+        if evaluation.done():
+            evaluation.result()  # raises its error
         if update is None:
             context.redo()
             continue
@@ -102,43 +95,59 @@ def lead(context: Context[PsSettings]) -> dict[str, Any]:
         for report in reports:
             context.require_finite(report.loss, hint="the loss is not finite; lower LR, or check the data of DATASET")
             model.buffers = report.buffers or model.buffers
-        used = sum(report.samples for report in reports)
-        begun = ledger.done - used  # samples that came before this update's
-        # a difference has its rate from the inner steps that made it
-        rate = 1.0 if local else update.rate * _rate(s, begun / samples)
-        order = UpdateShard(ledger.version, update.weights, rate, tuple(update.batches))
-        model.update(order, {
-            key: Assignment(ledger.version, batches, model.buffers if key.number == 0 else (),
-                            _rate(s, ledger.done / samples))
+        begun = ledger.done - sum(report.samples for report in reports)  # samples before this update's
+        # the inner steps have applied the schedule to a difference
+        rate = 1.0 if local else update.rate * scheduled(s, begun / samples)
+        assigned_rate = scheduled(s, ledger.done / samples)
+        assignments = {
+            key: Assignment(ledger.version, batches, () if key.number else model.buffers, assigned_rate)
             for key, batches in update.batches.items()
-        })  # fmt: skip
-        patience.heard((key.trainer for key in update.batches), time.monotonic())
-        if not used:  # only answers: the same version
+        }
+        model.update(UpdateShard(ledger.version, update.weights, rate, tuple(update.batches)), assignments)
+        patience.heard(key.trainer for key in update.batches)
+        if not reports:  # answers only: the version is unchanged
             context.redo()
             continue
-
-        # how it stands
-        loss = sum(report.loss * report.samples for report in reports) / used
-        correct = sum(report.correct for report in reports) / used
-        context.log(done=ledger.done, loss=loss, epoch=begun // len(train) + 1, ps_train_accuracy_ratio=correct)
+        _log(context, reports, ledger.done, begun // len(train) + 1)
         ended, epoch = ledger.epoch > epoch, ledger.epoch
         if ended and not ledger.over and evaluation.done():
-            parameters = model.parameters()
-            evaluation = evaluator.submit(log_accuracy, context, server.module, test, ledger.epoch, version, parameters,
-                                          model.buffers)  # fmt: skip
+            evaluation = evaluator.submit(evaluate, epoch, version, model.parameters(), model.buffers)
     with context.evaluating():
         evaluation.result()
-        accuracy = log_accuracy(context, server.module, test, ledger.epoch, ledger.version, model.parameters(),
-                                model.buffers)  # fmt: skip
-    return context.finish(f"Finished: test accuracy {accuracy:.2%} after {ledger.epoch} epochs", accuracy=accuracy,
-                          epochs=ledger.epoch, updates=ledger.version, samples=ledger.done)  # fmt: skip
+        accuracy = evaluate(ledger.epoch, ledger.version, model.parameters(), model.buffers)
+    return context.finish(
+        f"Finished: test accuracy {accuracy:.2%} after {ledger.epoch} epochs",
+        accuracy=accuracy,
+        epochs=ledger.epoch,
+        updates=ledger.version,
+        samples=ledger.done,
+    )
 
 
-def _next(
+def make_ledger(s: PsSettings, samples: int, trainers: list[str]) -> Ledger:
+    """The ledger of UPDATE_MODE. With `async` and `local` a trainer computes a batch during an exchange, if
+    MAX_STALENESS allows the staleness that this usually causes.
+    """
+    local = s.update_mode == "local"
+    usual_staleness = 1 if local else 2 * len(trainers) - 1
+    return Ledger(
+        samples,
+        s.batch_size * (s.inner_steps if local else 1),
+        s.epochs,
+        s.seed,
+        trainers,
+        sync=s.update_mode in ("sync", "local"),
+        ahead=2 if s.update_mode in ("async", "local") and s.max_staleness >= usual_staleness else 1,
+        max_staleness=s.max_staleness,
+        grain=s.batch_size if local else 1,
+    )
+
+
+def next_event(
     inbox: calls.Inbox, ledger: Ledger, arrived: Counter[GradientKey], servers: int
 ) -> GradientKey | Working | str | None:
-    """The next of what arrives, a gradient with the last of the `servers` that have it; None where nothing does within
-    CHECK_SECONDS. What comes of a lost trainer is left out.
+    """The next event: a gradient once all `servers` have it; None if there is none within CHECK_SECONDS. Gradients of
+    lost trainers are left out.
     """
     until = time.monotonic() + CHECK_SECONDS
     while (left := until - time.monotonic()) > 0:
@@ -156,24 +165,40 @@ def _next(
     return None
 
 
-def _give_up_late(context: Context[PsSettings], ledger: Ledger, patience: Patience) -> None:
-    """Gives up trainers whose gradient takes longer than STEP_TIMEOUT, or who load their data for longer than
-    PHASE_TIMEOUT. Raises PeerLostError where none is left.
-    """
-    now, s = time.monotonic(), context.settings
-    patience.look(now)
-    for name in ledger.late():
-        ready = ledger.is_ready(name)
-        limit = s.step_timeout if ready else s.phase_timeout
-        if patience.seconds(name, now) > limit and name not in context.lost:
-            problem = f"no gradient within {'STEP_TIMEOUT' if ready else 'PHASE_TIMEOUT'}={limit:g} s"
-            context.logger.warning("trainer given up", trainer=name, problem=problem)
-            context.give_up(name)  # which brings its name into the inbox
-    context.require_peers("trainer")
-
-
-def _rate(settings: PsSettings, progress: float) -> float:
+def scheduled(settings: PsSettings, progress: float) -> float:
     """The learning rate over LR when `progress` of the training is done: 1, or by a half cosine (Loshchilov and Hutter
     2017, SGDR, without restarts).
     """
     return 0.5 + 0.5 * math.cos(math.pi * progress) if settings.lr_schedule == "cosine" else 1.0
+
+
+def _log(context: Context[PsSettings], reports: list[BatchReport], done: int, epoch: int) -> None:
+    """Logs an update from the trainers' `reports`."""
+    used = sum(report.samples for report in reports)
+    loss = sum(report.loss * report.samples for report in reports) / used
+    correct = sum(report.correct for report in reports) / used
+    context.log(done=done, loss=loss, epoch=epoch, ps_train_accuracy_ratio=correct)
+
+
+class OpenRounds:
+    """A drain with UPDATE_MODE=local: the open rounds of `ledger` end at their trainers' next steps, and count."""
+
+    def __init__(self, context: Context[PsSettings], ledger: Ledger) -> None:
+        self._context, self._ledger = context, ledger
+        self._limit = DRAIN_SHARE * context.settings.drain_timeout
+        self._ordered: tuple[int, float] | None = None  # at which version, and when
+
+    def closed(self) -> bool:
+        """Whether the rounds that were open are closed, or take too long. The first call orders their end."""
+        now, ledger = time.monotonic(), self._ledger
+        if ledger.over or ledger.idle:
+            return True
+        if self._ordered is None:
+            self._ordered = ledger.version, now
+            for name in ledger.trainers:
+                self._context.call(name, calls.end_rounds, ledger.ahead)
+        version, since = self._ordered
+        if ledger.version >= version + ledger.ahead or now - since > self._limit:
+            self._ordered = None  # a refused drain may be ordered again
+            return True
+        return False

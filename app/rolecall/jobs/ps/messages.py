@@ -24,7 +24,7 @@ class GradientKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What a trainer reports with a gradient: the `version` of the parameters that it was computed with, and, of its
+    """A trainer's report with a gradient: the `version` of the parameters that it was computed with, and, of its
     `samples` samples, the mean loss, how many were classified correctly, and the model's buffers afterwards.
     """
 
@@ -37,9 +37,9 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class UpdateShard:
-    """At every server, one at a time: apply the mean of the gradients in `weights`, which add up to 1 (none: nothing
-    changes), at `rate` times LR, which makes the parameters of `version`; then send them to those in `answered`. First
-    drop what the trainers `lost` left.
+    """The lead's order to every server, one at a time: drop what the trainers `lost` sent; apply the mean of the
+    gradients in `weights`, which add up to 1 (empty: nothing changes), at `rate` times LR, which makes the parameters
+    of `version`; send them to the trainers in `answered`.
     """
 
     version: int
@@ -51,8 +51,8 @@ class UpdateShard:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the lead assigns a trainer: batches to compute, from parameters of `version` on. No batches: the end. `rate`
-    is that of its own optimizer, over LR (UPDATE_MODE=local).
+    """Batches for a trainer to compute, from parameters of `version` on; no batches: the end. `rate` is that of its own
+    optimizer, over LR (UPDATE_MODE=local).
     """
 
     version: int
@@ -62,16 +62,15 @@ class Assignment:
 
 
 class Working(NamedTuple):
-    """A trainer makes steps of the round that ends with its gradient `number`, and takes longer than one gradient."""
+    """A trainer makes steps of the round that ends with its gradient `number`."""
 
     trainer: str
     number: int
 
 
 class PartAnswer(NamedTuple):
-    """The answer to a part of a gradient: the part's new parameters as they travel (see `wire.Receiver`), none where
-    they are unchanged or UPDATE_MODE=autograd leaves them at the server; and with the first part the trainer's
-    assignment.
+    """The answer to a part of a gradient: its new parameters as they travel (see `wire.Receiver`), or None if the
+    trainer has them already or UPDATE_MODE=autograd keeps them at the server; and with part 0 the trainer's assignment.
     """
 
     parameters: Tensor | None

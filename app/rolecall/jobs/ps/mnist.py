@@ -1,128 +1,104 @@
-"""MNIST's digits, from its four IDX files in DATA_DIR/MNIST/raw: by torchvision, which downloads them too, or by this
-module's own reader where torchvision cannot be imported.
+"""MNIST's digits, from its four IDX files in DATA_DIR/MNIST/raw. Absent files are downloaded from the mirrors that
+torchvision knows.
 
 Source: Y. LeCun, C. Cortes, C. Burges, The MNIST database of handwritten digits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gzip
+import hashlib
 import importlib
 import math
-import os
-import socket
-import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 from filelock import FileLock
 from torch import Tensor
 
-from rolecall import ProgressBar, UsageError
+from rolecall import UsageError, track
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, as shares of 255
-LOCK = ".download"  # held while one rank loads, for all that share the directory
+LOCK = ".download"  # held by the rank that downloads, for all ranks that share the directory
 LOCK_SECONDS = 300.0
 STALL_SECONDS = 30.0  # of a download that receives nothing
 IDX_TYPE = 8  # unsigned bytes
+Digits = tuple[Tensor, Tensor]  # pixels [n, 28, 28] uint8 and labels [n]
 
 
-def load(directory: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The training and the test split, each as pixels [n, 28, 28] uint8 and labels [n] int64.
-
-    Raises UsageError where the files are absent and cannot be downloaded, or are damaged.
+def load(directory: Path) -> tuple[Digits, Digits]:
+    """The training and the test split. Raises UsageError if the files are damaged, or absent and cannot be
+    downloaded.
     """
-    torchvision, raw = _torchvision(), directory / "MNIST" / "raw"
+    raw = directory / "MNIST" / "raw"
     advice = f"put the four IDX files into {raw}, or set DATASET=digits"
     with UsageError.wrap(f"DATASET=mnist DATA_DIR={directory}: cannot be loaded", advice=advice):
-        if torchvision:
-            directory.mkdir(parents=True, exist_ok=True)
-        writable = os.access(directory, os.W_OK)
-        with (
-            FileLock(directory / LOCK, LOCK_SECONDS) if writable else contextlib.nullcontext(),
-            _stall_deadline(), _shown_downloads(),
-        ):  # fmt: skip
-            train, test = (_split(torchvision, directory, raw, name) for name in ("train", "t10k"))
-    return train, test
+        names = [
+            f"{split}-{kind}" for split in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        ]
+        if not all(_exists(raw / name) for name in names):
+            _download(raw)
+        images, labels, test_images, test_labels = (_idx(raw / name) for name in names)
+        return _split("train", images, labels), _split("t10k", test_images, test_labels)
 
 
-@functools.cache
-def _torchvision() -> Any:
-    """torchvision's MNIST class; None, after one warning, where it cannot be imported."""
-    try:
-        return importlib.import_module("torchvision.datasets").MNIST
-    except Exception as error:  # absent, or built for another torch, which raises anything
-        problem = (str(error).splitlines() or [type(error).__name__])[0]
-        structlog.get_logger().warning(
-            "torchvision cannot be imported: MNIST's files are read without it, and not downloaded", problem=problem
-        )
-        return None
+def _split(name: str, images: Tensor, labels: Tensor) -> Digits:
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels) or not len(labels):
+        raise ValueError(f"{name} has images {tuple(images.shape)} and labels {tuple(labels.shape)}")
+    return images, labels.long()
 
 
-@contextlib.contextmanager
-def _stall_deadline() -> Iterator[None]:
-    """torchvision downloads without a timeout of its own."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(STALL_SECONDS)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.gz")
 
 
-class _Download(ProgressBar):
-    """In place of the bar that torchvision shows of a download, which fills a rank's log."""
-
-    def __init__(self, total: float | None = None, **_: Any) -> None:
-        super().__init__("downloading MNIST", total, "B")
-
-    def update(self, amount: float) -> None:
-        """As tqdm's."""
-        self.advance(amount)
+def _exists(path: Path) -> bool:
+    return path.exists() or _packed(path).exists()
 
 
-@contextlib.contextmanager
-def _shown_downloads() -> Iterator[None]:
-    """Shows torchvision's downloads, where that has the place for it."""
-    utils: Any = sys.modules.get("torchvision.datasets.utils")
-    if not hasattr(utils, "tqdm"):
-        yield
-        return
-    before, utils.tqdm = utils.tqdm, _Download
-    try:
-        yield
-    finally:
-        utils.tqdm = before
-
-
-def _split(torchvision: Any, directory: Path, raw: Path, name: str) -> tuple[Tensor, Tensor]:
-    if torchvision:
-        split = torchvision(str(directory), train=name == "train", download=True)  # downloads what is absent
-        pixels, labels = split.data, split.targets
-    else:
-        pixels, labels = _idx(raw / f"{name}-images-idx3-ubyte", 3), _idx(raw / f"{name}-labels-idx1-ubyte", 1)
-    if len(pixels) != len(labels) or not len(labels):
-        raise ValueError(f"{name} has {len(pixels)} images and {len(labels)} labels")
-    return pixels, labels.long()
-
-
-def _idx(path: Path, dimensions: int) -> Tensor:
+def _idx(path: Path) -> Tensor:
     """The array of unsigned bytes in an IDX file, or in a .gz of it: two zeros, type, dimensions, sizes (big-endian),
     elements.
     """
-    packed = path.with_name(f"{path.name}.gz")
-    content = gzip.decompress(packed.read_bytes()) if packed.exists() and not path.exists() else path.read_bytes()
+    content = path.read_bytes() if path.exists() else gzip.decompress(_packed(path).read_bytes())
+    dimensions = content[3] if len(content) > 3 else 0
     head = 4 + 4 * dimensions
-    if len(content) < head or content[:4] != bytes((0, 0, IDX_TYPE, dimensions)):
-        raise ValueError(f"{path.name} is no IDX file of {dimensions}-dimensional unsigned bytes")
+    if len(content) < head or content[:3] != bytes((0, 0, IDX_TYPE)):
+        raise ValueError(f"{path.name} is no IDX file of unsigned bytes")
     sizes = np.frombuffer(content[4:head], ">u4").tolist()
-    whole = head + math.prod(sizes)
-    if len(content) != whole:
-        raise ValueError(f"{path.name} is torn: {len(content)} bytes of {whole}")
+    if len(content) != head + math.prod(sizes):
+        raise ValueError(f"{path.name} has {len(content)} bytes of {head + math.prod(sizes)}")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=head).reshape(*sizes).copy())
+
+
+def _download(raw: Path) -> None:
+    """Downloads the absent files, one rank at a time."""
+    source = importlib.import_module("torchvision.datasets").MNIST
+    raw.mkdir(parents=True, exist_ok=True)
+    with FileLock(raw / LOCK, LOCK_SECONDS):
+        for name, md5 in track(source.resources, "downloading MNIST", len(source.resources), "files"):
+            path = raw / name
+            if not _exists(path.with_suffix("")):
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(_fetch(source.mirrors, name, md5))
+                partial.replace(path)  # no rank reads a file that is not whole
+
+
+def _fetch(mirrors: Sequence[str], name: str, md5: str) -> bytes:
+    """The content of a file from the first mirror that has it. Raises OSError if none has."""
+    problems = []
+    for mirror in mirrors:
+        try:
+            with urllib.request.urlopen(f"{mirror}{name}", timeout=STALL_SECONDS) as answer:
+                content: Any = answer.read()
+        except OSError as error:
+            problems.append(str(error))
+            continue
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() == md5:
+            return bytes(content)
+        problems.append("its checksum is wrong")
+    raise OSError(f"{name}: {'; '.join(problems)}")

@@ -1,31 +1,47 @@
-"""How long the lead has waited for each trainer. Pure logic: times are passed in, in seconds."""
+"""How long the lead waits for each trainer."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
-PAUSE = 1.0  # seconds between two looks after which the lead was busy, or suspended, and not waiting
+from rolecall import Context
+from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps.ledger import Ledger
+
+CHECK_SECONDS = 0.2  # between two checks
+PAUSE_SECONDS = 1.0  # between two checks after which the lead was busy or suspended
 
 
 class Patience:
-    """When each of the trainers `names` was heard last. While the lead does something else, such as saving, gradients
-    wait in its inbox: that time does not count.
+    """Gives up a trainer whose gradient takes longer than STEP_TIMEOUT, or which loads its data for longer than
+    PHASE_TIMEOUT. While the lead does something else, such as saving, gradients wait in its inbox: that time does not
+    count.
     """
 
-    def __init__(self, names: Iterable[str], now: float) -> None:
-        self._heard = dict.fromkeys(names, now)
-        self._looked = now
+    def __init__(self, context: Context[PsSettings], ledger: Ledger) -> None:
+        self._context, self._ledger = context, ledger
+        self._checked_at = time.monotonic()
+        self._heard_at = dict.fromkeys(ledger.trainers, self._checked_at)
 
-    def heard(self, names: Iterable[str], now: float) -> None:
-        """Each of `names` has sent a gradient, or got an answer."""
-        self._heard |= dict.fromkeys(names, now)
+    def heard(self, names: Iterable[str]) -> None:
+        """Each of `names` has sent a gradient or got an answer."""
+        self._heard_at |= dict.fromkeys(names, time.monotonic())
 
-    def look(self, now: float) -> None:
-        """The lead looks for those who are late."""
-        pause, self._looked = now - self._looked, now
-        if pause > PAUSE:
-            self._heard = {name: min(heard + pause, now) for name, heard in self._heard.items()}
-
-    def seconds(self, name: str, now: float) -> float:
-        """How long the lead has waited for `name`."""
-        return now - self._heard[name]
+    def check(self) -> None:
+        """Gives up late trainers, at most every CHECK_SECONDS. Raises PeerLostError if no trainer is left."""
+        now, context, s = time.monotonic(), self._context, self._context.settings
+        elapsed = now - self._checked_at
+        if elapsed < CHECK_SECONDS:
+            return
+        self._checked_at = now
+        if elapsed > PAUSE_SECONDS:
+            self._heard_at = {name: min(heard + elapsed, now) for name, heard in self._heard_at.items()}
+        for name in self._ledger.late():
+            ready = self._ledger.is_ready(name)
+            limit = s.step_timeout if ready else s.phase_timeout
+            if now - self._heard_at[name] > limit and name not in context.lost:
+                problem = f"no gradient within {'STEP_TIMEOUT' if ready else 'PHASE_TIMEOUT'}={limit:g} s"
+                context.logger.warning("trainer given up", trainer=name, problem=problem)
+                context.give_up(name)  # its name comes into the inbox
+        context.require_peers("trainer")

@@ -17,15 +17,15 @@ from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAns
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.wire import Receiver, Sender
 
-DEPTH = 2  # gradients under way at once
+MAX_EXCHANGES = 2  # gradients in flight
 Exchange = dict[int, Future[PartAnswer]]  # a gradient's calls, by part
 
 
 class Replica:
-    """The model, whose parameters' owners are the servers.
+    """The model, whose parameters the servers own.
 
-    A part of the gradient leaves as soon as the backward pass has computed it, and the forward pass waits for a part of
-    the parameters where it first needs it.
+    A part of the gradient leaves as soon as the backward pass has computed it. The forward pass waits for a part of the
+    parameters when a layer first needs it.
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
@@ -35,26 +35,22 @@ class Replica:
         self.parts = model.parts(self.model, self.settings)
         self.version = 0  # of the parameters here
         self.number = 0  # of the next gradient
-        self._exchanges: deque[Exchange] = deque()  # under way
+        self._exchanges: deque[Exchange] = deque()  # in flight
         self._batches: list[Indices] = []  # came with the parameters
         self._servers = {peer.ordinal: peer.name for peer in context.peers("ps")}
         # longer than the lead waits for the slowest trainer, and saves
         s = self.settings
         self._deadline = 2 * s.step_timeout + s.phase_timeout + s.rpc_timeout
         self._pieces = _pieces(self.model, self.parts)
-        # where the gradients of several parameters travel as one part: RPC sends later, and of async two are under way
-        self._gradients = [
-            {index: torch.empty(part.stop - part.start) for index, part in enumerate(self.parts) if self._joined(index)}
-            for _ in range(1 if self.settings.update_mode == "sync" else DEPTH)
-        ]
-        self._senders = [Sender(part.stop - part.start, self.settings) for part in self.parts]
-        self._receivers = [Receiver(part.stop - part.start, self.settings) for part in self.parts]
-        # by part, those whose gradient the backward pass has yet to compute
+        self._joined: dict[int, Tensor] = {}  # gradients of parts that have elements of several parameters
+        self._senders = [Sender(part.stop - part.start, s.wire_dtype) for part in self.parts]
+        self._receivers = [Receiver(part.stop - part.start, s.wire_dtype) for part in self.parts]
+        # by part, the parameters whose gradient the backward pass has yet to compute
         self._missing: list[set[nn.Parameter]] = []
         for parameter in model.trainable(self.model):
             parameter.data = parameter.data.contiguous()  # as the elements of a part are
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
-        self._incoming: Exchange = {}  # parts whose parameters are still under way
+        self._incoming: Exchange = {}  # parts whose parameters are still in flight
         self._called: set[nn.Module] = set()
         self._needs = _needs(self.model, self._pieces)
         for module in self._needs:
@@ -68,15 +64,15 @@ class Replica:
             self._send(index, None)
 
     def has_to_take(self, batches: Collection[Indices]) -> bool:
-        """Whether to `take` before the next of `batches` is computed: what has come, or what there is to wait for."""
+        """Whether to call `take` before computing the next of `batches`: an answer is here, or must be waited for."""
         if not self._exchanges:
             return False
-        come = all(call.done() for call in self._exchanges[0].values())
-        return come or not batches or len(self._exchanges) == DEPTH
+        arrived = all(call.done() for call in self._exchanges[0].values())
+        return arrived or not batches or len(self._exchanges) == MAX_EXCHANGES
 
     def take(self) -> list[Indices]:
-        """Waits for the answer to the oldest gradient; returns the batches in it. Parameters that the forward pass
-        waits for may still be under way.
+        """Waits for the answer to the oldest gradient; returns its batches. Parameters that the forward pass waits for
+        may still be in flight.
         """
         self._incoming, self._batches = self._exchanges.popleft(), []
         self._await(self._eager)
@@ -87,7 +83,7 @@ class Replica:
         output: Tensor = self.model(inputs.to(self.device))
         self._await(set(self._incoming))
         if self.settings.update_mode == "sync":
-            # a layer that is never called may have its parameters used from anywhere
+            # any module may use the parameters of a layer that is never called
             uncalled = [module for module in self._needs if module not in self._called]
             self._eager = {0}.union(*(self._needs[module] for module in uncalled))
         return output
@@ -96,7 +92,7 @@ class Replica:
         """Sends the gradient of `loss`, a mean over `samples` of which `correct` were classified correctly."""
         self._open(BatchReport(self.version, samples, float(loss.detach()), correct, model.buffers(self.model)))
         loss.backward()
-        for parameter in set().union(*self._missing):  # what the loss does not depend on
+        for parameter in set().union(*self._missing):  # the loss does not depend on it
             parameter.grad = torch.zeros_like(parameter)
             self._gradient_ready(parameter)
 
@@ -110,29 +106,29 @@ class Replica:
         """A parameter's gradient is computed: sends the parts that waited for it alone."""
         assert parameter.grad is not None
         gradient = parameter.grad.reshape(-1)
-        buffers = self._gradients[self.number % len(self._gradients)]
         for index, missing in enumerate(self._missing):
-            if parameter in missing:
-                for piece in self._pieces[index]:
+            if parameter not in missing:
+                continue
+            pieces = self._pieces[index]
+            if len(pieces) > 1:
+                part = self.parts[index]
+                whole = self._joined.setdefault(index, torch.empty(part.stop - part.start))
+                for piece in pieces:
                     if piece.parameter is parameter:
-                        part = gradient[piece.in_parameter]
-                        if self._joined(index):
-                            buffers[index][piece.in_part].copy_(part)
-                missing.discard(parameter)
-                if not missing:
-                    whole = buffers[index] if self._joined(index) else part.cpu()
-                    if whole.untyped_storage().nbytes() > whole.nbytes:
-                        whole = whole.clone()  # RPC sends a tensor's whole memory
-                    self._send(index, self._senders[index].encode(whole))
+                        whole[piece.in_part].copy_(gradient[piece.in_parameter])
+            else:
+                whole = gradient[pieces[0].in_parameter].cpu()
+                if whole.untyped_storage().nbytes() > whole.nbytes:
+                    whole = whole.clone()  # RPC sends a tensor's whole memory
+            missing.discard(parameter)
+            if not missing:
+                self._joined.pop(index, None)  # RPC sends it later: the next gradient gets other memory
+                self._send(index, self._senders[index].encode(whole))
         parameter.grad = None
-
-    def _joined(self, index: int) -> bool:
-        """Whether part `index` has elements of several parameters."""
-        return len(self._pieces[index]) > 1
 
     def _send(self, index: int, gradient: Tensor | None) -> None:
         """Sends part `index` [elements] of the gradient to its server."""
-        report = self._report if index == 0 else None  # the lead has the first part
+        report = self._report if index == 0 else None  # the lead has part 0
         server, key = self._servers[self.parts[index].server], GradientKey(self.context.me.name, self.number)
         sent = self._exchanges[-1]
         if gradient is not None:
@@ -148,7 +144,7 @@ class Replica:
             self._await(self._needs[module])
 
     def _await(self, indices: set[int]) -> None:
-        """Waits for the parameters of the parts `indices`, and for the assignment that comes with the first."""
+        """Waits for the parameters of the parts `indices`, and for the assignment that comes with part 0."""
         for index in sorted(indices & self._incoming.keys()):
             with self.metrics.ps_wait_seconds.time():
                 parameters, assignment = self._incoming.pop(index).wait()
@@ -160,9 +156,7 @@ class Replica:
                 model.load_buffers(self.model, assignment.buffers)
 
     def _load(self, index: int, parameters: Tensor) -> None:
-        """Sets the parameters [elements] of a part. Those that are complete, of the right type and on the right device
-        are used as they came.
-        """
+        """Sets the parameters [elements] of a part. A whole parameter on the right device is used without a copy."""
         parameters = parameters.to(self.device)
         for piece in self._pieces[index]:
             values, parameter = parameters[piece.in_part], piece.parameter
@@ -174,7 +168,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a parameter and a part share: elements `in_parameter` of the one are elements `in_part` of the other."""
+    """The elements that a parameter and a part share: `in_parameter` of the one are `in_part` of the other."""
 
     parameter: nn.Parameter
     in_parameter: slice
@@ -182,8 +176,8 @@ class Piece:
 
 
 def _needs(module: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[int]]:
-    """The parts that each layer needs: of modules with parameters of their own, which may use those of the
-    modules within them too, without calling these.
+    """The parts that each layer needs. A layer is a module with parameters of its own; it may also use those of the
+    modules within it without calling these.
     """
     parts: dict[nn.Parameter, set[int]] = {}
     for index, of_part in enumerate(pieces):

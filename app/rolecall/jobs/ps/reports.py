@@ -1,4 +1,4 @@
-"""A server's reports to the lead: which gradients it has all of its parts of."""
+"""A server's reports to the lead: the gradients that it has all parts of."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from rolecall.jobs.ps.messages import GradientKey
 
 
 class Reports:
-    """Reports gradients to the lead in the order of `add`, in one call at a time: what is added meanwhile goes with the
-    next one. So a lead that is idle hears of each at once, and one that is busy gets fewer, longer messages.
+    """Reports gradients to the lead in the order of `add`, one call at a time; gradients that are added meanwhile go
+    with the next call. An idle lead hears of each at once; a busy one gets fewer, longer messages.
 
-    A call that fails is logged, counted under `rolecall_rpc_failures_total`, and not repeated, since the lead may have
-    heard it. A lead that is lost ends the generation; one that is not gives up trainers whose gradients do not come.
+    A failed call is logged, counted under `rolecall_rpc_failures_total`, and not repeated, since the lead may have
+    received it. A lost lead ends the generation; a live one gives up trainers whose gradients do not arrive.
 
-    Any thread may `add`.
+    Any thread may call `add`.
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
         self._context = context
         self._lock = threading.Lock()  # of the two below
         self._waiting: list[GradientKey] = []
-        self._under_way = False
+        self._in_flight = False
 
     def add(self, key: GradientKey) -> None:
         """Reports a gradient, at once or with the next report."""
         with self._lock:
             self._waiting.append(key)
-            if self._under_way:
+            if self._in_flight:
                 return
-            self._under_way = True
+            self._in_flight = True
         self._send()
 
     def _send(self) -> None:
-        """Reports what waits. Only for the one that set `_under_way`, or was called with the answer."""
+        """Reports all waiting gradients. Called by the thread that set `_in_flight`, and with each answer."""
         while keys := self._take():
             try:
                 answer = self._context.call(self._context.members[0], calls.complete, keys)
-            except Exception as error:  # of several kinds; nobody is above an answer's thread to catch it
+            except Exception as error:  # of several kinds; in an RPC thread no caller would see it
                 self._log(keys, error)
             else:
                 answer.add_done_callback(partial(self._answered, keys))
@@ -50,7 +50,7 @@ class Reports:
     def _take(self) -> list[GradientKey]:
         with self._lock:
             keys, self._waiting = self._waiting, []
-            self._under_way = bool(keys)
+            self._in_flight = bool(keys)
             return keys
 
     def _answered(self, keys: list[GradientKey], answer: Any) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from rolecall import Context
-from rolecall.jobs.ps import PsSettings, autograd_trainer, data, local_trainer, model
+from rolecall.jobs.ps import PsSettings, autograd_trainer, data, local, model
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.replica import Replica
 
@@ -19,14 +19,14 @@ def run(context: Context[PsSettings]) -> None:
     if context.settings.update_mode == "autograd":
         return autograd_trainer.run(context)
     if context.settings.update_mode == "local":
-        return local_trainer.run(context)
+        return local.run(context)
     metrics, replica = context.metrics, Replica(context)
     with context.phase("loading"):
         train, _ = data.load(context.settings)
     batches = deque[Indices]()
     replica.ask()
     while True:
-        # with two batches in hand (async) the next one is computed while the last one's gradient travels
+        # with two batches (async) the second is computed while the first one's gradient travels
         while replica.has_to_take(batches):
             batches += replica.take()
         if not batches:
@@ -43,7 +43,7 @@ def run(context: Context[PsSettings]) -> None:
 
 
 def threads(context: Context[PsSettings]) -> int:
-    """torch's threads for this trainer: its share of the cores, where all ranks are on one machine."""
+    """torch's threads for this trainer: its share of the cores if all ranks are on one machine."""
     try:
         one_machine = ipaddress.ip_address(context.settings.master_addr).is_loopback
     except ValueError:  # a name

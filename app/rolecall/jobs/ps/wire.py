@@ -1,126 +1,138 @@
-"""What travels: gradients up and parameters down, in WIRE_DTYPE, and with TOP_K only the largest elements.
+"""What travels: gradients up and parameters down, in WIRE_DTYPE.
 
-A part travels as one flat tensor. Whole float32 and bfloat16 have their own type; what is uint8 is packed, see
-`wire_blocks` and `wire_sparse`. Gradients carry error feedback. Of packed parameters only the difference from what the
-trainer holds travels, so what the packing takes away is in the next difference.
+A part travels as one flat tensor: float32 as it is, int8 and int4 packed into bytes (uint8). Packed gradients carry
+error feedback. Of packed parameters only the difference from what the trainer holds travels, so the next difference
+makes up for the rounding of this one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from rolecall.jobs.ps import PsSettings, wire_sparse
-from rolecall.jobs.ps.wire_blocks import pack, unpack
+from rolecall.jobs.ps.messages import GradientKey
 
-WHOLE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def is_packed(settings: PsSettings) -> bool:
-    """Whether parts travel as bytes, and parameters as differences."""
-    return settings.top_k > 0 or settings.wire_dtype not in WHOLE
-
-
-def has_momentum(settings: PsSettings) -> bool:
-    """Whether MOMENTUM is the trainers': with TOP_K, but for UPDATE_MODE=local, whose outer optimizer has its own."""
-    return settings.top_k > 0 and settings.update_mode != "local" and settings.momentum > 0
+BLOCK_ELEMENTS = 256  # elements that share a scale
+MAX_INTEGER = {"int8": 127, "int4": 7}  # the least integer is its negative
+MIN_SCALE = torch.finfo(torch.float32).tiny  # a scale has a finite inverse
 
 
 class Sender:
-    """Encodes one part of a trainer's gradients. What the encoding takes away is held back and added to the next
-    gradient (error feedback: Seide et al. 2014, 1-bit stochastic gradient descent), so it is late, not lost.
-
-    Where `has_momentum`, velocities are summed and held back in place of gradients, and the velocity of an element that
-    travels begins again at 0 (momentum correction and factor masking: Lin et al. 2018, deep gradient compression).
+    """Encodes one part of a trainer's gradients. `held` [size] is what the encoding rounded away; it is added to the
+    next gradient (error feedback: Seide et al. 2014, 1-bit stochastic gradient descent).
     """
 
-    def __init__(self, size: int, settings: PsSettings) -> None:
-        self._settings = settings
-        self._exact = settings.wire_dtype == "float32" and not settings.top_k
-        self._held = torch.zeros(1).expand(size) if self._exact else torch.zeros(size)
-        self._velocity = torch.zeros(size) if has_momentum(settings) else None
-
-    @property
-    def held(self) -> Tensor:
-        """What is held back [size]; zeros where all travels as it is."""
-        return self._held
+    def __init__(self, size: int, dtype: str) -> None:
+        self._dtype = dtype
+        self.held = torch.zeros(1).expand(size) if dtype == "float32" else torch.zeros(size)
 
     def encode(self, gradient: Tensor) -> Tensor:
-        """`gradient` [size] float32 as it travels, in memory that stays as it is; where all travels, in that of
-        `gradient`.
-        """
-        s, held, velocity = self._settings, self._held, self._velocity
-        if self._exact:
+        """`gradient` [size] float32 as it travels. In float32 it is the same tensor."""
+        if self._dtype == "float32":
             return gradient
-        if velocity is not None:
-            torch.add(gradient, velocity, alpha=s.momentum, out=velocity)
-        held += gradient if velocity is None else velocity
-        if s.top_k:
-            indices = wire_sparse.largest(held, wire_sparse.count_of(len(held), s.top_k))
-            values = held[indices]
-            payload = wire_sparse.join(indices, values, s.top_k, s.wire_dtype)
-            held.index_add_(0, indices, values, alpha=-1)
-            if velocity is not None:
-                velocity.index_fill_(0, indices, 0)
-            return payload
-        decoded = torch.empty_like(held)
-        payload = pack(held, s.wire_dtype, decoded)
-        held -= decoded
-        return payload if is_packed(s) else payload.view(WHOLE[s.wire_dtype])
-
-
-def decode(payload: Tensor, size: int, settings: PsSettings) -> Tensor:
-    """The gradient [size] float32 that `Sender.encode` made `payload` of; the same memory where that is float32."""
-    if payload.is_floating_point():
-        return payload.float()
-    if not settings.top_k:
-        return unpack(payload, size, settings.wire_dtype)
-    indices, values = wire_sparse.split(payload, settings.top_k, settings.wire_dtype)
-    return torch.zeros(size).index_copy_(0, indices, values)
-
-
-class View:
-    """At the server, a part [size] as a trainer holds it: `parameters` to begin with, which it is sent whole."""
-
-    def __init__(self, parameters: Tensor, settings: PsSettings) -> None:
-        self._values, self._settings = parameters.clone(), settings
-
-    def encode(self, parameters: Tensor) -> Tensor:
-        """The difference from the trainer's part to `parameters` [size], uint8, which the view then has, too."""
-        s, difference = self._settings, parameters - self._values
-        if not s.top_k:
-            payload = pack(difference, s.wire_dtype, difference)
-            self._values += difference
-            return payload
-        indices = wire_sparse.largest(difference, wire_sparse.count_of(len(difference), s.top_k))
-        values = difference[indices]
-        payload = wire_sparse.join(indices, values, s.top_k, s.wire_dtype)
-        self._values.index_add_(0, indices, values)
+        self.held += gradient
+        payload, decoded = pack(self.held, self._dtype)
+        self.held -= decoded
         return payload
 
-    def copy(self) -> View:
-        """A view of a trainer that holds the same so far."""
-        return View(self._values, self._settings)
+
+def decode(payload: Tensor, size: int, dtype: str) -> Tensor:
+    """The gradient [size] float32 of a payload of `Sender.encode`. In float32 it is the same tensor."""
+    return payload if dtype == "float32" else unpack(payload, size, dtype)
+
+
+class Views:
+    """At a server: what each trainer holds of one part. A difference is encoded once for all trainers with the same
+    view: those that were always answered together.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._views: dict[str, Tensor] = {}  # by trainer
+
+    def __len__(self) -> int:
+        return len(set(map(id, self._views.values())))
+
+    def encode(self, parameters: Tensor, keys: Iterable[GradientKey]) -> dict[GradientKey, Tensor]:
+        """The payloads for `keys`: all of `parameters` [size] in float32 for gradient 0, then differences. A trainer
+        with several keys gets one payload, with its lowest number; a trainer that was dropped gets none.
+        """
+        first = {key.trainer: key for key in sorted(keys, key=lambda key: -key.number)}
+        payloads: dict[GradientKey, Tensor] = {}
+        encoded: dict[int | None, tuple[Tensor, Tensor]] = {}  # by view: payload, next view
+        before = dict(self._views)
+        for trainer, key in first.items():
+            view = before.get(trainer) if key.number else None
+            if key.number and view is None:
+                continue
+            group = None if view is None else id(view)
+            if group not in encoded:
+                encoded[group] = self._encode(parameters, view)
+            payloads[key], self._views[trainer] = encoded[group]
+        return payloads
+
+    def _encode(self, parameters: Tensor, view: Tensor | None) -> tuple[Tensor, Tensor]:
+        if view is None:
+            return parameters.clone(), parameters.clone()
+        payload, decoded = pack(parameters - view, self._dtype)
+        return payload, view + decoded
+
+    def drop(self, trainer: str) -> None:
+        """Drops the view of a lost trainer."""
+        self._views.pop(trainer, None)
 
 
 class Receiver:
-    """At a trainer, a part [size]."""
+    """At a trainer: decodes one part [size] of the parameters."""
 
-    def __init__(self, size: int, settings: PsSettings) -> None:
-        self._size, self._settings = size, settings
+    def __init__(self, size: int, dtype: str) -> None:
+        self._size, self._dtype = size, dtype
         self._values = torch.empty(0)
 
     def receive(self, payload: Tensor) -> Tensor:
-        """The part's parameters [size] float32 after `payload`, which are whole (float32, bfloat16) or a difference
-        (uint8). The caller must not change them in place; the next ones have other memory.
+        """The part's parameters [size] float32 after `payload`, which is whole (float32) or a difference (uint8). The
+        caller must not change them in place; the next ones have other memory.
         """
-        if payload.is_floating_point():
-            values = payload.float()
-        elif self._settings.top_k:
-            values = self._values.clone()
-            values.index_add_(0, *wire_sparse.split(payload, self._settings.top_k, self._settings.wire_dtype))
-        else:
-            values = unpack(payload, self._size, self._settings.wire_dtype).add_(self._values)
-        if is_packed(self._settings):
-            self._values = values
-        return values
+        if not payload.is_floating_point():
+            payload = unpack(payload, self._size, self._dtype).add_(self._values)
+        if self._dtype != "float32":
+            self._values = payload
+        return payload
+
+
+# ---- elements as bytes
+
+
+def pack(values: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """`values` [n] float32 as bytes, and what `unpack` makes of them [n]. The bytes are the blocks' scales in float32,
+    then the integers of whole blocks.
+
+    An integer q stands for q times its block's scale, which is the block's greatest magnitude over MAX_INTEGER; q is
+    the nearest such integer. In int4 a byte is q + 16 r, with q of the first half of a block and r of the second. A
+    block with a value that is not finite decodes to none that is finite.
+    """
+    count = len(values)
+    decoded = functional.pad(values, (0, -count % BLOCK_ELEMENTS))  # a copy
+    blocks = decoded.view(-1, BLOCK_ELEMENTS)
+    # abs() would write the absolute values to memory first
+    scales = torch.maximum(blocks.amax(1), blocks.amin(1).neg_()).div_(MAX_INTEGER[dtype]).clamp_(min=MIN_SCALE)
+    codes = blocks.mul_(scales.reciprocal().unsqueeze(1)).round_()
+    if dtype == "int4":
+        low, high = blocks.chunk(2, 1)
+        codes = low.add(high, alpha=16)
+    payload = torch.cat([scales.view(torch.uint8), codes.to(torch.int8).view(-1).view(torch.uint8)])
+    blocks.mul_(scales.unsqueeze(1))
+    return payload, decoded[:count]
+
+
+def unpack(payload: Tensor, count: int, dtype: str) -> Tensor:
+    """The `count` elements [count] float32 of a payload of `pack`, in memory of their own."""
+    blocks = -(-count // BLOCK_ELEMENTS)
+    scales, codes = payload[: 4 * blocks].view(torch.float32), payload[4 * blocks :].view(torch.int8).view(blocks, -1)
+    if dtype == "int4":
+        high = (codes + 8).bitwise_right_shift_(4)  # rounds to the nearest multiple of 16
+        codes = torch.cat([codes.sub(high, alpha=16), high], 1)
+    return codes.float().mul_(scales.unsqueeze(1)).view(-1)[:count]

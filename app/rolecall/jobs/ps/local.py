@@ -1,33 +1,73 @@
-"""UPDATE_MODE=local: a trainer's own copy of the model, which takes inner steps between exchanges with the servers.
+"""UPDATE_MODE=local: a trainer makes rounds of INNER_STEPS steps on its own copy of the model between two exchanges.
 
-DiLoCo (Douillard et al. 2023, arXiv 2311.08105), with each exchange beside the next round's computation as in Streaming
-DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
+DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Each exchange runs beside the next round's computation, as in
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512).
 """
 
 from __future__ import annotations
 
 import math
+import queue
 import time
+from collections import deque
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, PeerLostError
-from rolecall.jobs.ps import PsSettings, calls, model
+from rolecall.jobs.ps import PsSettings, calls, data, model
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAnswer
 from rolecall.jobs.ps.wire import Receiver, Sender
 
-LONGEST = 1e6  # seconds that an answer is waited for; TensorPipe counts milliseconds in 32 bits
+MAX_ROUND_SECONDS = 1e6  # of a call's deadline; TensorPipe counts milliseconds in 32 bits
+SIGN_SECONDS = 1.0  # between two messages to the lead that steps are made
+
+
+def run(context: Context[PsSettings]) -> None:
+    """Makes round after round until the epochs are done."""
+    s, metrics, replica = context.settings, context.metrics, LocalReplica(context)
+    with context.phase("loading"):
+        train, _ = data.load(s)
+    assigned, ending = deque[Indices](), calls.ENDING.set(queue.SimpleQueue())
+    signed_at, steps = time.monotonic(), 0
+    sign: Future[None] | None = None  # the newest message to the lead
+    replica.ask()
+    while True:
+        assigned += replica.take(wait=not assigned)
+        if not assigned:
+            return  # the epochs are done
+        samples, version, begun = assigned.popleft(), replica.version, time.monotonic()
+        done, loss, correct = 0, 0.0, 0
+        for batch in np.array_split(samples, -(-len(samples) // s.batch_size)):  # of equal size, give or take one
+            with metrics.ps_compute_seconds.time():
+                mean, right = replica.step(*train.batch(torch.from_numpy(batch)))
+            done, loss, correct, steps = done + len(batch), loss + mean * len(batch), correct + right, steps + 1
+            metrics.ps_computed_samples.inc(len(batch))
+            context.report_step(steps)
+            assigned += replica.take(wait=False)
+            now = time.monotonic()
+            if now - signed_at > min(SIGN_SECONDS, s.step_timeout / 4) and (sign is None or sign.done()):
+                # the lead waits for a step, not for a round; if this call fails, the exchange fails too
+                sign = replica.sign()
+                signed_at = now
+            if not ending.empty():  # a drain
+                ending.get()
+                break
+        metrics.ps_round_seconds.observe(time.monotonic() - begun)
+        assigned += replica.take(wait=True)
+        replica.send(BatchReport(version, done, loss / done, correct, model.buffers(replica.model)))
 
 
 class LocalReplica:
     """The model and its inner optimizer. At a round's end the difference between the parameters that the round began
-    with (its base) and those that it came to leaves for the servers, part by part, and the next round begins at once.
+    with (its base) and its result leaves for the servers, part by part, and the next round begins at once.
 
-    When a part's new parameters arrive, they become that part's base, and what the inner steps have changed since the
-    difference was taken is added to them.
+    A part's new parameters become that part's base when they arrive; the changes of the inner steps since the
+    difference was taken are added to them.
     """
 
     def __init__(self, context: Context[PsSettings]) -> None:
@@ -39,24 +79,20 @@ class LocalReplica:
         self._rate = 1.0  # the learning rate over LR
         total = self.parts[-1].stop
         self._local, self._base, self._snapshot = (torch.zeros(total, device=self.device) for _ in range(3))
-        model.lend(self._local, self.model)
-        self._optimizer = model.optimizer(model.trainable(self.model), self.settings, self.settings.momentum)
+        vector_to_parameters(self._local, model.trainable(self.model))
+        self._optimizer = model.optimizer(model.trainable(self.model), self.settings)
         self._extents = [slice(part.start, part.stop) for part in self.parts]
         sizes = [part.stop - part.start for part in self.parts]
         self._differences = [torch.empty(size) for size in sizes]  # RPC sends a tensor's whole memory
-        self._senders = [Sender(size, self.settings) for size in sizes]
-        self._receivers = [Receiver(size, self.settings) for size in sizes]
+        self._senders = [Sender(size, self.settings.wire_dtype) for size in sizes]
+        self._receivers = [Receiver(size, self.settings.wire_dtype) for size in sizes]
         self._servers = {peer.ordinal: peer.name for peer in context.peers("ps")}
-        self._exchange: dict[int, Future[PartAnswer]] = {}  # calls under way, by part; one exchange at a time
+        self._exchange: dict[int, Future[PartAnswer]] = {}  # calls in flight, by part; one exchange at a time
         self._sent_at = 0.0
         # longer than the slowest trainer's round, while the lead waits for each of its steps, and saves
         s = self.settings
-        longest = (s.inner_steps + 2) * s.step_timeout
-        if s.round_seconds:
-            longest = min(longest, s.round_seconds + 3 * s.step_timeout)
-        self.deadline = min(longest, LONGEST) + s.phase_timeout + s.rpc_timeout
-
-    # ---- inner steps
+        longest = min((s.inner_steps + 2) * s.step_timeout, MAX_ROUND_SECONDS)
+        self._deadline = longest + s.phase_timeout + s.rpc_timeout
 
     def step(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
         """An inner step with a batch: inputs [n, ...] and class numbers [n]. Returns the mean loss before it, and how
@@ -71,7 +107,11 @@ class LocalReplica:
         self._optimizer.zero_grad()
         return float(loss.detach()), int((output.argmax(1) == targets).sum())
 
-    # ---- exchanges
+    def sign(self) -> Future[None]:
+        """Tells the lead that this round goes on."""
+        me, lead = self.context.me.name, self.context.members[0]
+        answer: Future[None] = self.context.call(lead, calls.working, me, self.number, timeout=self._deadline)
+        return answer
 
     def ask(self) -> None:
         """Asks for the first parameters and batches."""
@@ -83,24 +123,24 @@ class LocalReplica:
         for extent, difference in zip(self._extents, self._differences, strict=True):
             difference.copy_(self._base[extent] - self._local[extent])
         if not all(bool(difference.isfinite().all()) for difference in self._differences):
-            report = replace(report, loss=math.nan)  # the lead ends the training before it is applied
+            report = replace(report, loss=math.nan)  # the lead ends the training before it applies the difference
         pairs = zip(self._senders, self._differences, strict=True)
         self._send([sender.encode(difference) for sender, difference in pairs], report)
 
     def take(self, wait: bool) -> list[Indices]:
-        """Takes the parts that have arrived, with `wait` all parts; returns the batches that came with the first."""
+        """Takes the parts that have arrived, or with `wait` all parts; returns the batches that came with part 0."""
         batches: list[Indices] = []
         if not self._exchange:
             return batches
         hidden = time.monotonic() - self._sent_at
         for index, call in list(self._exchange.items()):
-            if not wait and not call.done():
-                continue
             if call.done():
                 parameters, assignment = call.wait()
-            else:
+            elif wait:
                 with self.metrics.ps_wait_seconds.time():
                     parameters, assignment = call.wait()
+            else:
+                continue
             del self._exchange[index]
             if parameters is None:
                 raise PeerLostError("this trainer was given up")
@@ -118,19 +158,18 @@ class LocalReplica:
         """A part's new parameters: new + (local - snapshot), which without a step since is exactly new."""
         extent = self._extents[index]
         parameters = self._receivers[index].receive(payload).to(self.device)
-        local = self._local[extent]
-        local.sub_(self._snapshot[extent]).add_(parameters)
+        self._local[extent].sub_(self._snapshot[extent]).add_(parameters)
         self._base[extent].copy_(parameters)
 
     def _send(self, payloads: list[Tensor | None], report: BatchReport) -> None:
-        assert not self._exchange, "an exchange is under way"
+        assert not self._exchange, "an exchange is in flight"
         key = GradientKey(self.context.me.name, self.number)
         self._sent_at = time.monotonic()
         for index, (part, payload) in enumerate(zip(self.parts, payloads, strict=True)):
-            first = report if index == 0 else None  # the lead has the first part
+            first = report if index == 0 else None  # the lead has part 0
             if payload is not None:
                 self.metrics.ps_payload_bytes.labels("up").inc(payload.nbytes)
             self._exchange[index] = self.context.call(
-                self._servers[part.server], calls.exchange, key, index, payload, first, timeout=self.deadline
+                self._servers[part.server], calls.exchange, key, index, payload, first, timeout=self._deadline
             )
         self.number += 1

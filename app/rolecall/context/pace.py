@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from rolecall.record import waits
+from rolecall.record import pending_calls
+from rolecall.record.pending_calls import PendingCall
 from rolecall.record.recorder import recorder
 
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
@@ -68,8 +69,8 @@ class Pace:
         self._step: int | None = None  # under way
         self._since = self._began = self._looked = self._awake = clock()
         self._seconds = deque[float](maxlen=RECENT)  # of the last steps
-        self._calls: set[waits.Call] = set()  # under way
-        self.other_calls: Callable[[], list[waits.Call]] = list  # those that do not go by way of `called`
+        self._calls: set[PendingCall] = set()  # under way
+        self.other_calls: Callable[[], list[PendingCall]] = list  # those that do not go by way of `called`
         self._answered: set[str] = set()  # peers
         self._began_ns = time.monotonic_ns()  # as `_began`, for the trace
 
@@ -160,15 +161,15 @@ class Pace:
             return Deadline(timeout, setting)
         return Deadline(timeout + self._phase_timeout, f"{setting} and, for its start, {phase}")
 
-    def called(self, timeout: float, to: str = "", method: str = "") -> waits.Call:
+    def called(self, timeout: float, to: str = "", method: str = "") -> PendingCall:
         """A call of `method` at the peer `to`, with a deadline in `timeout` seconds unless that is 0, was sent; returns
         what `answered` wants."""
         now = self._clock()
-        call = waits.Call(to, method, now, now + timeout if timeout > 0 else 0.0)
+        call = PendingCall(to, method, now, now + timeout if timeout > 0 else 0.0)
         self._calls.add(call)
         return call
 
-    def answered(self, token: waits.Call | None, peer: str = "") -> None:
+    def answered(self, token: PendingCall | None, peer: str = "") -> None:
         """The call has its answer, from `peer`, or has failed."""
         if token is not None:
             self._calls.discard(token)
@@ -176,9 +177,9 @@ class Pace:
         if peer:
             self._answered.add(peer)
 
-    def long_calls(self) -> list[waits.Told]:
+    def long_calls(self) -> list[pending_calls.Reported]:
         """The calls that have been under way for long."""
-        return waits.long([*self._calls, *self.other_calls()], self._clock())
+        return pending_calls.report([*self._calls, *self.other_calls()], self._clock())
 
     # ---- the judge
 

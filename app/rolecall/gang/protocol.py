@@ -29,6 +29,7 @@ FENCE = 0.8  # fraction of a lease without an answer after which a member ends i
 MAX_BACKOFF = 300.0  # seconds
 OUT_OF_MEMORY = "out of memory"  # how the hint begins that says so of a worker's end, once the kernel has counted it
 HOLD = 1.0  # seconds from one rank's loss of a peer until the gang knows how that peer ended
+RPC_THREADS = 16  # of a worker: they serve incoming calls, and receive the answers of its outgoing ones
 
 
 @dataclass(frozen=True)

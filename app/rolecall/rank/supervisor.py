@@ -24,7 +24,7 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import Directive, name_of
-from rolecall.rank import collecting, coordinator, endpoints, stacking, stats, tasks, tracing
+from rolecall.rank import collecting, coordinator, endpoints, stack_query, stats, tasks, tracing
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
@@ -132,7 +132,7 @@ class Supervisor:
         self.workers = WorkerManager(self.job, self.settings, self.identity.role, self.metrics, files,
                                      self._changed.set, self.directory if self.tunnel else None)  # fmt: skip
         self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
-        stacking.register(self.replies, self.workers)
+        stack_query.register(self.replies, self.workers)
         stats.register(self.replies, self.workers)
         tracing.register(self.replies, self.workers)
 

@@ -31,7 +31,7 @@ from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Task
 from rolecall.errors import Drained, PeerLostError, ProgramError, UsageError
 from rolecall.observe.sinks.points import NAMED
-from rolecall.rank import stacks
+from rolecall.rank import stack_dump
 from rolecall.rank.setup import keep_memory, seed
 from rolecall.record import rundir
 from rolecall.record.files import longest_work
@@ -122,7 +122,7 @@ class Pipe(Supervision):
 
     def report_stuck(self, problem: str) -> None:
         """Reports that this process takes too long, and where it is; its end follows."""
-        self.send("stuck", problem, stacks.dump())
+        self.send("stuck", problem, stack_dump.dump())
 
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """Reports `outcome` and ends the process."""
@@ -170,7 +170,7 @@ def main(task: Task, connection: Connection) -> None:
     pipe = Pipe(connection)
     settings = task.settings
     if task.stacks:
-        stacks.register(task.stacks)
+        stack_dump.register(task.stacks)
     progress_bar.log_progress()
     telemetry.setup_logging(
         settings.log_format,

@@ -19,11 +19,11 @@ from rolecall import telemetry
 from rolecall.declare.task import Task
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.observe.memory import oom_kills, ran_out
-from rolecall.rank import fork_server, stacks
+from rolecall.rank import fork_server, stack_dump
 from rolecall.rank.frames import Frames, PipeError
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
-from rolecall.record.waits import Told
+from rolecall.record.pending_calls import Reported
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
@@ -72,7 +72,7 @@ class WorkerProcess:
         self.lost_peers: tuple[Key, ...] = ()
         self.phase = "" if task.members else "checking"
         self.phase_since = time.monotonic()
-        self.long_calls: tuple[Told, ...] = ()  # as of the last message
+        self.long_calls: tuple[Reported, ...] = ()  # as of the last message
         self.file_work: FileWork | None = None  # so is this
         self.traced = task.settings.trace and bool(task.members)  # it records a trace
         self._received_at = time.monotonic()
@@ -116,7 +116,7 @@ class WorkerProcess:
         """Forks the worker. Returns when it exists; a failure to fork, or to do so within `limit` seconds, is an end
         like any other.
         """
-        stacks.forget(self.task.stacks)
+        stack_dump.forget(self.task.stacks)
         ours, theirs = fork_server.context.Pipe()
         self._connection = Frames(ours)
         self._process = fork_server.context.Process(target=_run, args=(self.task, theirs), daemon=False)
@@ -177,7 +177,7 @@ class WorkerProcess:
         """The stacks of its threads, even where one of them holds the GIL; empty where there are none."""
         if self._pidfd < 0 or not self.task.stacks:
             return ""
-        return await stacks.of_silent(self._pidfd, self.task.stacks)
+        return await stack_dump.of_silent(self._pidfd, self.task.stacks)
 
     async def _dump_silent(self) -> None:
         self.log_stacks(await self.dump())
@@ -185,7 +185,7 @@ class WorkerProcess:
 
     async def _end_stuck(self, text: str) -> None:
         """Ends it after it has said that it is stuck, with the stacks `text`."""
-        self.log_stacks(await stacks.native(self._pid) or text)
+        self.log_stacks(await stack_dump.native(self._pid) or text)
         self.kill("stuck")
 
     def log_stacks(self, text: str) -> None:

@@ -82,10 +82,10 @@ def rooms() -> str:
 
 def checks() -> str:
     """A table of the doctor's checks, by topic."""
-    rows = ["| check | looks at | where it is wrong |", "| --- | --- | --- |"]
+    rows = ["| check | looks at |", "| --- | --- |"]
     for topic, declared in TOPICS.items():
-        rows.append(f"| **{topic}** | | |")
-        rows += [f"| {check.name} | {check.subject} | {check.action} |" for check in declared]
+        rows.append(f"| **{topic}** | |")
+        rows += [f"| {check.name} | {check.subject} |" for check in declared]
     return "\n".join(rows) + "\n"
 
 

@@ -47,7 +47,7 @@ def test_the_component_examines_each_rank_as_it_is(name: str, tmp_path: Path) ->
         assert doctor == {field: value for field, value in rank.items() if field not in OF_THE_RANK}
         words = re.fullmatch(r"python -m rolecall doctor (.*); true", script)  # the rank starts whatever it says
         assert words
-        assert command._parser().parse_args(words[1].split()).wait == 60.0
+        assert command.parser().parse_args(words[1].split()).wait == 60.0
 
 
 def test_the_page_shows_how_it_is_used() -> None:

@@ -28,7 +28,7 @@ def test_ranks_that_are_well(kept: Cluster) -> None:
     generation, text = kept.agent.metric("generation"), kept.agent.text()
     for rank in (kept.agent, kept.observer(0)):
         checks = examined(rank, 0)
-        unchecked = {"certificate", "torchvision"} | (set() if rank is kept.agent else {"locks"})
+        unchecked = {"certificate"} | (set() if rank is kept.agent else {"locks"})
         assert {name for name, check in checks.items() if check["state"] == "not checked"} == unchecked, checks
         assert {name for name, check in checks.items() if check["state"] == "problem"} == set(), checks
         assert all("is held by this rank, which runs" in checks[name]["text"] for name in ("PORT", "METRICS_PORT"))

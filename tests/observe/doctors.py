@@ -1,4 +1,4 @@
-"""Patients of `rolecall doctor` for tests, and a rank 0 for them: a tunnel with a coordinator's answers behind it."""
+"""Subjects of `rolecall doctor` for tests, and a rank 0 for them: a tunnel with a coordinator's answers behind it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.launch.local import free_ports
 from rolecall.observe.doctor import command, diagnosis
 from rolecall.observe.doctor.checks import Finding, examine
-from rolecall.observe.doctor.patient import Patient
+from rolecall.observe.doctor.subject import Subject
 from rolecall.tunnel import places
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import TOKEN, Tunnel
@@ -32,33 +32,31 @@ def job(name: str = JOB) -> Description:
     return dataclasses.replace(describe.describe("rl"), name=name, target=name, roles=ROLES)
 
 
-def patient(
+def subject(
     directory: Path, described: Description | None = None, parts: dict[str, Any] | None = None, **values: Any
-) -> Patient:
-    """A worker of the job, with settings and other parts as given; it waits for nothing and long for nobody."""
+) -> Subject:
+    """A worker of the job, with settings and other parts as given."""
     given = {"job": JOB, "role": "worker", "ordinal": 0, "master_addr": "127.0.0.1", "bind_addr": "127.0.0.1",
              "job_token": TOKEN, "checkpoint_dir": directory} | values  # fmt: skip
     if "port" not in given:
         given["port"], given["metrics_port"] = free_ports(2)
-    one = Patient(Settings(**given), described or job(), JOB, **{"timeout": 3.0, **(parts or {})})
-    one.pause = lambda seconds: None
-    return one
+    given = {name: value for name, value in given.items() if value is not None}
+    return Subject(Settings(**given), described or job(), **{"timeout": 3.0, **(parts or {})})
 
 
-def look(name: str, one: Patient) -> Finding:
-    """What the check called `name` finds."""
-    (check,) = [check for check in command.CHECKS if check.name == name]
+def look(name: str, one: Subject) -> Finding:
+    """The finding of the check called `name`."""
+    (check,) = [check for checks in command.TOPICS.values() for check in checks if check.name == name]
     return examine(check, one)
 
 
 class Lead:
     """Rank 0 of the job as a doctor sees it."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self) -> None:
         self.port, self.other = free_ports(2)
-        self.settings = Settings(job=JOB, job_token=TOKEN, port=self.port, **values)
-        self.gang: dict[str, Any] = {"state": "running", "missing": []}
-        self.answers: dict[str, Any] = {}  # in the place of what it would say
+        self.settings = Settings(job=JOB, job_token=TOKEN, port=self.port)
+        self.answers: dict[str, Any] = {}  # replace what it would answer
         self.tunnel = Tunnel(RANK_0, self.port, self.port)
         self._loop = asyncio.new_event_loop()
         self._runner = web.AppRunner(self._app())
@@ -66,14 +64,12 @@ class Lead:
 
     def _app(self) -> web.Application:
         @web.middleware
-        async def lie(request: web.Request, handler: Any) -> Any:
+        async def replace(request: web.Request, handler: Any) -> Any:
             answer = await handler(request)
-            if self.answers and request.method == "GET":
-                return web.json_response({**json.loads(answer.body), **self.answers})
-            return answer
+            return web.json_response({**json.loads(answer.body), **self.answers})
 
-        app = web.Application(middlewares=[lie])
-        diagnosis.serve(app, job(), self.settings, "", lambda: self.gang)
+        app = web.Application(middlewares=[replace])
+        diagnosis.serve(app, job(), self.settings, "", lambda: {"state": "running", "missing": []})
         return app
 
     async def _start(self) -> None:
@@ -86,12 +82,12 @@ class Lead:
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
-    def patient(self, directory: Path, **values: Any) -> Patient:
+    def subject(self, directory: Path, **values: Any) -> Subject:
         """A worker that is to reach it."""
-        return patient(directory, **{"master_port": self.port, **values})
+        return subject(directory, **{"master_port": self.port, **values})
 
     @contextlib.contextmanager
-    def saying(self, **answers: Any) -> Iterator[None]:
+    def answering(self, **answers: Any) -> Iterator[None]:
         self.answers = answers
         try:
             yield

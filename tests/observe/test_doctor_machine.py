@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.launch.local import free_ports
-from rolecall.observe.doctor import files, gpu, machine
-from rolecall.observe.doctor.patient import Patient
+from rolecall.observe.doctor import files, machine
+from rolecall.observe.doctor.subject import Subject
 from rolecall.record import rundir
-from tests.observe.doctors import look, patient
+from tests.observe.doctors import look, subject
 from tests.observe.test_doctor import metrics_of
 from tests.tunnel.tunnel_process import JOB
 from tests.tunnel.tunnels import TOKEN
@@ -31,9 +30,9 @@ from tests.tunnel.tunnels import TOKEN
 Usage = namedtuple("Usage", "total used free")
 
 
-def lead(directory: Path, **values: object) -> Patient:
+def lead(directory: Path, **values: object) -> Subject:
     """Rank 0, which does not run."""
-    return patient(directory, role="lead", **values)
+    return subject(directory, role="lead", **values)
 
 
 def saved(directory: Path, size: int = 0) -> Path:
@@ -60,13 +59,13 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     finding = look("checkpoint directory", lead(unwritable))
     assert finding.state == "problem"
     assert f"CHECKPOINT_DIR={unwritable} cannot be written" in finding.text
-    assert look("checkpoint directory", patient(unwritable)).state == "not checked"  # of another rank
-    assert look("checkpoint directory", patient(unwritable, checkpoint_shards="direct")).state == "problem"
+    assert look("checkpoint directory", subject(unwritable)).state == "not checked"  # of another rank
+    assert look("checkpoint directory", subject(unwritable, checkpoint_shards="direct")).state == "problem"
 
 
 def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     assert look("checkpoint directory", lead(tmp_path / "a" / "b")).state == "ok"
-    assert look("checkpoint directory", patient(tmp_path / "a")).state == "not checked"
+    assert look("checkpoint directory", subject(tmp_path / "a")).state == "not checked"
     (tmp_path / "file").touch()
     assert look("checkpoint directory", lead(tmp_path / "file" / "a")).state == "problem"
     assert {look(name, lead(tmp_path / "a")).state for name in ("free space", "newest checkpoint")} == {"not checked"}
@@ -75,7 +74,7 @@ def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
 def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = lead(tmp_path)
     one.timeout = 0.05
-    monkeypatch.setattr("rolecall.observe.doctor.checks.SLACK", 0.0)
+    monkeypatch.setattr("rolecall.observe.doctor.checks.SLACK_SECONDS", 0.0)
     reading, writing = os.pipe()
     monkeypatch.setattr(files.os, "fsync", lambda _: os.read(reading, 1))
     finding = look("checkpoint directory", one)
@@ -94,11 +93,6 @@ def test_free_space(free: float, state: str, tmp_path: Path, monkeypatch: pytest
     assert look("free space", lead(tmp_path)).state == state
 
 
-def test_little_space_for_a_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(10**9, 0, 1000))
-    assert look("free space", lead(tmp_path)).state == "warning"
-
-
 def test_a_lock_that_another_run_holds(tmp_path: Path) -> None:
     one = lead(tmp_path)
     with (tmp_path / rundir.WRITER_LOCK).open("w") as file:
@@ -107,9 +101,9 @@ def test_a_lock_that_another_run_holds(tmp_path: Path) -> None:
         assert finding.state == "problem"
         assert f"{rundir.WRITER_LOCK} by process {os.getpid()} (" in finding.text
         one.proc = tmp_path  # as where the kernel's list cannot be read
-        assert "a process that is not seen from here" in look("locks", one).text
+        assert "a process that is not visible here" in look("locks", one).text
     assert look("locks", one).state == "ok"
-    assert look("locks", patient(tmp_path)).state == "not checked"
+    assert look("locks", subject(tmp_path)).state == "not checked"
 
 
 def test_a_lock_that_this_rank_holds(tmp_path: Path) -> None:
@@ -131,7 +125,7 @@ def test_a_lock_that_this_rank_holds(tmp_path: Path) -> None:
     ],
 )
 def test_a_newest_checkpoint_of_no_use(damage: str, text: str, tmp_path: Path) -> None:
-    saved(tmp_path, 3 * files.BLOCK)
+    saved(tmp_path, 3 * files.BLOCK_BYTES)
     path = Checkpoints(tmp_path, "another" if damage == "job" else JOB, 2).write(9, {"weights": [bytes(10_000)]})
     content = bytearray(path.read_bytes())
     if damage == "flipped":
@@ -144,29 +138,6 @@ def test_a_newest_checkpoint_of_no_use(damage: str, text: str, tmp_path: Path) -
     assert look("newest checkpoint", lead(tmp_path)).state == "ok"
 
 
-def test_the_shards_of_the_newest_checkpoint(tmp_path: Path) -> None:
-    listed = {"table": [{"name": name, "length": 3, "checksum": "", "columns": {}} for name in ("a", "b")]}
-    manifest, body = json.dumps(listed).encode(), b"state"
-    head = {
-        "format": 3,
-        "job": JOB,
-        "generation": 1,
-        "step": 2,
-        "length": len(body + manifest),
-        "manifest": len(manifest),
-    }
-    head["sha256"] = checkpoint.digest_of(head, (body, manifest))
-    (tmp_path / "checkpoint-000001-0000000002.pt").write_bytes(json.dumps(head).encode() + b"\n" + body + manifest)
-    shard = tmp_path / rundir.SHARDS / "checkpoint-000001-0000000002" / "a"
-    shard.parent.mkdir(parents=True)
-    shard.write_bytes(b"abc")
-    assert look("newest checkpoint", lead(tmp_path)).text.endswith("is intact, and 1 of its 2 shards are here")
-    shard.write_bytes(b"ab")
-    finding = look("newest checkpoint", lead(tmp_path))
-    assert finding.state == "problem"
-    assert "its shard a is torn" in finding.text
-
-
 def test_a_checkpoint_that_takes_too_long_to_read(tmp_path: Path) -> None:
     saved(tmp_path)
     one = lead(tmp_path)
@@ -174,12 +145,6 @@ def test_a_checkpoint_that_takes_too_long_to_read(tmp_path: Path) -> None:
     finding = look("newest checkpoint", one)
     assert finding.state == "not checked"
     assert "--timeout" in finding.text
-
-
-def test_a_finding_agrees_with_who_reads_checkpoints(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1000)
-    assert checkpoint.read(path, JOB).step == 5
-    assert look("newest checkpoint", lead(tmp_path)).state == "ok"
 
 
 # ---- TMPDIR, shared memory
@@ -193,7 +158,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytes
 
 
 def test_tmpdir(temporary: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = patient(tmp_path)
+    one = subject(tmp_path)
     temporary.setenv("TMPDIR", str(tmp_path))
     assert look("TMPDIR", one).text.startswith(f"{tmp_path} can be written")
     tempfile.tempdir = None
@@ -210,19 +175,14 @@ def test_tmpdir(temporary: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "too long for a socket's path" in finding.text
 
 
-def test_little_space_in_tmpdir(temporary: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    temporary.setattr(files.shutil, "disk_usage", lambda _: Usage(2**30, 0, 1000))
-    assert look("TMPDIR", patient(tmp_path)).state == "warning"
-
-
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = patient(tmp_path)
+    one = subject(tmp_path)
     one.shared_memory = tmp_path
     assert look("shared memory", one).state == "ok"
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 2**20))
     finding = look("shared memory", one)
     assert finding.state == "warning"
-    assert "1 MiB of 64 MiB are free" in finding.text
+    assert "1.0 MB of 67.1 MB are free" in finding.text
     one.shared_memory = tmp_path / "none"
     assert look("shared memory", one).state == "warning"
 
@@ -259,7 +219,7 @@ def test_a_full_disk_and_few_open_files(tmp_path: Path) -> None:
 # ---- the cgroup
 
 
-def container(directory: Path, one: Patient, **numbers: str) -> None:
+def container(directory: Path, one: Subject, **numbers: str) -> None:
     """The patient's cgroup has files with these contents; memory_max is that of memory.max."""
     one.cgroup, one.proc = directory / "cgroup", directory / "proc"
     one.cgroup.mkdir(exist_ok=True)
@@ -275,33 +235,28 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("numbers", "state", "text"),
     [
-        ({"memory_max": "max"}, "ok", "without a limit"),
-        ({"memory_max": str(GIB), "memory_current": "1000"}, "ok", "left of the limit of 1 GiB"),
-        ({"memory_max": str(GIB // 4), "memory_current": "1000"}, "warning", "a rank that has imported torch takes"),
-        ({"memory_max": str(GIB), "memory_current": str(GIB - 1)}, "warning", "1 bytes are left of the limit"),
-        # what the kernel can drop counts as left
-        ({"memory_max": str(GIB), "memory_current": str(GIB - 1), "memory_stat": f"anon 5\ninactive_file {GIB - 9}"},
-         "ok", "are left of the limit"),
-        ({"memory_max": str(GIB), "memory_current": "1", "memory_events": "oom 3\noom_kill 2"}, "warning",
-         "the kernel has killed 2 here"),
+        ({"memory_max": "max"}, "ok", "are free"),
+        ({"memory_max": str(GIB)}, "ok", "the limit is 1.1 GB"),
+        ({"memory_max": str(GIB // 4)}, "warning", "a rank that has imported torch takes"),
+        ({"memory_events": "oom 3\noom_kill 2"}, "warning", "the kernel has killed 2 processes"),
     ],
 )  # fmt: skip
 def test_memory(numbers: dict[str, str], state: str, text: str, tmp_path: Path) -> None:
-    one = patient(tmp_path)
+    one = subject(tmp_path)
     container(tmp_path, one, **numbers)
     finding = look("memory", one)
     assert (finding.state, text in finding.text) == (state, True), finding
 
 
 def test_a_limit_above_counts_too_and_so_does_version_1(tmp_path: Path) -> None:
-    one = patient(tmp_path)
+    one = subject(tmp_path)
     container(tmp_path, one, memory_max=str(GIB))
     (one.proc / "self" / "cgroup").write_text("0::/pod/container\n")
     (one.cgroup / "pod" / "container").mkdir(parents=True)
     (one.cgroup / "pod" / "container" / "memory.max").write_text("max\n")
     (one.cgroup / "pod" / "memory.max").write_text(f"{GIB // 2}\n")
     assert machine.smallest(one, "memory", "memory.max") == GIB // 2
-    old = patient(tmp_path)
+    old = subject(tmp_path)
     container(tmp_path / "proc", old)
     (old.cgroup / "memory").mkdir()
     (old.cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{GIB}\n")
@@ -309,118 +264,59 @@ def test_a_limit_above_counts_too_and_so_does_version_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "threads", "state", "text"),
-    [
-        ({"cpu_max": "max 100000"}, 0, "ok", f"of {os.cpu_count()} cores may be used"),
-        ({"cpu_max": "100000 100000"}, 0, "ok", "1 of"),
-        ({"cpu_max": "100000 100000"}, 4, "warning", "THREADS=4 are more"),
-        ({"cpu_max": "100000 100000", "cpu_stat": "nr_periods 100\nnr_throttled 40"}, 0, "warning", "in 40 % of"),
-    ],
-)
-def test_cores(numbers: dict[str, str], threads: int, state: str, text: str, tmp_path: Path) -> None:
-    one = patient(tmp_path, threads=threads)
-    container(tmp_path, one, **numbers)
-    finding = look("cores", one)
-    assert (finding.state, text in finding.text) == (state, True), finding
-
-
-@pytest.mark.parametrize(
     ("most", "state"), [("max", "ok"), ("512", "ok"), ("100", "problem")], ids=["unlimited", "many", "few"]
 )
 def test_processes(most: str, state: str, tmp_path: Path) -> None:
-    one = patient(tmp_path)
+    one = subject(tmp_path)
     container(tmp_path, one, pids_max=most, pids_current="12")
     assert look("processes", one).state == state
 
 
 # ---- GPUs
 
-DRIVERS = {
-    "closed": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n",
-    "open": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n",
-    "arm": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.65.06  Release Build\n",
-}
-
-
-@pytest.mark.parametrize(("kind", "version"), [("closed", "550.54.15"), ("open", "570.86.15"), ("arm", "580.65.06")])
-def test_the_drivers_version(kind: str, version: str, tmp_path: Path) -> None:
-    assert gpu.driver(with_driver(tmp_path, patient(tmp_path), DRIVERS[kind])) == version
-
-
-def with_driver(directory: Path, one: Patient, text: str) -> Patient:
-    one.proc = directory / "proc"
-    if text:
-        (one.proc / "driver" / "nvidia").mkdir(parents=True)
-        (one.proc / "driver" / "nvidia" / "version").write_text(text)
-    return one
+H200 = "echo 'NVIDIA H200, 550.54.15'"
 
 
 @pytest.mark.parametrize(
-    ("device", "cuda", "driver", "smi", "visible", "state", "text"),
+    ("device", "cuda", "smi", "visible", "state", "text"),
     [
-        ("cpu", "12.8", "closed", "", None, "ok", "DEVICE=cpu"),
-        ("auto", "", "", "", None, "ok", "nvidia-smi is absent"),
-        ("auto", "12.8", "", "", None, "warning", "computes on the CPU"),
-        ("cuda", "12.8", "", "", None, "problem", "DEVICE=cuda, but no NVIDIA driver"),
-        ("auto", "", "closed", "", None, "warning", "torch is built without CUDA: this rank computes on the CPU"),
-        ("cuda", "", "closed", "", None, "problem", "torch is built without CUDA"),
-        ("cuda", "12.8", "closed", "", None, "ok", "driver 550.54.15; torch is built for CUDA 12.8; nvidia-smi is"),
-        ("cuda", "13.0", "closed", "", None, "problem", "needs driver 580 or newer"),
-        ("cuda", "12.8", "closed", "echo 'H200, 550.54.15, 143771 MiB'", None, "ok", "1 x H200, driver 550.54.15"),
-        ("cuda", "12.8", "closed", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", None,
-         "problem", "Driver/library version mismatch"),
-        ("cuda", "12.8", "closed", "", "", "problem", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
-        ("auto", "12.8", "closed", "", "-1", "ok", "hides every GPU"),
+        ("cpu", "12.8", "", None, "ok", "DEVICE=cpu"),
+        ("auto", "", "", None, "ok", "it computes on the CPU"),
+        ("auto", "12.8", "", None, "warning", "nvidia-smi cannot be run"),
+        ("cuda", "12.8", "", None, "problem", "DEVICE=cuda, but nvidia-smi cannot be run"),
+        ("auto", "", H200, None, "warning", "torch is built without CUDA"),
+        ("cuda", "", H200, None, "problem", "torch is built without CUDA"),
+        ("cuda", "12.8", H200, None, "ok", "1 x NVIDIA H200, driver 550.54.15; torch is built for CUDA 12.8"),
+        ("auto", "13.0", H200, None, "problem", "needs driver 580 or newer"),
+        ("cuda", "12.8", "echo 'Driver/library version mismatch'; exit 18", None, "problem", "version mismatch"),
+        ("cuda", "12.8", H200, "", "problem", "CUDA_VISIBLE_DEVICES='' hides every GPU"),
+        ("auto", "12.8", H200, "-1", "warning", "hides every GPU"),
     ],
-)  # fmt: skip
-def test_gpus(
-    device: str, cuda: str, driver: str, smi: str, visible: str | None, state: str, text: str, tmp_path: Path,
+)
+def test_driver_and_torchs_build_must_fit(
+    device: str, cuda: str, smi: str, visible: str | None, state: str, text: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    program = tmp_path / "bin" / gpu.SMI
+    program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     if smi:
         program.write_text(f"#!/bin/sh\n{smi}\n")
         program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent) + (":/bin:/usr/bin" if smi else ""))
+    monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(gpu, "cuda_of_torch", lambda: cuda)
-    one = with_driver(tmp_path, patient(tmp_path, device=device), DRIVERS.get(driver, ""))
-    finding = look("GPU", one)
-    assert (finding.state, text in finding.text) == (state, True), finding
-
-
-@pytest.mark.parametrize(
-    ("job", "content", "state", "text"),
-    [
-        ("ps", "", "ok", "can be imported"),
-        ("ps", "raise RuntimeError('operator torchvision::nms does not exist')", "warning",
-         "cannot be imported (RuntimeError: operator torchvision::nms does not exist)"),
-        ("rl", "raise RuntimeError", "not checked", "only ps uses it"),
-    ],
-)  # fmt: skip
-def test_a_torchvision_of_another_torch_is_seen(
-    job: str, content: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "packages" / "torchvision"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "datasets.py").write_text(content)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    one = patient(tmp_path, parts={"timeout": 60.0})
-    one.target = job
-    finding = look("torchvision", one)
+    monkeypatch.setattr(machine, "cuda_of_torch", lambda: cuda)
+    finding = look("GPU", subject(tmp_path, device=device))
     assert (finding.state, text in finding.text) == (state, True), finding
 
 
 def test_the_cuda_that_torch_is_built_for(tmp_path: Path) -> None:
     import torch
 
-    assert gpu.cuda_of_torch() == (torch.version.cuda or "")
+    assert machine.cuda_of_torch() == (torch.version.cuda or "")
     (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\n")
-    assert gpu.cuda_of_torch(tmp_path) == "12.8"
+    assert machine.cuda_of_torch(tmp_path) == "12.8"
     (tmp_path / "version.py").write_text("cuda = None\n")
-    assert gpu.cuda_of_torch(tmp_path) == ""
-    assert gpu.cuda_of_torch(tmp_path / "none") == ""
+    assert machine.cuda_of_torch(tmp_path) == ""
+    assert machine.cuda_of_torch(tmp_path / "none") == ""

@@ -113,7 +113,7 @@ def test_what_a_rank_records_is_copied_and_what_was_copied_is_deleted(rank: Rank
 
 
 def test_a_large_file_comes_in_chunks(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "CHUNK", 200)
+    monkeypatch.setattr(tracing, "MAX_REPLY_BYTES", 200)
     path, rank.worker = rank.begin(1), Worker(1)
     rank.add(path, *("x" * number for number in range(50)))
     asyncio.run(collector(tmp_path / "trace", rank).collect())
@@ -177,7 +177,7 @@ def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path, m
 
 
 def test_a_rank_without_a_trace_hands_over_nothing(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "HAND_OVER", 0.05)
+    monkeypatch.setattr(tracing, "HAND_OVER_SECONDS", 0.05)
     asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))
     rank.begin(1)
     asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))  # rank 0 does not collect
@@ -293,9 +293,9 @@ def test_some_members_are_asked_at_a_time(tmp_path: Path) -> None:
         asked -= 1
         return {to[0]: {"error": "no spans"}}
 
-    keys = [("ps", number) for number in range(3 * collecting.AT_A_TIME)]
+    keys = [("ps", number) for number in range(3 * collecting.MAX_PENDING_QUERIES)]
     assert not asyncio.run(Collector(tmp_path, lambda: keys, ask, disk, lambda: False).collect())
-    assert most == collecting.AT_A_TIME
+    assert most == collecting.MAX_PENDING_QUERIES
 
 
 def test_a_machine_that_starts_no_process_fails_no_job(

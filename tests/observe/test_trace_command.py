@@ -55,7 +55,7 @@ def test_the_folder_of_the_spans_itself_and_another_output(run_folder: Path, tmp
 def test_the_summary_alone_writes_no_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace.run([str(run_folder), "--summary"]) == 0
     assert not (run_folder / "trace" / "trace.json").exists()
-    assert "the critical path" in capsys.readouterr().out
+    assert "who waits for whom" in capsys.readouterr().out
     assert trace.run([str(run_folder), "--summary", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["summary"]["steps"] == 10
@@ -123,8 +123,8 @@ class Job:
 def job(run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Job:
     job = Job(run_folder / "trace")
     monkeypatch.setattr(trace, "ask", job.ask)
-    monkeypatch.setattr(trace, "FLUSH", 0.0)
-    monkeypatch.setattr(trace, "PERIOD", 0.01)
+    monkeypatch.setattr(trace, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(trace, "COLLECTION_PERIOD_SECONDS", 0.01)
     monkeypatch.chdir(tmp_path)
     return job
 
@@ -182,6 +182,6 @@ def test_a_job_that_ends_meanwhile_leaves_what_came(job: Job, capsys: pytest.Cap
 
 
 def test_without_seconds_a_target_is_recorded_for_ten(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "SECONDS", 0.02)
+    monkeypatch.setattr(trace, "DEFAULT_SECONDS", 0.02)
     assert trace.run(["host:8000"]) == 0
     assert job.asked[0] == ("trace", {"seconds": 0.02})

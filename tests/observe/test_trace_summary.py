@@ -1,4 +1,4 @@
-"""The summary of a trace: where the time of the steps went, by rank, for whom, and on the critical path."""
+"""The summary of a trace: what each rank did in the steps, and for whom it waited."""
 
 from __future__ import annotations
 
@@ -57,34 +57,22 @@ def test_a_wait_is_split_into_network_queueing_and_handler(tmp_path: Path) -> No
     assert wait.network / MS == pytest.approx(0.7 * STEPS)
     assert wait.queueing / MS == pytest.approx(12.3 * (STEPS - 1))
     assert wait.handler / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
-    assert summary.sentences() == [
-        "trainer 1 waits 41 % of the time for ps 0 (exchange), of that 71 % its handler, 27 % queueing"
-    ]
     server = summary.ranks["ps 0"]
     assert server.spent["handling"] / MS == pytest.approx(28 * (STEPS - 1) + 40.3)
     assert server.spent["computing"] == 0  # it is there to be called
     assert server.spent["idle"] > 0
 
 
-def test_the_critical_path_goes_through_the_handler_to_its_caller(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path, *queueing())
-    assert sum(summary.shares.values()) == summary.nanoseconds
-    shares = {share: time / summary.nanoseconds for share, time in summary.path()} | dict(summary.path())
-    assert shares["trainer 1", "computing"] == pytest.approx(0.59, abs=0.01)
-    assert shares["ps 0", "handling exchange"] == pytest.approx(0.292, abs=0.01)
-    assert shares["trainer 1 > ps 0", "queueing, exchange"] == pytest.approx(0.11, abs=0.01)
-    assert shares["trainer 1 > ps 0", "network, exchange"] == pytest.approx(0.007, abs=0.003)
-
-
 def test_it_says_the_same_where_clocks_differ(tmp_path: Path) -> None:
     same, other = queueing(), queueing("two", offset=10**14)
     first, second = summary_of(tmp_path / "same", *same), summary_of(tmp_path / "other", *other)
-    assert first.sentences() == second.sentences()
+    waits = [summary.ranks["trainer 1"].waits["ps 0"] for summary in (first, second)]
+    assert waits[0].queueing == pytest.approx(waits[1].queueing, rel=0.01)
     assert "trainer 1: rank 0's clock (same host)" in text_of(first)
     assert "trainer 1: within" in text_of(second)
 
 
-def test_an_answer_that_comes_later_leads_to_the_rank_that_it_waited_for(tmp_path: Path) -> None:
+def test_the_wait_for_an_answer_that_is_given_later_is_held(tmp_path: Path) -> None:
     """Synchronous updates: the server answers trainer 0 when trainer 1, which computes for longer, has called too."""
     server = Worker("ps", host="one")
     fast, slow = (Worker("trainer", place, rank=place + 1, host="one", pid=5000 + place) for place in range(2))
@@ -101,11 +89,6 @@ def test_an_answer_that_comes_later_leads_to_the_rank_that_it_waited_for(tmp_pat
     summary = summary_of(tmp_path, server, fast, slow)
     wait = summary.ranks["trainer 0"].waits["ps 0"]
     assert wait.held / wait.total == pytest.approx(76 / 79)
-    assert "an answer to come" in summary.sentences()[0]
-    (rank, what), share = summary.path()[0]
-    assert (rank, what) == ("trainer 1", "computing")
-    assert share == pytest.approx(0.95, abs=0.03)
-    assert not [one for one, _ in summary.path() if one == ("trainer 0", "computing")]
 
 
 def test_phases_collectives_and_waits_for_a_turn(tmp_path: Path) -> None:
@@ -156,8 +139,6 @@ def test_calls_whose_other_side_is_missing_are_unknown(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, server, trainer)
     wait = summary.ranks["trainer 1"].waits["ps 0"]
     assert wait.unknown == wait.total > 0
-    assert "not recorded" in summary.sentences()[0]
-    assert sum(summary.shares.values()) == summary.nanoseconds
 
 
 def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
@@ -165,12 +146,9 @@ def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
     text = text_of(summary)
     assert "ps: 10 steps in 1.00 s, 100.0 ms each" in text
     assert "41.0 %" in text
-    assert "trainer 1 waits 41 % of the time for ps 0" in text
     content = json.loads(json.dumps(summary.to_dict()))
     assert content["ranks"]["trainer 1"]["waits"]["ps 0"]["queueing"] == pytest.approx(0.27, abs=0.001)
     assert sum(content["ranks"]["trainer 1"]["share"].values()) == pytest.approx(1)
-    assert sum(one["share"] for one in content["critical_path"]) == pytest.approx(1)
-    assert content["network_ms"][0]["fastest_ms"] == pytest.approx(0.7)
 
 
 def test_an_empty_trace_is_said_to_be_one(tmp_path: Path) -> None:
@@ -198,7 +176,6 @@ def test_whatever_was_recorded_every_moment_is_counted_once(
         name = ("step", "saving", "all-reduce", "forward")[place]
         workers[place % 3].span(name, min(start, end), max(start, end))
     summary = summary_of(tmp_path_factory.mktemp("trace"), *workers)
-    assert sum(summary.shares.values()) == summary.nanoseconds
     for rank in summary.ranks.values():
         assert rank.total <= summary.nanoseconds
         assert sum(wait.total for wait in rank.waits.values()) == pytest.approx(rank.spent["waiting"])

@@ -12,7 +12,7 @@ import torch
 
 from rolecall.record import records
 from rolecall.record.recorder import recorder
-from rolecall.torch_rpc import waiting
+from rolecall.torch_rpc import tracing
 
 DEADLINE = 20.0  # seconds
 
@@ -33,7 +33,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture
 def recording(tmp_path: Path, waits: threading.Event) -> Iterator[Path]:
-    waiting.watch()
+    tracing.watch_waits()
     recorder.start(tmp_path / "ps-0-1.jsonl", {"job": "ps", "role": "ps", "ordinal": 0, "rank": 0, "generation": 1})
     yield tmp_path
     recorder.close()
@@ -59,7 +59,7 @@ def once(waits: threading.Event, answer: Callable[[], None]) -> threading.Thread
 
 
 def test_a_wait_is_a_span_once_and_an_answer_that_is_there_is_none(recording: Path, waits: threading.Event) -> None:
-    waiting.watch()  # once more changes nothing
+    tracing.watch_waits()  # once more changes nothing
     answers: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(3)]
 
     def answer() -> None:

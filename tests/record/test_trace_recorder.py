@@ -24,7 +24,7 @@ ABOUT = {"job": "rl", "role": "ps", "ordinal": 1, "rank": 2, "generation": 3}
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """A recorder whose thread writes nothing by itself."""
-    monkeypatch.setattr(module, "PERIOD", 3600.0)
+    monkeypatch.setattr(module, "WRITE_PERIOD_SECONDS", 3600.0)
     before = [*gc.callbacks]
     gc.disable()  # a collection is a span: only the ones that a test asks for
     recorder = Recorder()
@@ -153,7 +153,7 @@ def test_many_threads_lose_nothing(here: Recorder, tmp_path: Path) -> None:
 
 def test_a_full_file_says_so_and_a_new_request_makes_room(here: Recorder, tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    here.start(path, ABOUT, most=1000)
+    here.start(path, ABOUT, max_bytes=1000)
     for _ in range(20):
         here.event("one")
     here.flush()
@@ -164,7 +164,7 @@ def test_a_full_file_says_so_and_a_new_request_makes_room(here: Recorder, tmp_pa
     size = path.stat().st_size
     here.flush()
     assert path.stat().st_size == size <= 1500
-    here.start(path, ABOUT, most=1000)
+    here.start(path, ABOUT, max_bytes=1000)
     here.event("two")
     here.flush()
     assert [span.name for span in read(path)[1]].count("two") == 1
@@ -174,7 +174,7 @@ def test_a_full_file_says_so_and_a_new_request_makes_room(here: Recorder, tmp_pa
 def test_what_does_not_fit_into_memory_is_counted(
     here: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PENDING", 5)
+    monkeypatch.setattr(module, "MAX_PENDING_SPANS", 5)
     here.start(tmp_path / "trace", ABOUT)
     for _ in range(8):
         here.event("one")
@@ -185,7 +185,7 @@ def test_what_does_not_fit_into_memory_is_counted(
 
 
 def test_a_request_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PERIOD", 0.005)
+    monkeypatch.setattr(module, "WRITE_PERIOD_SECONDS", 0.005)
     recorder = Recorder()
     recorder.start(tmp_path / "trace", ABOUT, seconds=0.02)
     recorder.event("one")
@@ -228,7 +228,7 @@ def test_a_forked_process_records_nothing(here: Recorder, tmp_path: Path) -> Non
 
 
 def test_a_long_garbage_collection_is_a_span(here: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_NS", 0)
+    monkeypatch.setattr(module, "MIN_GC_NS", 0)
     here.start(tmp_path / "trace", ABOUT)
     gc.collect(1)
     here.flush()
@@ -266,5 +266,5 @@ def test_names_of_files_sort_by_age() -> None:
 def test_attributes_are_plain() -> None:
     values: dict[str, Any] = {"a": True, "b": 2, "c": 1.5, "d": "x" * 1000, "e": float("inf"), "f": None, "g": [1]}
     assert json.loads(json.dumps(plain(values), allow_nan=False)) == {
-        "a": True, "b": 2, "c": 1.5, "d": "x" * module.LONGEST, "e": "inf", "f": "None", "g": "[1]"
+        "a": True, "b": 2, "c": 1.5, "d": "x" * module.MAX_TEXT, "e": "inf", "f": "None", "g": "[1]"
     }  # fmt: skip

@@ -52,7 +52,7 @@ class Trace:
 @pytest.fixture
 def trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trace]:
     """Records what calls do."""
-    monkeypatch.setattr(module, "PERIOD", 3600.0)
+    monkeypatch.setattr(module, "WRITE_PERIOD_SECONDS", 3600.0)
     before = [*gc.callbacks]
     gc.disable()  # a collection is a span: only the ones that a test asks for
     recorder = Recorder()
@@ -183,7 +183,7 @@ def test_an_asynchronous_handler_ends_with_its_answer(trace: Trace, network: lis
 
 
 def test_an_asynchronous_handler_without_a_future_is_left_to_torch(trace: Trace) -> None:
-    assert tracing._serve_async(("", "lead 0", None), wrong, ()) == 1
+    assert tracing._serve_async(("", "", "lead 0", None), wrong, ()) == 1
     assert [span.name for span in trace.spans()] == ["wrong"]
 
 
@@ -214,7 +214,7 @@ def test_while_it_is_off_the_function_itself_is_called(trace: Trace, network: li
     assert call(double, 1).wait() == 2
     assert network == [double]
     # a peer that records calls one that does not
-    assert tracing._serve(("0" * 16, "lead 0", None), double, (1,)) == 2
+    assert tracing._serve(("0" * 16, "0" * 16, "lead 0", None), double, (1,)) == 2
     assert trace.spans() == []
 
 
@@ -266,11 +266,11 @@ def test_opentelemetrys_context_goes_with_a_call(trace: Trace, function: Callabl
     assert carried_here.run(parent, ()) == answer.wait()
     carrier = {"traceparent": f"00-{1:032x}-{2:016x}-01"}
     for serve in (tracing._serve, tracing._serve_async) if recorded else (tracing._serve,):
-        assert serve(("", "", carrier), parent, ()).startswith(f"{1:032x} {2:016x}")
+        assert serve(("", "", "", carrier), parent, ()).startswith(f"{1:032x} {2:016x}")
     assert parent() == f"{0:032x} {0:016x} None"  # nothing is left of any of them
     spans = [span for span in trace.spans() if span.name == function.__name__]
-    carried = [span.attributes.get("traceparent") for span in spans if span.kind == "client"]
-    assert carried == ([f"00-{0xABC:032x}-{0xDEF:016x}-00"] if recorded else [])
+    carried = [(span.trace, span.parent) for span in spans if span.kind == "client"]
+    assert carried == ([(f"{0xABC:032x}", f"{0xDEF:016x}")] if recorded else [])
 
 
 def test_without_opentelemetry_nothing_goes_along(
@@ -281,7 +281,7 @@ def test_without_opentelemetry_nothing_goes_along(
     assert call(double, 1).wait() == 2
     assert network == [double]
     # a caller's context, where the peer has no OpenTelemetry
-    assert tracing._serve(("", "", {"traceparent": "00-1-2-00"}), double, (1,)) == 2
+    assert tracing._serve(("", "", "", {"traceparent": "00-1-2-00"}), double, (1,)) == 2
 
 
 # ---- collectives

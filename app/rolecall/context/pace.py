@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rolecall.record import waits
+from rolecall.record import pending_calls
+from rolecall.record.pending_calls import PendingCall
 from rolecall.record.recorder import recorder
 
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
@@ -67,8 +68,8 @@ class Watchdog:
         self._step: int | None = None  # under way
         self._since = self._began = self._looked = self._awake = clock()
         self._seconds = deque[float](maxlen=RECENT_STEPS)  # of the last steps
-        self._calls: set[waits.Call] = set()  # under way
-        self._more_calls: list[Callable[[], list[waits.Call]]] = []
+        self._calls: set[PendingCall] = set()  # under way
+        self._more_calls: list[Callable[[], list[PendingCall]]] = []
         self._answered: set[str] = set()  # peers
         self._began_ns = time.monotonic_ns()  # as `_began`, for the trace
 
@@ -159,15 +160,15 @@ class Watchdog:
             return Deadline(timeout, setting)
         return Deadline(timeout + self._phase_timeout, f"{setting} and, for its start, {phase}")
 
-    def called(self, timeout: float, to: str = "", method: str = "") -> waits.Call:
+    def called(self, timeout: float, to: str = "", method: str = "") -> PendingCall:
         """A call of `method` at the peer `to` was sent, with a deadline in `timeout` seconds unless that is 0. Returns
         the argument for `answered`."""
         now = self._clock()
-        call = waits.Call(to, method, now, now + timeout if timeout > 0 else 0.0)
+        call = PendingCall(to, method, now, now + timeout if timeout > 0 else 0.0)
         self._calls.add(call)
         return call
 
-    def answered(self, call: waits.Call | None, peer: str = "") -> None:
+    def answered(self, call: PendingCall | None, peer: str = "") -> None:
         """The call was answered by `peer`, or has failed."""
         if call is not None:
             self._calls.discard(call)
@@ -175,14 +176,14 @@ class Watchdog:
         if peer:
             self._answered.add(peer)
 
-    def watch_calls(self, under_way: Callable[[], list[waits.Call]]) -> None:
+    def watch_calls(self, pending: Callable[[], list[PendingCall]]) -> None:
         """Includes calls that are not made by way of `called` in `long_calls`."""
-        self._more_calls.append(under_way)
+        self._more_calls.append(pending)
 
-    def long_calls(self) -> tuple[waits.Told, ...]:
+    def long_calls(self) -> tuple[pending_calls.Reported, ...]:
         """The calls that have been under way for long."""
-        more = [call for under_way in self._more_calls for call in under_way()]
-        return tuple(waits.long([*self._calls, *more], self._clock()))
+        more = [call for pending in self._more_calls for call in pending()]
+        return tuple(pending_calls.report([*self._calls, *more], self._clock()))
 
     # ---- the check
 

@@ -1,4 +1,4 @@
-"""Rank 0's collector of traces: what all workers recorded, in CHECKPOINT_DIR/trace, a file a rank and generation."""
+"""Rank 0's collector of traces: writes the records of all workers to CHECKPOINT_DIR/trace."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rolecall import telemetry
 from rolecall.gang.protocol import OVER, Key, name_of
 from rolecall.observe.trace import otlp
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.tracing import HAND_OVER, Cursor
+from rolecall.rank.tracing import HAND_OVER_SECONDS, Cursor
 from rolecall.record.records import FOLDER
 from rolecall.record.span_file import file_name
 
-PERIOD = 2.0  # seconds between two collections
-AT_THE_END = 0.1  # seconds between two collections once the job is over, and ranks wait for it
-AT_A_TIME = 32  # members that are asked: each may answer with a megabyte
-TIMEOUT = 2.0  # seconds of a query: all members wait for the slowest, and some have no more to wait
-EXPORT = 20.0  # seconds to write the one file, some 25 MB of spans; this rank ends after it
-REPEAT = 30.0  # seconds between two equal log lines
+PERIOD_SECONDS = 2.0  # between two collections
+LAST_PERIOD_SECONDS = 0.1  # between two collections at the end of the job, when ranks wait for them
+MAX_PENDING_QUERIES = 32  # each reply may have a megabyte
+QUERY_TIMEOUT_SECONDS = 2.0
+EXPORT_TIMEOUT_SECONDS = 20.0  # to write the one file; this rank ends after it
+LOG_REPEAT_SECONDS = 30.0
 Ask = Callable[[str, dict[str, Any], Collection[Key] | None, float], Awaitable[dict[Key, Any]]]
 Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
 
@@ -33,62 +33,69 @@ Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
 def collector(lead: Coordinator) -> Collector:
     """The collector of the gang that `lead` coordinates."""
     ending = (*OVER, "draining")
-    return Collector(lead.settings.checkpoint_dir / FOLDER, lambda: lead.gang.members, lead.queries.ask,
-                     lead.files.disk.run, lambda: lead.gang.state in ending, otlp.exporter())  # fmt: skip
+    return Collector(
+        folder=lead.settings.checkpoint_dir / FOLDER,
+        members=lambda: lead.gang.members,
+        ask=lead.queries.ask,
+        disk=lead.files.disk.run,
+        over=lambda: lead.gang.state in ending,
+        open_exporter=otlp.exporter,
+    )
 
 
 async def finish(traces: Collector | None) -> None:
-    """`Collector.finish`, where there is one."""
+    """`Collector.finish`, if there is a collector."""
     if traces:
         await traces.finish()
 
 
 @dataclass
 class Collector:
-    """Collects the spans of the gang's `members` in `folder`: a file a rank and generation. `over` says that the job is
-    over, when ranks wait for it. `disk` runs a function beside the event loop. `exporter` gets the spans too.
-    """
+    """Collects the spans of the gang's `members` in `folder`, a file for each rank and generation. `over` returns
+    whether the job is over; `disk` runs a function outside the event loop; `open_exporter` opens the export, if any."""
 
     folder: Path
     members: Callable[[], Collection[Key]]
     ask: Ask
     disk: Disk
     over: Callable[[], bool]
-    exporter: otlp.Exporter | None = None
+    open_exporter: Callable[[], otlp.Exporter | None] = lambda: None
 
     def __post_init__(self) -> None:
+        self._exporter: otlp.Exporter | None = None
         self._cursors: dict[Key, Cursor] = {}
         self._ended: set[Key] = set()  # members that had nothing to add, and no worker
         self._closing = False
         self._wrote = False  # this process, to the folder
         self._complained = float("-inf")
         self._busy = asyncio.Lock()
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self._turns = asyncio.Semaphore(MAX_PENDING_QUERIES)
 
     async def run(self) -> None:
         """Collects until the run is to end."""
+        self._exporter = await asyncio.to_thread(self.open_exporter)
         while not self._closing:
             await self.collect()
             rested = 0.0
-            while rested < PERIOD and not (self.over() and rested):
-                await asyncio.sleep(AT_THE_END)
-                rested += AT_THE_END
+            while rested < PERIOD_SECONDS and not (self.over() and rested):
+                await asyncio.sleep(LAST_PERIOD_SECONDS)
+                rested += LAST_PERIOD_SECONDS
 
     async def finish(self) -> None:
-        """Collects the rest of a run that ends here, for HAND_OVER seconds at most, and has it in one file."""
+        """Collects the rest of a run that ends here, for HAND_OVER_SECONDS at most, and writes it to one file."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HAND_OVER):
+            async with asyncio.timeout(HAND_OVER_SECONDS):
                 for _ in itertools.count():
                     if await self.collect():
                         break
-                    await asyncio.sleep(AT_THE_END)
-        if self.exporter:
-            await asyncio.to_thread(self.exporter.close)
+                    await asyncio.sleep(LAST_PERIOD_SECONDS)
+        if self._exporter:
+            await asyncio.to_thread(self._exporter.close)
         if self._wrote:
             await self.export()
 
-    async def collect(self, timeout: float = TIMEOUT) -> bool:
+    async def collect(self, timeout: float = QUERY_TIMEOUT_SECONDS) -> bool:
         """Collects what there is, of all members at the same time. Returns whether no more will come of any."""
         async with self._busy:
             results = await asyncio.gather(
@@ -113,8 +120,8 @@ class Collector:
                     return key not in self.members()
                 if reply["data"]:
                     await self.disk(self._write, key, reply)
-            if reply["data"] and self.exporter:
-                self.exporter.export_lines(reply["process"], reply["data"])
+            if reply["data"] and self._exporter:
+                await asyncio.to_thread(self._exporter.export_lines, reply["process"], reply["data"])
             self._cursors[key] = {"file": reply["file"], "offset": reply["next"]}
             # the second time, a rank that is about to end knows that it may
             more = reply["more"] or (reply["data"] and reply["ended"])
@@ -135,11 +142,11 @@ class Collector:
             return
         problem = ""
         try:
-            _, output = await asyncio.wait_for(process.communicate(), EXPORT)
+            _, output = await asyncio.wait_for(process.communicate(), EXPORT_TIMEOUT_SECONDS)
             if process.returncode:
                 problem = (output.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         except TimeoutError:
-            problem = f"it took over {EXPORT:g} s"
+            problem = f"it took over {EXPORT_TIMEOUT_SECONDS:g} s"
         finally:
             if process.returncode is None:
                 process.kill()
@@ -175,7 +182,7 @@ class Collector:
 
     def _complain(self, error: Exception) -> None:
         now = time.monotonic()
-        if now - self._complained > REPEAT:
+        if now - self._complained > LOG_REPEAT_SECONDS:
             self._complained = now
             problem = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             telemetry.log().warning("spans are not collected", folder=str(self.folder), problem=problem)

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from rolecall.gang.protocol import Outcome
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
-from rolecall.record.waits import Told
+from rolecall.record.pending_calls import Reported
 
 # ---- from the worker
 
@@ -26,7 +26,7 @@ class Report:
     step: int
     phase: str = ""
     records: tuple[Record, ...] = ()
-    long_calls: tuple[Told, ...] = ()
+    long_calls: tuple[Reported, ...] = ()
     file_work: FileWork | None = None
     kind: Literal["report"] = "report"
 

@@ -25,7 +25,7 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import Directive, Heartbeat, name_of
-from rolecall.rank import collecting, endpoints, stacking, stats, tasks, tracing
+from rolecall.rank import collecting, endpoints, stack_query, stats, tasks, tracing
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
@@ -165,7 +165,7 @@ class Supervisor:
             tunnel=self.directory if self.tunnel else None,
         )
         self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
-        stacking.register(self.replies, self.workers)
+        stack_query.register(self.replies, self.workers)
         stats.register(self.replies, self.workers)
         tracing.register(self.replies, self.workers)
 

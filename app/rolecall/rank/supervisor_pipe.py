@@ -14,7 +14,7 @@ from rolecall.context.progress import Curve, Supervision
 from rolecall.declare import registry
 from rolecall.declare.task import Task
 from rolecall.observe.sinks.points import NAMED
-from rolecall.rank import pipe_messages, stacks
+from rolecall.rank import pipe_messages, stack_dump
 from rolecall.record.files import longest_work
 from rolecall.record.history import Record
 from rolecall.torch_rpc import tracing
@@ -104,7 +104,7 @@ class SupervisorPipe(Supervision):
 
     def report_stuck(self, problem: str) -> None:
         """Reports that this process is stuck, and its stacks."""
-        self.send(pipe_messages.Stuck(problem, stacks.dump()))
+        self.send(pipe_messages.Stuck(problem, stack_dump.dump()))
 
     def refuse_drain(self, problem: str) -> None:
         """Reports that the drain's checkpoint could not be written."""

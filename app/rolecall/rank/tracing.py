@@ -1,18 +1,17 @@
-"""A rank's part in traces: its supervisor hands out what the worker recorded, and has it record on request.
+"""A rank's part in traces: its supervisor replies with the worker's records, and starts a recording on request.
 
-Two queries. `trace` with `seconds` has a rank's worker record for as long, and the workers of the generations that
-follow meanwhile; the reply is a cursor, {"file", "offset"}, at which that part begins. `spans` with a cursor is
-answered with what comes at it:
+Two queries. `trace` with `seconds` starts a recording of the rank's worker, and of the workers of generations within
+that time; the reply is a cursor, {"file", "offset"}, at which it begins. `spans` replies with the data at a cursor:
 
-    {"file", "offset"}   the cursor of the data, which is a later one where the given file had ended
-    "data"               whole lines, as text, `CHUNK` bytes at most
+    {"file", "offset"}   the cursor of the data, a later one if the given file has ended
+    "data"               whole lines, as text, `MAX_REPLY_BYTES` at most
     "next"               the offset behind the data
     "more"               whether there is more already
     "process"            the first line of the file, {} while there is none
     "ended"              whether the rank has no worker that adds to it
 
-The cursor {"file": "", "offset": 0} is that of the oldest file. `collect` says that rank 0 collects, which has on its
-disk what comes before the cursor: earlier files are deleted, and the worker records if it does not.
+The cursor {"file": "", "offset": 0} is that of the oldest file. With `collect` rank 0 asks, which has
+written everything before the cursor: earlier files are deleted, and the worker starts to record.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.record.recorder import MOST
+from rolecall.record.recorder import MAX_FILE_BYTES
 from rolecall.record.span_file import file_name
 
-CHUNK = 2**20  # bytes of a reply
-HAND_OVER = 5.0  # seconds that a rank, before its end, waits for rank 0 to have its spans
-LONGEST = 3600.0  # seconds of a request
-ROOM = 2**16  # bytes that a file may lack when it is full
+MAX_REPLY_BYTES = 2**20
+HAND_OVER_SECONDS = 5.0  # in which a rank, before its end, waits for rank 0 to collect its spans
+MAX_RECORDING_SECONDS = 3600.0
+MIN_ROOM_BYTES = 2**16  # a file with less room counts as full
 Cursor = dict[str, Any]
 
 
 class Recordings:
-    """What the workers of this rank recorded, in its folder `directory`; `worker` is the newest of them."""
+    """The records of this rank's workers, in its folder `directory`; `worker` is the newest of them."""
 
     def __init__(self, directory: Path, worker: Callable[[], WorkerProcess | None]) -> None:
         self.directory, self._worker = directory, worker
@@ -51,14 +50,14 @@ class Recordings:
     # ---- on and off
 
     async def trace(self, arguments: dict[str, Any]) -> Cursor:
-        """Has the worker record for `seconds` from now on."""
+        """Makes the worker record for `seconds` from now on."""
         seconds = float(arguments.get("seconds", 10.0))
-        if not 0 < seconds <= LONGEST:
-            raise ValueError(f"seconds={seconds:g}: at most {LONGEST:g}")
+        if not 0 < seconds <= MAX_RECORDING_SECONDS:
+            raise ValueError(f"seconds={seconds:g}: at most {MAX_RECORDING_SECONDS:g}")
         worker, now = self._running(), time.monotonic()
         if worker and self._until < now:
             path = self.directory / file_name(worker.task.generation, 0)  # of TRACE=1, here or at rank 0
-            if 0 < (size := _size(path)) < MOST - ROOM:
+            if 0 < (size := _size(path)) < MAX_FILE_BYTES - MIN_ROOM_BYTES:
                 return {"file": path.name, "offset": size}
         if self._until < now:
             self._part += 1
@@ -111,7 +110,7 @@ class Recordings:
         return reply
 
     def _keep_on(self, collect: bool) -> None:
-        """Has a worker that began after the request, or of a rank without TRACE=1, record too."""
+        """Makes a worker record that began after the request, or without TRACE=1."""
         worker = self._running()
         if worker and not worker.traced:
             if collect:
@@ -125,14 +124,16 @@ class Recordings:
         return [path for path in paths if path.stem.endswith("-0000")] if collect else paths
 
     async def hand_over(self) -> None:
-        """Waits, for HAND_OVER seconds at most, until rank 0 has collected everything. This rank's worker has ended,
+        """Waits, for HAND_OVER_SECONDS at most, until rank 0 has collected everything. This rank's worker has ended,
         and its folder is about to be deleted."""
         self._collected.clear()
         if self._files(collect=True):
             try:
-                await asyncio.wait_for(self._collected.wait(), HAND_OVER)
+                await asyncio.wait_for(self._collected.wait(), HAND_OVER_SECONDS)
             except TimeoutError:
-                telemetry.log().warning("rank 0 has not collected the end of this rank's trace", seconds=HAND_OVER)
+                telemetry.log().warning(
+                    "rank 0 has not collected the end of this rank's trace", seconds=HAND_OVER_SECONDS
+                )
 
 
 def _size(path: Path) -> int:
@@ -140,12 +141,12 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path, offset: int) -> tuple[str, bool]:
-    """The whole lines of a file from `offset` on, up to `CHUNK` bytes, and whether there are more."""
+    """The whole lines of a file from `offset` on, up to `MAX_REPLY_BYTES`, and whether there are more."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read(CHUNK)
-            more = len(data) == CHUNK and bool(file.read(1))
+            data = file.read(MAX_REPLY_BYTES)
+            more = len(data) == MAX_REPLY_BYTES and bool(file.read(1))
     except FileNotFoundError:  # deleted meanwhile
         return "", False
     end = data.rfind(b"\n") + 1  # the worker is writing the rest, or was killed
@@ -162,7 +163,7 @@ def _process(path: Path) -> dict[str, Any]:
 
 
 def register(replies: Replies, workers: WorkerManager) -> None:
-    """Has a supervisor reply to both queries, and hand over its worker's trace before its end."""
+    """Makes a supervisor reply to both queries, and wait at its end until its worker's trace is collected."""
     recordings = Recordings(workers.files.directory, lambda: workers.worker)
     replies.on("trace", recordings.trace)
     replies.on("spans", recordings.spans)

@@ -30,7 +30,7 @@ from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Task
 from rolecall.errors import Drained, PeerLostError, ProgramError, UsageError
-from rolecall.rank import stacks
+from rolecall.rank import stack_dump
 from rolecall.rank.pipe_messages import RecordTrace, Result
 from rolecall.rank.supervisor_pipe import SupervisorPipe
 from rolecall.record import rundir
@@ -50,7 +50,7 @@ def main(task: Task, connection: Connection) -> None:
     machine.name_process(registry.name_of(task.job), me.role, me.ordinal, "worker" if task.members else "check")
     os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
     if task.stacks:
-        stacks.register(task.stacks)
+        stack_dump.register(task.stacks)
     progress_bar.log_progress()
     telemetry.setup_logging(
         settings.log_format,

@@ -19,12 +19,12 @@ from rolecall import telemetry
 from rolecall.declare.task import Task
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
 from rolecall.observe.memory import oom_kills, ran_out
-from rolecall.rank import fork_server, pipe_messages, stacks
+from rolecall.rank import fork_server, pipe_messages, stack_dump
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.frames import PipeError, WorkerPipe
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
-from rolecall.record.waits import Told
+from rolecall.record.pending_calls import Reported
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 EXITING = 0x4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
@@ -71,7 +71,7 @@ class WorkerProcess:
         self.lost_peers: tuple[Key, ...] = ()
         self.phase = "" if task.members else "checking"
         self.phase_since = time.monotonic()
-        self.long_calls: tuple[Told, ...] = ()  # as of the last message
+        self.long_calls: tuple[Reported, ...] = ()  # as of the last message
         self.file_work: FileWork | None = None  # so is this
         self.traced = task.settings.trace and bool(task.members)  # it records a trace
         self._received_at = time.monotonic()
@@ -122,7 +122,7 @@ class WorkerProcess:
         """Forks the worker. Returns when it exists; a failure to fork, or to do so within `limit` seconds, is an end
         like any other.
         """
-        stacks.forget(self.task.stacks)
+        stack_dump.forget(self.task.stacks)
         ours, theirs = fork_server.context.Pipe()
         self._connection = WorkerPipe(ours)
         self._process = fork_server.context.Process(target=_run, args=(self.task, theirs), daemon=False)
@@ -183,7 +183,7 @@ class WorkerProcess:
         """The stacks of its threads, even if one of them holds the GIL; empty if there are none."""
         if self._pidfd < 0 or not self.task.stacks:
             return ""
-        return await stacks.of_silent(self._pidfd, self.task.stacks)
+        return await stack_dump.of_silent(self._pidfd, self.task.stacks)
 
     async def _dump_silent(self) -> None:
         self.log_stacks(await self.dump())
@@ -191,7 +191,7 @@ class WorkerProcess:
 
     async def _end_stuck(self, text: str) -> None:
         """Ends it after it has reported that it is stuck, with the stacks `text`."""
-        self.log_stacks(await stacks.native(self._pid) or text)
+        self.log_stacks(await stack_dump.native(self._pid) or text)
         self.kill("stuck")
 
     def log_stacks(self, text: str) -> None:

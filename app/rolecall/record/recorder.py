@@ -1,7 +1,7 @@
-"""Records what a worker does, in the file of its process, one JSON array a line; `records` describes them.
+"""Records the activity of a worker in the file of its process, one JSON array a line; `records` describes them.
 
-A span that has ended waits in memory until the recorder's thread writes it. While nothing is recorded, a question
-whether `recorder.on` is all that remains.
+A span that has ended stays in memory until the recorder's thread writes it. While nothing is recorded, the only cost is
+to check `recorder.on`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from typing import Any, Literal, Self
 from rolecall import telemetry
 from rolecall.record.span_file import SpanFile, line
 
-MOST = 64 * 2**20  # bytes of a file
-PENDING = 100_000  # spans in memory, between two writes
-PERIOD = 0.5  # seconds between two writes
-PAUSE_NS = 1_000_000  # of garbage collection, from which on it is a span
-LONGEST = 500  # characters of a text in a span's attributes
+MAX_FILE_BYTES = 64 * 2**20
+MAX_PENDING_SPANS = 100_000  # in memory, between two writes
+WRITE_PERIOD_SECONDS = 0.5
+MIN_GC_NS = 1_000_000  # shorter garbage collections are no spans
+MAX_TEXT = 500  # characters of a text in a span's attributes
 Kind = Literal["client", "server", "internal", "event"]
-Waiting = tuple[str, str, str, str, int, int, int, dict[str, Any]]  # a span that has ended, as its record has it
+Waiting = tuple[str, str, str, str, int, int, int, dict[str, Any], str]  # a span that has ended, as its record has it
 _current: ContextVar[Span | None] = ContextVar("span", default=None)
 _threads = threading.local()
 
 
 class Span:
-    """What a thread does from here until `end`, or in a `with` block, in which spans that begin are its children."""
+    """The activity of a thread until `end`, or in a `with` block, in which spans that begin are its children."""
 
-    __slots__ = ("_recorder", "_token", "attributes", "id", "kind", "name", "parent", "start", "thread")
+    __slots__ = ("_recorder", "_token", "attributes", "id", "kind", "name", "parent", "start", "thread", "trace")
 
-    def __init__(self, recorder: Recorder, name: str, kind: Kind, parent: str, attributes: dict[str, Any]) -> None:
+    def __init__(
+        self, recorder: Recorder, name: str, kind: Kind, parent: str, attributes: dict[str, Any], trace: str
+    ) -> None:
         self._recorder, self.name, self.kind, self.parent, self.attributes = recorder, name, kind, parent, attributes
         self.id, self.thread, self.start = recorder.new_id(), thread_id(), time.monotonic_ns()
+        self.trace = trace or self.id
         self._token: Token[Span | None] | None = None
 
     def note(self, /, **attributes: Any) -> None:
@@ -51,12 +54,14 @@ class Span:
     def fail(self, error: BaseException) -> None:
         """Notes that what it covers raised `error`."""
         first = (str(error).strip().splitlines() or [""])[0]
-        self.attributes["error"] = f"{type(error).__name__}: {first}"[:LONGEST].removesuffix(": ")
+        self.attributes["error"] = f"{type(error).__name__}: {first}"[:MAX_TEXT].removesuffix(": ")
 
     def end(self) -> None:
         """Ends it now."""
-        self._recorder.add(self.id, self.parent, self.name, self.kind, self.start, time.monotonic_ns(), self.thread,
-                           self.attributes)  # fmt: skip
+        end = time.monotonic_ns()
+        self._recorder.add(
+            (self.id, self.parent, self.name, self.kind, self.start, end, self.thread, self.attributes, self.trace)
+        )
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -105,17 +110,19 @@ class Recorder:
         self._file: SpanFile | None = None
         self._until = float("inf")  # monotonic seconds
         self._thread: threading.Thread | None = None
-        self._collecting = 0  # when a garbage collection began
+        self._gc_began = 0  # monotonic ns, 0 if not recorded
         self._ids = itertools.count(1)
         os.register_at_fork(after_in_child=self._forget)
 
     # ---- on and off
 
-    def start(self, path: Path, about: dict[str, Any], seconds: float | None = None, most: int = MOST) -> None:
+    def start(
+        self, path: Path, about: dict[str, Any], seconds: float | None = None, max_bytes: int = MAX_FILE_BYTES
+    ) -> None:
         """Records to the file `path`, for `seconds`, or until `stop`. A file that is being written is continued, and
-        may grow by `most` bytes more. `about` are a process's job, role, ordinal, rank and generation.
+        may grow by `max_bytes`. `about` are a process's job, role, ordinal, rank and generation.
 
-        Raises OSError where the file cannot be written.
+        Raises OSError if the file cannot be written.
         """
         self.flush()
         with self._lock:
@@ -124,7 +131,7 @@ class Recorder:
                 self._file, self.me = SpanFile(path, about), f"{about['role']} {about['ordinal']}"
                 # far from those of any other process
                 self._ids, self.started = itertools.count(random.SystemRandom().getrandbits(63)), self._file.began
-            self._file.allow(most)
+            self._file.allow(max_bytes)
             until = float("inf") if seconds is None else time.monotonic() + seconds
             self._until = max(self._until, until) if self.on else until
             if self._thread is None:
@@ -165,12 +172,17 @@ class Recorder:
         """16 hex digits, which no other span of any process has."""
         return f"{next(self._ids):016x}"
 
-    def begin(self, name: str, kind: Kind = "internal", parent: str | None = None, /, **attributes: Any) -> Span:
+    def begin(
+        self, name: str, kind: Kind = "internal", parent: str | None = None, trace: str = "", /, **attributes: Any
+    ) -> Span:
         """A span that begins now, under the current one unless its `parent` is given. Only while `on`."""
         if parent is None:
             above = _current.get()
-            parent = above.id if above is not None else ""
-        return Span(self, name, kind, parent, attributes)
+            if above is None:
+                parent = ""
+            else:
+                parent, trace = above.id, above.trace
+        return Span(self, name, kind, parent, attributes, trace)
 
     def span(self, name: str, /, **attributes: Any) -> Span | Nothing:
         """A span for a `with` block, or nothing while nothing is recorded."""
@@ -179,21 +191,21 @@ class Recorder:
     def since(self, start: int, name: str, /, **attributes: Any) -> None:
         """A span from `start`, in monotonic ns, until now; while nothing is recorded, or of before that, none."""
         if self.on and start >= self.started:
-            above = _current.get()
-            parent = above.id if above is not None else ""
-            self.add(self.new_id(), parent, name, "internal", start, time.monotonic_ns(), thread_id(), attributes)
+            above, id = _current.get(), self.new_id()
+            parent, trace = ("", id) if above is None else (above.id, above.trace)
+            end = time.monotonic_ns()
+            self.add((id, parent, name, "internal", start, end, thread_id(), attributes, trace))
 
     def event(self, name: str, /, **attributes: Any) -> None:
-        """What happens now."""
+        """Records an event at this moment."""
         if self.on:
-            span = self.begin(name, "event", **attributes)
-            self.add(span.id, span.parent, name, "event", span.start, span.start, span.thread, attributes)
+            self.add(self._event(name, **attributes))
 
-    def add(self, *span: Any) -> None:
+    def add(self, span: Waiting) -> None:
         """Takes a span that has ended, in the form of its record."""
         if self._file is None:
             return
-        if len(self._spans) < PENDING:
+        if len(self._spans) < MAX_PENDING_SPANS:
             self._spans.append(span)
         else:
             self._dropped += 1
@@ -201,14 +213,14 @@ class Recorder:
     def _collect(self, phase: str, info: dict[str, int]) -> None:
         """A garbage collection begins or ends, which stops all threads."""
         if phase == "start":
-            self._collecting = time.monotonic_ns() if self.on else 0
-        elif self._collecting and time.monotonic_ns() - self._collecting >= PAUSE_NS:
-            self.since(self._collecting, "garbage collection", generation=info["generation"])
+            self._gc_began = time.monotonic_ns() if self.on else 0
+        elif self._gc_began and time.monotonic_ns() - self._gc_began >= MIN_GC_NS:
+            self.since(self._gc_began, "garbage collection", generation=info["generation"])
 
     # ---- the file
 
     def flush(self) -> None:
-        """Writes the spans that have ended. Raises OSError where that is not possible: then nothing is recorded."""
+        """Writes the spans that have ended. Raises OSError if that fails: then nothing is recorded."""
         with self._lock:
             spans = [self._spans.popleft() for _ in range(len(self._spans))]
             if self._file is None or self._file.full:
@@ -223,13 +235,13 @@ class Recorder:
             finally:
                 self.on = self.on and not self._file.full
 
-    def _event(self, name: str, **attributes: Any) -> Waiting:
-        now = time.monotonic_ns()
-        return self.new_id(), "", name, "event", now, now, thread_id(), attributes
+    def _event(self, name: str, /, **attributes: Any) -> Waiting:
+        span = self.begin(name, "event", **attributes)
+        return span.id, span.parent, name, "event", span.start, span.start, span.thread, attributes, span.trace
 
     def _write_forever(self) -> None:
         while True:
-            time.sleep(PERIOD)  # a period; nothing waits for it
+            time.sleep(WRITE_PERIOD_SECONDS)  # a period; nothing waits for it
             with self._lock:
                 if time.monotonic() > self._until:
                     self.on = False
@@ -262,7 +274,7 @@ def plain(attributes: dict[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> bool | int | float | str:
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    return str(value)[:LONGEST]
+    return str(value)[:MAX_TEXT]
 
 
 def thread_id() -> int:

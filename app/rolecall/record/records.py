@@ -1,4 +1,4 @@
-"""The records of a trace: what workers write, one JSON array a line, read back as processes and their spans.
+"""The records of a trace: JSON arrays that workers write, one a line, read back as processes and their spans.
 
 A folder holds a file of each rank and generation, which begins with its process. Times are nanoseconds of that
 process's CLOCK_MONOTONIC.
@@ -42,13 +42,14 @@ class Process:
 
     @property
     def wall_ns(self) -> int:
-        """What turns its monotonic time into Unix time, by its machine's wall clock."""
+        """The Unix time minus the monotonic time, by its machine's wall clock."""
         return self.unix_ns - self.monotonic_ns
 
 
 @dataclass(slots=True)
 class Span:
-    """What a thread did from `start_ns` to `end_ns`; `id` and `parent` are 16 hex digits, `parent` may be empty."""
+    """The activity of a thread from `start_ns` to `end_ns`; `id` and `parent` are 16 hex digits, `parent` may be empty.
+    Spans of one `trace` belong to one step or other activity without a parent."""
 
     id: str
     parent: str
@@ -58,10 +59,11 @@ class Span:
     end_ns: int
     thread: int
     attributes: dict[str, Any]
+    trace: str = ""  # hex digits
 
     @property
     def began_ns(self) -> int:
-        """When its function began: later than the call came in where it had to wait for its turn."""
+        """When its function began: later than the call arrived if it waited for its turn."""
         return self._within(self.attributes.get("began_ns"), self.start_ns)
 
     @property
@@ -127,11 +129,10 @@ def parse(line: bytes | str) -> Process | Span:
     try:
         record = json.loads(line)
         if record[0] == "span":
-            _, id, parent, name, kind, start, end, thread, values = record
-            # of a million lines: quicker than a pattern
-            types = type(id), type(parent), type(name), type(start), type(end), type(thread), type(values)
+            _, id, parent, name, kind, start, end, thread, values, trace = record
+            types = type(id), type(parent), type(name), type(start), type(end), type(thread), type(values), type(trace)
             if types == SPAN and kind in KINDS and end >= start:
-                return Span(id, parent, name, kind, start, end, thread, values)
+                return Span(id, parent, name, kind, start, end, thread, values, trace)
         elif record[0] == "process":
             return process_of(*record[1:])
     except (KeyError, IndexError, RecursionError, TypeError) as error:
@@ -162,7 +163,7 @@ def spans_of(lines: Iterable[bytes | str]) -> Iterator[Span]:
 
 
 TEXTS = ("job", "role", "host")  # of a process; the other fields are numbers
-SPAN = (str, str, str, int, int, int, dict)  # the types of a span's fields, without its kind
+SPAN = (str, str, str, int, int, int, dict, str)  # the types of a span's fields, without its kind
 
 
 def line(record: Process | Span) -> bytes:
@@ -172,7 +173,7 @@ def line(record: Process | Span) -> bytes:
 
 
 def read(folder: Path) -> Trace:
-    """The files of a folder. Raises UsageError where it cannot be read."""
+    """The files of a folder. Raises UsageError if it cannot be read."""
     with UsageError.wrap(f"{folder}: cannot be read", OSError):
         paths = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
     return read_files(paths)

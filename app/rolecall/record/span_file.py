@@ -1,4 +1,4 @@
-"""The file that a worker's spans are written to: the newest of a few in its rank's folder, of a bounded size."""
+"""The file of a worker's spans, of a bounded size; a rank's folder has the newest few."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from rolecall import config
 
-KEPT = 3  # files in a folder, whether somebody has collected them or not
+MAX_FILES = 3  # in a folder, collected or not
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -23,13 +23,13 @@ def file_name(generation: int, part: int) -> str:
 class SpanFile:
     """A new file at `path`, which begins with the process that `about` is part of: see `records.Process`.
 
-    Raises OSError where it cannot be written.
+    Raises OSError if it cannot be written.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.full = path, True
         self._left = 0  # bytes
-        for old in sorted(path.parent.glob("trace-*.jsonl"))[: 1 - KEPT]:
+        for old in sorted(path.parent.glob("trace-*.jsonl"))[: 1 - MAX_FILES]:
             old.unlink(missing_ok=True)
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.began = time.monotonic_ns()
@@ -46,8 +46,8 @@ class SpanFile:
         self._left, self.full = size, False
 
     def write(self, lines: Iterable[str], last: str) -> None:
-        """Adds lines, of ASCII characters; `last` in place of the first for which there is no room. Then, and where it
-        cannot be written, it is `full`. Raises OSError."""
+        """Adds lines, of ASCII characters; `last` instead of the first one beyond the limit. Then, and if it cannot be
+        written, it is `full`. Raises OSError."""
         fitting = []
         for each in lines:
             self._left -= len(each)

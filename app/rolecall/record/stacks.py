@@ -1,4 +1,4 @@
-"""Threads and their frames, as supervisors reply to the query "stacks", and what they say about a thread."""
+"""Threads and their frames in a reply to the query "stacks", and what they tell of a thread."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-RPC_THREADS = 16  # of a worker: they serve remote calls, and take the answers of its own
 State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
 HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
 TURNS = ("serve", "rolecall/torch_rpc/turns.py")
-# of threads that are Rolecall's own
-OURS = ("rolecall/rank/", "rolecall/record/", "rolecall/telemetry", "rolecall/jobs/script/ending.py")
-# between torch and a called function
-AROUND = ("torch/distributed/rpc/", "rolecall/torch_rpc/", "rolecall/context/", "rolecall/record/")
-# where Python's library waits for a condition, which any thread may fulfil
+# files in which Python's library waits for a condition, which any thread may fulfil
 CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
 LOCK = re.compile(r"^with (?P<locks>.*?):|\.acquire\(")
 COLLECTIVES = {
@@ -25,7 +20,7 @@ COLLECTIVES = {
     "reduce_scatter", "reduce_scatter_tensor", "scatter",
 }  # fmt: skip
 GROUPS = "torch/distributed/distributed_c10d.py"
-# what is waited for in a frame, in words: the end of its file's name, its function
+# by the end of a frame's file and its function: what its thread waits for
 WAITS = {
     ("rolecall/torch_rpc/rpc.py", "get"): "for its RankObject to be set",
     ("rolecall/torch_rpc/rpc.py", "join_group"): "for the members of its process group",
@@ -41,8 +36,8 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame: its function, its file, and the line, 0 where it is not known, with its `text` if that can be read, and
-    what the `with` statements around it are given."""
+    """A frame: its function, its file, the line's number, 0 if unknown, and text, and the context expressions of the
+    `with` statements around it."""
 
     function: str
     file: str
@@ -52,29 +47,29 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function's name, without what it is defined in."""
+        """The function's name without its class."""
         return self.function.rpartition(".")[2]
 
-    @property
-    def native(self) -> bool:
-        """Whether it is not one of Python."""
-        return not self.file.endswith(".py") and not self.file.startswith("<")
-
     def at(self, function: str, file: str) -> bool:
-        """Whether it is a frame of `function` in a file whose name ends so."""
+        """Whether it is a frame of `function` in a file whose name ends with `file`."""
         return self.name == function and self.file.endswith(file)
 
+    @property
+    def in_rolecall(self) -> bool:
+        """Whether it is Rolecall's, and not that of a job."""
+        return self.file.startswith("rolecall/") and not self.file.startswith("rolecall/jobs/")
+
     def __str__(self) -> str:
-        return f"{self.function} ({self.file}:{self.line})" if self.line else f"{self.function} ({self.file})"
+        return f"{self.function} ({self.file}:{self.line})"
 
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a worker; `number` is its native ID, or where that is not known its ID in Python. `frames` begin with
-    the innermost.
+    """A thread of a worker. `number` is its native ID, or its ID in Python if that is unknown; `frames` are those of
+    Python, the innermost first.
 
-    `state` is what it did while it was watched: it "computes", "moves" a little, "sleeps" for a time, waits for "input"
-    or output, "waits" for another thread, is "stopped", or is not known.
+    `state` is its activity while it was watched: it "computes", "moves" a little, "sleeps" for a time, waits for
+    "input" or output, "waits" for another thread, is "stopped", or is unknown.
     """
 
     number: int
@@ -94,95 +89,88 @@ class Thread:
         return cls(int(reply["number"]), frames, reply["state"], bool(reply["main"]), bool(reply["gil"]),
                    str(reply["name"]))  # fmt: skip
 
-    @cached_property
-    def code(self) -> tuple[Frame, ...]:
-        """The frames of Python, the innermost first."""
-        return tuple(frame for frame in self.frames if not frame.native)
-
     @property
     def waits(self) -> bool:
-        """Whether nothing but another thread's doing lets it go on."""
+        """Whether only another thread can make it continue."""
         return self.state == "waits"
 
     @property
     def in_rpc(self) -> bool:
-        """Whether it is one of RPC's threads, and serves a call."""
-        return any(frame.at(*HANDLER) for frame in self.code)
+        """Whether it is an RPC thread that serves a call."""
+        return any(frame.at(*HANDLER) for frame in self.frames)
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """The functions within the call that it serves, the called one among them; empty where it serves none."""
-        for place, frame in enumerate(self.code):
+        """The functions within the call that it serves, the called one among them; empty if it serves none."""
+        for place, frame in enumerate(self.frames):
             if frame.at(*HANDLER) or frame.at(*TURNS):
-                return tuple(inner.name for inner in self.code[:place])
+                return tuple(inner.name for inner in self.frames[:place])
         return ()
 
     @property
     def serves(self) -> str:
-        """The called function, where it serves a call."""
-        for place, frame in enumerate(self.code):
-            if frame.at(*HANDLER) or frame.at(*TURNS):
-                inner = self.code[:place]
-                users = [each for each in inner if not any(part in each.file for part in AROUND)]
-                return (users or inner)[-1].name if inner else ""
-        return ""
+        """The called function, if it serves a call: the outermost one that is neither torch's nor Rolecall's."""
+        inner = self.frames[: len(self.served)]
+        users = [each for each in inner if not (each.in_rolecall or "torch/distributed/rpc/" in each.file)]
+        return (users or inner)[-1].name if inner else ""
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do, or is one of Rolecall's for itself."""
-        inner = next((frame for frame in self.code if not _waiting(frame)), None)
-        if inner is None or inner.at(*TURNS):
+        """Whether it has nothing to do, or is a thread of Rolecall's own."""
+        frames = [frame for frame in self.frames if not _waiting(frame)]
+        if not frames or frames[0].at(*TURNS):
             return True
-        target = next(frame for frame in reversed(self.code) if not _waiting(frame))
-        return not self.main and not self.in_rpc and target.file.startswith(OURS)
+        return (
+            not self.main and not self.in_rpc and (frames[-1].in_rolecall or frames[-1].at("end", "script/ending.py"))
+        )
 
     @property
     def in_background(self) -> bool:
-        """Whether it waits, and neither is the main thread nor serves a call: mostly for work."""
+        """Whether it waits, mostly for work, and neither is the main thread nor serves a call."""
         return self.waits and self.at_a_condition and not self.main and not self.in_rpc
 
     @property
     def at_a_condition(self) -> bool:
         """Whether its innermost frame is one in which Python's library waits."""
-        return bool(self.code) and _waiting(self.code[0])
+        return bool(self.frames) and _waiting(self.frames[0])
 
     @property
     def at_a_lock(self) -> bool:
-        """Whether it waits for a lock, which a thread of its process holds: its line says `with`, or `acquire`."""
-        return self.waits and bool(self.code) and not self.at_a_condition and bool(LOCK.search(self.code[0].text))
+        """Whether it waits for a lock, which a thread of its process holds: its line has `with` or `acquire`."""
+        return self.waits and bool(self.frames) and not self.at_a_condition and bool(LOCK.search(self.frames[0].text))
 
     @property
     def on_one_line(self) -> bool:
-        """Whether its `with` statement is of one line: then it may as well be within it."""
-        match = LOCK.search(self.code[0].text) if self.code else None
-        return bool(match and match["locks"] and self.code[0].text[match.end() :].split("#")[0].strip())
+        """Whether its `with` statement has one line, so that it may be inside the statement."""
+        match = LOCK.search(self.frames[0].text) if self.frames else None
+        return bool(match and match["locks"] and self.frames[0].text[match.end() :].split("#")[0].strip())
 
     @property
     def lock(self) -> str:
-        """The lock that it waits for, as its line names it; empty where it does not say."""
-        match = LOCK.search(self.code[0].text) if self.at_a_lock else None
+        """The lock that it waits for, as its line names it; empty if it has no name."""
+        match = LOCK.search(self.frames[0].text) if self.at_a_lock else None
         return (match["locks"] or "").split(" as ")[0].strip() if match else ""
 
     def may_hold(self, other: Thread) -> bool:
-        """Whether it is within a `with` statement on a lock of the name that `other` waits for, in the same file."""
-        name, file = other.lock.rpartition(".")[2], other.code[0].file if other.code else ""
+        """Whether it is inside a `with` statement on a lock of the name that `other` waits for, in the same file."""
+        name, file = other.lock.rpartition(".")[2], other.frames[0].file if other.frames else ""
         return bool(name) and any(
-            held.rpartition(".")[2] == name for frame in self.code if frame.file == file for held in frame.within
+            held.rpartition(".")[2] == name for frame in self.frames if frame.file == file for held in frame.within
         )
 
     @property
     def collective(self) -> str:
         """The operation of its process group that it is in."""
-        return next((each.name for each in self.code if each.file.endswith(GROUPS) and each.name in COLLECTIVES), "")
+        return next((each.name for each in self.frames if each.file.endswith(GROUPS) and each.name in COLLECTIVES), "")
 
     @property
     def doing(self) -> str:
-        """What it does, in words."""
+        """Its activity in words."""
         if self.idle:
             return "idle"
         if self.collective:
             return f"in {self.collective} of its process group"
-        for frame in self.code if self.state in ("waits", "input", "moves", "") else ():
+        for frame in self.frames if self.state in ("waits", "input", "moves", "") else ():
             for (file, function), words in WAITS.items():
                 if frame.at(function, file):
                     return words if words.startswith("in ") else f"waits {words}"

@@ -20,7 +20,7 @@ from torch.distributed.rpc import api, backend_registry
 
 from rolecall.config import Settings
 from rolecall.context.context import Context
-from rolecall.record.stacks import RPC_THREADS
+from rolecall.torch_rpc.limits import RPC_THREADS
 from rolecall.torch_rpc.store import is_loopback
 
 NAME = "ROLECALL"

@@ -71,7 +71,7 @@ class Program:
         adopt.adopt(context.settings, rank, world_size, context.generation, context.store)
         calls = ScriptCalls(context.members)
         calls.watch()
-        context.watchdog.watch_calls(calls.under_way)
+        context.watchdog.watch_calls(calls.pending)
         values = self._prepare(rank, world_size)
         # a forked process makes torch's pool of threads anew at its first use: of two threads at once, one finds none
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

@@ -1,7 +1,7 @@
-"""Remote calls and collectives as spans of a trace.
+"""Remote calls, waits for their answers, and collectives as spans of a trace.
 
-While this rank records, a call goes by way of `_serve` at the peer, with the span that it belongs to. A program that
-has OpenTelemetry imported takes its context along with each call, recorded or not.
+While this rank records, a call runs `_serve` at the peer, with its span. If the program has imported OpenTelemetry, its
+context is passed along with each call, recorded or not.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from torch.distributed import rpc
 from rolecall import telemetry
 from rolecall.declare.task import Peer
 from rolecall.record.recorder import Span, current, recorder, under
-from rolecall.torch_rpc import waiting
 from rolecall.torch_rpc.failures import remote_failure
 
-OTEL = "opentelemetry.trace"  # in sys.modules where the program uses it
+OTEL = "opentelemetry.trace"  # in sys.modules if the program uses it
 COLLECTIVES = {"all_reduce": "all-reduce", "all_gather": "all-gather", "all_gather_into_tensor": "all-gather",
                "reduce_scatter_tensor": "reduce-scatter", "broadcast": "broadcast", "reduce": "reduce",
                "gather": "gather", "scatter": "scatter", "all_to_all_single": "all-to-all",
                "barrier": "barrier"}  # fmt: skip
 Answer = torch.futures.Future[Any]
-Carrier = dict[str, str]  # what OpenTelemetry's propagators say of a context
-Header = tuple[str, str, Carrier | None]  # of a call: the caller's span and its name
+Carrier = dict[str, str]  # a context, written by OpenTelemetry's propagators
+Header = tuple[str, str, str, Carrier | None]  # of a call: its span, the span's trace, the caller's name, the carrier
 
 
 def record(job: str, me: Peer, generation: int, path: Path, seconds: float | None) -> None:
-    """Has this process record to `path` what it does, for `seconds` or to its end. Without a file it does not."""
+    """Makes this process record to `path` for `seconds`, or to its end. A file that cannot be written is logged."""
     about = {"job": job, "role": me.role, "ordinal": me.ordinal, "rank": me.rank, "generation": generation}
     try:
         recorder.start(path, about, seconds)
     except (OSError, RuntimeError) as error:  # no space, no thread
         telemetry.log().warning("no trace can be recorded", problem=str(error))
     watch_collectives()
-    waiting.watch()
+    watch_waits()
 
 
 def flush() -> None:
-    """Writes what was recorded, before this process ends."""
+    """Writes the recorded spans before this process ends."""
     try:
         recorder.flush()
     except Exception as error:  # whatever it is, the process's result follows
@@ -61,13 +60,15 @@ def begin(to: str, method: str, sent: int) -> Span | None:
 
 
 def send(to: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, span: Span | None) -> Answer:
-    """torch's `rpc_async`, with `span` and OpenTelemetry's context, where there are any."""
+    """torch's `rpc_async`, with `span` and OpenTelemetry's context, if there are any."""
     carrier = _inject() if OTEL in sys.modules else None
     if span is None and carrier is None:
         return rpc.rpc_async(to, function, args=args, timeout=timeout)  # type: ignore[no-any-return]
-    if span is not None and carrier and "traceparent" in carrier:
-        span.attributes["traceparent"] = carrier["traceparent"]
-    header: Header = (span.id if span is not None else "", recorder.me, carrier)
+    header: Header = ("", "", recorder.me, carrier)
+    if span is not None:
+        if carrier and "traceparent" in carrier:  # the call belongs to the program's trace: W3C Trace Context
+            _, span.trace, span.parent, _ = carrier["traceparent"].split("-")
+        header = (span.id, span.trace, recorder.me, carrier)
     # torch asks the caller whether the function's answer is a future
     serve = _serve_async if hasattr(function, "_wrapped_async_rpc_function") else _serve
     try:
@@ -101,12 +102,12 @@ def _end(span: Span, answer: Answer) -> None:
 
 def _serve(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs `function` in the span of the call."""
-    parent, caller, carrier = header
+    parent, trace, caller, carrier = header
     token = _attach(carrier) if carrier else None
     try:
         if not recorder.on:
             return function(*args)
-        with _server_span(function, parent, caller):
+        with _server_span(function, parent, trace, caller):
             return function(*args)
     finally:
         _detach(token)
@@ -115,12 +116,12 @@ def _serve(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _serve_async(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs `function`, which returns a future: the span ends with that."""
-    parent, caller, carrier = header
+    parent, trace, caller, carrier = header
     token = _attach(carrier) if carrier else None
     try:
         if not recorder.on:
             return function(*args)
-        span = _server_span(function, parent, caller)
+        span = _server_span(function, parent, trace, caller)
         try:
             with under(span):
                 answer = function(*args)
@@ -138,8 +139,8 @@ def _serve_async(header: Header, function: Callable[..., Any], args: tuple[Any, 
     return answer
 
 
-def _server_span(function: Callable[..., Any], parent: str, caller: str) -> Span:
-    return recorder.begin(getattr(function, "__name__", ""), "server", parent, **{"from": caller})
+def _server_span(function: Callable[..., Any], parent: str, trace: str, caller: str) -> Span:
+    return recorder.begin(getattr(function, "__name__", ""), "server", parent, trace, **{"from": caller})
 
 
 class Carried:
@@ -161,7 +162,7 @@ class Carried:
 
 
 def carry() -> Carried | None:
-    """What a function that runs later, in another thread, is to be run in, if there is anything."""
+    """The span and context for a function that runs later in another thread, if there are any."""
     return Carried() if recorder.on or OTEL in sys.modules else None
 
 
@@ -169,13 +170,13 @@ def carry() -> Carried | None:
 
 
 def _context() -> Any:
-    from opentelemetry import context  # optional: only where the program uses it
+    from opentelemetry import context  # optional: only if the program uses it
 
     return context
 
 
 def _inject() -> Carrier | None:
-    """OpenTelemetry's context, where the program is in a span of its own."""
+    """OpenTelemetry's context, if the program is in a span of its own."""
     if not sys.modules[OTEL].get_current_span().get_span_context().is_valid:
         return None
     from opentelemetry import propagate
@@ -203,7 +204,7 @@ def _detach(token: Any) -> None:
 
 
 def watch_collectives() -> None:
-    """Has torch's collectives be spans while this rank records."""
+    """Makes torch's collectives spans while this rank records."""
     for function, name in COLLECTIVES.items():
         original = getattr(dist, function)
         if not hasattr(original, "traced"):
@@ -240,3 +241,28 @@ def _end_with(work: Any, span: Span) -> None:
     except RuntimeError:  # of a backend, or a collective, without futures
         span.attributes["end"] = "not known"
         span.end()
+
+
+# ---- waits
+
+
+def watch_waits() -> None:
+    """Records the waits for torch's futures, which tell a call that is waited for from one beside other work."""
+    # the class of what `rpc_async` and `collect_all` return; that of torch.futures is derived from it
+    future: Any = torch._C.Future
+    original = future.wait
+    if hasattr(original, "traced"):
+        return
+
+    @functools.wraps(original)
+    def wait(self: Any) -> Any:
+        if not recorder.on or self.done():
+            return original(self)
+        start = time.monotonic_ns()
+        try:
+            return original(self)
+        finally:
+            recorder.since(start, "wait")
+
+    wait.traced = True  # type: ignore[attr-defined]
+    future.wait = wait

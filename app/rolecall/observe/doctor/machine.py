@@ -1,153 +1,139 @@
-"""Checks of what this machine, or the container's cgroup, gives a rank: files, processes, cores, memory."""
+"""Checks of the machine, or of the container's cgroup: open files, processes, memory, the GPU and its driver."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import re
 import resource
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 
 import psutil
+from rich.filesize import decimal
 
-from rolecall import machine
-from rolecall.observe.doctor.checks import Check, Finding, ok, problem, warning
-from rolecall.observe.doctor.patient import Patient
-from rolecall.observe.doctor.steps import shown
+from rolecall import config
+from rolecall.observe.doctor.checks import Finding, check, ok, problem, reason, warning
+from rolecall.observe.doctor.subject import Subject
 from rolecall.observe.memory import oom_kills
 
-FEWEST_FILES, FILES_OF_A_RANK = 256, 16  # open files that a rank needs, and more for each other rank
-FEWEST_PROCESSES = 128  # threads: a tunnel has 35, a worker those of torch and RPC
-SMALLEST_MEMORY = 512 * 2**20  # bytes: a rank whose worker has imported torch
-LITTLE_MEMORY = 128 * 2**20  # bytes left beside a rank that runs
-THROTTLED = 0.1  # of the periods
+MIN_FILES, FILES_PER_RANK = 256, 16  # open files of a rank, and more for each other rank
+MIN_PROCESSES = 128  # threads: a tunnel has 35, a worker those of torch and RPC
+MIN_MEMORY_BYTES = 512 * 2**20  # of a rank whose worker has imported torch
+# the oldest driver for each version of CUDA: https://docs.nvidia.com/deploy/cuda-compatibility/
+MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
-def files(patient: Patient) -> Finding:
-    """The limit of open files, to which a rank raises its own."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FEWEST_FILES + FILES_OF_A_RANK * (patient.job.ranks if patient.job else 1)
-    if most == resource.RLIM_INFINITY:
+@check("open files", "raise it: `ulimits` in compose, `LimitNOFILE` of the container engine, `ulimit -Hn`")
+def files(subject: Subject) -> Finding:
+    """The hard limit of open files, against the number of ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = MIN_FILES + FILES_PER_RANK * (subject.job.ranks)
+    if hard == resource.RLIM_INFINITY:
         return ok("open files are not limited")
-    text = f"{soft} open files, which a rank raises to {most}" if soft < most else f"{most} open files"
-    return problem(f"{text}; it needs about {needed}") if most < needed else ok(text)
+    text = f"{soft} open files, which a rank raises to {hard}" if soft < hard else f"{hard} open files"
+    return problem(f"{text}; it needs about {needed}") if hard < needed else ok(text)
 
 
-def processes(patient: Patient) -> Finding:
-    """Limits of processes and threads."""
+@check("processes", "raise `pids` in compose, kubelet's `podPidsLimit`, or `ulimit -u`")
+def processes(subject: Subject) -> Finding:
+    """The limits of processes and threads: the cgroup's, the user's."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limit, used = smallest(patient, "pids", "pids.max"), smallest(patient, "pids", "pids.current") or 0
+    limit, used = smallest(subject, "pids", "pids.max"), smallest(subject, "pids", "pids.current") or 0
     if os.geteuid() and soft != resource.RLIM_INFINITY and (limit is None or soft < limit):
         text, left = f"{soft} processes and threads for this user (ulimit)", soft
     elif limit is not None:
         text, left = f"{used} of {limit} processes and threads in this cgroup", limit - used
     else:
         return ok("processes and threads are not limited")
-    if left < FEWEST_PROCESSES and not patient.runs:
-        return problem(f"{text}; a rank needs about {FEWEST_PROCESSES}")
-    return warning(text) if left < FEWEST_PROCESSES / 4 else ok(text)
+    if left < MIN_PROCESSES and not subject.runs:
+        return problem(f"{text}; a rank needs about {MIN_PROCESSES}")
+    return warning(text) if left < MIN_PROCESSES / 4 else ok(text)
 
 
-def cores(patient: Patient) -> Finding:
-    """Cores, against THREADS and the cgroup's quota."""
-    usable, there = machine.cores(patient.cgroup), os.cpu_count() or 1
-    text = f"{usable} of {there} cores may be used"
-    if patient.settings.threads > usable:
-        return warning(f"{text}; THREADS={patient.settings.threads} are more", "lower THREADS, or raise the CPU limit")
-    throttled, periods = (statistic(patient, name) for name in ("nr_throttled", "nr_periods"))
-    if periods and throttled / periods > THROTTLED:
-        return warning(f"{text}; the limit has stopped them in {100 * throttled / periods:.0f} % of the periods")
+@check("memory", "raise the memory limit, or lower what the job needs")
+def memory(subject: Subject) -> Finding:
+    """The cgroup's limit, what the machine has left, and processes that the kernel killed."""
+    machine = psutil.virtual_memory()
+    limit = smallest(subject, "memory", "memory.max", "memory.limit_in_bytes")
+    text = f"{decimal(machine.available)} of the machine's {decimal(machine.total)} are free"
+    text += f"; the limit is {decimal(limit)}" if limit is not None and limit < machine.total else ""
+    if killed := oom_kills(subject.cgroup, subject.proc / "self" / "cgroup"):
+        return warning(f"{text}; the kernel has killed {killed} processes here because memory ran out")
+    if (limit or machine.total) < MIN_MEMORY_BYTES or (machine.available < MIN_MEMORY_BYTES and not subject.runs):
+        return warning(f"{text}; a rank that has imported torch takes about {decimal(MIN_MEMORY_BYTES)}")
     return ok(text)
 
 
-def memory(patient: Patient) -> Finding:
-    """Memory: the cgroup's limit, what is used, and what the kernel has killed."""
-    there = psutil.virtual_memory()
-    limit = smallest(patient, "memory", "memory.max", "memory.limit_in_bytes")
-    if limit is None or limit > there.total:
-        limit, left = there.total, there.available
-        text = f"{shown(left)} of {shown(limit)} are free, without a limit"
-    else:
-        used = smallest(patient, "memory", "memory.current", "memory.usage_in_bytes") or 0
-        left = min(limit - used + cache(patient), there.available)
-        text = f"{shown(left)} are left of the limit of {shown(limit)} ({shown(there.total)} in the machine)"
-    if limit < SMALLEST_MEMORY or (left < SMALLEST_MEMORY and not patient.runs):
-        return warning(f"{text}; a rank that has imported torch takes about {shown(SMALLEST_MEMORY)}")
-    if killed := oom_kills(patient.cgroup, patient.proc / "self" / "cgroup"):
-        return warning(f"{text}; the kernel has killed {killed} here because memory ran out")
-    return warning(text) if left < LITTLE_MEMORY else ok(text)
-
-
-def folders(patient: Patient, controller: str) -> Iterator[Path]:
-    """The folders that say something of this process's cgroup, version 2 or 1, from its own up to the root."""
-    inside: dict[str, str] = {}
+def smallest(subject: Subject, controller: str, *names: str) -> int | None:
+    """The smallest number in a file of one of `names`, of all cgroups (version 2 or 1) around this process; None if
+    there is none."""
+    numbers, roots = list[int](), (subject.cgroup, subject.cgroup / controller)
+    folders = {*roots}
     with contextlib.suppress(OSError, ValueError):
-        for line in (patient.proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            inside.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
-    for root, path in ((patient.cgroup, inside.get("", "")), (patient.cgroup / controller, inside.get(controller, ""))):
-        folder = root / path if ".." not in path else root
-        while True:
-            yield folder
-            if folder == root:
-                break
-            folder = folder.parent
-
-
-def smallest(patient: Patient, controller: str, *names: str) -> int | None:
-    """The smallest number that a file of one of `names` holds, of all the cgroups around this process; None where none
-    has a number."""
-    numbers = []
-    for folder in folders(patient, controller):
-        for name in names:
-            with contextlib.suppress(OSError, ValueError):  # another version, or "max"
-                numbers.append(int((folder / name).read_text()))
+        for line in (subject.proc / "self" / "cgroup").read_text().splitlines():
+            path = Path(line.split(":", 2)[2].lstrip("/"))
+            folders |= {root / part for root in roots for part in (path, *path.parents)}
+    for file in (folder / name for folder in folders for name in names):
+        with contextlib.suppress(OSError, ValueError):  # of another version of cgroups, or "max"
+            numbers.append(int(file.read_text()))
     return min(numbers, default=None)
 
 
-def statistic(patient: Patient, name: str) -> int:
-    """A number of this process's cpu.stat; 0 where there is none."""
-    return _number(patient, "cpu", "cpu.stat", name)
+# ---- the GPU; neither torch nor CUDA is loaded
 
 
-def cache(patient: Patient) -> int:
-    """Bytes of files that the kernel keeps in this cgroup's memory, and drops where it is needed."""
-    return _number(patient, "memory", "memory.stat", "inactive_file")
+@check("GPU", "give the container a GPU, update the driver, or install the build of torch that fits")
+def gpu(subject: Subject) -> Finding:
+    """DEVICE, the driver of nvidia-smi, CUDA_VISIBLE_DEVICES, and the CUDA version that torch is built for."""
+    device, built, visible = subject.settings.device, cuda_of_torch(), config.visible_gpus()
+    torch = f"torch is built for CUDA {built}" if built else "torch is built without CUDA"
+    if device == "cpu":
+        return ok(f"DEVICE=cpu; {torch}")
+    # a fault of the GPU is a problem if the rank must use it; otherwise it computes on the CPU
+    fault = problem if device == "cuda" else warning
+    gpus, error = _query_smi(subject.timeout)
+    if error and not built and device != "cuda":
+        return ok(f"{error}; {torch}: it computes on the CPU")
+    if error:
+        return fault(f"DEVICE={device}, but {error}; {torch}", "give the container a GPU (--gpus), or set DEVICE=cpu")
+    name, version = gpus[0].split(", ")[:2]
+    text = f"{len(gpus)} x {name}, driver {version}; {torch}"
+    if not built:
+        return fault(text, "install the image or the wheels for CUDA (TORCH=cuda), or set DEVICE=cpu")
+    oldest = MIN_DRIVERS.get(int(built.partition(".")[0]), 0)
+    if int(version.partition(".")[0]) < oldest:
+        advice = "update the driver, or install torch for an earlier CUDA"
+        return problem(f"{text}, which needs driver {oldest} or newer", advice)
+    if visible is not None and visible.strip() in ("", "-1"):
+        text = f"{text}; CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+        return fault(text, "remove CUDA_VISIBLE_DEVICES, or set DEVICE=cpu")
+    return ok(text)
 
 
-def _number(patient: Patient, controller: str, file: str, name: str) -> int:
-    for folder in folders(patient, controller):
-        with contextlib.suppress(OSError, ValueError):
-            for line in (folder / file).read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == name:
-                    return int(value)
-    return 0
+def cuda_of_torch(package: Path | None = None) -> str:
+    """The CUDA version that the installed torch is built for; empty for a build without CUDA, or without torch."""
+    if package is None:
+        spec = importlib.util.find_spec("torch")  # does not import it
+        package = Path(spec.origin).parent if spec and spec.origin else Path()
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^cuda\b.*= '([\d.]+)'", (package / "version.py").read_text(), re.MULTILINE):
+            return match[1]
+    return ""
 
 
-CHECKS = (
-    Check(
-        "open files",
-        "the hard limit of open files, against the number of ranks",
-        "raise it: `ulimits` in compose, `LimitNOFILE` of the container engine, `ulimit -Hn`",
-        files,
-    ),
-    Check(
-        "processes",
-        "the limits of processes and threads: the cgroup's, the user's",
-        "raise `pids` in compose, kubelet's `podPidsLimit`, or `ulimit -u`",
-        processes,
-    ),
-    Check(
-        "cores",
-        "the cores that may be used, by affinity and the cgroup's quota, THREADS, and how often the quota stopped them",
-        "raise the CPU limit, or lower THREADS",
-        cores,
-    ),
-    Check(
-        "memory",
-        "the cgroup's limit, what is left of it, what the machine has, and processes that the kernel killed",
-        "raise the memory limit, or lower what the job needs",
-        memory,
-    ),
-)
+def _query_smi(timeout: float) -> tuple[list[str], str]:
+    """A line for each GPU from nvidia-smi: name, driver; or what is wrong."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi cannot be run ({reason(error)})"
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not lines:
+        return [], f"nvidia-smi fails: {(lines or done.stderr.strip().splitlines() or ['it lists no GPU'])[0]}"
+    return lines, ""
+
+
+CHECKS = (files, processes, memory, gpu)

@@ -1,4 +1,4 @@
-"""`rolecall stacks`: what every rank's worker does, and who waits for whom."""
+"""`rolecall stacks`: the stacks of all ranks' workers, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ from typing import Any
 
 from rolecall.errors import UsageError
 from rolecall.observe.ask import ask_now
-from rolecall.observe.stacks import stack_report, waits
+from rolecall.observe.stacks import deadlocks, stack_report
 
-TIMEOUT, TIMEOUT_NATIVE = 12.0, 45.0  # seconds for all replies
+TIMEOUT_SECONDS = 12.0  # for all replies
 RANK = re.compile(r"(?P<role>.+?)(?:[ _-](?P<ordinal>\d+))?")
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs `rolecall stacks` with `words`. Returns the exit code. Raises UsageError where rank 0 is not reached or
-    refuses, and for a rank that is not there."""
+    """Runs `rolecall stacks` with `words`. Returns the exit code. Raises UsageError if rank 0 is not reached or
+    refuses, and for a rank that does not exist."""
     parser = argparse.ArgumentParser(
         prog="rolecall stacks",
         description="The stacks of the ranks' workers, what remote calls wait for whom, and deadlocks among them.",
     )
     parser.add_argument("target", metavar="TARGET", help="HOST:PORT or URL of rank 0's metrics, or a run's folder")
     parser.add_argument("ranks", nargs="*", metavar="RANK", help="show the stacks of these only: ps-0, or a role (all)")
-    parser.add_argument("--native", action="store_true", help="with native frames, where py-spy is installed")
     parser.add_argument("--json", action="store_true", help="every rank's reply and the conclusions, as JSON")
     arguments = parser.parse_args(words)
-    timeout = TIMEOUT_NATIVE if arguments.native else TIMEOUT
-    # all are asked: who waits for whom needs them
-    replies = ask_now(arguments.target, "stacks", {"native": arguments.native}, timeout=timeout)
+    # all ranks are asked: who waits for whom needs them
+    replies = ask_now(arguments.target, "stacks", {}, timeout=TIMEOUT_SECONDS)
     names = chosen(arguments.ranks, replies)
-    print(as_json(replies, names) if arguments.json else stack_report.text(replies, names, arguments.native))
+    print(as_json(replies, names) if arguments.json else stack_report.text(replies, names))
     return 0
 
 
 def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None:
-    """The ranks that `words` name, as ROLE-ORDINAL or ROLE; None without words. Raises UsageError for one that is not
-    there."""
+    """The ranks that `words` name, as ROLE-ORDINAL or ROLE; None without words. Raises UsageError for one that does
+    not exist."""
     names: list[str] = []
     for word in words:
         match = RANK.fullmatch(word)
@@ -52,15 +50,14 @@ def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None
 
 def as_json(replies: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None) -> str:
     """The replies of the ranks `names`, or of all, and who waits for whom."""
-    picture = waits.look(stack_report.read(replies))
+    picture = deadlocks.look(stack_report.read(replies))
     return json.dumps(
         {
             "ranks": {name: reply for name, reply in replies.items() if names is None or name in names},
             "waits": [{"rank": each.rank, "to": each.to, "what": each.what, "seconds": each.seconds}
                       for each in picture.waits],
             "deadlocks": picture.deadlocks,
-            "circles": picture.circles,
-            "awake": picture.awake,
+            "active": picture.active,
         },
         indent=1,
     )  # fmt: skip

@@ -1,42 +1,41 @@
-"""The replies to the query "stacks" as text: what each rank's threads do, who waits for whom, and deadlocks."""
+"""The replies to the query "stacks" as text: the activity of each rank's threads, who waits for whom, deadlocks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rolecall.observe.stacks import waits
-from rolecall.observe.stacks.waits import Call, Picture, Rank
-from rolecall.record.stacks import HANDLER, RPC_THREADS, TURNS, Frame, Thread
+from rolecall.observe.stacks import deadlocks
+from rolecall.observe.stacks.deadlocks import Call, Picture, Rank
+from rolecall.record.stacks import HANDLER, TURNS, Frame, Thread
+from rolecall.torch_rpc.limits import RPC_THREADS
 
-SILENT = 2.0  # seconds: a worker sends a heartbeat every half second
-WIDTH = 120  # characters
-# what every stack begins with
-OUTER = ("rolecall/rank/", "multiprocessing/", "threading.py", "rolecall/jobs/script/", "rolecall/torch_rpc/program.py")
+MAX_HEARTBEAT_AGE_SECONDS = 2.0  # a worker sends a heartbeat every half second
+LINE_WIDTH = 120  # characters
+OUTERMOST = ("multiprocessing/", "threading.py", "rolecall/jobs/script/")  # files of frames at the end of a stack
 
 
 def read(replies: Mapping[str, Mapping[str, Any]]) -> list[Rank]:
-    """The ranks of `replies`, by name. Of a reply that cannot be read, nothing is known but that."""
+    """The ranks of `replies`. A reply that cannot be read becomes an error."""
     ranks = []
     for name, reply in replies.items():
         try:
-            ranks.append(waits.read(name, reply))
+            ranks.append(deadlocks.read(name, reply))
         except (KeyError, TypeError, ValueError):
             problem = "its reply cannot be read; run the same version in every rank"
             ranks.append(Rank(name, running=False, error=problem))
     return ranks
 
 
-def text(replies: Mapping[str, Mapping[str, Any]], only: Collection[str] | None = None, native: bool = False) -> str:
-    """All of it. Only the stacks of the ranks `only` are shown, where they are given; `native` frames where asked
-    for."""
+def text(replies: Mapping[str, Mapping[str, Any]], only: Collection[str] | None = None) -> str:
+    """The report, with the stacks of the ranks `only`, or of all, and the conclusions from all."""
     ranks = read(replies)
     parts = []
     for rank in ranks:
         if only is None or rank.name in only:
-            parts.append("\n".join(_of_rank(rank, replies[rank.name], ranks, native)))
+            parts.append("\n".join(_of_rank(rank, replies[rank.name], ranks)))
     silent = [f"{name}: {problem}" for name, reply in replies.items() if (problem := silence(reply))]
-    parts.append("\n".join([*conclusions(waits.look(ranks)), *silent]))
+    parts.append("\n".join([*conclusions(deadlocks.look(ranks)), *silent]))
     return "\n\n".join(parts)
 
 
@@ -44,7 +43,7 @@ def text(replies: Mapping[str, Mapping[str, Any]], only: Collection[str] | None 
 
 
 def conclusions(picture: Picture) -> Iterator[str]:
-    """Who waits for whom, and what follows."""
+    """Who waits for whom, deadlocks, a standstill."""
     if not picture.waits:
         yield "nobody waits long for another rank"
     else:
@@ -53,15 +52,12 @@ def conclusions(picture: Picture) -> Iterator[str]:
         yield f"  {wait}"
     for circle in picture.deadlocks:
         yield f"deadlock: {' > '.join(circle)}{_inside(circle, picture)}"
-    for circle in picture.circles:
-        others = _list(picture.awake) or "a condition"
-        yield f"a circle, which {others} may end: {' > '.join(circle)}"
-    if picture.waits and not picture.awake and not picture.deadlocks:
+    if picture.waits and not picture.active and not picture.deadlocks:
         yield "standstill: nothing goes on in any rank"
 
 
 def _inside(circle: Collection[str], picture: Picture) -> str:
-    """What a deadlock within one rank is."""
+    """The explanation of a deadlock within one rank."""
     if len({*circle}) > 1:
         return ""
     if {*circle} <= {*picture.exhausted}:
@@ -70,9 +66,9 @@ def _inside(circle: Collection[str], picture: Picture) -> str:
 
 
 def silence(reply: Mapping[str, Any]) -> str:
-    """Since when a worker sends no heartbeats, and why; empty where it does."""
+    """How long a worker has sent no heartbeat, and why; empty if it sends them."""
     seconds = float(reply.get("silent_seconds", 0.0))
-    if seconds <= SILENT:
+    if seconds <= MAX_HEARTBEAT_AGE_SECONDS:
         return ""
     holder = any(thread["gil"] for thread in reply["threads"])
     cause = "a thread holds the GIL" if holder else "a thread holds the GIL, or the process gets no CPU"
@@ -87,7 +83,7 @@ def _list(names: Collection[str]) -> str:
 # ---- a rank
 
 
-def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank], native: bool) -> Iterator[str]:
+def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> Iterator[str]:
     if rank.error:
         yield f"{rank.name}: {rank.error}"
         return
@@ -98,9 +94,9 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank], nati
         calls = [call for call in rank.calls if call.thread == thread.number]
         is_waiting = calls and (thread.waits or not thread.state) and not rank.at_a_lock(thread)
         waits = _waits(calls) if is_waiting else {}
-        frames = () if thread.idle else tuple(_frames(thread, native))
+        frames = () if thread.idle else tuple(_frames(thread))
         kind = _name(thread, rank, ranks), "" if is_waiting else thread.doing, tuple(waits), frames
-        groups.setdefault(kind, []).append(waits)  # however long each of them has waited
+        groups.setdefault(kind, []).append(waits)  # alike if they wait for the same, however long
     for (name, doing, _, frames), alike in groups.items():
         longest = {what: max(waits[what] for waits in alike) for what in alike[0]}
         doing = ", ".join(f"waits {seconds:.1f} s for {what}" for what, seconds in longest.items()) or doing
@@ -137,7 +133,7 @@ def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:
 
 
 def _waits(calls: Collection[Call]) -> dict[str, float]:
-    """What a thread with these calls waits for, and for how many seconds: the oldest of a function's at a rank."""
+    """The seconds for which a thread waits, by what it waits for: of a method at a rank, those of the oldest call."""
     alike: dict[tuple[str, str], list[float]] = {}
     for call in calls:
         alike.setdefault((call.to, call.method), []).append(call.seconds)
@@ -147,26 +143,27 @@ def _waits(calls: Collection[Call]) -> dict[str, float]:
     }
 
 
-def _frames(thread: Thread, native: bool) -> Iterator[str]:
-    frames = [frame for frame in thread.frames if native or not frame.native]
+def _frames(thread: Thread) -> Iterator[str]:
+    """The frames without those that every stack has at its end."""
+    frames = [*thread.frames]
     for place, frame in enumerate(frames):
-        if frame.at(*HANDLER) or frame.at(*TURNS) or frame.file.startswith(OUTER[0]):
+        if frame.at(*HANDLER) or frame.at(*TURNS) or frame.file.startswith("rolecall/rank/"):
             frames = frames[:place]
             break
-    while frames and not frames[-1].native and frames[-1].file.startswith(OUTER):
+    while frames and (frames[-1].in_rolecall or frames[-1].file.startswith(OUTERMOST)):
         frames.pop()
     return (f"    {_line(frame)}" for frame in frames)
 
 
 def _line(frame: Frame) -> str:
     line = f"{frame}  {frame.text}" if frame.text else str(frame)
-    return line if len(line) <= WIDTH - 4 else line[: WIDTH - 8] + " ..."
+    return line if len(line) <= LINE_WIDTH - 4 else line[: LINE_WIDTH - 8] + " ..."
 
 
 def _rest(rank: Rank, pool: int) -> str:
-    """The threads that are not shown."""
+    """How many threads are not shown."""
     idle = max(0, min(pool, RPC_THREADS) - len(rank.serving))
-    others = sum(thread.idle and bool(thread.code) and not thread.main for thread in rank.threads)
+    others = sum(thread.idle and bool(thread.frames) and not thread.main for thread in rank.threads)
     parts = []
     if rank.exhausted:
         parts.append(f"all {RPC_THREADS} RPC threads serve calls: none is left for another call, or for an answer")

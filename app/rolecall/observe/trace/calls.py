@@ -1,8 +1,8 @@
-"""The two sides of each remote call, and what its time went to.
+"""Both sides of each remote call, and the parts of its time.
 
-A call's time outside its handler is the client span's length minus the server span's: no clocks are compared. Of a
-method's calls between two ranks, the fastest with about as many bytes tells what the network takes, wire format and
-dispatch included. What others take beyond it is queueing, and so is the wait of a function that is called in turn.
+The time outside the handler is the client span's length minus the server span's: no clocks are compared. For a
+method between two ranks, the fastest call with about as many bytes gives the time of the network, including wire format
+and dispatch. The time of other calls beyond it is queueing, as is the wait for a turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where a call's time went, in ns. `held` is the time from an asynchronous handler's return to its answer."""
+    """The parts of a call's time, in ns. `held` is the time from an asynchronous handler's return to its answer."""
 
     network: int
     queueing: int
@@ -62,11 +62,11 @@ class Calls:
         self.clocks.solve()
 
     def served(self, span: Span) -> Served | None:
-        """The other side of a client span; None where it was not recorded."""
+        """The other side of a client span; None if it was not recorded."""
         return self._served.get(span.id)
 
     def parts(self, process: Process, span: Span) -> Parts | None:
-        """Where the time of a client span of `process` went; None where its other side was not recorded."""
+        """The parts of the time of a client span of `process`; None if its other side was not recorded."""
         served = self._served.get(span.id)
         if served is None:
             return None

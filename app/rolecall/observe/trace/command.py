@@ -1,4 +1,4 @@
-"""`rolecall trace`: what all ranks do and wait for, as one file for Perfetto, or as a table."""
+"""`rolecall trace`: the activity and the waits of all ranks, as one file for Perfetto, or as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from rolecall.errors import UsageError
 from rolecall.observe.ask import ask
@@ -23,22 +22,22 @@ from rolecall.observe.trace.summary import Summary
 from rolecall.record import records, rundir
 from rolecall.record.history import History
 
-SECONDS = 10.0
-MOST_SECONDS = 3600.0
-PERIOD = 1.0  # seconds between two collections
-RATE = 50  # requests a second: rank 0 takes 10,000 in two minutes, and other commands need some
-AT_A_TIME = 16  # requests under way
-FLUSH = 1.0  # seconds after the end, within which the last spans are written
-REST = 60.0  # seconds at most to collect what is left
-TIMEOUT = 10.0  # seconds of a query
+DEFAULT_SECONDS = 10.0
+MAX_SECONDS = 3600.0
+COLLECTION_PERIOD_SECONDS = 1.0
+MAX_REQUESTS_PER_SECOND = 50  # rank 0 accepts 10,000 in two minutes, and other commands need some
+MAX_PENDING_REQUESTS = 16
+FLUSH_SECONDS = 1.0  # after the end, within which the last spans are written
+COLLECT_REST_SECONDS = 60.0  # limit for the rest
+QUERY_TIMEOUT_SECONDS = 10.0
 OPEN = "open it at https://ui.perfetto.dev (it stays in the browser) or chrome://tracing"
 NO_TRACE = "there is no trace; start the run with TRACE=1, or record one that is under way with --seconds 10"
 Reply = dict[str, Any]
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs `rolecall trace` with `words`. Returns the exit code. Raises UsageError for a folder without a trace, where
-    rank 0 is not reached or refuses, and where the file cannot be written."""
+    """Runs `rolecall trace` with `words`. Returns the exit code. Raises UsageError for a folder without a trace, if
+    rank 0 is not reached or refuses, and if the file cannot be written."""
     arguments = _parser().parse_args(words)
     console = Console(stderr=True)
     directory = Path(arguments.target)
@@ -53,7 +52,7 @@ def run(words: Sequence[str]) -> int:
     happened = trace_file.history_beside(directory) if directory.is_dir() else None
     with tempfile.TemporaryDirectory() as name:
         live = Live(arguments.target, Path(name), console)
-        asyncio.run(live.record(SECONDS if arguments.seconds is None else arguments.seconds))
+        asyncio.run(live.record(DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds))
         wanted = arguments.output or Path(trace_file.NAME)
         return _show(records.read(Path(name)), happened, wanted, arguments, console)
 
@@ -69,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TARGET",
         help="a run's CHECKPOINT_DIR; or HOST:PORT or URL of rank 0's metrics, to record now",
     )
-    parser.add_argument("--seconds", type=_seconds, help=f"how long to record a job that runs ({SECONDS:g})")
+    parser.add_argument("--seconds", type=_seconds, help=f"how long to record a job that runs ({DEFAULT_SECONDS:g})")
     parser.add_argument(
         "--output",
         type=Path,
@@ -84,11 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _seconds(text: str) -> float:
     try:
-        if 0 < float(text) <= MOST_SECONDS:
+        if 0 < float(text) <= MAX_SECONDS:
             return float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {MOST_SECONDS:g}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {MAX_SECONDS:g}")
 
 
 def _show(
@@ -99,16 +98,15 @@ def _show(
         problem = trace.problems[0] if trace.problems else NO_TRACE
         raise UsageError(f"TARGET {arguments.target!r}: {problem}")
     size = sum(one.path.stat().st_size for one in trace.recordings) / 1e6
-    with _Stage(console, f"reading {len(trace.recordings)} files, {size:,.1f} MB"):
+    with console.status(f"reading {len(trace.recordings)} files, {size:,.1f} MB"):
         calls = Calls(trace)
     content: dict[str, Any] = {"job": trace.job, "problems": trace.damage()}
     if output:
-        with _Stage(console, f"writing {output}"):
+        with console.status(f"writing {output}"):
             written = trace_file.write(calls, output, run)
         content |= {"file": str(output), "spans": written.spans}
     if arguments.summary:
-        with _Stage(console, "summing up"):
-            summary = Summary(calls)
+        summary = Summary(calls)
         content["summary"] = summary.to_dict()
     if arguments.json:
         print(json.dumps(content, indent=1))
@@ -124,36 +122,18 @@ def _show(
     return 0
 
 
-class _Stage:
-    """Says on a terminal what takes its time; elsewhere once, where it is large."""
-
-    def __init__(self, console: Console, text: str) -> None:
-        self._status = console.status(text) if console.is_terminal else None
-        self._text, self._console, self._began = text, console, time.monotonic()
-
-    def __enter__(self) -> None:
-        if self._status:
-            self._status.start()
-
-    def __exit__(self, *_: object) -> None:
-        if self._status:
-            self._status.stop()
-        elif (seconds := time.monotonic() - self._began) >= 2:
-            self._console.print(f"rolecall: {self._text}: {seconds:.0f} s")
-
-
 class Live:
-    """Has the ranks of a running job record, and collects their spans in `folder`, a file of each rank and worker."""
+    """Records a running job: collects the spans of its ranks in `folder`, a file for each rank and worker."""
 
     def __init__(self, target: str, folder: Path, console: Console) -> None:
         self.target, self.folder, self.console = target, folder, console
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self._turns = asyncio.Semaphore(MAX_PENDING_REQUESTS)
         self._cursors: dict[str, Reply] = {}  # by rank: where its data goes on
         self._problems: dict[str, str] = {}
 
     async def record(self, seconds: float) -> None:
-        """Records for `seconds`. Raises UsageError where rank 0 is not reached or refuses, or no rank records."""
-        replies = await ask(self.target, "trace", {"seconds": seconds}, None, TIMEOUT)
+        """Records for `seconds`. Raises UsageError if rank 0 is not reached or refuses, or no rank records."""
+        replies = await ask(self.target, "trace", {"seconds": seconds}, None, QUERY_TIMEOUT_SECONDS)
         for rank, reply in replies.items():
             if "error" in reply:
                 self._warn(rank, str(reply["error"]))
@@ -163,30 +143,23 @@ class Live:
             problem = "; ".join(f"{rank}: {problem}" for rank, problem in self._problems.items())
             raise UsageError(f"TARGET {self.target!r}: no rank records ({problem or 'the gang has no members'})")
         names = ", ".join(self._cursors)
-        bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of "
-                       "{task.total:.0f} s"), console=self.console, disable=not self.console.is_terminal)  # fmt: skip
-        if not self.console.is_terminal:
-            self.console.print(f"rolecall: recording for {seconds:g} s: {names}")
+        self.console.print(f"rolecall: recording for {seconds:g} s: {names}")
         began = time.monotonic()
-        with bar:
-            task = bar.add_task(f"recording {len(self._cursors)} ranks", total=seconds)
-            while (passed := time.monotonic() - began) < seconds:
-                bar.update(task, completed=passed)
-                await self._collect()
-                pause = max(PERIOD, len(self._cursors) / RATE)
-                await asyncio.sleep(min(pause, max(0.0, began + seconds - time.monotonic())))
-            bar.update(task, completed=seconds, description="collecting")
-            await asyncio.sleep(FLUSH)
-            while await self._collect() and time.monotonic() - began < seconds + REST:
-                pass
+        while time.monotonic() - began < seconds:
+            await self._collect()
+            pause = max(COLLECTION_PERIOD_SECONDS, len(self._cursors) / MAX_REQUESTS_PER_SECOND)
+            await asyncio.sleep(min(pause, max(0.0, began + seconds - time.monotonic())))
+        await asyncio.sleep(FLUSH_SECONDS)
+        while await self._collect() and time.monotonic() - began < seconds + COLLECT_REST_SECONDS:
+            pass
         for rank, problem in self._problems.items():
             self.console.print(f"rolecall: {rank}: {problem}")
 
     async def _collect(self) -> bool:
-        """Takes the next data of all ranks; returns whether one has more already."""
+        """Collects the next data of all ranks; returns whether one has more already."""
         results = await asyncio.gather(*(self._collect_of(rank) for rank in self._cursors), return_exceptions=True)
         for rank, result in zip(self._cursors, results, strict=True):
-            if isinstance(result, UsageError):  # rank 0 is gone, or busy: what has come before counts
+            if isinstance(result, UsageError):  # rank 0 is gone or busy: the data before counts
                 self._warn(rank, str(result))
             elif isinstance(result, BaseException):
                 raise result
@@ -194,7 +167,7 @@ class Live:
 
     async def _collect_of(self, rank: str) -> bool:
         async with self._turns:
-            reply = (await ask(self.target, "spans", self._cursors[rank], [rank], TIMEOUT)).get(rank, {})
+            reply = (await ask(self.target, "spans", self._cursors[rank], [rank], QUERY_TIMEOUT_SECONDS)).get(rank, {})
         if "next" not in reply:
             self._warn(rank, str(reply.get("error", "no reply")))
             return False

@@ -18,17 +18,17 @@ from rolecall.config import __version__
 from rolecall.observe.trace.calls import Calls
 from rolecall.record.records import Process, Recording, Span
 
-RUN = 1  # the number of the process that stands for the run; the ranks' follow
+RUN = 1  # the number of the process that shows the run; the ranks' follow
 GENERATIONS, ENDS = 1, 2  # its tracks
-THREADS = 10_000_000  # tracks that are no threads are numbered from here on; Linux numbers threads below
-AFTER = 10_000_000_000  # ns after the last record, within which what happens to the run is shown
+FIRST_TRACK = 10_000_000  # of tracks that are not threads; Linux numbers threads below
+SHOWN_AFTER_NS = 10_000_000_000  # events of the run are shown this long after the last record
 KINDS = ("beside", "calls", "answers to come")  # of tracks below a thread's
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What happened to the run at a Unix `time`, for `seconds`; 0 for a moment."""
+    """An event of the run at a Unix `time`, for `seconds`, or 0."""
 
     name: str
     time: float
@@ -67,11 +67,11 @@ class _Writer:
         processes = sorted((one.process for one in self.trace.recordings), key=lambda one: (one.rank, one.name))
         names = dict.fromkeys(process.name for process in processes)
         self._numbers = {name: RUN + 1 + place for place, name in enumerate(names)}
-        self._tracks = defaultdict[str, int](lambda: THREADS)  # of each rank: the next track's number
+        self._tracks = defaultdict[str, int](lambda: FIRST_TRACK)  # of each rank: the next track's number
         self._start, end = self._extent()
         self.moments = [
             moment for moment in self.moments
-            if self._start <= self._time(moment, moment.seconds) and self._time(moment) <= end + AFTER
+            if self._start <= self._time(moment, moment.seconds) and self._time(moment) <= end + SHOWN_AFTER_NS
         ]  # fmt: skip
 
     def _extent(self) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class _Lanes:
         self._lanes = defaultdict[tuple[int, str], list[tuple[int, list[int]]]](list)
 
     def thread(self, span: Span, start: int, end: int) -> int:
-        """The track of the thread itself; or one below it, where the span overlaps with others without being in one.
+        """The track of the thread itself; or one below it, if the span overlaps with others without being inside one.
         Ask in order of `start`, as below."""
         if span.kind == "server":
             self._threads.setdefault(span.thread, "handlers")

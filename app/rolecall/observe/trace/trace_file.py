@@ -1,4 +1,4 @@
-"""A run's trace as one file, with the generations and kills that the run's history knows."""
+"""A run's trace as one file, with the generations and losses of the run's history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "trace.json"
 
 @dataclass(frozen=True)
 class Written:
-    """The file, how many spans it has, and what was left out, a line each."""
+    """The file, its number of spans, and a line for each part that was left out."""
 
     path: Path
     spans: int
@@ -41,7 +41,7 @@ def moments(run: History) -> list[Moment]:
 
 
 def history_beside(folder: Path) -> History:
-    """The history of the run whose spans are in `folder`; empty where there is none."""
+    """The history of the run whose spans are in `folder`; empty if there is none."""
     directory = folder.parent if folder.name == records.FOLDER else folder
     with UsageError.wrap(f"{directory}: the run's history cannot be read", OSError):
         return history.read(directory)
@@ -50,12 +50,12 @@ def history_beside(folder: Path) -> History:
 def write(calls: Calls, output: Path, run: History | None = None) -> Written:
     """Writes the spans of `calls`, and what happened to the `run`, to the file `output`, as a whole or not at all.
 
-    Raises UsageError where that is not possible.
+    Raises UsageError if that is not possible.
     """
     temporary = output.with_name(f".{output.name}.tmp")
     with UsageError.wrap(f"{output}: cannot be written", OSError):
         try:
-            temporary.unlink(missing_ok=True)  # a link, perhaps, in a directory from elsewhere
+            temporary.unlink(missing_ok=True)  # may be a link in a directory from elsewhere
             with temporary.open("w") as file:
                 spans = perfetto.write(calls, moments(run) if run else [], file)
             temporary.replace(output)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rolecall.observe.stacks import stack_report, waits
-from rolecall.observe.stacks.waits import Call, Picture, Rank, Wait
-from rolecall.record.stacks import RPC_THREADS, Frame, State, Thread
+from rolecall.gang.protocol import RPC_THREADS
+from rolecall.observe.stacks import deadlocks, stack_report
+from rolecall.observe.stacks.deadlocks import Call, Picture, Rank, Wait
+from rolecall.record.stacks import Frame, State, Thread
 
 RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
 WAIT = Frame("wait_all", "torch/futures/__init__.py", 334, "for fut in torch._C._collect_all(futures):")
@@ -40,7 +41,7 @@ def at_work(name: str = "trainer 9") -> Rank:
 
 
 def look(*ranks: Rank) -> Picture:
-    return waits.look(ranks)
+    return deadlocks.look(ranks)
 
 
 # ---- deadlocks
@@ -56,8 +57,7 @@ def two_with_a_lock() -> tuple[Rank, Rank]:
 def test_two_ranks_that_wait_for_each_other_with_a_lock_are_a_deadlock_whatever_others_do() -> None:
     picture = look(*two_with_a_lock(), at_work())
     assert picture.deadlocks == (("ps 0", "trainer 0", "ps 0"),)
-    assert picture.circles == ()
-    assert picture.awake == ("trainer 9",)
+    assert picture.active == ("trainer 9",)
 
 
 def test_calls_that_are_served_within_calls_are_none() -> None:
@@ -66,11 +66,10 @@ def test_calls_that_are_served_within_calls_are_none() -> None:
         threads = (main(WAIT), serves("report", LOCK, state=state))
         picture = look(Rank("trainer 0", threads, agent.calls), observer)
         assert picture.deadlocks == (), state
-        assert picture.circles == (("ps 0", "trainer 0", "ps 0"),), state
-        assert picture.awake == ("trainer 0",), state
+        assert picture.active == ("trainer 0",), state
 
 
-def test_three_ranks_are_a_circle_named_once() -> None:
+def test_a_circle_of_three_ranks_is_one_deadlock() -> None:
     def rank(name: str, to: str) -> Rank:
         return Rank(name, (idle_main(), serves("turn", WAIT)), (calls(to, "turn", thread=2),))
 
@@ -120,7 +119,7 @@ def test_whoever_has_two_calls_goes_on_with_the_first_answer() -> None:
     both = Rank("trainer 0", trainer.threads, (*trainer.calls, calls("trainer 9", "compute")))
     busy = Rank("trainer 9", (idle_main(), serves("compute", state="computes")))
     assert look(both, server, busy).deadlocks == ()
-    assert look(both, server, busy).awake == ("trainer 9",)
+    assert look(both, server, busy).active == ("trainer 9",)
     assert look(both, server, at_work()).deadlocks == ()  # nothing serves it yet, or any more
 
 
@@ -132,7 +131,6 @@ def test_a_condition_may_be_fulfilled_by_any_rank_that_is_at_work() -> None:
     assert look(trainer, back, at_work()).deadlocks == ()
     two = Rank("ps 0", (main(CONDITION), serves("exchange", CONDITION)))
     assert look(trainer, two, at_work()).deadlocks == ()
-    assert look(trainer, back, at_work()).circles == (("ps 0", "trainer 0", "ps 0"),)
     # nothing goes on anywhere
     assert look(trainer, back).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
     assert [*stack_report.conclusions(look(trainer, server))][-1] == "standstill: nothing goes on in any rank"
@@ -145,14 +143,14 @@ def test_an_answer_that_comes_later_may_come_from_any_rank_that_is_at_work() -> 
     assert look(*trainers, server, at_work()).deadlocks == ()
     picture = look(*trainers, server)
     assert picture.deadlocks == ()
-    assert picture.awake == ()
+    assert picture.active == ()
 
 
 def test_a_rank_of_which_nothing_is_known_may_be_at_work() -> None:
     trainer, server = two_with_a_lock()
     silent = Rank("ps 0", running=False, error="did not answer within 12 s")
     assert look(trainer, silent).deadlocks == ()
-    assert look(trainer, silent).awake == ("ps 0",)
+    assert look(trainer, silent).active == ("ps 0",)
     assert look(server).deadlocks == ()  # whom it waits for has left
 
 
@@ -185,9 +183,9 @@ def test_a_lock_is_held_where_the_source_says_so() -> None:
     busy = Thread(7, (Frame("other", "job.py", 3, "", ("self.other",)),), "computes")
     elsewhere = Thread(7, (Frame("other", "else.py", 3, "", ("self.lock",)),), "computes")
     holds_too = Thread(7, (Frame("other", "job.py", 3, "", ("self.lock",)),), "computes")
-    for thread, deadlocks in ((busy, 1), (elsewhere, 1), (holds_too, 0)):
+    for thread, count in ((busy, 1), (elsewhere, 1), (holds_too, 0)):
         rank = Rank("trainer 0", (holder, trainer.threads[1], thread), trainer.calls)
-        assert len(look(rank, server).deadlocks) == deadlocks
+        assert len(look(rank, server).deadlocks) == count
 
 
 def test_a_statement_of_one_line_with_a_call_waits_for_the_call() -> None:
@@ -217,7 +215,6 @@ def thread(number: int, *frames: tuple[str, str, int, str], **values: Any) -> di
 LEAD = ("lead", "job.py", 9, "context.wait_all(calls)")
 OUTER = ("main", "rolecall/rank/worker.py", 150, "")
 HANDLER = ("_run_function", "torch/distributed/rpc/internal.py", 209, "")
-NATIVE = ("pthread_cond_wait", "libc.so.6", 0, "")
 BOOT = ("Thread._bootstrap", "threading.py", 1002, "")
 
 
@@ -226,26 +223,25 @@ def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
         "lead 0": reply(
             threads=[
                 thread(7, ("heartbeat_forever", "rolecall/rank/worker.py", 81, ""), BOOT, state="moves"),
-                thread(3, NATIVE, ("store", "job.py", 5, "with self.lock:"), HANDLER),
-                thread(4, NATIVE, ("store", "job.py", 5, "with self.lock:"), HANDLER),
-                thread(1, NATIVE, LEAD, OUTER, main=True),
+                thread(3, ("store", "job.py", 5, "with self.lock:"), HANDLER),
+                thread(4, ("store", "job.py", 5, "with self.lock:"), HANDLER),
+                thread(1, LEAD, OUTER, main=True),
                 thread(5, ("write", "job.py", 3, ""), BOOT, name="writer", state="computes"),
                 thread(6),
             ],
             calls=[("trainer 0", "train", 3.21, 1), ("trainer 0", "train", 1.0, 1)],
         ),
         "trainer 0": reply(
-            phase="", threads=[thread(1, NATIVE, TURN, OUTER, main=True)], calls=[("lead 0", "store", 2.0, 9)]
+            phase="", threads=[thread(1, TURN, OUTER, main=True)], calls=[("lead 0", "store", 2.0, 9)]
         ),
         "trainer 1": {"error": "did not answer within 12 s"},
     }  # fmt: skip
     assert stack_report.text(replies) == TEXT
-    assert "    pthread_cond_wait (libc.so.6)\n    lead (job.py:9)" in stack_report.text(replies, native=True)
     assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
 
 
 def test_threads_that_wait_for_the_same_are_one_group_however_long_each_has_waited() -> None:
-    threads = [thread(number, NATIVE, LEAD, HANDLER) for number in (2, 3, 4)]
+    threads = [thread(number, LEAD, HANDLER) for number in (2, 3, 4)]
     waiting = [("trainer 0", "train", seconds, number) for number, seconds in ((2, 3.3), (3, 3.4), (4, 3.2))]
     text = stack_report.text({"ps 0": reply(threads=threads, calls=waiting)})
     assert "  3 threads: serves lead: waits 3.4 s for trainer 0 (train)\n" in text
@@ -271,8 +267,7 @@ trainer 1: did not answer within 12 s
 
 who waits for whom:
   lead 0 waits 3.2 s for trainer 0 (train)
-  trainer 0 waits 2.0 s for lead 0 (store)
-a circle, which lead 0 or trainer 1 may end: lead 0 > trainer 0 > lead 0"""
+  trainer 0 waits 2.0 s for lead 0 (store)"""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""The stacks of a worker's threads, for the log: dumped by the worker itself, and by py-spy where that is installed.
+"""The stacks of a worker's threads for the log: dumped by the worker itself, or read by py-spy.
 
-A worker that holds the GIL for ever dumps them too, at a signal: faulthandler needs no Python code to run.
+At a signal faulthandler dumps them without running Python code, so also while a thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import sys
 from pathlib import Path
 from typing import IO
 
-SIGNAL = signal.SIGRTMIN + 9  # that no program uses for something else
-WAIT = 1.0  # seconds for a worker to dump its stacks
-NATIVE = 5.0  # seconds for py-spy
-MOST = 2**16  # bytes
+SIGNAL = signal.SIGRTMIN + 9  # not used by other programs
+DUMP_TIMEOUT_SECONDS = 1.0
+SPY_TIMEOUT_SECONDS = 5.0
+MAX_DUMP_BYTES = 2**16
 PR_SET_PTRACER = 0x59616D61  # of prctl(2)
-_file: IO[bytes] | None = None  # of this process, where it is a worker
+_file: IO[bytes] | None = None  # of this process, if it is a worker
 
 
 def register(path: str) -> None:
-    """Has this process dump its stacks to `path` at SIGNAL. Without a file there are none: the disk may be full. Its
-    supervisor may look into it by py-spy."""
+    """Makes this process dump its stacks to `path` at SIGNAL, if the file can be opened, and lets its supervisor read
+    its memory by py-spy."""
     global _file
     with contextlib.suppress(OSError):
         # open for as long as the process lives; a dump goes to its end, also once the supervisor has emptied it
@@ -36,8 +36,8 @@ def register(path: str) -> None:
 
 
 def _allow_supervisor() -> None:
-    """Where Yama allows ptrace to parents only (ptrace_scope 1): also to the supervisor, the parent of the process that
-    this one was forked from, and to what it starts."""
+    """If Yama allows ptrace to parents only (ptrace_scope 1), allows it to the supervisor, which is the parent of this
+    one's parent, and to its children."""
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         supervisor = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(int(supervisor)), 0, 0, 0)
@@ -50,25 +50,25 @@ def forget(path: str) -> None:
 
 
 def dump() -> str:
-    """The stacks of this process's threads; empty where it has no file for them."""
+    """The stacks of this process's threads; empty if it has no file for them."""
     if _file is None:
         return ""
     _file.seek(0)
     _file.truncate()
     faulthandler.dump_traceback(_file, all_threads=True)
     _file.seek(0)
-    return _file.read(MOST).decode(errors="replace")
+    return _file.read(MAX_DUMP_BYTES).decode(errors="replace")
 
 
 async def of_silent(pidfd: int, path: str) -> str:
-    """The stacks of the worker `pidfd`, which writes them to `path`; empty where it does not within WAIT seconds, such
-    as one that is stopped (SIGSTOP)."""
+    """The stacks of the worker `pidfd`, which writes them to `path`; empty if it does not in time, such as a stopped
+    one (SIGSTOP)."""
     size = 0
     try:
         os.truncate(path, 0)  # an earlier dump
         signal.pidfd_send_signal(pidfd, SIGNAL)
         for _ in range(20):
-            await asyncio.sleep(WAIT / 20)
+            await asyncio.sleep(DUMP_TIMEOUT_SECONDS / 20)
             before, size = size, os.stat(path).st_size  # noqa: PTH116
             if 0 < size == before:
                 break
@@ -78,7 +78,7 @@ async def of_silent(pidfd: int, path: str) -> str:
 
 
 def _read(path: str) -> str:
-    return Path(path).read_bytes()[:MOST].decode(errors="replace")
+    return Path(path).read_bytes()[:MAX_DUMP_BYTES].decode(errors="replace")
 
 
 def spy_program() -> str | None:
@@ -87,7 +87,7 @@ def spy_program() -> str | None:
 
 
 async def native(pid: int) -> str:
-    """The stacks of `pid` with native frames; empty where py-spy is not installed, or may not read them."""
+    """The stacks of `pid` with native frames; empty if py-spy is not installed, or may not read them."""
     program = spy_program()
     if program is None:
         return ""
@@ -96,11 +96,11 @@ async def native(pid: int) -> str:
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        output, _ = await asyncio.wait_for(spy.communicate(), NATIVE)
+        output, _ = await asyncio.wait_for(spy.communicate(), SPY_TIMEOUT_SECONDS)
     except TimeoutError:
         output = b""
     finally:
         if spy.returncode is None:
             spy.kill()
             await spy.wait()
-    return output[:MOST].decode(errors="replace")
+    return output[:MAX_DUMP_BYTES].decode(errors="replace")

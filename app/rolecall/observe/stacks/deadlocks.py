@@ -1,9 +1,9 @@
-"""Who waits for whom: read from the stacks and the calls under way of all ranks, without I/O.
+"""Who waits for whom, from the stacks and the pending calls of all ranks. Pure.
 
-A thread is a node of a graph. What it waits for is given in groups: it goes on once a thread of each group does. So a
-deadlock is what remains of the waiting threads where those that may go on are taken away, one after the other. A thread
-that waits for a condition, or for an answer that is given later, may be released by a call of any rank: it counts as
-deadlocked only where nothing goes on in any rank.
+Threads are the nodes of a graph. A thread waits for groups of threads: it continues once one thread of each group does.
+Threads that may continue are removed one after the other; the waiting threads that remain are deadlocked. A thread that
+waits for a condition, or for an answer that is given later, may be released by a call of any rank: it counts as
+deadlocked only if no rank has any activity.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.record.stacks import RPC_THREADS, Thread
+from rolecall.record.stacks import Thread
+from rolecall.torch_rpc.limits import RPC_THREADS
 
 Node = tuple[str, int]  # a rank, and its thread's number; a call that no thread waits for has a negative one
 Group = frozenset[Node]
@@ -21,7 +22,7 @@ Group = frozenset[Node]
 
 @dataclass(frozen=True)
 class Call:
-    """A call under way: to which rank, of what, for how many seconds, and the number of the thread that made it."""
+    """A pending call: to which rank, of which method, for how many seconds, and the number of the calling thread."""
 
     to: str
     method: str
@@ -31,8 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's reply. With an `error` it has given none, and nothing is known of it. A rank without a worker, or whose
-    worker still starts, is not `running`."""
+    """A rank's reply; with an `error` there is none. A rank is not `running` without a worker, or while that starts."""
 
     name: str
     threads: tuple[Thread, ...] = ()
@@ -63,7 +63,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Wait:
-    """`rank` waits for `to`, for `seconds` where that is known: for the answer of the call `what`, or in a collective
+    """`rank` waits for `to`, for `seconds` if known: for the answer of the call `what`, or in a collective
     operation of that name."""
 
     rank: str
@@ -78,20 +78,18 @@ class Wait:
 
 @dataclass(frozen=True)
 class Picture:
-    """Who waits for whom. `deadlocks` are closed circles of ranks, the first one named again at the end; `circles`,
-    likewise, are no deadlocks as far as is known; `awake` are ranks in which something goes on, or of which nothing is
-    known; `exhausted` are those whose threads for remote calls all serve one."""
+    """Who waits for whom. `deadlocks` are circles of ranks, the first one named again at the end; `active` are ranks
+    with any activity, or that are unknown; `exhausted` are those whose RPC threads all serve a call."""
 
     waits: tuple[Wait, ...] = ()
     deadlocks: tuple[tuple[str, ...], ...] = ()
-    circles: tuple[tuple[str, ...], ...] = ()
-    awake: tuple[str, ...] = ()
+    active: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
 
 
 def read(name: str, reply: Mapping[str, Any]) -> Rank:
-    """The rank `name` from its JSON reply to the query "stacks". Raises KeyError, TypeError or ValueError for what is
-    none."""
+    """The rank `name` from its JSON reply to the query "stacks". Raises KeyError, TypeError or ValueError for other
+    JSON."""
     if "error" in reply:
         return Rank(name, running=False, error=str(reply["error"]))
     calls = (Call(str(to), str(method), float(seconds), int(thread)) for to, method, seconds, thread in reply["calls"])
@@ -102,19 +100,14 @@ def read(name: str, reply: Mapping[str, Any]) -> Rank:
 def look(ranks: Iterable[Rank]) -> Picture:
     """Who waits for whom in `ranks`."""
     graph = _Graph({rank.name: rank for rank in ranks})
-    stuck, waits, awake = graph.stuck(), graph.waits(), graph.awake()
+    stuck, waits, active = graph.stuck(), graph.waits(), graph.active()
     deadlocks = _circles(graph.edges(stuck))
-    if not awake:  # then a condition that nobody fulfils is a part of it, too
+    if not active:  # then no rank fulfils a condition either
         several = [circle for circle in _circles(graph.edges(stuck, conditions=True)) if len({*circle}) > 1]
         known = [{*circle} for circle in deadlocks]
         deadlocks += tuple(circle for circle in several if {*circle} not in known)
-    direct: dict[str, set[str]] = {}
-    for wait in waits:
-        direct.setdefault(wait.rank, set()).add(wait.to)
-    locked = {name for circle in deadlocks for name in circle}
-    others = [circle for circle in _circles(direct) if len({*circle}) > 1 and locked.isdisjoint(circle)]
     exhausted = tuple(name for name, rank in graph.ranks.items() if rank.exhausted)
-    return Picture(waits, deadlocks, tuple(others), awake, exhausted)
+    return Picture(waits, deadlocks, active, exhausted)
 
 
 @dataclass
@@ -131,7 +124,7 @@ class _Graph:
                     self._threads[rank.name, thread.number] = thread
             for number, call in enumerate(rank.calls):
                 node = rank.name, call.thread
-                # the thread of another call has left it, to a callback
+                # the thread of an asynchronous call does not wait for it
                 self._calls.setdefault(node if node in self._threads else (rank.name, -number - 1), []).append(call)
 
     # ---- what a node waits for
@@ -141,14 +134,14 @@ class _Graph:
         return frozenset(node for node in {*self._threads, *self._calls} if node[0] == name and node != but)
 
     def _holders(self, node: Node) -> Group:
-        """The threads that may hold the lock that `node` waits for: those whose source says so, or any of its rank."""
+        """The threads that may hold the lock that `node` waits for: by their source, or else all of its rank."""
         others = self._here(node[0], node)
         sure = {other for other in others if other in self._threads
                 and self._threads[other].may_hold(self._threads[node])}  # fmt: skip
         return frozenset(sure) or others
 
     def _serving(self, call: Call) -> Group:
-        """The threads that may serve `call`; where its rank has none left, those that it waits for."""
+        """The threads that may serve `call`; if its rank has none left, those that are taken."""
         callee = self.ranks.get(call.to)
         if callee is None:
             return frozenset()
@@ -157,8 +150,8 @@ class _Graph:
             threads = [*callee.serving]
         return frozenset((call.to, each.number) for each in threads)
 
-    def _spared(self, rank: Rank) -> list[Group]:
-        """The threads of which an answer to `rank` needs one, where all are taken."""
+    def _needed(self, rank: Rank) -> list[Group]:
+        """The RPC threads of `rank`, one of which receives an answer, if all are taken."""
         return [frozenset((rank.name, each.number) for each in rank.serving)] if rank.exhausted else []
 
     def _missing(self, rank: Rank) -> list[Node]:
@@ -168,24 +161,24 @@ class _Graph:
         return [(each.name, thread.number) for each in late for thread in each.threads if thread.main]
 
     def _groups(self, node: Node) -> list[Group]:
-        """What `node` waits for, as far as that is known."""
+        """The groups that `node` waits for, as far as known."""
         thread, rank = self._threads.get(node), self.ranks[node[0]]
         if thread and rank.at_a_lock(thread):
             return [holders] if (holders := self._holders(node)) else []
         if thread and thread.collective:
             return [frozenset({missing}) for missing in self._missing(rank)]
         if calls := self._calls.get(node):
-            answers = [self._serving(call) for call in calls]  # the first answer may let it go on
-            return self._spared(rank) + ([frozenset().union(*answers)] if all(answers) else [])
+            answers = [self._serving(call) for call in calls]  # any answer may make it continue
+            return self._needed(rank) + ([frozenset().union(*answers)] if all(answers) else [])
         return []
 
     # ---- deadlocks
 
     def stuck(self) -> set[Node]:
-        """The nodes that wait for each other for ever."""
+        """The nodes that can never continue."""
         nodes = {*self._threads, *self._calls}
         stuck = {node for node in nodes if node not in self._threads or self._threads[node].waits}
-        if not self.awake():
+        if not self.active():
             return stuck
         groups = {node: self._groups(node) for node in stuck}
         while free := {node for node in stuck if not any(group <= stuck for group in groups[node])}:
@@ -193,7 +186,7 @@ class _Graph:
         return stuck
 
     def edges(self, stuck: set[Node], conditions: bool = False) -> dict[Node, set[Node]]:
-        """What each node that is `stuck` waits for directly; with `conditions` also what may fulfil them."""
+        """The nodes that each `stuck` node waits for; with `conditions` also those that may fulfil them."""
         edges: dict[Node, set[Node]] = {}
         for node in stuck:
             to = {other for group in self._groups(node) for other in group}
@@ -205,8 +198,8 @@ class _Graph:
             edges[node] = to & stuck
         return edges
 
-    def awake(self) -> tuple[str, ...]:
-        """Ranks in which something goes on, or of which nothing is known."""
+    def active(self) -> tuple[str, ...]:
+        """Ranks with any activity, or that are unknown."""
         going = {node[0] for node, thread in self._threads.items() if not thread.waits}
         return tuple(name for name, rank in self.ranks.items() if name in going or not rank.running)
 
@@ -223,11 +216,11 @@ class _Graph:
         return tuple(sorted(waits, key=lambda wait: (-(wait.seconds or 0.0), wait.rank, wait.to)))
 
 
-def _circles(edges: Mapping[Any, Iterable[Any]]) -> tuple[tuple[str, ...], ...]:
-    """The shortest circle through each node, in ranks, each named once. Nodes are ranks, or threads of ranks."""
+def _circles(edges: Mapping[Node, Iterable[Node]]) -> tuple[tuple[str, ...], ...]:
+    """The shortest circle through each node, as ranks; each set of ranks once."""
     circles: dict[frozenset[str], tuple[str, ...]] = {}
     for start in sorted(edges):
-        before: dict[Any, Any] = {}
+        before: dict[Node, Node] = {}
         queue = deque([start])
         while queue and start not in before:
             node = queue.popleft()
@@ -246,9 +239,9 @@ def _circles(edges: Mapping[Any, Iterable[Any]]) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted(circles.values(), key=lambda circle: (len(circle), circle)))
 
 
-def _ranks(path: Sequence[Any]) -> tuple[str, ...]:
-    """The ranks of a closed path, beginning with the first by name; one that stays within a rank names it twice."""
-    names = [node if isinstance(node, str) else node[0] for node in path]
+def _ranks(path: Sequence[Node]) -> tuple[str, ...]:
+    """The ranks of a closed path, beginning with the first by name; a path within a rank names it twice."""
+    names = [node[0] for node in path]
     ranks = [name for place, name in enumerate(names[:-1]) if name != names[place - 1 if place else -2]]
     if not ranks:
         return names[0], names[0]

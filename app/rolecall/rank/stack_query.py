@@ -1,7 +1,7 @@
-"""A supervisor's reply to the query "stacks": what each thread of its worker does, and the calls that it waits for.
+"""A supervisor's reply to the query "stacks": the activity of each thread of its worker, and its pending calls.
 
-The threads are watched for half a second in /proc, which needs no right: who computes, and who waits. Then py-spy reads
-their stacks, where that is installed and allowed; otherwise the worker dumps them itself.
+The threads are watched for half a second in /proc, which needs no privilege. Then py-spy reads their stacks; if it is
+not allowed to, the worker dumps them itself.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.rank.queries import Replies
-from rolecall.rank.stacks import spy_program
+from rolecall.rank.stack_dump import spy_program
 from rolecall.rank.threads import Look, look, state
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.disk import Disk
 from rolecall.record.stacks import State
 
-WATCHED = 0.5  # seconds
-SPY = 4.0  # seconds for py-spy
-SOURCES = 3.0  # seconds to read the lines of the frames, which may be on a disk that hangs
-SPY_NATIVE = 30.0  # with native frames, for which it reads the symbols of torch's libraries
-MISSING = "py-spy is not installed"
-_sources = Disk()  # whose thread keeps no process from ending
-MOST_FRAMES = 64  # of a thread
+WATCH_SECONDS = 0.5
+SPY_TIMEOUT_SECONDS = 4.0
+SOURCES_TIMEOUT_SECONDS = 3.0  # for the lines of the frames, which may be on a disk that hangs
+_sources = Disk()
+MAX_FRAMES = 64  # of a thread
 LIBRARIES = ("/site-packages/", f"/lib/python{sys.version_info.major}.{sys.version_info.minor}/")
 POOL = "pt_thread_pool"  # the name of RPC's threads
 THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<number>[0-9a-f]+)")
@@ -42,8 +40,8 @@ FRAME = re.compile(r' {2}File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 @dataclass(frozen=True)
 class Stack:
-    """The frames of a thread, the innermost first: function, file, line. `number` is its ID in Python, or the native
-    one where that is known."""
+    """The frames of a thread, the innermost first: function, file, line. `number` is its native ID, or
+    the one in Python if that is unknown."""
 
     number: int
     frames: tuple[tuple[str, str, int], ...]
@@ -52,30 +50,29 @@ class Stack:
 
 
 def register(replies: Replies, workers: WorkerManager) -> None:
-    """Has the supervisor of `workers` reply to "stacks", with native frames where the argument `native` is true."""
+    """Makes the supervisor of `workers` reply to "stacks"."""
 
     one_at_a_time = asyncio.Lock()
 
-    async def reply(arguments: dict[str, Any]) -> dict[str, Any]:
+    async def reply(_: dict[str, Any]) -> dict[str, Any]:
         async with one_at_a_time:
-            return await tell(workers.worker, bool(arguments.get("native")))
+            return await describe(workers.worker)
 
     replies.on("stacks", reply)
 
 
-async def tell(worker: WorkerProcess | None, native: bool = False) -> dict[str, Any]:
-    """What `worker` does. Without `by` there are no stacks; `note` says why, or why they are not by py-spy."""
+async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
+    """The reply for `worker`. `by` is the program that read the stacks, empty if there are none; `note` says why it is
+    not py-spy."""
     now = time.monotonic()
     if worker is None or not (pid := worker.pid):
         return {"state": worker.state if worker else "none", "by": "", "note": "", "threads": [], "calls": []}
     before = await asyncio.to_thread(look, pid)
-    await asyncio.sleep(WATCHED)  # a measurement's length
+    await asyncio.sleep(WATCH_SECONDS)  # a measurement's length
     after = await asyncio.to_thread(look, pid)
     states = {thread: state(before.get(thread), seen, time.monotonic() - now) for thread, seen in after.items()}
     stopped = bool(after) and all(each == "stopped" for each in states.values())
-    stacks, by, note = await _spy(pid, native, stopped)
-    if native and not stacks and note != MISSING:
-        stacks, by, _ = await _spy(pid, False, stopped)
+    stacks, by, note = await _spy(pid, stopped)
     if not stacks and not stopped:
         stacks, by = parse(await worker.dump()), "faulthandler"
     calls = worker.long_calls
@@ -86,7 +83,7 @@ async def tell(worker: WorkerProcess | None, native: bool = False) -> dict[str, 
         numbers = [call[4] for call in calls]
     main = pid if by != "faulthandler" else _main(stacks)
     try:
-        threads = await asyncio.wait_for(_sources.run(described, stacks, states, main), SOURCES)
+        threads = await asyncio.wait_for(_sources.run(described, stacks, states, main), SOURCES_TIMEOUT_SECONDS)
     except TimeoutError:
         threads = described(stacks, states, main, sources=False)
     return {
@@ -120,7 +117,7 @@ def by_python(
     pid: int,
 ) -> dict[int, State]:  # fmt: skip
     """The states of threads by their IDs in Python, as far as they are known: that of the main thread, and of those
-    that have made `calls`. The others of RPC wait where all of its pool do."""
+    that have made `calls`. Other RPC threads wait if all of their pool do."""
     native = {call[3]: call[4] for call in calls} | {_main(stacks): pid}
     pool = {states[thread] for thread, seen in looks.items() if seen.name == POOL and thread not in native.values()}
     others: State = "waits" if pool <= {"waits"} else ""
@@ -132,23 +129,21 @@ def by_python(
 # ---- stacks
 
 
-async def _spy(pid: int, native: bool, stopped: bool) -> tuple[list[Stack], str, str]:
+async def _spy(pid: int, stopped: bool) -> tuple[list[Stack], str, str]:
     """The stacks that py-spy reads, its name, and why there are none."""
     program = spy_program()
     if program is None:
-        return [], "", MISSING
-    # one that is stopped cannot be paused
-    options = (["--native"] if native else []) + (["--nonblocking"] if stopped and not native else [])
+        return [], "", "py-spy is not installed"
+    options = ["--nonblocking"] if stopped else []  # a stopped process cannot be paused
     spy = await asyncio.create_subprocess_exec(
         program, "dump", "--json", *options, "--pid", str(pid),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    limit = SPY_NATIVE if native else SPY
     try:
-        output, errors = await asyncio.wait_for(spy.communicate(), limit)
+        output, errors = await asyncio.wait_for(spy.communicate(), SPY_TIMEOUT_SECONDS)
         return read_spy(output), "py-spy", "" if not spy.returncode else _problem(errors)
     except TimeoutError:
-        return [], "", f"py-spy did not end within {limit:g} s"
+        return [], "", f"py-spy did not end within {SPY_TIMEOUT_SECONDS:g} s"
     except (ValueError, KeyError, TypeError):
         return [], "", _problem(errors)
     finally:
@@ -158,7 +153,7 @@ async def _spy(pid: int, native: bool, stopped: bool) -> tuple[list[Stack], str,
 
 
 def _problem(errors: bytes) -> str:
-    """py-spy's reason, of which its last line of advice is left out."""
+    """The first line of py-spy's error."""
     lines = [line.removeprefix("Error: ").strip() for line in errors.decode(errors="replace").splitlines()]
     text = next((line for line in lines if line), "it could not read the stacks")
     return f"py-spy: {text[:200]}"
@@ -203,7 +198,7 @@ def described(
             "state": states.get(stack.number, ""),
             "frames": [
                 (function, _short(file), line, *(_source(file, line) if sources else ("", [])))
-                for function, file, line in stack.frames[:MOST_FRAMES]
+                for function, file, line in stack.frames[:MAX_FRAMES]
             ],
         }
         for stack in stacks

@@ -22,17 +22,17 @@ from rolecall.declare.task import Peer
 from rolecall.errors import UsageError
 from rolecall.observe.stacks import command as command
 from rolecall.observe.stacks import stack_report
-from rolecall.rank import stacking, stacks
+from rolecall.rank import stack_dump, stack_query
 from rolecall.rank.queries import Replies
-from rolecall.rank.stacking import Stack
+from rolecall.rank.stack_query import Stack
 from rolecall.rank.threads import Look, look, state
-from rolecall.record import waits
+from rolecall.record import pending_calls
 from rolecall.torch_rpc.script_calls import ScriptCalls
 
 PROGRAM = f"""
 import faulthandler, sys, threading, time
 file = open(sys.argv[1], "a+b", buffering=0)
-faulthandler.register({stacks.SIGNAL:d}, file, all_threads=True)
+faulthandler.register({stack_dump.SIGNAL:d}, file, all_threads=True)
 LOCK = threading.Lock()
 def blocks():
     with LOCK:
@@ -63,7 +63,7 @@ class Worker:
     phase: str = "saving"
     phase_since: float = field(default_factory=time.monotonic)
     last_heartbeat: float = field(default_factory=time.monotonic)
-    long_calls: tuple[waits.Told, ...] = ()
+    long_calls: tuple[pending_calls.Reported, ...] = ()
     task: Any = field(default_factory=lambda: SimpleNamespace(generation=3))
 
     @property
@@ -73,7 +73,7 @@ class Worker:
     async def dump(self) -> str:
         pidfd = os.pidfd_open(self.pid)
         try:
-            return await stacks.of_silent(pidfd, str(self.path))
+            return await stack_dump.of_silent(pidfd, str(self.path))
         finally:
             os.close(pidfd)
 
@@ -114,10 +114,10 @@ def test_a_reply_has_every_thread_and_the_calls_that_take_long(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, spied: bool
 ) -> None:
     if not spied:
-        monkeypatch.setattr(stacking, "spy_program", lambda: None)
+        monkeypatch.setattr(stack_query, "spy_program", lambda: None)
     worker.last_heartbeat -= 2
     replies, handlers = Replies(), SimpleNamespace(worker=worker)
-    stacking.register(replies, handlers)  # type: ignore[arg-type]
+    stack_query.register(replies, handlers)  # type: ignore[arg-type]
     reply = asyncio.run(replies._handlers["stacks"]({}))  # type: ignore[arg-type]
     assert (reply["state"], reply["generation"], reply["step"], reply["phase"]) == ("running", 3, 7, "saving")
     assert (reply["by"], reply["note"]) == (("py-spy", "") if spied else ("faulthandler", "py-spy is not installed"))
@@ -136,52 +136,44 @@ def test_a_reply_has_every_thread_and_the_calls_that_take_long(
     assert "ps 0: running, generation 3, step 7" in stack_report.text({"ps 0": reply})
 
 
-def test_the_worker_dumps_only_what_is_asked_for_now(worker: Worker) -> None:
-    assert asyncio.run(worker.dump()).count(" in nap\n") == 1
-    assert asyncio.run(worker.dump()).count(" in nap\n") == 1
-
-
 @pytest.mark.parametrize("worker", ["computes"], indirect=True)
 def test_a_thread_that_computes(worker: Worker) -> None:
-    reply = asyncio.run(stacking.tell(worker))  # type: ignore[arg-type]
+    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
     assert threads(reply)["computes"]["state"] in ("computes", "moves")  # on a busy machine
     assert threads(reply)["blocks"]["state"] in ("waits", "moves")
 
 
 def test_a_worker_that_is_stopped_says_so(worker: Worker) -> None:
     worker.process.send_signal(signal.SIGSTOP)
-    reply = asyncio.run(stacking.tell(worker))  # type: ignore[arg-type]
+    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
     assert reply["state"] == "stopped"
     assert reply["by"] in ("py-spy", "")  # where it is not allowed
     assert "its worker is stopped (SIGSTOP)" in stack_report.text({"ps 0": reply})
-    native = asyncio.run(stacking.tell(worker, native=True))  # type: ignore[arg-type]
-    assert (native["by"], bool(native["threads"])) == (reply["by"], bool(reply["threads"]))
 
 
 def test_a_rank_without_a_worker_replies_too() -> None:
-    assert asyncio.run(stacking.tell(None))["state"] == "none"
+    assert asyncio.run(stack_query.describe(None))["state"] == "none"
     ended: Any = SimpleNamespace(state="ended", pid=0)
-    assert stack_report.text({"ps 0": asyncio.run(stacking.tell(ended))}).startswith("ps 0: ended")
+    assert stack_report.text({"ps 0": asyncio.run(stack_query.describe(ended))}).startswith("ps 0: ended")
 
 
 @pytest.mark.parametrize(
-    ("script", "native", "note"),
+    ("script", "note"),
     [
-        ("echo 'Error: Permission Denied: Try running again' >&2; exit 1", False, "py-spy: Permission Denied: Try"),
-        ("echo '[{}]'", False, "py-spy: it could not read the stacks"),
-        ("exec /bin/sleep 60", False, "py-spy did not end within 0.1 s"),
-        ('echo "$@" >&2; exit 1', True, "py-spy: dump --json --native --pid "),
+        ("echo 'Error: Permission Denied: Try running again' >&2; exit 1", "py-spy: Permission Denied: Try"),
+        ("echo '[{}]'", "py-spy: it could not read the stacks"),
+        ("exec /bin/sleep 60", "py-spy did not end within 0.1 s"),
     ],
 )
 def test_where_py_spy_fails_the_worker_dumps_its_stacks(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, native: bool, note: str
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, note: str
 ) -> None:
     program = tmp_path / "py-spy"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(stacking, "SPY", 0.1 if "sleep" in script else 4)
-    reply = asyncio.run(stacking.tell(worker, native))  # type: ignore[arg-type]
+    monkeypatch.setattr(stack_query, "SPY_TIMEOUT_SECONDS", 0.1 if "sleep" in script else 4)
+    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
     assert reply["by"] == "faulthandler"
     assert reply["note"].startswith(note)
     assert "nap" in threads(reply)
@@ -209,35 +201,32 @@ IDLE = Look("python", "S", 100, 10, "futex_do_wait")
 )
 def test_what_a_thread_does_is_seen_from_outside(after: Look, expected: str) -> None:
     assert state(IDLE, after, 0.5) == expected
-
-
-def test_a_thread_that_has_begun_meanwhile_goes_on() -> None:
-    assert state(None, IDLE, 0.5) == "moves"
+    assert state(None, IDLE, 0.5) == "moves"  # a new thread
 
 
 def test_by_faulthandler_threads_of_rpc_wait_where_all_of_their_pool_do() -> None:
     served = (("ask", "/job.py", 1), ("_run_function", "/internal.py", 209))
     dump = [Stack(70, served), Stack(60, served), Stack(50, ())]
-    looks = {1: IDLE, **{number: Look(stacking.POOL, "S", 1, 1, "futex") for number in (2, 3, 4)}}
+    looks = {1: IDLE, **{number: Look(stack_query.POOL, "S", 1, 1, "futex") for number in (2, 3, 4)}}
     call = ("ps_0", "push", 2.0, 60, 3)
     for other, expected in (("waits", "waits"), ("moves", "")):
         states: dict[int, Any] = {1: "sleeps", 2: "waits", 3: "waits", 4: other}
-        known = stacking.by_python(states, looks, [call], dump, 1)
+        known = stack_query.by_python(states, looks, [call], dump, 1)
         assert known == {50: "sleeps", 60: "waits", 70: expected}
 
 
 def test_what_surrounds_a_line(tmp_path: Path) -> None:
     file = tmp_path / "job.py"
     file.write_text("with a.lock, b:\n    with c as d:\n        x = 1\n    y = 2\nz = 3\n")
-    assert stacking._source(str(file), 3) == ("x = 1", ["a.lock", "b", "c"])
-    assert stacking._source(str(file), 4) == ("y = 2", ["a.lock", "b"])
-    assert stacking._source(str(file), 1) == ("with a.lock, b:", [])
-    assert stacking._source("libc.so.6", 1) == ("", [])
+    assert stack_query._source(str(file), 3) == ("x = 1", ["a.lock", "b", "c"])
+    assert stack_query._source(str(file), 4) == ("y = 2", ["a.lock", "b"])
+    assert stack_query._source(str(file), 1) == ("with a.lock, b:", [])
+    assert stack_query._source("libc.so.6", 1) == ("", [])
     file = tmp_path / "short.py"
     file.write_text("with lock: x = 1\n")
-    assert stacking._source(str(file), 1) == ("with lock: x = 1", ["lock"])
+    assert stack_query._source(str(file), 1) == ("with lock: x = 1", ["lock"])
     (tmp_path / "broken.py").write_text("with x:\n(")
-    assert stacking._source(str(tmp_path / "broken.py"), 1) == ("with x:", [])
+    assert stack_query._source(str(tmp_path / "broken.py"), 1) == ("with x:", [])
 
 
 # ---- the worker's calls
@@ -245,25 +234,25 @@ def test_what_surrounds_a_line(tmp_path: Path) -> None:
 
 def test_calls_are_told_once_they_take_long() -> None:
     now = [100.0]
-    pace = Watchdog(600, 300, clock=lambda: now[0])
-    first = pace.called(60, "ps_0", "push")
+    watchdog = Watchdog(600, 300, clock=lambda: now[0])
+    first = watchdog.called(60, "ps_0", "push")
     now[0] = 100.5
-    pace.called(0, "ps_1", "pull")
-    assert pace.long_calls() == ()
+    watchdog.called(0, "ps_1", "pull")
+    assert watchdog.long_calls() == ()
     now[0] = 101.2
-    ((to, method, seconds, thread, native),) = pace.long_calls()
+    ((to, method, seconds, thread, native),) = watchdog.long_calls()
     assert (to, method, round(seconds, 1), native) == ("ps_0", "push", 1.2, os.getpid())
     assert thread
     now[0] = 102.0
-    assert [call[1] for call in pace.long_calls()] == ["push", "pull"]
-    pace.answered(first, "ps_0")
-    assert [call[1] for call in pace.long_calls()] == ["pull"]
+    assert [call[1] for call in watchdog.long_calls()] == ["push", "pull"]
+    watchdog.answered(first, "ps_0")
+    assert [call[1] for call in watchdog.long_calls()] == ["pull"]
 
 
 def test_of_many_calls_the_oldest_are_told() -> None:
-    calls = [waits.Call("ps_0", str(number), float(number), 0.0) for number in reversed(range(200))]
-    told = waits.long(calls, 300.0)
-    assert [call[1] for call in told] == [str(number) for number in range(waits.MOST)]
+    calls = [pending_calls.PendingCall("ps_0", str(number), float(number), 0.0) for number in reversed(range(200))]
+    told = pending_calls.report(calls, 300.0)
+    assert [call[1] for call in told] == [str(number) for number in range(pending_calls.MAX_CALLS)]
 
 
 class Future:
@@ -292,14 +281,14 @@ def test_the_calls_of_a_program_without_a_job_are_told_as_long_as_somebody_wants
     calls.watch()  # once
     for to in ("worker1", 0, SimpleNamespace(id=1)):
         assert api._invoke_rpc(to, invoke, "sync") is futures[-1]
-    pace = Watchdog(600, 300, clock=lambda: now[0])
-    pace.watch_calls(calls.under_way)
-    assert pace.long_calls() == ()
+    watchdog = Watchdog(600, 300, clock=lambda: now[0])
+    watchdog.watch_calls(calls.pending)
+    assert watchdog.long_calls() == ()
     now[0] = 102.0
-    assert [call[:3] for call in pace.long_calls()] == [(f"rank_{rank}", "invoke", 2.0) for rank in (1, 0, 1)]
+    assert [call[:3] for call in watchdog.long_calls()] == [(f"rank_{rank}", "invoke", 2.0) for rank in (1, 0, 1)]
     futures[0].answered = True
     del futures[1]  # nobody waits for it
-    assert [call[0] for call in pace.long_calls()] == ["rank_1"]
+    assert [call[0] for call in watchdog.long_calls()] == ["rank_1"]
     assert len(calls._entries) == 1
 
 
@@ -330,8 +319,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         return REPLIES
 
     monkeypatch.setattr(command, "ask_now", ask)
-    assert command.run(["host:9400", "lead-0", "--native"]) == 0
-    assert asked == [("host:9400", "stacks", {"native": True}, command.TIMEOUT_NATIVE)]
+    assert command.run(["host:9400", "lead-0"]) == 0
+    assert asked == [("host:9400", "stacks", {}, command.TIMEOUT_SECONDS)]
     assert capsys.readouterr().out == "lead 0: a\n\nnobody waits long for another rank\n"
     assert command.run(["host:9400", "--json"]) == 0
     assert '"my worker 1"' in capsys.readouterr().out

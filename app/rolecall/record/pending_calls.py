@@ -1,0 +1,30 @@
+"""The pending calls of a worker, which its heartbeats report to its supervisor: what its threads wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+MIN_SECONDS = 1.0  # shorter calls are not reported
+MAX_CALLS = 64  # in a heartbeat, the oldest first
+Reported = tuple[str, str, float, int, int]  # callee, function, seconds, the caller's thread: in Python, native ID
+_threads = threading.local()
+
+
+class PendingCall:
+    """A call without an answer: when it was made, and its `deadline`, 0 for none, in seconds of a clock."""
+
+    __slots__ = ("deadline", "method", "since", "thread", "to")
+
+    def __init__(self, to: str, method: str, since: float, deadline: float) -> None:
+        self.to, self.method, self.since, self.deadline = to, method, since, deadline
+        try:
+            self.thread: tuple[int, int] = _threads.numbers
+        except AttributeError:  # asked once a thread: the native ID is a system call
+            self.thread = _threads.numbers = threading.get_ident(), threading.get_native_id()
+
+
+def report(calls: Iterable[PendingCall], now: float) -> list[Reported]:
+    """Those of `calls` that have been pending for MIN_SECONDS, the oldest first."""
+    late = sorted((call for call in calls if now - call.since >= MIN_SECONDS and call.to), key=lambda call: call.since)
+    return [(call.to, call.method, now - call.since, *call.thread) for call in late[:MAX_CALLS]]

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.sharded import Sharded
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Epochs, Seconds, Settings, __version__
-    from rolecall.context.context import Context, choose_device
-    from rolecall.context.kept import keep, versions
-    from rolecall.context.memory import keep_freed_memory
-    from rolecall.context.progress_bar import ProgressBar, track
-    from rolecall.context.stdlib import standard_library
+    from rolecall.context.context import Context
     from rolecall.declare.spec import Job, Role
     from rolecall.declare.task import Peer
     from rolecall.errors import CallTimeoutError, Drained, PeerLostError, ProgramError, RemoteError, UsageError
@@ -31,29 +27,47 @@ if TYPE_CHECKING:
     from rolecall.torch_rpc.turns import in_turn
 
 __all__ = [
-    "CallTimeoutError", "Context", "Drained", "Epochs", "Exported", "FromUser", "Job", "LoggedShare", "Metric", "Peer",
-    "PeerLostError", "PerRank", "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows",
-    "Seconds", "Settings", "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn",
-    "keep", "keep_freed_memory", "standard_library", "track", "versions",
-]  # fmt: skip
+    "CallTimeoutError",
+    "Context",
+    "Drained",
+    "Epochs",
+    "Exported",
+    "FromUser",
+    "Job",
+    "LoggedShare",
+    "Metric",
+    "Peer",
+    "PeerLostError",
+    "PerRank",
+    "Program",
+    "ProgramError",
+    "RankObject",
+    "RemoteError",
+    "Role",
+    "Rows",
+    "Seconds",
+    "Settings",
+    "Sharded",
+    "Share",
+    "Snapshot",
+    "UsageError",
+    "__version__",
+    "in_turn",
+]
 
 _MODULES = {
     "config": ("Epochs", "Seconds", "Settings", "UsageError", "__version__"),
     "fields": ("FromUser", "PerRank"),
     "job.capture": ("Rows",),
     "job.checkpoint": ("Snapshot",),
-    "job.context": ("Context", "choose_device"),
+    "job.context": ("Context",),
     "job.exported": ("Exported",),
-    "job.kept": ("keep", "versions"),
     "job.logged": ("LoggedShare",),
-    "job.memory": ("keep_freed_memory",),
     "job.program": ("Program",),
-    "job.progress_bar": ("ProgressBar", "track"),
     "job.rpc": ("RankObject",),
     "job.sharded": ("Sharded",),
     "job.shards": ("Share",),
     "job.spec": ("Job", "Role"),
-    "job.stdlib": ("standard_library",),
     "job.task": ("CallTimeoutError", "Drained", "Peer", "PeerLostError", "ProgramError", "RemoteError"),
     "job.turns": ("in_turn",),
     "telemetry": ("Metric",),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import importlib
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -183,13 +184,14 @@ def test_mnist_is_downloaded_once(
     sums = [(path.name, hashlib.md5(path.read_bytes()).hexdigest()) for path in packed]
     shown = list[float]()
 
-    class Download(mnist._Download):
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            assert self.done == self.total
-            shown.append(self.done)
+    @contextlib.contextmanager
+    def progress(label: str, total: float, unit: str) -> Iterator[Callable[[float], None]]:
+        amounts = list[float]()
+        yield amounts.append
+        assert sum(amounts) == total
+        shown.append(total)
 
-    monkeypatch.setattr(mnist, "_Download", Download)
+    monkeypatch.setattr(mnist, "progress", progress)
     packed[0].parent.rename(tmp_path / "mirror")
     monkeypatch.setattr(torchvision, "resources", sums)
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))

@@ -21,7 +21,6 @@ from filelock import FileLock
 from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
-from rolecall.context import progress_bar
 from rolecall.context.context import Context
 from rolecall.context.eager import lighten
 from rolecall.context.pace import Pace
@@ -171,7 +170,6 @@ def main(task: Task, connection: Connection) -> None:
     settings = task.settings
     if task.stacks:
         stacks.register(task.stacks)
-    progress_bar.log_progress()
     telemetry.setup_logging(
         settings.log_format,
         settings.log_level,

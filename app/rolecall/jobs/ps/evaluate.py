@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolecall import Context, UsageError, track
+from rolecall import Context, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
+from rolecall.jobs.support import track
 
 CHUNK = 128  # samples in one pass
 

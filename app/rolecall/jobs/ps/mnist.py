@@ -24,7 +24,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from rolecall import ProgressBar, UsageError
+from rolecall import UsageError
+from rolecall.jobs.support import progress
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, as shares of 255
 LOCK = ".download"  # held while one rank loads, for all that share the directory
@@ -76,15 +77,12 @@ def _stall_deadline() -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-class _Download(ProgressBar):
-    """In place of the bar that torchvision shows of a download, which fills a rank's log."""
+class _Download(contextlib.ExitStack):
+    """Replaces torchvision's tqdm bar of a download, which fills a rank's log."""
 
     def __init__(self, total: float | None = None, **_: Any) -> None:
-        super().__init__("downloading MNIST", total, "B")
-
-    def update(self, amount: float) -> None:
-        """As tqdm's."""
-        self.advance(amount)
+        super().__init__()
+        self.update = self.enter_context(progress("downloading MNIST", total, "B"))
 
 
 @contextlib.contextmanager

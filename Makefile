@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push sbom token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,27 +85,23 @@ wheels: ## downloads the image's Python packages to docker/wheels/ (TORCH=cpu|cu
 	@test -x build/pip/bin/python || $(PYTHON) -m venv build/pip
 	build/pip/bin/python docker/dependencies.py download --wheels docker/wheels --torch "$(TORCH)" --index "$(TORCH_INDEX)" --platforms "$(PLATFORMS)"
 
+COMMA := ,
+BUILD = --file docker/Dockerfile --build-arg TORCH --build-arg TORCH_INDEX --build-arg BASE="$(or $(BASE),debian:bookworm-slim)" \
+  --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
+  --build-arg REVISION="$$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null)"
+
 image: ## builds the image rolecall:cpu (or TORCH=cuda) from docker/wheels/, which it fills if empty
 	@ls docker/wheels/*.whl >/dev/null 2>&1 || $(MAKE) wheels
-	DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$(IMAGE):$(TORCH)" \
-	  --build-arg TORCH --build-arg TORCH_INDEX \
-	  --build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' app/rolecall/config.py)" \
-	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" .
+	DOCKER_BUILDKIT=1 docker build --tag "$(IMAGE):$(TORCH)" $(BUILD) .
 
-# without torch, so that a machine that only builds images needs no more
-SBOM := build/sbom/.ready
-$(SBOM): constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "rolecall: Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 2; }
-	@$(PYTHON) -m venv build/sbom || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; exit 2; }
-	build/sbom/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt cyclonedx-python-lib
-	@touch $@
-
-push: $(SBOM) ## builds for amd64 and arm64 and pushes one index (IMAGE=registry.example/team/rolecall, PLATFORMS=linux/amd64, TAG=...)
-	@build/sbom/bin/python docker/push.py
-
-sbom: $(SBOM) ## writes what the image holds to build/sbom-cpu.json, as CycloneDX (TORCH=cuda, IMAGE=...)
-	@build/sbom/bin/python docker/sbom.py "$(IMAGE):$(or $(TAG),$(TORCH))" "build/sbom-$(TORCH).json"
+# not `mode=max`, which publishes build arguments: the address of a package index may contain a password
+ATTEST ?= --sbom=true --provenance=mode=min
+push: ## builds for amd64 and arm64 and pushes one index with its SBOM (IMAGE=registry.example/team/rolecall, PLATFORMS=linux/amd64, TAG=..., ATTEST= without SBOM)
+	@case "$(IMAGE)" in */*) ;; *) echo "rolecall: IMAGE=$(IMAGE): no repository of a registry, such as registry.example/team/rolecall" >&2; exit 2;; esac
+	@mkdir -p build
+	docker buildx build --push $(ATTEST) --metadata-file build/push.json \
+	  --platform "$(or $(PLATFORMS),linux/amd64$(COMMA)linux/arm64)" --tag "$(IMAGE):$(or $(TAG),$(TORCH))" $(BUILD) .
+	@sed -n 's|.*"containerimage.digest": *"\(.*\)".*|images: [{name: "$(if $(filter cpu,$(TORCH)),rolecall,rolecall:$(TORCH))", newName: $(IMAGE), digest: "\1"}]|p' build/push.json
 
 token: ## makes the token that ranks in containers share, unless there is one: .secrets/job-token (JOB_TOKEN_SOURCE=FILE)
 	@docker/token.sh

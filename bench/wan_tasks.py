@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolecall import standard_library
 from rolecall.jobs.ps.model import ConvNet
+from rolecall.jobs.support import standard_library
 
 CONTEXT = 24  # bytes that the next one is told from
 CLASSES = 128  # ASCII; what is beyond counts as 0

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.sharded import Sharded
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Epochs, Seconds, Settings, __version__
-    from rolecall.context.context import Context, choose_device
-    from rolecall.context.kept import keep, versions
-    from rolecall.context.memory import keep_freed_memory
-    from rolecall.context.progress_bar import ProgressBar, track
-    from rolecall.context.stdlib import standard_library
+    from rolecall.context.context import Context
     from rolecall.declare.spec import Job, Role
     from rolecall.declare.task import Peer
     from rolecall.errors import CallTimeoutError, Drained, PeerLostError, ProgramError, RemoteError, UsageError
@@ -31,11 +27,33 @@ if TYPE_CHECKING:
     from rolecall.torch_rpc.turns import in_turn
 
 __all__ = [
-    "CallTimeoutError", "Context", "Drained", "Epochs", "Exported", "FromUser", "Job", "LoggedShare", "Metric", "Peer",
-    "PeerLostError", "PerRank", "Program", "ProgramError", "ProgressBar", "RankObject", "RemoteError", "Role", "Rows",
-    "Seconds", "Settings", "Sharded", "Share", "Snapshot", "UsageError", "__version__", "choose_device", "in_turn",
-    "keep", "keep_freed_memory", "standard_library", "track", "versions",
-]  # fmt: skip
+    "CallTimeoutError",
+    "Context",
+    "Drained",
+    "Epochs",
+    "Exported",
+    "FromUser",
+    "Job",
+    "LoggedShare",
+    "Metric",
+    "Peer",
+    "PeerLostError",
+    "PerRank",
+    "Program",
+    "ProgramError",
+    "RankObject",
+    "RemoteError",
+    "Role",
+    "Rows",
+    "Seconds",
+    "Settings",
+    "Sharded",
+    "Share",
+    "Snapshot",
+    "UsageError",
+    "__version__",
+    "in_turn",
+]
 
 _MODULES = {
     "checkpoint.capture": ("Rows",),
@@ -44,11 +62,7 @@ _MODULES = {
     "checkpoint.sharded": ("Sharded",),
     "checkpoint.shards": ("Share",),
     "config": ("Epochs", "Seconds", "Settings", "__version__"),
-    "context.context": ("Context", "choose_device"),
-    "context.kept": ("keep", "versions"),
-    "context.memory": ("keep_freed_memory",),
-    "context.progress_bar": ("ProgressBar", "track"),
-    "context.stdlib": ("standard_library",),
+    "context.context": ("Context",),
     "declare.spec": ("Job", "Role"),
     "declare.task": ("Peer",),
     "errors": ("CallTimeoutError", "Drained", "PeerLostError", "ProgramError", "RemoteError", "UsageError"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -112,64 +110,39 @@ def inspected(reference: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def push(name: str, platforms: str) -> subprocess.CompletedProcess[str]:
-    """`make push`, by the python that runs the tests."""
-    return subprocess.run(
-        [sys.executable, "docker/push.py"], cwd=ROOT, env={**os.environ, "IMAGE": name, "PLATFORMS": platforms},
-        capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-
-
-def platforms() -> set[str]:
-    """What can be built here."""
-    listed = re.search(r"^Platforms: *(.*)", docker("buildx", "inspect", "--bootstrap"), re.MULTILINE)
-    assert listed
-    return {platform.strip(" *") for platform in listed.group(1).split(",")}
+def attests() -> bool:
+    """Whether the selected builder can attach an SBOM. One that cannot refuses `make push` without `ATTEST=`."""
+    driver = re.search(r"^Driver: *(.*)", docker("buildx", "inspect"), re.MULTILINE)
+    assert driver
+    return driver.group(1) != "docker" or "io.containerd.snapshotter" in docker("info", "--format", "{{.DriverStatus}}")
 
 
 @pytest.mark.timeout(1200)
 def test_it_is_pushed_as_one_index_and_runs_from_there(registry_address: str) -> None:
     name = f"{registry_address}/team/rolecall"
     platform = docker("version", "--format", "{{.Server.Os}}/{{.Server.Arch}}")
-    done = push(name, platform)
+    command = [
+        "make",
+        "--silent",
+        "push",
+        f"IMAGE={name}",
+        f"PLATFORMS={platform}",
+        *([] if attests() else ["ATTEST="]),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    (line,) = yaml.safe_load(done.stdout.partition("# kustomization.yaml\n")[2])["images"]
+    (line,) = yaml.safe_load(done.stdout)["images"]
     pinned = f"{name}@{line['digest']}"
     assert line == {"name": "rolecall", "newName": name, "digest": pinned.partition("@")[2]}
     index = json.loads(inspected(f"{name}:cpu").stdout)
     assert index["digest"] == line["digest"]
     built = ["/".join((one["platform"]["os"], one["platform"]["architecture"])) for one in index["manifests"]]
     assert set(built) - {"unknown/unknown"} == {platform}  # attestations are of no platform
-    # nothing of it is left in the engine but what the registry gives
-    docker("image", "rm", f"{name}:cpu-{platform.partition('/')[2]}", check=False)
     docker("pull", "--quiet", pinned)
     try:
         usage = docker("run", "--rm", "--entrypoint", "python", pinned, "-m", "rolecall", "--help")
         assert usage.startswith("usage: rolecall")
         labels = json.loads(docker("image", "inspect", pinned))[0]["Config"]["Labels"]
-        assert re.fullmatch(r"[\d-]{10}T[\d:]{8}Z", labels["org.opencontainers.image.created"])
         assert labels["org.opencontainers.image.title"] == "rolecall"
     finally:
         docker("image", "rm", "--force", pinned)
-
-
-def test_a_platform_that_cannot_be_built_here_is_said_so(registry_address: str) -> None:
-    missing = {"linux/amd64", "linux/arm64"} - platforms()
-    if not missing:
-        pytest.skip("this machine builds both")
-    name = f"{registry_address}/other/rolecall"
-    done = push(name, "linux/amd64,linux/arm64")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"rolecall: {missing.pop()} cannot be built here: ")
-    assert done.stderr.count("\n") == 1
-    assert "not found" in inspected(f"{name}:cpu").stderr
-
-
-def test_its_packages_are_listed() -> None:
-    file = ROOT / "build" / "sbom-test.json"
-    command = [sys.executable, "docker/sbom.py", IMAGE, str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 0, done.stderr
-    listed = {component["name"] for component in json.loads(file.read_text())["components"]}
-    assert {"torch", "numpy", "cryptography", "python3.11", "tini", "libc6"} <= listed
-    file.unlink()

@@ -208,9 +208,7 @@ def test_the_reference_is_what_it_is_compared_with(exports: Export) -> None:
 
 
 def agreement(expected: Any, actual: Any, dtype: torch.dtype = torch.float32) -> Agreement:
-    output = Agreement("y")
-    output.add(torch.as_tensor(expected).to(dtype), torch.as_tensor(actual).to(dtype))
-    return output
+    return Agreement.of("y", [(torch.as_tensor(expected).to(dtype), torch.as_tensor(actual).to(dtype))])
 
 
 @pytest.mark.parametrize(
@@ -227,12 +225,12 @@ def agreement(expected: Any, actual: Any, dtype: torch.dtype = torch.float32) ->
     ],
 )
 def test_floats_agree_but_for_rounding(expected: list[float], actual: list[float], agrees: bool) -> None:
-    assert agreement(expected, actual).agrees is agrees
+    assert (not agreement(expected, actual).problem) is agrees
 
 
 def test_a_type_that_rounds_more_may_differ_more() -> None:
-    assert agreement([1.0], [1.02], torch.bfloat16).agrees
-    assert not agreement([1.0], [1.02]).agrees
+    assert not agreement([1.0], [1.02], torch.bfloat16).problem
+    assert agreement([1.0], [1.02]).problem
 
 
 @pytest.mark.parametrize(("differ", "agrees"), [(0, True), (2, True), (3, False)])
@@ -240,14 +238,17 @@ def test_of_two_thousand_integers_two_may_differ(differ: int, agrees: bool) -> N
     expected, actual = torch.zeros(2000, dtype=torch.int64), torch.zeros(2000, dtype=torch.int64)
     actual[:differ] = 1
     output = agreement(expected, actual, torch.int64)
-    assert (output.agrees, output.differ, str(output)) == (agrees, differ, f"y: {differ} of 2000 values differ")
+    assert (not output.problem, output.differ, str(output)) == (agrees, differ, f"y: {differ} of 2000 values differ")
 
 
 def test_another_type_is_another_output() -> None:
-    output = Agreement("y")
-    output.add(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-    assert not output.agrees
-    assert str(output) == "y is float64 (2,), the checkpoint's float32 (2,)"
+    output = Agreement.of("y", [(torch.zeros(2), torch.zeros(2, dtype=torch.float64))])
+    assert output.problem == "is float64 (2,), the checkpoint's float32 (2,)"
+
+
+def test_an_output_may_be_a_number_of_each_batch() -> None:
+    batches = [(torch.tensor(1.0), torch.tensor(1.0)), (torch.tensor(2.0), torch.tensor(2.5))]
+    assert Agreement.of("y", batches).max_absolute == 0.5
 
 
 def test_without_its_runtime_onnx_is_not_checked(exports: Export, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -95,7 +96,7 @@ def describe(
         "score": {each: value if math.isfinite(value) else None for each, value in score.items()},
         "scored_by": scored,
         "checked_by": f"{form.runtime}" if agreement is not None else None,
-        "agreement": [] if agreement is None else [each.to_json() for each in agreement],
+        "agreement": [] if agreement is None else [dataclasses.asdict(each) for each in agreement],
         "checkpoint": {
             "file": snapshot.path.name,
             "generation": snapshot.generation,

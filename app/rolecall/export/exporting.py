@@ -53,8 +53,8 @@ def _run(words: Sequence[str]) -> int:
         path = folder / output.name
         _write(form, exported, path, card.facts(job, name, snapshot), output, name)
         compared = _compare(form, exported, path, name)
-        if compared is not None and not all(each.agrees for each in compared):
-            problems = "; ".join(str(each) for each in compared if not each.agrees)
+        if compared is not None and any(each.problem for each in compared):
+            problems = "; ".join(str(each) for each in compared if each.problem)
             print(f"rolecall: {output.name} is not what the checkpoint is, and was deleted: {problems}",
                   file=sys.stderr, flush=True)  # fmt: skip
             return FAILED

@@ -21,7 +21,6 @@ from filelock import FileLock
 from rolecall import config, machine, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.config import Settings
-from rolecall.context import progress_bar
 from rolecall.context.context import Context, mixed_seed
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
@@ -51,7 +50,6 @@ def main(task: Task, connection: Connection) -> None:
     os.register_at_fork(after_in_child=functools.partial(machine.name_part, "helper"))
     if task.stacks:
         stack_dump.register(task.stacks)
-    progress_bar.log_progress()
     telemetry.setup_logging(
         settings.log_format,
         settings.log_level,

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, keep, standard_library, track, versions
+from rolecall import UsageError
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.messages import DataDescription
 from rolecall.jobs.hybrid.table import Bags
+from rolecall.jobs.support import cached, standard_library, track, versions
 
 WORD = re.compile(r"\w+|[^\w\s]")
 SAMPLE_LINES = 5  # lines of source in a sample
@@ -42,16 +43,6 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Its tensors, as `of` takes them."""
-        return self.bags.rows, self.bags.offsets, self.bags.weights, self.labels
-
-    @staticmethod
-    def of(parts: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> Samples:
-        """The samples of these tensors."""
-        rows, offsets, weights, labels = parts
-        return Samples(Bags(rows, offsets, weights), labels)
 
     def take(self, numbers: Tensor) -> Samples:
         """The samples with `numbers` [n] int64, in that order."""
@@ -94,9 +85,8 @@ def load(settings: HybridSettings) -> Data:
     """The samples of DATASET. Raises UsageError for invalid ones, such as an index that the table does not have."""
     if settings.dataset == "stdlib":
         root, files = standard_library()
-        key = ("hybrid", versions([Path(__file__), *files]), _table_rows(settings))
-        parts = keep(key, lambda: [part.parts() for part in _standard_library(settings, root, files)])
-        train, test = map(Samples.of, parts)
+        read = cached(_standard_library, ignore=("root", "files"))
+        train, test = read(_table_rows(settings), versions([Path(__file__), *files]), root, files)
     else:
         train, test = _of_user(settings)
     digest = hashlib.sha256()
@@ -162,7 +152,7 @@ def _require_valid(settings: HybridSettings, name: str, samples: Samples) -> Non
 # ---- the standard library
 
 
-def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path]) -> tuple[Samples, Samples]:
+def _standard_library(rows: int, version: str, root: Path, files: Sequence[Path]) -> list[Samples]:
     """SAMPLE_LINES lines of a file are a sample, its package is the label. No file is in both parts."""
     packages: dict[str, list[Path]] = {}
     for path in files:
@@ -179,8 +169,7 @@ def _standard_library(settings: HybridSettings, root: Path, files: Sequence[Path
             chosen = np.random.default_rng(label).permutation(len(candidates))[:limit]
             part.extend((candidates[index], label) for index in sorted(chosen))
     hashes = _Hashes()
-    train, test = (_averaging(part, _table_rows(settings), hashes) for part in parts)
-    return train, test
+    return [_averaging(part, rows, hashes) for part in parts]
 
 
 def _texts(path: Path) -> list[str]:

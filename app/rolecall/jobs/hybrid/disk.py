@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rolecall import Rows, keep_freed_memory
+from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.disk_rows import HotRows
 from rolecall.jobs.hybrid.table import Bags, Table
+from rolecall.jobs.support import keep_freed_memory
 
 FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
 HINTS = 64  # that wait to be read ahead; more are forgotten

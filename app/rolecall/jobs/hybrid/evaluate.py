@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from rolecall import UsageError, track
+from rolecall import UsageError
 from rolecall.jobs.hybrid import HybridSettings, data, tables
 from rolecall.jobs.hybrid.data import Data, Samples
 from rolecall.jobs.hybrid.messages import EVALUATION_BATCH
 from rolecall.jobs.hybrid.model import LocalModel
+from rolecall.jobs.support import track
 
 
 def evaluate(settings: HybridSettings, state: dict[str, Any]) -> dict[str, float]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
-from rolecall import Context, UsageError, track
+from rolecall import Context, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
+from rolecall.jobs.support import track
 
 CHUNK_SAMPLES = 128  # in one pass
 

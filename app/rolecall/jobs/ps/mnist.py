@@ -20,7 +20,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from rolecall import UsageError, track
+from rolecall import UsageError
+from rolecall.jobs.support import track
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, as shares of 255
 LOCK = ".download"  # held by the rank that downloads, for all ranks that share the directory

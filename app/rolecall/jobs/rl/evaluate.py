@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -9,13 +10,14 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from rolecall import ProgressBar, UsageError, choose_device
+from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.stepping import Envs
 from rolecall.jobs.rl.video import FilmedEnv, Video
+from rolecall.jobs.support import choose_device, progress
 
 SEED_OFFSET = 1_000_003  # episodes that were not trained on
 TOGETHER = 100  # environments, at most
@@ -47,11 +49,11 @@ def evaluate(
         with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
             trained.load_state_dict(weights)
         held = None if deterministic else choose(settings, group.spaces).rollout_steps
-        played.append(_play(Actor(trained, device), group, held, bar))
+        played.append(_play(Actor(trained, device), group, held, advance))
         group.close()
 
     torch.manual_seed(seed)
-    with ProgressBar("evaluating", episodes, "episodes") as bar:
+    with progress("evaluating", episodes, "episodes") as advance:
         if video is not None:
             with Video(video) as film:
                 play(FilmedEnv(settings, seed, film))
@@ -78,9 +80,9 @@ class Played(NamedTuple):
     ended: Array
 
 
-def _play(actor: Actor, group: Envs, held: int | None, bar: ProgressBar) -> Played:
+def _play(actor: Actor, group: Envs, held: int | None, advance: Callable[[float], None]) -> Played:
     """Samples actions, whose noise is drawn anew after `held` steps; where that is None, takes the most probable."""
-    before, n = bar.done, len(group.dones)
+    n = len(group.dones)
     memory, returns, lengths, ended = actor.remember(n), np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.bool_)
     for step in range(MOST_STEPS):
         if held is None:
@@ -92,8 +94,9 @@ def _play(actor: Actor, group: Envs, held: int | None, bar: ProgressBar) -> Play
         group.step(actions)
         returns[~ended] += group.rewards[~ended]
         lengths += ~ended
+        before = int(ended.sum())
         ended |= group.dones != Done.CONTINUES
-        bar.reach(before + int(ended.sum()))
+        advance(int(ended.sum()) - before)
         if ended.all():
             break
     return Played(returns, lengths, ended)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-from rolecall import Context, RankObject, choose_device
+from rolecall import Context, RankObject
 from rolecall.jobs.rnn import RnnSettings, optimizer
 from rolecall.jobs.rnn.loss import GradientSums, Pool
 from rolecall.jobs.rnn.model import Decoder, Embedding
+from rolecall.jobs.support import choose_device
 
 
 class ModelServer:

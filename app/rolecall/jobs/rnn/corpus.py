@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, choose_device, keep, standard_library, track, versions
+from rolecall import UsageError
 from rolecall.jobs.rnn import RnnSettings
+from rolecall.jobs.support import cached, choose_device, standard_library, track, versions
 
 UNKNOWN = "<unk>"
 BYTES = 256
@@ -61,10 +62,10 @@ def load(settings: RnnSettings) -> Text:
     files = _files(settings.corpus)
     try:
         version = versions([Path(__file__), *files])
-        key = ("rnn", version, settings.tokens, settings.vocabulary, settings.corpus_bytes, settings.seed)
+        key = (version, settings.tokens, settings.vocabulary, settings.corpus_bytes, settings.seed)
     except OSError as error:
         raise UsageError(f"CORPUS={settings.corpus}: {error.filename} cannot be read ({error.strerror})") from error
-    words, train, validation, digest = keep(key, lambda: _tokens(settings, files))
+    words, train, validation, digest = cached(_tokens, ignore=("settings", "files"))(key, settings, files)
     text = Text(Vocabulary(tuple(words)), train, validation, digest)
     for name, part in (("training", text.train), ("validation", text.validation)):
         if len(part) < 2 * settings.batch_size:
@@ -75,7 +76,7 @@ def load(settings: RnnSettings) -> Text:
     return text
 
 
-def _tokens(settings: RnnSettings, files: Sequence[Path]) -> tuple[list[str], Tensor, Tensor, str]:
+def _tokens(key: object, settings: RnnSettings, files: Sequence[Path]) -> tuple[list[str], Tensor, Tensor, str]:
     """The words of the vocabulary, the numbers of both parts, and the digest."""
     train, validation = _split(settings, files)
     if settings.tokens == "byte":

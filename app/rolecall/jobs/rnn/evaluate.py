@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall import UsageError, track
+from rolecall import UsageError
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.corpus import Text, Vocabulary
 from rolecall.jobs.rnn.model import LanguageModel, Lstm
+from rolecall.jobs.support import track
 
 
 def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:

@@ -15,12 +15,11 @@ import torch
 
 from rolecall import config
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl.actor import Actor, Memory
+from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.model import build
-from rolecall.jobs.rl.recorder import Recorder
 from rolecall.jobs.rl.stepping import Envs
 
 CPU = torch.device("cpu")
@@ -82,7 +81,7 @@ def _learning(num_envs: int, groups: int, steps: int, seconds: float) -> float:
 
 
 def _rollout(group: Envs, actor: Actor, memory: Memory, version: int, steps: int) -> Trajectory:
-    recorder = Recorder(version, memory, steps)
+    recorder = Recorder(version, memory)
     recorder.see(group.observations, group.rewards, group.dones)
     for _ in range(steps):
         choice = actor.act(group.observations, group.dones, [memory])

@@ -17,6 +17,7 @@ from rolecall import config
 from rolecall.config import cores
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate
 from rolecall.jobs.rnn.model import LanguageModel
+from rolecall.jobs.rnn.optimizer import MAX_GRAD_NORM
 
 # word_language_model's on wikitext-2
 VOCABULARY, WIDTH, LAYERS, SEQUENCE, BATCH = 33_278, 200, 2, 35, 20
@@ -116,7 +117,7 @@ def _default() -> float:
             for one in optimizers:
                 one.zero_grad()
             (loss / targets.numel()).backward()
-            _clip(list(model.parameters()), settings.max_grad_norm)
+            _clip(list(model.parameters()), MAX_GRAD_NORM)
             for one in optimizers:
                 one.step()
     return math.exp(evaluate.validation_loss(model, settings, text.validation))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from bench import launch
-from bench.local_rnn import BATCH, CLIP, LAYERS, LEARNING_RATE, SEQUENCE, VOCABULARY, WIDTH, Meter
+from bench.local_rnn import BATCH, LAYERS, LEARNING_RATE, SEQUENCE, VOCABULARY, WIDTH, Meter
 
 STEP = re.compile(r"Epoch \d+\tstep (\d+)\t")
 EPOCH = re.compile(r"Epoch (\d+)\tvalidation loss")
@@ -24,7 +24,7 @@ def measure(steps: int, progress: Callable[[str], None], **variables: object) ->
     """
     fixed = {"VOCABULARY": VOCABULARY, "EMBEDDING_SIZE": WIDTH, "HIDDEN_SIZE": WIDTH, "LAYERS": LAYERS,
              "SEQUENCE": SEQUENCE, "BATCH_SIZE": BATCH, "DROPOUT": 0, "OPTIMIZER": "sgd", "LR": LEARNING_RATE,
-             "MAX_GRAD_NORM": CLIP, "EPOCHS": 1, "SAMPLE_TOKENS": 0, "CHECKPOINT_INTERVAL": 86400,
+             "EPOCHS": 1, "CHECKPOINT_INTERVAL": 86400,
              "CORPUS_BYTES": 0, "LOG_INTERVAL": INTERVAL}  # fmt: skip
     meter, stamps = Meter(), {}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +27,6 @@ class Task:
     @property
     def variables(self) -> dict[str, Any]:
         """Rolecall's settings."""
-        if self.pixels and importlib.util.find_spec("envpool"):
-            return {"ENVS": "envpool", "ENV_ID": POOLED.partition(":")[2]}
         return {"ENV_ID": self.environment}
 
 

@@ -118,7 +118,7 @@ def _judge_rnn(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[s
     assert newest is not None
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "rolecall", "run", "rnn", "--plain"]
-        own = {**RNN, **given, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory, "SAMPLE_TOKENS": "0"}
+        own = {**RNN, **given, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
         settings = environment("rnn", own, newest.about["settings"]["seed"])
         subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
         undisturbed = evaluate("rnn", Path(directory), **given)["perplexity"]

@@ -79,7 +79,7 @@ def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:
 DIFFER = {
     "rl": {"OBSERVERS", "MIN_OBSERVERS", "MAX_OBSERVERS"},
     "ps": {"TRAINERS", "MIN_TRAINERS", "MAX_TRAINERS", "DATA_DIR", "NUM_GPUS"},
-    "rnn": {"CORPUS", "EMBEDDING_DEVICE"},
+    "rnn": {"CORPUS"},
     "hybrid": {"TABLE_DIR"},
     "script": {"SCRIPT"},
 }

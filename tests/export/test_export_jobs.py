@@ -158,9 +158,9 @@ def test_rl_normalises_observations_itself() -> None:
     ("env_id", "settings"),
     [
         ("Clipped-v0", {"normalize": True}),
-        ("Clipped-v0", {"memory": "gru"}),
+        ("Clipped-v0", {"memory": "lstm"}),
         ("Started-v0", {"algorithm": "reinforce"}),
-        ("Several-v0", {"memory": "lstm", "dropout": 0.1}),
+        ("Several-v0", {"memory": "lstm"}),
         ("Switches-v0", {}),
         ("Image-v0", {}),
     ],
@@ -185,7 +185,7 @@ def test_policies_of_all_kinds_answer_as_their_checkpoints(env_id: str, settings
 
 def test_a_state_is_carried_by_who_uses_the_policy() -> None:
     """Two calls with the state between them are the checkpoint's two steps, and not one step twice."""
-    path = exports.rl(Path("run"), memory="gru")
+    path = exports.rl(Path("run"), memory="lstm")
     assert export("rl", path, "safetensors", "--no-evaluate") == 0
     weights = checkpoint.read(path, "rl").state["learner"]["model"]
     tensors = load_file("rl.safetensors")

@@ -63,7 +63,6 @@ ENDLESS = {
         "SEQUENCE": "8",
         "DROPOUT": "0",
         "LR": "0.01",
-        "SAMPLE_TOKENS": "0",
     },
     "hybrid": {
         "EPOCHS": "1000000",

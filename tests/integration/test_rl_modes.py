@@ -40,7 +40,7 @@ def test_a_kill_mixes_no_sequences(cluster: MakeCluster, inference: str, pipelin
 
 def test_statistics_survive_the_agent(cluster: MakeCluster) -> None:
     """Those of the observations are in the checkpoint, and go on from there."""
-    job = cluster(ENV_ID=f"{MODULE}:Steps-v0", MEMORY="gru", INFERENCE="observer", SOLVED_BY="never",
+    job = cluster(ENV_ID=f"{MODULE}:Steps-v0", MEMORY="lstm", INFERENCE="observer", SOLVED_BY="never",
                   CHECKPOINT_INTERVAL="0.2").start()  # fmt: skip
     job.trains()
     for rank in job.ranks.values():

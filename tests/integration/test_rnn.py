@@ -16,6 +16,7 @@ from torch.nn import functional
 from rolecall.checkpoint import checkpoint
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.model import LanguageModel
+from rolecall.jobs.rnn.optimizer import MAX_GRAD_NORM
 from rolecall.record import rundir
 from tests.integration.cluster import ENDLESS, ROOT, Cluster, alive, reported, until
 
@@ -56,13 +57,13 @@ def in_one_process(chosen: RnnSettings) -> LanguageModel:
             state = one.detach(), two.detach()
             optimizer.zero_grad()
             functional.cross_entropy(model.decoder(hidden).flatten(0, 1), targets.flatten()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), chosen.max_grad_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
     return model
 
 
-def test_it_is_one_process(cluster: MakeCluster) -> None:
-    changes = {**SHORT, "EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5", "MAX_GRAD_NORM": "0.5"}
+def test_split_training_equals_training_in_one_process(cluster: MakeCluster) -> None:
+    changes = {**SHORT, "EPOCHS": "1", "MICRO_BATCHES": "3", "OPTIMIZER": "sgd", "LR": "0.5"}
     last = finished(cluster(JOB="rnn", **changes).start(1))
     expected = in_one_process(settings(**changes))
     assert last.step > 5
@@ -72,8 +73,8 @@ def test_it_is_one_process(cluster: MakeCluster) -> None:
             torch.testing.assert_close(weights[name][key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(cluster: MakeCluster) -> None:
-    job = cluster(JOB="rnn", EPOCHS="3", OPTIMIZER="adam", LR="0.02", SAMPLE_TOKENS="20", **SHORT).start(1)
+def test_eval_of_the_checkpoint_gives_the_reported_perplexity(cluster: MakeCluster) -> None:
+    job = cluster(JOB="rnn", EPOCHS="3", OPTIMIZER="adam", LR="0.02", **SHORT).start(1)
     last = finished(job)
     done = json.loads((job.checkpoints / "DONE").read_text())
     history = last.state["history"]
@@ -84,12 +85,11 @@ def test_with_adam_it_learns_and_its_checkpoint_evaluates_to_what_was_said(clust
     written = job.evaluated(last.path, "--prompt", "the ")["text"]
     assert written.startswith("the ")
     assert len(corpus.WORD.findall(written)) >= 10
-    assert "sample" in job.member(0).text()
     assert f"Finished: validation perplexity {done['perplexity']:.2f} after 3 epochs" in job.first.text()
     assert all("[error" not in rank.text() for rank in job.ranks.values())
 
 
-def test_interrupted_and_resumed_it_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:
+def test_resumed_run_has_the_losses_of_an_uninterrupted_run(cluster: MakeCluster) -> None:
     changes = {**SHORT, "EPOCHS": "3", "OPTIMIZER": "adam", "LR": "0.01", "DROPOUT": "0.2"}
     job = cluster(JOB="rnn", CHECKPOINT_INTERVAL="0.2", LEAVE_CODE="143", **changes).start(1)
     for hurt in ("ps-0", "trainer-0", "drain"):
@@ -193,7 +193,7 @@ def test_other_settings_or_another_text_are_refused_and_nothing_is_touched(
     for changes, message in (
         ({"HIDDEN_SIZE": "9"}, "HIDDEN_SIZE=9: the newest checkpoint in CHECKPOINT_DIR was made with 6"),
         ({"CORPUS": "tests"}, "CORPUS=tests: the newest checkpoint in CHECKPOINT_DIR was made with"),
-        ({}, f"CORPUS={text}: the data are not those that the newest checkpoint was trained on"),
+        ({}, f"CORPUS={text}: the newest checkpoint was trained on another text"),
     ):
         other = cluster(JOB="rnn", **{**shared, **changes}).start(1)
         assert [rank.wait() for rank in other.ranks.values()] == [2, 2]
@@ -214,7 +214,6 @@ def test_a_diverging_model_ends_the_job_with_the_cause(cluster: MakeCluster) -> 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
-@pytest.mark.parametrize("changes", [{"DEVICE": "cuda"}, {"DEVICE": "cpu", "EMBEDDING_DEVICE": "cuda"}])
-def test_on_cuda(cluster: MakeCluster, changes: dict[str, str]) -> None:
-    last = finished(cluster(JOB="rnn", EPOCHS="4", OPTIMIZER="adam", LR="0.02", **changes).start(1))
+def test_on_cuda(cluster: MakeCluster) -> None:
+    last = finished(cluster(JOB="rnn", EPOCHS="4", OPTIMIZER="adam", LR="0.02", DEVICE="cuda").start(1))
     assert last.state["history"][-1][1] < last.state["history"][0][1]

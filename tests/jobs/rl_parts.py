@@ -19,14 +19,13 @@ from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs import rl
-from rolecall.jobs.rl import RlSettings, batching, calls, model
-from rolecall.jobs.rl.actor import Actor
+from rolecall.jobs.rl import RlSettings, batching, calls, messages, model
+from rolecall.jobs.rl.actor import Actor, Recorder
 from rolecall.jobs.rl.batching import Answer, Batcher
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Array, Done, Episode, PolicyState, Trajectory, pack
 from rolecall.jobs.rl.observer import Observer
-from rolecall.jobs.rl.recorder import Recorder
 from rolecall.jobs.rl.spaces import Space, Spaces, read
 from rolecall.jobs.rl.stepping import Envs
 from tests.context import contexts
@@ -44,8 +43,7 @@ def spaces_of(observation: Space = VECTOR, action: Space = TWO) -> Spaces:
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 16, "normalize": False, "exploration": "gaussian", "gamma": 0.99, "gae_lambda": 0.95, "epochs": 1,
-    "minibatches": 4, "lr": 0.01, "lr_schedule": "constant", "clip_ratio": 0.2, "target_kl": 0.0, "entropy_coef": 0.0,
-    "max_grad_norm": 0.5,
+    "minibatches": 4, "lr": 0.01, "clip_ratio": 0.2, "target_kl": 0.0, "entropy_coef": 0.0,
 }  # fmt: skip
 
 
@@ -94,7 +92,7 @@ def random_dones(random: np.random.Generator, steps: int, count: int) -> tuple[A
 
 
 def random_trajectory(
-    seed: int, steps: int = 20, count: int = 3, spaces: Spaces | None = None, state: int = 0, every: int = 16
+    seed: int, steps: int = 20, count: int = 3, spaces: Spaces | None = None, state: int = 0
 ) -> Trajectory:
     """Episodes of random lengths, random actions with random log probabilities, and states [s, n, state]."""
     spaces = spaces or spaces_of()
@@ -113,7 +111,7 @@ def random_trajectory(
         kinds = np.asarray(getattr(spaces.action, "nvec", getattr(spaces.action, "n", 2))).ravel()
         actions = random.integers(0, kinds if len(spaces.action_shape) and len(kinds) > 1 else kinds[0], chosen)
     likely = -math.log(2) + random.normal(size=(steps, count)) / 4
-    states = random.normal(size=(steps // every + 1, count, state)).astype(np.float32)
+    states = random.normal(size=(steps // messages.SEQUENCE_STEPS + 1, count, state)).astype(np.float32)
     return Trajectory(observations, actions, likely.astype(np.float32), rewards, dones, experience, states, 0)
 
 
@@ -167,13 +165,13 @@ class Shown:
 Group = Shown | Envs
 
 
-def by_observer(actor: Actor, groups: Sequence[Group], every: int, steps: int) -> Iterator[list[Trajectory]]:
+def by_observer(actor: Actor, groups: Sequence[Group], steps: int) -> Iterator[list[Trajectory]]:
     """The trajectories of one rollout after the other, as an observer records them."""
     memories = [actor.remember(len(group.dones)) for group in groups]
     for version in itertools.count():
         for memory in memories:
             actor.refresh(memory)
-        recorders = [Recorder(version, memory, every) for memory in memories]
+        recorders = [Recorder(version, memory) for memory in memories]
         for group, recorder in zip(groups, recorders, strict=True):
             recorder.see(group.observations, group.rewards, group.dones)
         for _ in range(steps):
@@ -186,11 +184,11 @@ def by_observer(actor: Actor, groups: Sequence[Group], every: int, steps: int) -
 
 
 def by_agent(
-    actor: Actor, groups: Sequence[Group], every: int, steps: int, spaces: Spaces, together: bool
+    actor: Actor, groups: Sequence[Group], steps: int, spaces: Spaces, together: bool
 ) -> Iterator[list[Trajectory]]:
     """The same, recorded by the agent; `together`, the groups' calls go through the policy at once."""
     observation = spaces.observation
-    batcher = Batcher(actor, observation.shape, observation.dtype, every, wait=10.0 if together else 0.0)
+    batcher = Batcher(actor, observation.shape, observation.dtype, wait=10.0 if together else 0.0)
     names = [batching.Group("observer_0", number) for number in range(len(groups))]
     with contextlib.closing(batcher):
         for version in itertools.count():
@@ -241,7 +239,7 @@ class Ranks:
         self.samples = 0
         self.actor = Actor(model.build(self.settings, self.spaces, self.choices), CPU)
         observation = self.spaces.observation
-        self.batcher = Batcher(self.actor, observation.shape, observation.dtype, self.settings.sequence_steps, wait=0.0)
+        self.batcher = Batcher(self.actor, observation.shape, observation.dtype, wait=0.0)
         self.context.transport = Direct(self.batcher)
 
     def close(self) -> None:

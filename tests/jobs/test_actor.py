@@ -53,7 +53,7 @@ def snapshot(memory: Memory) -> Memory:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("memory", ["none", "gru"])
+@pytest.mark.parametrize("memory", ["none", "lstm"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_spaces_can_be_acted_in(
     observation: Space, action: Space, shape: tuple[int, ...], kind: Any, memory: str, count: int
@@ -130,19 +130,10 @@ def test_a_loaded_policy_acts() -> None:
     np.testing.assert_allclose(actor.act(seen, going(7), [actor.remember(7)]).actions, wanted, atol=1e-6)
 
 
-def test_dropout_is_not_for_acting() -> None:
-    actor = actor_of(dropout=0.9)
-    memory = actor.remember(50)
-    seen = rows(1, 1).repeat(50, 0)
-    actor.act(seen, going(50), [memory])
-    parameters, _ = actor.model.act(torch.from_numpy(seen), memory.state)
-    assert torch.equal(parameters[0].expand_as(parameters), parameters)
-
-
 # ---- a recurrent policy's state
 
 
-MEMORY = pytest.mark.parametrize("memory", ["lstm", "gru"])
+MEMORY = pytest.mark.parametrize("memory", ["lstm"])
 
 
 @MEMORY
@@ -203,11 +194,11 @@ def test_the_action_depends_on_what_was_seen_before(memory: str) -> None:
 
 def test_a_new_policy_keeps_the_state() -> None:
     """Episodes go on from rollout to rollout."""
-    actor = actor_of(memory="gru")
+    actor = actor_of(memory="lstm")
     remembered = actor.remember(2)
     actor.act(rows(1, 2), going(2), [remembered])
     before = remembered.state
-    actor.load(model.build(settings_of(seed=9, memory="gru"), spaces_of(VECTOR, TWO)).policy_state())
+    actor.load(model.build(settings_of(seed=9, memory="lstm"), spaces_of(VECTOR, TWO)).policy_state())
     actor.refresh(remembered)
     assert torch.equal(remembered.state, before)
 
@@ -252,7 +243,7 @@ def test_each_environment_has_noise_of_its_own() -> None:
 
 
 def test_groups_in_one_batch_keep_their_noise() -> None:
-    actor = sde(memory="gru")
+    actor = sde(memory="lstm")
     one, other = actor.remember(2), actor.remember(3)
     alone = [snapshot(one), snapshot(other)]
     seen = rows(1, 5)

@@ -13,15 +13,13 @@ import torch
 from torch.futures import Future
 
 from rolecall import PeerLostError
-from rolecall.jobs.rl.actor import Choice, Memory
+from rolecall.jobs.rl.actor import Choice, Memory, Recorder
 from rolecall.jobs.rl.batching import Answer, Batcher, Group
 from rolecall.jobs.rl.messages import Array, Done, pack
-from rolecall.jobs.rl.recorder import Recorder
 from tests.jobs.rl_parts import assert_same
 
 FAILSAFE = 30.0  # no test waits for it; one that would hang fails instead
 LONG = 600.0  # a `wait` that no test outlives: what leaves, leaves for another reason
-EVERY = 4  # steps between two states that are recorded
 
 
 class Policy:
@@ -87,7 +85,7 @@ class MakeBatcher:
         self, groups: list[Group], version: int = 0, max_batch: int = 1000, wait: float = LONG, observe: Any = None
     ) -> Batcher:
         actor: Any = self.policy
-        batcher = Batcher(actor, (2,), np.float32, EVERY, max_batch, wait, observe or (lambda size, seconds: None))
+        batcher = Batcher(actor, (2,), np.float32, max_batch, wait, observe or (lambda size, seconds: None))
         self.stack.callback(batcher.close)
         self.stack.callback(self.policy.release)
         batcher.begin(of_two(groups), version)
@@ -338,7 +336,7 @@ class Caller:
     def __init__(self, group: Group, count: int, version: int, state: torch.Tensor) -> None:
         self.group, self.count, self.state = group, count, state
         self.random = np.random.default_rng([sum(map(ord, group.observer)) + group.number, version])
-        self.recorder = Recorder(version, self, EVERY)  # type: ignore[arg-type]
+        self.recorder = Recorder(version, self)  # type: ignore[arg-type]
 
     def call(self, batcher: Batcher, last: bool) -> Future[Answer]:
         self.seen = (

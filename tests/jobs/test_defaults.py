@@ -10,7 +10,6 @@ import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from pydantic import TypeAdapter
 
-from rolecall import UsageError
 from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.defaults import DEFAULTS, Choices, Kind, choose, kind
 from rolecall.jobs.rl.spaces import Space
@@ -58,9 +57,7 @@ GIVEN: dict[str, Any] = {
     "clip_ratio": 0.77,
     "target_kl": 0.5,
     "entropy_coef": 0.0,
-    "max_grad_norm": 4.5,
     "normalize": False,
-    "lr_schedule": "linear",
     "exploration": "sde",
     "hidden_size": 17,
 }
@@ -78,19 +75,6 @@ def test_what_is_given_wins_even_where_it_is_nothing(row: Kind, name: str) -> No
     for value in (GIVEN[name], other):
         choices = choose(RlSettings(algorithm=algorithm, **{name: value}), spaces)
         assert asdict(choices) == {**default, name: value}
-
-
-@pytest.mark.parametrize(
-    ("given", "action"),
-    [({"lr_schedule": "adaptive", "algorithm": "reinforce"}, Discrete(2)),
-     ({"lr_schedule": "adaptive", "target_kl": 0.0}, CONTROLS)],
-)  # fmt: skip
-def test_an_adaptive_rate_needs_what_it_follows(given: dict[str, Any], action: Space) -> None:
-    with pytest.raises(UsageError, match=r"^LR_SCHEDULE=adaptive with TARGET_KL=0: .*set TARGET_KL"):
-        choose(RlSettings(**given), spaces_of(VECTOR, action))
-    assert choose(RlSettings(**{**given, "target_kl": 0.01}), spaces_of(VECTOR, action)).target_kl == 0.01
-    given = {**given, "target_kl": 0.0, "lr_schedule": "constant"}
-    assert choose(RlSettings(**given), spaces_of(VECTOR, action)).target_kl == 0
 
 
 def test_every_choice_is_a_setting_without_a_default_and_the_other_way_round() -> None:
@@ -113,4 +97,4 @@ def test_every_kind_has_its_row() -> None:
 def test_the_tutorials_row_is_the_tutorials() -> None:
     row = DEFAULTS["reinforce"]
     assert (row.epochs, row.gae_lambda, row.entropy_coef, row.target_kl) == (1, 1.0, 0.0, 0.0)
-    assert (row.normalize, row.lr_schedule) == (False, "constant")
+    assert (row.normalize, row.target_kl) == (False, 0.0)

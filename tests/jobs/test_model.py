@@ -273,7 +273,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("setting", "says"),
-    [({"memory": "gru"}, "MEMORY=gru: .*state_size"), ({"exploration": "sde"}, "EXPLORATION=sde: .*features")],
+    [({"memory": "lstm"}, "MEMORY=gru: .*state_size"), ({"exploration": "sde"}, "EXPLORATION=sde: .*features")],
 )
 def test_what_is_the_default_policys_is_refused_beside_another(setting: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=rf"^POLICY=factories_of_a_user:parameters and {says}"):
@@ -313,20 +313,6 @@ def test_of_the_tutorials_algorithm_it_is_the_tutorials() -> None:
     assert not [layer for layer in built.modules() if isinstance(layer, nn.Dropout)]
 
 
-@pytest.mark.parametrize(("algorithm", "count"), [("reinforce", 1), ("ppo", 2)])
-def test_dropout_is_the_policys_alone(algorithm: str, count: int) -> None:
-    dropped = build(dropout=0.4, algorithm=algorithm)
-    assert [layer.p for layer in dropped.policy.modules() if isinstance(layer, nn.Dropout)] == [0.4] * count
-    assert dropped.baseline is not None
-    assert not [layer for layer in dropped.baseline.modules() if isinstance(layer, nn.Dropout)]
-
-
-@pytest.mark.parametrize(("observation", "count"), [(PICTURE, 1), (Dict({"camera": PICTURE, "speed": VECTOR}), 2)])
-def test_dropout_is_behind_convolutions_too(observation: Space, count: int) -> None:
-    dropped = build(observation=observation, dropout=0.4)
-    assert [layer.p for layer in dropped.policy.modules() if isinstance(layer, nn.Dropout)] == [0.4] * count
-
-
 @pytest.mark.parametrize(
     "observation", [PICTURE, Dict({"camera": PICTURE, "speed": VECTOR})], ids=["picture", "beside a vector"]
 )
@@ -340,7 +326,7 @@ def test_of_pictures_the_policy_and_the_value_share_their_features(observation: 
     assert (parameters.shape, values.shape) == ((2, 3), (2,))
 
 
-@pytest.mark.parametrize("memory", ["lstm", "gru"])
+@pytest.mark.parametrize("memory", ["lstm"])
 @pytest.mark.parametrize("observation", [VECTOR, PICTURE, Discrete(5)], ids=["vector", "picture", "choice"])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce"])
 def test_a_memory_is_behind_any_features(memory: str, observation: Space, algorithm: str) -> None:
@@ -367,7 +353,7 @@ def test_state_dependent_noise_is_for_real_numbers_alone() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "observation"),
-    [({}, VECTOR), ({"algorithm": "reinforce"}, VECTOR), ({}, PICTURE), ({"memory": "gru"}, VECTOR)],
+    [({}, VECTOR), ({"algorithm": "reinforce"}, VECTOR), ({}, PICTURE), ({"memory": "lstm"}, VECTOR)],
     ids=["vector", "tutorial", "picture", "memory"],
 )
 def test_the_value_layer_is_the_values_last(settings: dict[str, Any], observation: Space) -> None:
@@ -397,7 +383,7 @@ def test_observations_are_normalised_for_policy_and_value() -> None:
     torch.testing.assert_close(built.value(observations), plain(built.normalizer(observations))[1])
     state = torch.zeros(7, 0)
     assert not torch.allclose(built.act(observations, state)[0], plain.act(observations, state)[0])
-    recurrent = build(normalize=True, memory="gru")
+    recurrent = build(normalize=True, memory="lstm")
     assert recurrent.normalizer is not None
     recurrent.normalizer.update(torch.randn(100, 4) * 5 + 3)
     state, ends = torch.zeros(7, 16), torch.zeros(1, 7, dtype=torch.bool)

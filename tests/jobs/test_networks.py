@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -306,18 +306,14 @@ def test_many_observations_are_counted_exactly() -> None:
 # ---- memory
 
 
-CELLS = pytest.mark.parametrize("kind", ["lstm", "gru"])
-
-
-def recurrent(kind: Literal["lstm", "gru"], hidden: int = 6) -> Recurrent:
+def recurrent(hidden: int = 6) -> Recurrent:
     torch.manual_seed(3)
-    return Recurrent(perceptron(4, 8, 1), 8, hidden, Output(hidden, 3, passed=False), kind)
+    return Recurrent(perceptron(4, 8, 1), 8, hidden, Output(hidden, 3, passed=False))
 
 
-@CELLS
-def test_a_sequence_equals_its_steps(kind: Literal["lstm", "gru"]) -> None:
+def test_a_sequence_equals_its_steps() -> None:
     """Three sequences of ten steps, whose states begin anew at different steps, some at the last one."""
-    network = recurrent(kind)
+    network = recurrent()
     observations, state = torch.randn(10, 3, 4), torch.randn(3, network.state_size)
     ends = torch.zeros(10, 3, dtype=torch.bool)
     ends[3, 0] = ends[4, 0] = ends[7, 1] = ends[9, 2] = True
@@ -332,9 +328,8 @@ def test_a_sequence_equals_its_steps(kind: Literal["lstm", "gru"]) -> None:
     assert not last[2].any()
 
 
-@CELLS
-def test_a_state_begins_anew_after_an_end(kind: Literal["lstm", "gru"]) -> None:
-    network = recurrent(kind)
+def test_a_state_begins_anew_after_an_end() -> None:
+    network = recurrent()
     observations, ends = torch.randn(6, 1, 4), torch.zeros(6, 1, dtype=torch.bool)
     zeros = torch.zeros(1, network.state_size)
     ends[2] = True
@@ -345,9 +340,8 @@ def test_a_state_begins_anew_after_an_end(kind: Literal["lstm", "gru"]) -> None:
     assert not torch.allclose(on[3:], fresh)  # it remembers, as long as nothing ends
 
 
-@CELLS
-def test_gradients_do_not_pass_an_end(kind: Literal["lstm", "gru"]) -> None:
-    network = recurrent(kind)
+def test_gradients_do_not_pass_an_end() -> None:
+    network = recurrent()
     observations = torch.randn(6, 1, 4, requires_grad=True)
     ends = torch.zeros(6, 1, dtype=torch.bool)
     ends[2] = True
@@ -358,28 +352,25 @@ def test_gradients_do_not_pass_an_end(kind: Literal["lstm", "gru"]) -> None:
 
 
 def test_an_lstms_state_is_its_output_and_its_cell() -> None:
-    network = recurrent("lstm")
+    network = recurrent()
     assert network.state_size == 12
     assert isinstance(network.cell, nn.LSTMCell)
     state = torch.randn(2, 12)
     _, _, after = network(observations := torch.randn(2, 4), state)
     hidden, cell = network.cell(network.body(observations), (state[:, :6], state[:, 6:]))
     torch.testing.assert_close(after, torch.cat((hidden, cell), 1))
-    assert recurrent("gru").state_size == 6
 
 
-@CELLS
-def test_recurrent_weights_are_orthogonal_and_biases_zero(kind: Literal["lstm", "gru"]) -> None:
-    cell = recurrent(kind).cell
-    gates = 4 if kind == "lstm" else 3
+def test_recurrent_weights_are_orthogonal_and_biases_zero() -> None:
+    cell = recurrent().cell
     weight = cell.weight_hh.detach()
     torch.testing.assert_close(weight.T @ weight, torch.eye(6), atol=1e-4, rtol=1e-4)
-    assert weight.shape == (gates * 6, 6)
+    assert weight.shape == (24, 6)
     assert not cell.bias_hh.any()
     assert not cell.bias_ih.any()
 
 
 def test_its_parameters_start_small() -> None:
-    network = recurrent("gru", 32)
-    parameters, _, _ = network(torch.randn(50, 4), torch.randn(50, 32))
+    network = recurrent(32)
+    parameters, _, _ = network(torch.randn(50, 4), torch.randn(50, 64))
     assert float(parameters.detach().abs().max()) < 0.1 * math.sqrt(32)

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
-from rolecall.jobs.rl.returns import lambda_returns
+from rolecall.jobs.rl.samples import lambda_returns
 
 NUMBERS = st.floats(-100, 100, width=32)
 FACTORS = st.one_of(st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.floats(0, 1))

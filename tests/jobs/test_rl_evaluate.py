@@ -233,7 +233,7 @@ def test_sampled_noise_is_held_as_long_as_in_training(
     assert len(drawn) == draws
 
 
-@pytest.mark.parametrize("memory", ["none", "lstm", "gru"])
+@pytest.mark.parametrize("memory", ["none", "lstm"])
 @pytest.mark.parametrize(
     ("env", "others"), [("CartPole-v1", {}), ("Pendulum-v1", {"exploration": "sde"}), ("Pendulum-v1", {})]
 )

@@ -12,14 +12,12 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor
 
-from rolecall.jobs.rl import model
-from rolecall.jobs.rl.actor import Actor
+from rolecall.jobs.rl import messages, model
+from rolecall.jobs.rl.actor import Actor, Recorder
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
 from rolecall.jobs.rl.networks import Output
-from rolecall.jobs.rl.recorder import Recorder
-from rolecall.jobs.rl.returns import lambda_returns
-from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
+from rolecall.jobs.rl.samples import Samples, join, lambda_returns, sequences_of, steps_of
 from rolecall.jobs.rl.spaces import Space
 from tests.jobs.rl_parts import (
     CPU,
@@ -36,6 +34,11 @@ from tests.jobs.rl_parts import (
 )
 
 VECTOR = Box(-10, 10, (4,), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 4)
 
 
 def value(observations: Tensor) -> Tensor:
@@ -100,18 +103,19 @@ class Values:
         return value(observations)
 
 
-def sequences(trajectory: Trajectory, length: int, values: Any = None) -> Samples:
-    return sequences_of(trajectory, values or Values(), length, 0.9, 0.8, CPU)
+def sequences(trajectory: Trajectory, values: Any = None) -> Samples:
+    return sequences_of(trajectory, values or Values(), 0.9, 0.8, CPU)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 19, 20, 21, 1000])
-def test_every_step_is_at_its_place_in_one_sequence(length: int) -> None:
+def test_every_step_is_at_its_place_in_one_sequence(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """20 steps: whole sequences, a shorter last one, and one sequence longer than the rollout."""
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", length)
     steps, count = 20, 3
-    trajectory = random_trajectory(1, steps, count, state=2, every=length)
+    trajectory = random_trajectory(1, steps, count, state=2)
     values = value(torch.from_numpy(trajectory.observations)).numpy()
     returns = lambda_returns(trajectory, values, 0.9, 0.8)
-    samples = sequences(trajectory, length)
+    samples = sequences(trajectory)
     assert samples.actions.shape[1] <= min(length, steps + 1)  # no longer than there are steps
     assert int(samples.used.sum()) == trajectory.experience.sum()
     # the observations are different at each step: they say where a row comes from
@@ -139,11 +143,12 @@ def test_every_step_is_at_its_place_in_one_sequence(length: int) -> None:
     assert len(seen) == trajectory.experience.sum()
 
 
-def test_the_state_begins_anew_after_what_only_resets() -> None:
+def test_the_state_begins_anew_after_what_only_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is no experience shows an episode's last observation: its value has the episode's state."""
-    trajectory = random_trajectory(1, 20, 3, state=2, every=5)
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 5)
+    trajectory = random_trajectory(1, 20, 3, state=2)
     values = Values()
-    samples = sequences(trajectory, 5, values)
+    samples = sequences(trajectory, values)
     assert torch.equal(samples.ends, ~samples.used)
     # five sequences of each environment, the last of which has the observation after the last step alone
     ends = values.ends.reshape(5, 3, 5).transpose(1, 2).flatten(0, 1).numpy()
@@ -153,18 +158,20 @@ def test_the_state_begins_anew_after_what_only_resets() -> None:
     assert np.array_equal(observations[:21], trajectory.observations)
 
 
-def test_a_sequence_without_experience_is_left_out() -> None:
-    trajectory = random_trajectory(1, 4, 2, state=2, every=2)
+def test_a_sequence_without_experience_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 2)
+    trajectory = random_trajectory(1, 4, 2, state=2)
     trajectory.experience[2:, 1] = False
-    samples = sequences(trajectory, 2)
+    samples = sequences(trajectory)
     assert len(samples) == 3
     assert bool(samples.used.any(1).all())
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 64])
-def test_the_returns_do_not_depend_on_the_length(length: int) -> None:
-    trajectory = random_trajectory(5, 20, 4, state=1, every=length)
-    one, other = steps_of(trajectory, value, 0.9, 0.8, CPU), sequences(trajectory, length)
+def test_the_returns_do_not_depend_on_the_length(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", length)
+    trajectory = random_trajectory(5, 20, 4, state=1)
+    one, other = steps_of(trajectory, value, 0.9, 0.8, CPU), sequences(trajectory)
     by_observation = {
         tuple(row): float(total) for row, total in zip(one.observations.numpy(), one.returns, strict=True)
     }
@@ -189,11 +196,11 @@ def record(
 ) -> list[list[Trajectory]]:
     """Two groups, of three environments and of four; at the agent they go through the policy together."""
     groups = [Shown(seed, rollouts * steps, 2 + seed) for seed in (1, 2)]
-    actor, every = Actor(copy.deepcopy(learner.model), CPU), learner.settings.sequence_steps
+    actor = Actor(copy.deepcopy(learner.model), CPU)
     if where == "observer":
-        recorded = by_observer(actor, groups, every, steps)
+        recorded = by_observer(actor, groups, steps)
     else:
-        recorded = by_agent(actor, groups, every, steps, spaces_of(VECTOR, action), together=True)
+        recorded = by_agent(actor, groups, steps, spaces_of(VECTOR, action), together=True)
     rounds = list(itertools.islice(recorded, rollouts))
     resets = sum(int((~trajectory.experience).sum()) for each in rounds for trajectory in each)
     assert resets > 5
@@ -204,14 +211,14 @@ BOTH = pytest.mark.parametrize("where", ["agent", "observer"])
 
 
 @BOTH
-@pytest.mark.parametrize("memory", ["lstm", "gru", "none"])
+@pytest.mark.parametrize("memory", ["lstm", "none"])
 @pytest.mark.parametrize(("action", "settings"), ACTIONS, ids=["choice", "gaussian", "sde", "choices"])
 def test_what_was_recorded_is_replayed(
-    where: str, memory: Literal["lstm", "gru", "none"], action: Space, settings: dict[str, Any]
+    where: str, memory: Literal["lstm", "none"], action: Space, settings: dict[str, Any]
 ) -> None:
     """Over three rollouts with episodes that end in the middle: before the first optimizer step the ratio is 1."""
     torch.manual_seed(1)
-    learner = make(VECTOR, action, memory=memory, sequence_steps=4, **settings)
+    learner = make(VECTOR, action, memory=memory, **settings)
     output = next(part for part in learner.model.policy.modules() if isinstance(part, Output))
     with torch.no_grad():  # as trained: no longer about the same for all observations and states
         output.layer.get_parameter("weight").mul_(500)
@@ -236,7 +243,7 @@ def test_before_the_first_step_the_policy_has_not_changed(where: str) -> None:
     """As the learner says it: no divergence, nothing clipped; the second pass has both."""
     torch.manual_seed(2)
     for epochs, quiet in ((1, True), (3, False)):
-        learner = make(VECTOR, TWO, memory="lstm", sequence_steps=4, epochs=epochs, minibatches=1, lr=0.1)
+        learner = make(VECTOR, TWO, memory="lstm", epochs=epochs, minibatches=1, lr=0.1)
         trajectories = record(where, learner, rollouts=2)[1]
         update = learner.update(trajectories)
         assert (update.kl < 1e-6, update.clipped == 0) == (quiet, quiet)
@@ -244,7 +251,7 @@ def test_before_the_first_step_the_policy_has_not_changed(where: str) -> None:
 
 def test_both_ways_record_the_same_states() -> None:
     """The states depend on what is seen alone; groups of different sizes went through the policy together."""
-    learner = make(memory="gru", sequence_steps=4)
+    learner = make(memory="lstm")
     for one, other in zip(record("agent", learner), record("observer", learner), strict=True):
         for mine, theirs in zip(one, other, strict=True):
             np.testing.assert_allclose(mine.states, theirs.states, atol=1e-6)

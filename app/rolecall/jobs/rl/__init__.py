@@ -15,41 +15,39 @@ from rolecall.jobs.rl.metrics import METRICS
 
 
 class RlSettings(Settings):
-    """The variables of `rl`. What is None has a default that depends on the spaces: see `defaults`."""
+    """The settings of `rl`. The default of a setting that is None depends on the spaces: see `defaults`."""
 
     algorithm: Literal["ppo", "reinforce"] = Field(
-        "ppo", description="how it learns: PPO, or the tutorial's policy gradient from whole discounted returns"
+        "ppo", description="ppo, or reinforce: the tutorial's policy gradient with whole returns"
     )
     solved_by: Literal["episodes", "running", "never"] = Field(
         "episodes",
-        description="what is to reach the environment's threshold: the mean return of the last 100 episodes, or the "
-        "tutorial's running reward; never: train to the end",
+        description="score compared with the environment's threshold: episodes: the mean return of the last 100; "
+        "running: the tutorial's running reward; never: train to the end",
     )
-    observers: int = Field(2, ge=1, le=1024, description="observers that a start waits for")
-    min_observers: int = Field(1, ge=1, le=1024, description="fewest observers to train with")
-    max_observers: int = Field(64, ge=1, le=1024, description="most observers to train with")
+    observers: int = Field(2, ge=1, le=1024, description="observers that the job waits for at its start")
+    min_observers: int = Field(1, ge=1, le=1024, description="minimum number of observers")
+    max_observers: int = Field(64, ge=1, le=1024, description="maximum number of observers")
     env_id: Annotated[str, FromUser(unless="[^:]*")] = Field(
         "CartPole-v1", min_length=1, description="gymnasium environment, `module:Id` to import first"
     )
-    envs: Literal["gymnasium", "envpool"] = Field(
-        "gymnasium", description="library that makes the environments; envpool, in C++, is installed apart"
-    )
     wrappers: Annotated[str, FromUser()] = Field(
         "",
-        description="package.module:function called with each environment; returns it wrapped; empty: images are made "
-        "grey, 84 x 84 and stacked by four",
+        description="package.module:function that wraps each environment; empty: images are converted to "
+        "grey, "
+        "scaled to 84 x 84 and stacked by four",
     )
     env_timeout: Seconds = Field(
-        60.0, description="deadline of one step of an observer's environments, after which the observer is replaced"
+        60.0, description="deadline of one step of the environments; an observer that exceeds it is replaced"
     )
     num_envs: int | None = Field(
-        None, ge=1, le=65536, description="environments that one observer steps together; empty: by the spaces"
+        None, ge=1, le=65536, description="environments of an observer, stepped together; empty: by the spaces"
     )
     inference: Literal["agent", "observer"] = Field(
-        "agent", description="where actions are computed: at the agent, in batches, or at the observers"
+        "agent", description="rank that computes actions: the agent, in batches, or each observer"
     )
     pipeline: bool = Field(
-        False, description="observers go on while the agent learns: the policy that acts is one version old"
+        False, description="observers step while the agent learns: the acting policy is one version old"
     )
     rollout_steps: int | None = Field(
         None,
@@ -67,12 +65,8 @@ class RlSettings(Settings):
     gae_lambda: float | None = Field(
         None, ge=0, le=1, description="decay of the advantage's later terms (GAE); empty: by the spaces"
     )
-    lr: float | None = Field(None, gt=0, le=10, description="Adam's learning rate; empty: by the spaces")
-    lr_schedule: Literal["constant", "linear", "adaptive"] | None = Field(
-        None,
-        description="linear: LR and CLIP_RATIO fall to 0 until MAX_STEPS or MAX_ITERATIONS; adaptive: from LR on, the "
-        "learning rate keeps the KL divergence of a pass near TARGET_KL, below a bound that falls to 0 in the last "
-        "half; empty: by the spaces",
+    lr: float | None = Field(
+        None, gt=0, le=10, description="Adam's learning rate, adaptive if TARGET_KL > 0; empty: by the spaces"
     )
     epochs: int | None = Field(
         None, ge=1, le=1000, description="passes over an iteration's samples; empty: by the spaces"
@@ -87,35 +81,23 @@ class RlSettings(Settings):
         None,
         ge=0,
         le=100,
-        description="KL divergence from the policy that acted, in nats: four times as much ends an iteration's passes; "
-        "0: none does; empty: by the spaces",
+        description="KL divergence of a pass from the acting policy, in nats, that the learning rate adapts to; "
+        "four times as much ends an iteration's passes; 0: constant learning rate, no limit; empty: by the spaces",
     )
     entropy_coef: float | None = Field(
         None, ge=0, le=10, description="weight of the entropy bonus in the loss; empty: by the spaces"
     )
-    max_grad_norm: float | None = Field(
-        None, gt=0, le=1e9, description="global norm that gradients are clipped to; empty: by the spaces"
-    )
     normalize: bool | None = Field(
-        None, description="observations are normalised by running statistics of all observers; empty: by the spaces"
+        None, description="normalise observations by running statistics of all observers; empty: by the spaces"
     )
     exploration: Literal["gaussian", "sde"] | None = Field(
         None,
-        description="noise of Box actions: anew at each step, or a function of the state for a rollout (gSDE); empty: "
-        "by the spaces",
+        description="noise of Box actions: gaussian: independent at each step; sde: a function of the state, drawn for "
+        "each rollout (gSDE); empty: by the spaces",
     )
-    memory: Literal["none", "lstm", "gru"] = Field("none", description="recurrent layer of the default policy")
-    sequence_steps: int = Field(
-        16, ge=1, le=100_000, description="steps through which gradients flow back in a recurrent policy"
-    )
+    memory: Literal["none", "lstm"] = Field("none", description="recurrent layer of the default policy")
     hidden_size: int | None = Field(
         None, ge=1, le=65536, description="width of the default policy's layers; empty: by the spaces"
-    )
-    dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="the default policy's dropout; above 0 the policy that learns is not the one acting",
     )
     policy: Annotated[str, FromUser()] = Field(
         "",
@@ -146,7 +128,14 @@ JOB = Job(
     score="return",
     unit="steps",
     pinned=(
-        "algorithm", "env_id", "wrappers", "policy", "memory", "dropout", "hidden_size", "normalize", "exploration",
+        "algorithm",
+        "env_id",
+        "wrappers",
+        "policy",
+        "memory",
+        "hidden_size",
+        "normalize",
+        "exploration",
     ),
     layout=2,
-)  # fmt: skip
+)

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.jobs.rl.messages import Array, Done, PolicyState
+from rolecall.jobs.rl import messages
+from rolecall.jobs.rl.messages import Array, Done, PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 
 
@@ -90,6 +92,44 @@ class Actor:
         memory.state = state * goes_on[:, None]
         actions: Array = self.model.actions.best(parameters).cpu().numpy()
         return actions
+
+
+class Recorder:
+    """Builds a `Trajectory` from the observations before and the actions of each step.
+
+    `memory` belongs to the environments, and `Actor.act` advances it. Its state is recorded every SEQUENCE_STEPS.
+    Shapes: n are the environments, ... an observation's own shape, A an action's.
+    """
+
+    def __init__(self, version: int, memory: Memory) -> None:
+        self.version, self.memory = version, memory
+        self._seen: list[tuple[Array, Array, Array]] = []
+        self._chosen: list[tuple[Array, Array]] = []
+        self._states: list[Array] = []
+
+    def see(self, observations: Array, rewards: Array, dones: Array) -> None:
+        """Takes what the environments show now, [n, ...], and the rewards and dones [n] of the step that led here."""
+        if len(self._chosen) % messages.SEQUENCE_STEPS == 0:
+            self._states.append(self.memory.state.cpu().numpy())
+        self._seen.append((observations, rewards, dones))
+
+    def choose(self, actions: Array, log_probabilities: Array) -> None:
+        """Takes the actions [n, A] for what was seen last, and their log probabilities [n]."""
+        self._chosen.append((actions, log_probabilities))
+
+    def trajectory(self) -> Trajectory:
+        """All of it. Raises ValueError unless the observations after the last action were seen."""
+        steps = len(self._chosen)
+        if not steps or len(self._seen) != steps + 1:
+            raise ValueError(f"{len(self._seen)} observations for {steps} actions")
+        observations, rewards, dones = (np.stack(column) for column in zip(*self._seen, strict=True))
+        actions, log_probabilities = (np.stack(column) for column in zip(*self._chosen, strict=True))
+        # a row is experience unless the step that led to it ended an episode
+        experience = dones[:-1] == Done.CONTINUES
+        states = np.stack(self._states)
+        return Trajectory(
+            observations, actions, log_probabilities, rewards[1:], dones[1:], experience, states, self.version
+        )
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

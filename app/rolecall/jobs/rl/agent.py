@@ -126,9 +126,7 @@ class Rollouts:
             metrics.rl_inference_seconds.observe(seconds)
 
         observation = spaces.observation
-        self.batcher = calls.batcher.set(
-            Batcher(actor, observation.shape, observation.dtype, context.settings.sequence_steps, observe=observe)
-        )
+        self.batcher = calls.batcher.set(Batcher(actor, observation.shape, observation.dtype, observe=observe))
         context.on_lost(self.batcher.drop)
         self._under_way: Iterator[tuple[Peer, Rollout]] | None = None
 

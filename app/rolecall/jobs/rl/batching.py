@@ -16,9 +16,8 @@ import numpy as np
 from torch.futures import Future
 
 from rolecall import PeerLostError
-from rolecall.jobs.rl.actor import Actor, Memory
+from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.messages import Array, Trajectory, unpack
-from rolecall.jobs.rl.recorder import Recorder
 
 MAX_BATCH = 4096  # observations: bounds the memory and the time of one forward pass
 BATCH_WAIT = 0.0002  # seconds: less than half a call's round trip, so a late group costs the others little
@@ -49,9 +48,8 @@ class Batcher:
 
     A batch takes the calls that are waiting, up to `max_batch` observations (no single call is split). It leaves when
     it is full, when every group that is under way is waiting in it, or `wait` seconds after its first call came: nobody
-    waits for a slow or dead observer. The groups' memories are held here, from rollout to rollout; a recurrent
-    policy's states are recorded each `every` steps. `observe` is called with the size and the seconds of each forward
-    pass.
+    waits for a slow or dead observer. The groups' memories are kept here from rollout to
+    rollout. `observe` is called with the size and the seconds of each forward pass.
     """
 
     def __init__(
@@ -59,12 +57,11 @@ class Batcher:
         actor: Actor,
         shape: tuple[int, ...],
         dtype: Any,
-        every: int,
         max_batch: int = MAX_BATCH,
         wait: float = BATCH_WAIT,
         observe: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
-        self._actor, self._shape, self._dtype, self._every = actor, shape, dtype, every
+        self._actor, self._shape, self._dtype = actor, shape, dtype
         self._max_batch, self._wait, self._observe = max_batch, wait, observe
         self._calls: deque[PendingCall] = deque()
         self._recorders: dict[Group, Recorder] = {}
@@ -87,9 +84,7 @@ class Batcher:
             }
             for memory in self._memories.values():
                 self._actor.refresh(memory)
-            self._recorders = {
-                group: Recorder(version, memory, self._every) for group, memory in self._memories.items()
-            }
+            self._recorders = {group: Recorder(version, memory) for group, memory in self._memories.items()}
             self._finished = {}
 
     def drop(self, observer: str) -> None:

@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rolecall import UsageError
-from rolecall.jobs.rl import RlSettings, atari, pool
+from rolecall.jobs.rl import RlSettings, atari
 from rolecall.jobs.rl.messages import Array
 from rolecall.jobs.rl.spaces import Spaces, is_image, read, shown
 
@@ -142,13 +142,6 @@ def prepare(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[
 
 def _prepare(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
     name = f"ENV_ID={settings.env_id}"
-    if settings.envs == "envpool":
-        if settings.wrappers:
-            raise UsageError(f"WRAPPERS={settings.wrappers}: ENVS=envpool has no single environments to wrap")
-        if render:
-            raise UsageError("ENVS=envpool: renders no pictures; set ENVS=gymnasium")
-        pooled = pool.make(settings.env_id, num_envs, settings.cpu_threads)
-        return pooled, read(pooled.single_observation_space, pooled.single_action_space, name)
     with UsageError.wrap(f"{name}: cannot be made"):
         spec = _spec_of(settings.env_id)
         if spec is not None and not settings.wrappers and not render:

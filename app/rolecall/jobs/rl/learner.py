@@ -24,16 +24,17 @@ from rolecall.jobs.rl.messages import PolicyState, Trajectory
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.samples import Samples, join, sequences_of, steps_of
 
-CHUNK = 2048  # samples in one pass: activations stay in the cache; gradients add up to the minibatch's
-LEAST = 4096  # numbers of observations in a chunk: for fewer, a second thread costs more than it saves
-TOLERATED = 2.0  # times TARGET_KL, or as small a part of it: beyond, the adaptive learning rate changes
-FACTOR = 1.5  # by which it does
-RATES = (1e-5, 2e-3)  # least and, until it falls, most of it
-FALLS = 0.5  # the last part of the training, in which the most of it falls to 0
-TOO_FAR = 4.0  # times TARGET_KL: the policy that acted says little about this one
-NOISE = 0.005  # of the returns: smaller advantages are mostly the critic's errors
+CHUNK_SAMPLES = 2048  # samples in one pass: their activations fit the cache
+MIN_CHUNK_VALUES = 4096  # values of observations in a chunk: below, another thread costs more than it saves
+KL_TOLERANCE_FACTOR = 2.0  # the learning rate changes if the KL divergence is beyond TARGET_KL times or over this
+LR_CHANGE_FACTOR = 1.5
+MIN_LR, MAX_LR = 1e-5, 2e-3  # bounds of the adaptive learning rate
+LR_DECAY_SHARE = 0.5  # last share of the training, in which the upper bound falls to 0
+KL_STOP_FACTOR = 4.0  # times TARGET_KL: an iteration's passes end
+MIN_SIGNAL = 0.005  # of the returns: smaller advantages are mostly the critic's errors
 VALUE_COEF = 0.5  # of the value loss: PPO's usual half
-DECAY = 0.95  # of the returns' mean and variance, that values are normalised by
+RETURN_STATISTICS_DECAY = 0.95  # of the mean and variance that normalise values
+MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
 
 
 class Update(NamedTuple):
@@ -71,14 +72,14 @@ class Learner:
         self._threads = threads
         self._map: Callable[..., Iterable[Any]] = ThreadPoolExecutor(threads).map if threads > 1 else map
         self._mean, self._square = 0.0, 1.0
-        self._target_kl, self._most = choices.target_kl, max(RATES[1], choices.lr)
+        self._target_kl, self._max_rate = choices.target_kl, max(MAX_LR, choices.lr)
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
         """Makes one iteration's update: EPOCHS passes of MINIBATCHES optimizer steps, fewer where the policy
         diverges, or where the advantages are noise.
 
-        `progress` from 0 to 1 is how far the training is, for LR_SCHEDULE=linear and adaptive.
+        `progress` from 0 to 1 is how far the training is; the bound of the adaptive learning rate depends on it.
         """
         if self.model.normalizer is not None:
             for trajectory in trajectories:
@@ -93,37 +94,33 @@ class Learner:
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
         # normalised, noise weighs as much as a signal: a policy that cannot improve would wander away by TARGET_KL
-        signal = float(deviation / (NOISE * samples.returns[used].square().mean().sqrt() + 1e-8))
+        signal = float(deviation / (MIN_SIGNAL * samples.returns[used].square().mean().sqrt() + 1e-8))
         informed = min(1.0, signal**2) if self.choices.target_kl else 1.0
         self._target_kl = self.choices.target_kl * informed
         self._normalise(samples.returns[used])
         samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, what the loss takes
         samples.returns = (samples.returns - self._mean) / self._scale
-        left, clip_ratio = 1 - progress, self.choices.clip_ratio
-        self._most = max(RATES[1], self.choices.lr) * min(1.0, left / FALLS)  # LR is where it starts
-        if self.choices.lr_schedule == "linear":
-            self._set_rate(left * self.choices.lr)
-            clip_ratio *= left
-        sums, steps = self._passes(samples, clip_ratio, max(1, math.ceil(self.choices.epochs * informed)))
+        self._max_rate = max(MAX_LR, self.choices.lr) * min(1.0, (1 - progress) / LR_DECAY_SHARE)
+        sums, steps = self._passes(samples, max(1, math.ceil(self.choices.epochs * informed)))
         self.version += 1
         policy_loss, value_loss, entropy, kl, clipped = (sums / max(steps, 1)).tolist()
         passes = steps / self._minibatches(samples)
         return Update(policy_loss, value_loss, entropy, kl, clipped, explained, passes)
 
-    def _passes(self, samples: Samples, clip_ratio: float, most: int) -> tuple[Tensor, int]:
-        """The optimizer steps of `most` passes. Returns the sums of `_loss`'s parts [5], and the number of steps."""
+    def _passes(self, samples: Samples, count: int) -> tuple[Tensor, int]:
+        """The optimizer steps of `count` passes. Returns the sums of `_loss`'s parts [5], and the number of steps."""
         self.model.train()
         sums, steps = torch.zeros(5, device=self.device), 0
         minibatches = self._minibatches(samples)
         bounds = [len(samples) * place // minibatches for place in range(minibatches + 1)]
         drift = 0.0  # from the policy that acted before the first step: with PIPELINE, the update before this one
-        for _ in range(most):
+        for _ in range(count):
             shuffled = samples[torch.randperm(len(samples), generator=self._shuffle).to(self.device)]
             parts = sums
             for start, stop in itertools.pairwise(bounds):
-                parts = self._gradient(shuffled[start:stop], clip_ratio)
+                parts = self._gradient(shuffled[start:stop])
                 drift = drift if steps else float(parts[3])
-                nn.utils.clip_grad_norm_(self._parameters, self.choices.max_grad_norm)
+                nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
                 self.optimizer.step()
                 sums += parts
                 steps += 1
@@ -135,10 +132,16 @@ class Learner:
     def _is_too_far(self, kl: float) -> bool:
         """Whether the passes end, after one whose last minibatch had diverged by `kl`. Adapts the learning rate."""
         target = self._target_kl
-        if self.choices.lr_schedule == "adaptive":  # Schulman et al. 2017 adapt a penalty in this way
-            rate = self.rate * (1 / FACTOR if kl > target * TOLERATED else FACTOR if kl < target / TOLERATED else 1)
-            self._set_rate(min(max(rate, min(RATES[0], self.choices.lr)), self._most))
-        return bool(self.choices.target_kl) and kl > target * TOO_FAR
+        if self.choices.target_kl:  # Schulman et al. 2017 adapt a penalty in this way
+            rate = self.rate * (
+                1 / LR_CHANGE_FACTOR
+                if kl > target * KL_TOLERANCE_FACTOR
+                else LR_CHANGE_FACTOR
+                if kl < target / KL_TOLERANCE_FACTOR
+                else 1
+            )
+            self._set_rate(min(max(rate, min(MIN_LR, self.choices.lr)), self._max_rate))
+        return bool(self.choices.target_kl) and kl > target * KL_STOP_FACTOR
 
     @property
     def rate(self) -> float:
@@ -156,8 +159,7 @@ class Learner:
         """A trajectory's experience, with the values that the model gives it. Nothing is normalised yet."""
         gamma, decay = self.choices.gamma, self.choices.gae_lambda
         if self.model.state_size:
-            length = self.settings.sequence_steps
-            return sequences_of(trajectory, self._values_of_sequences, length, gamma, decay, self.device)
+            return sequences_of(trajectory, self._values_of_sequences, gamma, decay, self.device)
         return steps_of(trajectory, self._values, gamma, decay, self.device)
 
     def _values(self, rows: Tensor) -> Tensor:
@@ -181,25 +183,25 @@ class Learner:
     def _chunk(self, observations: Tensor, count: int) -> int:
         """Units in one pass of a thread, of `count` that are to be passed."""
         steps = observations.shape[1] if self.model.state_size else 1
-        least = max(1, LEAST * len(observations) // observations.numel())
-        return max(1, min(CHUNK // steps or 1, max(least, -(-count // self._threads))))
+        least = max(1, MIN_CHUNK_VALUES * len(observations) // observations.numel())
+        return max(1, min(CHUNK_SAMPLES // steps or 1, max(least, -(-count // self._threads))))
 
-    def _gradient(self, part: Samples, clip_ratio: float) -> Tensor:
+    def _gradient(self, part: Samples) -> Tensor:
         """Sets the parameters' gradients of the loss over a minibatch. Returns `_loss`'s parts [5]."""
         size, count = self._chunk(part.observations, len(part)), float(part.used.sum())
         if size >= len(part):
-            gradients, parts = self._loss(part, clip_ratio, count)
+            gradients, parts = self._loss(part, count)
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
             return parts
         pieces = [part[start : start + size] for start in range(0, len(part), size)]
-        losses = list(self._map(lambda piece: self._loss(piece, clip_ratio, count), pieces))
+        losses = list(self._map(lambda piece: self._loss(piece, count), pieces))
         for parameter, *several in zip(self._parameters, *(gradients for gradients, _ in losses), strict=True):
             present = [gradient for gradient in several if gradient is not None]
             parameter.grad = torch.stack(present).sum(0) if present else None
         return torch.stack([parts for _, parts in losses]).sum(0)
 
-    def _loss(self, part: Samples, clip_ratio: float, count: float) -> tuple[Sequence[Tensor | None], Tensor]:
+    def _loss(self, part: Samples, count: float) -> tuple[Sequence[Tensor | None], Tensor]:
         """The loss summed over a part's samples, over `count`: its gradients; and, summed likewise, the policy's loss,
         the value's, the entropy, the KL divergence and the clipped [5].
         """
@@ -214,6 +216,7 @@ class Learner:
             parameters, values = self.model(part.observations)
         difference = self.model.actions.log_probability(parameters, actions) - before
         ratio = difference.exp()
+        clip_ratio = self.choices.clip_ratio
         clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
         policy_loss = -torch.min(ratio * advantages, clipped * advantages).sum() / count
         value_loss = nn.functional.smooth_l1_loss(values, returns, reduction="sum") / count
@@ -233,7 +236,7 @@ class Learner:
         the same as before of each observation (PopArt; van Hasselt et al. 2016).
         """
         mean, scale = self._mean, self._scale
-        decay = DECAY if self.version else 0.0
+        decay = RETURN_STATISTICS_DECAY if self.version else 0.0
         self._mean = decay * self._mean + (1 - decay) * float(returns.mean())
         self._square = decay * self._square + (1 - decay) * float(returns.square().mean())
         layer = self.model.value_layer
@@ -264,11 +267,11 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict`, with this LR unless it is adaptive."""
+        """Continues from a `state_dict`; with TARGET_KL=0, at the LR of the settings."""
         self.model.load_state_dict(state["model"])
         rate = self.rate
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.choices.lr_schedule != "adaptive":
+        if not self.choices.target_kl:
             self._set_rate(rate)
         self.version, self._mean, self._square = state["version"], state["mean"], state["square"]
         self._shuffle.set_state(state["shuffle"])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
+SEQUENCE_STEPS = 16  # steps through which gradients flow back in a recurrent policy
 PolicyState = dict[str, Tensor]  # what it takes to act: parameters and buffers, by name
 
 

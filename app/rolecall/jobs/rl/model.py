@@ -115,15 +115,15 @@ def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) 
         if settings.algorithm == "reinforce" and plain:  # the tutorial's network
             actions = distribution(spaces.action)
             size, hidden = math.prod(spaces.observation.shape), choices.hidden_size
-            policy: nn.Module = networks.tutorial(size, hidden, actions.size, settings.dropout)
+            policy: nn.Module = networks.tutorial(size, hidden, actions.size)
             return ActorCritic(policy, _baseline(spaces, choices, settings), actions, normalizer)
-        body, features = networks.encoder(spaces, choices.hidden_size, settings.dropout)
+        body, features = networks.encoder(spaces, choices.hidden_size)
         seen = features if settings.memory == "none" else choices.hidden_size
         passed = choices.exploration == "sde" and spaces.continuous
         actions = distribution(spaces.action, seen if passed else 0)
         output = networks.Output(seen, actions.size - (seen if passed else 0), passed)
         if settings.memory != "none":
-            policy = networks.Recurrent(body, features, seen, output, settings.memory)
+            policy = networks.Recurrent(body, features, seen, output)
         elif spaces.pixels:
             policy = networks.Shared(body, features, output)
         else:
@@ -136,7 +136,7 @@ def _baseline(spaces: Spaces, choices: Choices, settings: RlSettings) -> nn.Modu
     if settings.algorithm == "reinforce" and not spaces.pixels:
         # half as wide: two iterations in 70 more on CartPole, for a quarter less work in each update
         return networks.tutorial(size, max(1, choices.hidden_size // 2), 1)
-    body, features = networks.encoder(spaces, choices.hidden_size, 0.0)
+    body, features = networks.encoder(spaces, choices.hidden_size)
     return nn.Sequential(body, networks.initialised(nn.Linear(features, 1), 1.0))
 
 

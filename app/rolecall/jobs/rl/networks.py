@@ -6,7 +6,7 @@ Shapes: m are observations, ... an observation's own shape, f features, L the st
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from gymnasium.spaces import Box
@@ -17,7 +17,6 @@ from rolecall.jobs.rl.spaces import Part, Spaces, is_bounded
 BOUND = 10.0  # of a normalised observation
 PIXEL = 255.0
 FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride: Mnih et al. 2015
-Activation = Literal["tanh", "relu"]
 
 
 class Rows(nn.Module):
@@ -86,25 +85,23 @@ def initialised(layer: nn.Module, gain: float) -> nn.Module:
     return layer
 
 
-def tutorial(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+def tutorial(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     """One hidden layer, as in the tutorial: [m, ...] to [m, outputs]."""
-    between = [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(Rows(), nn.Linear(inputs, hidden), *between, nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
+    return nn.Sequential(Rows(), nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, outputs))
 
 
-def perceptron(inputs: int, hidden: int, layers: int, dropout: float = 0.0) -> nn.Sequential:
+def perceptron(inputs: int, hidden: int, layers: int) -> nn.Sequential:
     """`layers` hidden layers: [m, ...] to features [m, hidden]."""
     parts: list[nn.Module] = [Rows()]
     for width in [inputs, *[hidden] * (layers - 1)]:
         parts += [initialised(nn.Linear(width, hidden), math.sqrt(2)), nn.Tanh()]
-        parts += [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(*parts)
 
 
 class Convolutions(nn.Module):
     """The three convolutions of Mnih et al. 2015 and a linear layer: images [m, ...] of one shape to [m, features]."""
 
-    def __init__(self, shape: tuple[int, ...], features: int, dropout: float = 0.0) -> None:
+    def __init__(self, shape: tuple[int, ...], features: int) -> None:
         super().__init__()
         self.last = channels_last(shape)
         self.grey = len(shape) == 2
@@ -114,8 +111,7 @@ class Convolutions(nn.Module):
             parts += [initialised(nn.Conv2d(channels, wide, size, stride), math.sqrt(2)), nn.ReLU(inplace=True)]
             channels, sides = wide, [(side - size) // stride + 1 for side in sides]
         linear = initialised(nn.Linear(channels * math.prod(sides), features), math.sqrt(2))
-        dropped = [nn.Dropout(dropout)] if dropout else []
-        self.body = nn.Sequential(*parts, nn.Flatten(), linear, nn.ReLU(inplace=True), *dropped)
+        self.body = nn.Sequential(*parts, nn.Flatten(), linear, nn.ReLU(inplace=True))
 
     def forward(self, images: Tensor) -> Tensor:
         """Values from 0 to 255."""
@@ -142,13 +138,13 @@ def _channels_first(shape: tuple[int, ...]) -> tuple[int, ...]:
 class Mixed(nn.Module):
     """Images and other parts of a flat observation, each encoded apart: [m, size] to [m, features]."""
 
-    def __init__(self, parts: tuple[Part, ...], features: int, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(self, parts: tuple[Part, ...], features: int, hidden: int) -> None:
         super().__init__()
         self.parts = parts
-        images = [Convolutions(part.shape, features, dropout) for part in parts if part.image]
+        images = [Convolutions(part.shape, features) for part in parts if part.image]
         others = sum(part.stop - part.start for part in parts if not part.image)
         self.images = nn.ModuleList(images)
-        self.rest = perceptron(others, hidden, 1, dropout) if others else None
+        self.rest = perceptron(others, hidden, 1) if others else None
         self.size = features * len(images) + (hidden if others else 0)
 
     def forward(self, observations: Tensor) -> Tensor:
@@ -165,14 +161,14 @@ class Mixed(nn.Module):
 MIXED_HIDDEN = 64  # of what is no image, beside images
 
 
-def encoder(spaces: Spaces, hidden: int, dropout: float) -> tuple[nn.Module, int]:
+def encoder(spaces: Spaces, hidden: int) -> tuple[nn.Module, int]:
     """The network from observations to features, and how many these are."""
     if spaces.image:
-        return Convolutions(spaces.observation.shape, hidden, dropout), hidden
+        return Convolutions(spaces.observation.shape, hidden), hidden
     if spaces.pixels:
-        mixed = Mixed(spaces.parts, hidden, MIXED_HIDDEN, dropout)
+        mixed = Mixed(spaces.parts, hidden, MIXED_HIDDEN)
         return mixed, mixed.size
-    return perceptron(math.prod(spaces.observation.shape), hidden, 2, dropout), hidden
+    return perceptron(math.prod(spaces.observation.shape), hidden, 2), hidden
 
 
 class Output(nn.Module):
@@ -206,21 +202,21 @@ class Shared(nn.Module):
 
 
 class Recurrent(Shared):
-    """As `Shared`, with a cell between: (observations, state) to (parameters, value, state).
+    """As `Shared`, with an LSTM cell between: (observations, state) to (parameters, value, state).
 
-    The state [m, state_size] begins as zeros; an LSTM's is its output and its cell, one after the other.
+    The state [m, state_size] is the output followed by the cell; it is initially zeros.
     """
 
-    def __init__(self, body: nn.Module, features: int, hidden: int, output: Output, kind: Literal["lstm", "gru"]):
+    def __init__(self, body: nn.Module, features: int, hidden: int, output: Output) -> None:
         super().__init__(body, hidden, output)
-        self.cell = nn.LSTMCell(features, hidden) if kind == "lstm" else nn.GRUCell(features, hidden)
+        self.cell = nn.LSTMCell(features, hidden)
         for name, parameter in self.cell.named_parameters():
             if name.startswith("weight"):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
         self.hidden = hidden
-        self.state_size = hidden * 2 if kind == "lstm" else hidden
+        self.state_size = 2 * hidden
 
     def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """One step."""
@@ -243,6 +239,4 @@ class Recurrent(Shared):
         return self.output(every), self.value(every).squeeze(-1), state
 
     def _advance(self, features: Tensor, state: Tensor) -> Tensor:
-        if isinstance(self.cell, nn.GRUCell):
-            return self.cell(features, state)  # type: ignore[no-any-return]
         return torch.cat(self.cell(features, tuple(state.chunk(2, -1))), -1)

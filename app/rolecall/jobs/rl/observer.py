@@ -15,10 +15,9 @@ from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs.rl import RlSettings, calls, envs, model
-from rolecall.jobs.rl.actor import Actor, Memory
+from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Episode, PolicyState, Rollout, Trajectory, pack
-from rolecall.jobs.rl.recorder import Recorder
 from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
 
@@ -87,7 +86,7 @@ class Observer:
         """A rollout whose actions are made here. Returns the groups' trajectories."""
         for memory in self._memories:
             self._actor.refresh(memory)
-        recorders = [Recorder(version, memory, self.settings.sequence_steps) for memory in self._memories]
+        recorders = [Recorder(version, memory) for memory in self._memories]
         for group, recorder in zip(self.groups, recorders, strict=True):
             recorder.see(group.observations, group.rewards, group.dones)
         for _ in self._steps():

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.jobs.rl.messages import Array, Trajectory
+from rolecall.jobs.rl import messages
+from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.model import to_tensor
-from rolecall.jobs.rl.returns import lambda_returns
 
 
 @dataclass
@@ -55,6 +55,26 @@ def join(parts: Sequence[Samples]) -> Samples:
     return Samples(*(torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)))
 
 
+def lambda_returns(trajectory: Trajectory, values: Array, gamma: float, decay: float) -> Array:
+    """The return [T, n] of each step; less the step's value, it is GAE's advantage (Schulman et al. 2016) with the
+    lambda `decay`. With a decay of 1 it is the sum of discounted rewards up to the episode's end.
+
+    `values` [T+1, n] are the critic's estimates for the observations. Where an episode continues beyond the rollout,
+    or was truncated, the estimate there stands for the rewards that would have followed. Where it terminated, none
+    follow. The step after an end is no experience; its return is the estimate for the truncated episode's last
+    observation.
+    """
+    returns = np.empty_like(trajectory.rewards)
+    after = values[-1]
+    for step in range(len(returns) - 1, -1, -1):
+        # with a decay of 1 the values in between count nothing, whatever they are
+        mixed = after if decay == 1 else decay * after + (1 - decay) * values[step + 1]
+        tail = np.where(trajectory.dones[step] == Done.TERMINATED, 0.0, mixed)
+        after = np.where(trajectory.experience[step], trajectory.rewards[step] + gamma * tail, values[step])
+        returns[step] = after
+    return returns
+
+
 def steps_of(
     trajectory: Trajectory, value: Callable[[Tensor], Tensor], gamma: float, decay: float, device: torch.device
 ) -> Samples:
@@ -80,19 +100,18 @@ def steps_of(
 def sequences_of(
     trajectory: Trajectory,
     value: Callable[[Tensor, Tensor, Tensor], Tensor],
-    length: int,
     gamma: float,
     decay: float,
     device: torch.device,
 ) -> Samples:
-    """The trajectory in sequences of `length` steps, each with the state that the policy had before it.
+    """The trajectory in sequences of SEQUENCE_STEPS, each with the state that the policy had before it.
 
     `value` maps observations [u, L, ...], states [u, S] and ends [u, L] to estimates [u, L] of the return. Sequences
     without any experience are left out.
     """
     steps, n = trajectory.rewards.shape
     count = len(trajectory.states)
-    length = min(length, steps + 1)  # one sequence then; the steps beyond would be zeros
+    length = min(messages.SEQUENCE_STEPS, steps + 1)  # one sequence then; the steps beyond would be zeros
 
     def cut(column: Array) -> Array:
         """[up to T+1, n, ...] as [u, L, ...], with zeros at the end."""

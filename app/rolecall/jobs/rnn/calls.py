@@ -1,4 +1,4 @@
-"""What the trainer calls at the ps over RPC, and the object of the ps that the calls act on."""
+"""Functions that the trainer calls at the ps, and the server object that they use."""
 
 from __future__ import annotations
 
@@ -10,64 +10,47 @@ from torch.distributed import rpc
 
 from rolecall import Context, RankObject
 from rolecall.jobs.rnn import RnnSettings, optimizer
-from rolecall.jobs.rnn.loss import GradientSums, Pool
+from rolecall.jobs.rnn.loss import GradientSums, LossThreads
 from rolecall.jobs.rnn.model import Decoder, Embedding
 from rolecall.jobs.support import choose_device
 
 
 class ModelServer:
-    """The modules that the trainer builds here, and what its calls need of them."""
+    """The modules that the ps holds, and what the calls below need."""
 
     def __init__(self, context: Context[RnnSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
         self.modules: dict[str, nn.Module] = {}
-        self.generator = torch.Generator().manual_seed(self.settings.seed)
-        self.pool = Pool(context.threads)
-        self.turn = threading.Lock()  # one micro-batch after the other: the trainer waits for the first
-        self._sums = -1, GradientSums()
-
-    def add_module(self, name: str, module: nn.Module, device: torch.device) -> nn.Module:
-        """Keeps a module that was just built, on its device."""
-        self.modules[name] = module.to(device)
-        return module
-
-    def sums(self, context_id: int) -> GradientSums:
-        """Where the micro-batches of a step, which is a distributed autograd context, add their gradients."""
-        if self._sums[0] != context_id:
-            self._sums = context_id, GradientSums()
-        return self._sums[1]
+        self.loss_threads = LossThreads(context.threads)
+        self.sums = GradientSums()  # of the micro-batches of a step
+        self.step_context = -1  # the distributed autograd context of that step
+        self.lock = threading.Lock()  # one micro-batch at a time: the trainer waits for the first
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """`tensor` where the trainer expects it: on a GPU only where both ranks compute with one."""
+        """`tensor` on the device that the trainer expects: a GPU only if both ranks compute on one."""
         trainer = self.context.peers("trainer")[0].name
         return tensor.to(self.context.device if trainer in self.context.mapped else "cpu")
+
+    def loss(self, layer: Decoder, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """The summed loss [] of `targets` [length, batch] after `hidden` [length, batch, hidden], times `scale`."""
+        device, pool = layer.weight.device, self.loss_threads
+        return layer.loss(hidden.to(device), targets.to(device), scale, pool=pool, sums=self.sums)
 
 
 SERVER: RankObject[ModelServer] = RankObject()
 
-# ---- before training
 
-
-def embedding(tokens: int) -> nn.Module:
-    """Builds the embedding table; `rpc.remote` makes an RRef of it."""
+def build(name: str, tokens: int) -> nn.Module:
+    """Builds the module `name`, embedding or decoder; `rpc.remote` returns an RRef of it."""
     server = SERVER.get()
-    wanted = server.settings.embedding_device
-    device = server.context.device if wanted == "auto" else choose_device(wanted, "EMBEDDING_DEVICE")
-    return server.add_module("embedding", Embedding(server.settings, tokens), device)
-
-
-def decoder(tokens: int) -> nn.Module:
-    """Builds the decoder; `rpc.remote` makes an RRef of it."""
-    server = SERVER.get()
-    return server.add_module("decoder", Decoder(server.settings, tokens), server.context.device)
+    kind = Embedding if name == "embedding" else Decoder
+    module = server.modules[name] = kind(server.settings, tokens).to(server.context.device)
+    return module
 
 
 def parameters(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[Tensor]]:
     """References to the parameters of a module."""
     return optimizer.references(module.local_value())
-
-
-# ---- a step
 
 
 def embed(module: rpc.RRef[Embedding], tokens: Tensor) -> Tensor:
@@ -79,38 +62,27 @@ def embed(module: rpc.RRef[Embedding], tokens: Tensor) -> Tensor:
 
 
 def decode(context_id: int, module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """The summed loss [] of `targets` [length, batch] after `hidden` [length, batch, hidden], times `scale`. The logits
-    stay here, and so do their gradients.
+    """The summed loss [] of `targets` [length, batch] after `hidden` [length, batch, hidden], times `scale`. Logits and
+    their gradients stay on this rank.
     """
-    server, layer = SERVER.get(), module.local_value()
-    device = layer.weight.device
-    with server.metrics.rnn_decoder_seconds.time():
-        with server.turn:
-            loss = layer.loss(hidden.to(device), targets.to(device), scale, server.pool, server.sums(context_id))
-        return server.outgoing(loss)
+    server = SERVER.get()
+    with server.metrics.rnn_decoder_seconds.time(), server.lock:
+        if server.step_context != context_id:
+            server.step_context, server.sums = context_id, GradientSums()
+        return server.outgoing(server.loss(module.local_value(), hidden, targets, scale))
 
 
 def clip(context_id: int, square_norm: float) -> float:
-    """Clips this rank's gradients by the norm of all, and returns it; `square_norm` is the square of the norm of the
-    trainer's.
+    """Clips the gradients of this rank by the global norm, and returns that norm. `square_norm` is the square of the
+    norm of the trainer's gradients.
     """
     norm = float((square_norm + optimizer.square_norm(context_id)) ** 0.5)
-    optimizer.clip(context_id, norm, SERVER.get().settings.max_grad_norm)
+    optimizer.clip(context_id, norm)
     return norm
 
 
-# ---- between steps
-
-
 def validate(module: rpc.RRef[Decoder], hidden: Tensor, targets: Tensor) -> float:
-    """The summed loss of `targets` [length, batch] after `hidden` [length, batch, hidden]."""
-    server, layer = SERVER.get(), module.local_value()
-    device = layer.weight.device
-    with torch.no_grad(), server.turn:
-        return float(layer.loss(hidden.to(device), targets.to(device), 1.0, server.pool))
-
-
-def sample(module: rpc.RRef[Decoder], hidden: Tensor, temperature: float) -> int:
-    """Draws the token after `hidden` [hidden]."""
-    layer: Decoder = module.local_value()
-    return layer.sample(hidden.to(layer.weight.device), temperature, SERVER.get().generator)
+    """The summed loss of `targets` [length, batch] after `hidden` [length, batch, hidden], without gradients."""
+    server = SERVER.get()
+    with torch.no_grad(), server.lock:
+        return float(server.loss(module.local_value(), hidden, targets, 1.0))

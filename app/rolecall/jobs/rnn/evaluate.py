@@ -1,9 +1,8 @@
-"""`python -m rolecall eval rnn`: the perplexity of a saved model, and text that it writes."""
+"""`rolecall eval rnn`: the perplexity of a saved model, and generated text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +11,16 @@ from torch import Tensor
 from rolecall import UsageError
 from rolecall.jobs.rnn import RnnSettings, corpus
 from rolecall.jobs.rnn.corpus import Text, Vocabulary
-from rolecall.jobs.rnn.model import LanguageModel, Lstm
+from rolecall.jobs.rnn.model import LanguageModel
 from rolecall.jobs.support import track
+
+COMPLETION_TOKENS = 100
+TEMPERATURE = 0.8  # of sampling: lower values prefer likely tokens
+MAX_LOSS = 30.0  # nats
 
 
 def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
-    """Perplexity of the validation text. Raises UsageError for another text than the checkpoint's."""
+    """The perplexity of the validation text. Raises UsageError if CORPUS is not the text of the checkpoint."""
     model, _ = restore(settings, state)
     text = text_of(settings, state)
     torch.set_num_threads(settings.cpu_threads)
@@ -30,25 +33,30 @@ def evaluate(settings: RnnSettings, state: dict[str, Any]) -> dict[str, float]:
     }
 
 
+@torch.no_grad()
 def complete(settings: RnnSettings, state: dict[str, Any], prompt: str) -> str:
-    """`prompt` and SAMPLE_TOKENS tokens that the model continues it with."""
+    """`prompt`, continued by COMPLETION_TOKENS tokens."""
     model, vocabulary = restore(settings, state)
     generator = torch.Generator().manual_seed(settings.seed)
-
-    def choose(hidden: Tensor) -> int:
-        return model.decoder.sample(hidden, settings.temperature, generator)
-
-    return prompt + continuation(vocabulary, prompt, settings.sample_tokens, model.lstm, model.embedding, choose)
+    tokens, lstm_state = vocabulary.encode(prompt), model.lstm.start(1)
+    if not len(tokens):
+        tokens = torch.zeros(1, dtype=torch.int64)
+    numbers: list[int] = []
+    while len(numbers) < COMPLETION_TOKENS:
+        hidden, lstm_state = model.lstm(model.embedding(tokens[:, None]), lstm_state)
+        numbers.append(model.decoder.sample(hidden[-1, 0], TEMPERATURE, generator))
+        tokens = torch.tensor(numbers[-1:])
+    return prompt + vocabulary.decode(numbers)
 
 
 def perplexity(loss: float) -> float:
-    """The perplexity at a mean `loss` of a token; capped, so that a diverged model's can be printed."""
-    return math.exp(min(loss, 30.0))
+    """The perplexity at a mean `loss` per token, capped so that the number of a diverged model can be printed."""
+    return math.exp(min(loss, MAX_LOSS))
 
 
 @torch.no_grad()
 def validation_loss(model: LanguageModel, settings: RnnSettings, tokens: Tensor) -> float:
-    """The mean loss of a token of `tokens` [tokens]."""
+    """The mean loss per token of `tokens` [tokens]."""
     model.eval()
     streams, state = corpus.streams(tokens, settings.batch_size), model.lstm.start(settings.batch_size)
     total = 0.0
@@ -58,30 +66,8 @@ def validation_loss(model: LanguageModel, settings: RnnSettings, tokens: Tensor)
     return total / corpus.targets(streams)
 
 
-@torch.no_grad()
-def continuation(
-    vocabulary: Vocabulary,
-    prompt: str,
-    length: int,
-    lstm: Lstm,
-    embed: Callable[[Tensor], Tensor],
-    choose: Callable[[Tensor], int],
-) -> str:
-    """The text of the `length` tokens that `choose` draws after `prompt`, each from a hidden state [hidden]."""
-    tokens = vocabulary.encode(prompt)
-    if not len(tokens):
-        tokens = torch.zeros(1, dtype=torch.int64)
-    numbers: list[int] = []
-    state = lstm.start(1)
-    while len(numbers) < length:
-        hidden, state = lstm(embed(tokens[:, None]), state)
-        numbers.append(choose(hidden[-1, 0]))
-        tokens = torch.tensor(numbers[-1:])
-    return vocabulary.decode(numbers)
-
-
 def text_of(settings: RnnSettings, state: dict[str, Any]) -> Text:
-    """The text of CORPUS. Raises UsageError where it is not the checkpoint's."""
+    """The text of CORPUS. Raises UsageError if it is not the text of the checkpoint."""
     text = corpus.load(settings)
     if text.digest != state["text"]["digest"]:
         raise UsageError(f"CORPUS={settings.corpus}: the text is not the one that the checkpoint was trained on")
@@ -89,7 +75,7 @@ def text_of(settings: RnnSettings, state: dict[str, Any]) -> Text:
 
 
 def restore(settings: RnnSettings, state: dict[str, Any]) -> tuple[LanguageModel, Vocabulary]:
-    """The model of a checkpoint's `state`, ready to evaluate, and its vocabulary."""
+    """The model of a checkpoint's `state`, in evaluation mode, and its vocabulary."""
     with UsageError.wrap("the checkpoint holds no model of rnn", KeyError, TypeError, RuntimeError):
         vocabulary = Vocabulary(tuple(state["text"]["vocabulary"]))
         model = LanguageModel(settings, len(vocabulary))

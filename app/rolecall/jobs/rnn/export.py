@@ -1,4 +1,4 @@
-"""`rolecall export rnn`: the language model, whose parts two ranks train, as one module."""
+"""`rolecall export rnn`: the language model as one module."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rolecall.jobs.rnn.evaluate import restore, text_of
 from rolecall.jobs.rnn.model import LanguageModel
 
 LICENCE = "PSF-2.0 (the source of the Python standard library)"
-EXAMPLE = (3, 2)  # tokens of a stream, streams
+EXAMPLE_SHAPE = (3, 2)  # tokens of a stream, streams
 
 
 class ExportedModel(nn.Module):
-    """Tokens and a state to the logits of each next token, and the state after them."""
+    """Maps tokens and a state to the logits of each next token, and the next state."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.embedding, self.lstm, self.decoder = model.embedding, model.lstm.layers, model.decoder
 
     def forward(self, tokens: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [length, batch] int64 and states [layers, batch, hidden], of zeros before any text, to logits [length,
-        batch, vocabulary] and states.
+        """Tokens [length, batch] int64 and states [layers, batch, hidden], initially zeros, to logits [length, batch,
+        vocabulary] and states.
         """
         vectors = self.embedding(tokens)
-        if torch.compiler.is_exporting():  # which unrolls nn.LSTM, for one length only
+        if torch.compiler.is_exporting():  # the export unrolls nn.LSTM, for one length only
             output, hidden, cell = self._scanned(vectors, hidden, cell)
         else:
             output, (hidden, cell) = self.lstm(vectors, (hidden, cell))
         return self.decoder(output), hidden, cell
 
     def _scanned(self, vectors: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What nn.LSTM computes, as one loop over the length for each layer."""
+        """Computes nn.LSTM as one loop over the length for each layer."""
         from torch._higher_order_ops.scan import scan  # torch has no public name for it yet
 
         states = []
@@ -48,9 +48,9 @@ class ExportedModel(nn.Module):
 
             def step(state: tuple[Tensor, Tensor], given: Tensor, weight: Tensor = of_hidden) -> Any:
                 gates = given + functional.linear(state[0], weight)
-                let_in, kept, candidate, let_out = gates.chunk(4, -1)
-                cell = kept.sigmoid() * state[1] + let_in.sigmoid() * candidate.tanh()
-                hidden = let_out.sigmoid() * cell.tanh()
+                input_gate, forget_gate, candidate, output_gate = gates.chunk(4, -1)
+                cell = forget_gate.sigmoid() * state[1] + input_gate.sigmoid() * candidate.tanh()
+                hidden = output_gate.sigmoid() * cell.tanh()
                 return (hidden, cell), hidden.clone()
 
             state, vectors = scan(step, (hidden[layer], cell[layer]), functional.linear(vectors, of_input, sum(biases)))
@@ -79,12 +79,15 @@ def export(settings: RnnSettings, state: dict[str, Any]) -> Exported:
             _, (hidden, cell) = model.lstm(model.embedding(tokens), (hidden, cell))
 
     return Exported(
-        ExportedModel(model), _inputs(torch.zeros(EXAMPLE, dtype=torch.int64), *model.lstm.start(EXAMPLE[1])),
+        ExportedModel(model),
+        _inputs(torch.zeros(EXAMPLE_SHAPE, dtype=torch.int64), *model.lstm.start(EXAMPLE_SHAPE[1])),
         ["logits", "next_hidden", "next_cell"],
         {"tokens": {0: "length", 1: "batch"}, "hidden": {1: "batch"}, "cell": {1: "batch"}},
-        batches, reference, LICENCE if settings.corpus == "stdlib" else "",
-        {"tokens": settings.tokens, "vocabulary": list(vocabulary.words)},
-    )  # fmt: skip
+        batches,
+        reference=reference,
+        licence=LICENCE if settings.corpus == "stdlib" else "",
+        extra={"vocabulary": list(vocabulary.words)},
+    )
 
 
 def _inputs(tokens: Tensor, hidden: Tensor, cell: Tensor) -> dict[str, Tensor]:

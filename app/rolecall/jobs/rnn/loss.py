@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear layer's output, computed in blocks: all logits are never held at once.
+"""Cross-entropy of a linear layer's output, computed in blocks, so that all logits are never held at once.
 
-The idea: fused linear cross-entropy, Hsu et al. 2024, Liger kernel; the split over the vocabulary: Shoeybi et al. 2019,
-Megatron-LM.
+Fused linear cross-entropy (Hsu et al. 2024, Liger kernel), split over the vocabulary (Shoeybi et al. 2019,
+Megatron-LM).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch 2.13's linear_cross_entropy at its best chunk: 1.11 to 1.15 times the time, 2.7 times the memory (33,278 words)
-ROWS = 350  # tokens whose logits are held at once
-COLUMNS = 512  # logits of a multiplication: larger results leave the cache, which takes half as long again
+# torch 2.13's linear_cross_entropy at its best chunk takes 1.06 (8,192 words) and 1.30 (33,278 words) times the CPU
+# time of a step, and 2.4 and 1.9 times the memory
+CHUNK_TOKENS = 350  # tokens whose logits are held at once
+CHUNK_COLUMNS = 512  # columns of one multiplication: larger results do not fit the cache, and take 1.5 times as long
 
 
-class Pool(ThreadPoolExecutor):
-    """Threads that each compute on one core."""
+class LossThreads(ThreadPoolExecutor):
+    """Threads that each use one core."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -34,25 +35,40 @@ class GradientSums:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float = 1.0, pool: Pool | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    scale: float = 1.0,
+    *,
+    pool: LossThreads | None = None,
     sums: GradientSums | None = None,
-) -> Tensor:  # fmt: skip
-    """The negative log-likelihood of `targets` [rows] after `hidden` [rows, width], summed and times `scale`; `pool`,
+) -> Tensor:
+    """The negative log-likelihood of `targets` [rows] after `hidden` [rows, width], summed and times `scale`. `pool`,
     or else this thread, computes it and its gradients.
 
-    Losses with the same `sums` must go through one backward pass, as a plain sum: the first of them hands out what
-    all add to the gradients of weight and bias.
+    Losses with the same `sums` must go through one backward pass, as a plain sum: the first of them returns the
+    gradients of weight and bias of all.
     """
     loss: Tensor = _Loss.apply(hidden, weight, bias, targets, scale, torch.is_grad_enabled(), pool, sums)
     return loss
 
 
 class _Loss(torch.autograd.Function):
-    """The forward pass computes the gradients too; the backward pass only hands them out."""
+    """The forward pass computes the gradients too; the backward pass only returns them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float,
-                differentiate: bool, pool: Pool | None, sums: GradientSums | None) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        scale: float,
+        differentiate: bool,
+        pool: LossThreads | None,
+        sums: GradientSums | None,
+    ) -> Tensor:
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach()
         if differentiate:
             sums = GradientSums() if sums is None else sums
@@ -60,8 +76,8 @@ class _Loss(torch.autograd.Function):
             sums.grads = sums.grads or (torch.zeros_like(weight), torch.zeros_like(bias))
             ctx.sums, ctx.grad = sums, torch.empty_like(hidden)
         total = hidden.new_zeros(())
-        for begin in range(0, len(hidden), ROWS):
-            part = slice(begin, begin + ROWS)
+        for begin in range(0, len(hidden), CHUNK_TOKENS):
+            part = slice(begin, begin + CHUNK_TOKENS)
             grads = (ctx.grad[part], *ctx.sums.grads) if differentiate else ()
             total += _block(hidden[part], weight, bias, targets[part], scale, grads, pool)
         return total.mul_(scale)
@@ -71,15 +87,22 @@ class _Loss(torch.autograd.Function):
         grads = [ctx.grad]
         if ctx.first:
             grads += ctx.sums.grads
-            ctx.sums.grads = ()  # autograd takes what nobody else holds as it is, without a copy
+            ctx.sums.grads = ()  # autograd does not copy a tensor that has no other reference
         if float(outer[0]) != 1.0:
             grads = [grad * outer[0] for grad in grads]
         return (*grads, *[None] * (8 - len(grads)))
 
 
 @torch.no_grad()
-def _block(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale: float, grads: Sequence[Tensor],
-           pool: Pool | None) -> Tensor:  # fmt: skip
+def _block(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    scale: float,
+    grads: Sequence[Tensor],
+    pool: LossThreads | None,
+) -> Tensor:
     """The summed loss of some rows. Sets the first of `grads`, of the rows, and adds to those of weight and bias."""
     run, size = (pool.map, -(-len(weight) // pool.threads)) if pool else (map, len(weight))
     parts = [slice(begin, min(begin + size, len(weight))) for begin in range(0, len(weight), size)]
@@ -90,7 +113,7 @@ def _block(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale:
     normalizer = top + total.log()
     if grads:
         rows = list(run(lambda part: part.gradients(normalizer, scale, grads), slices))
-        # each target's own share: its probability less one
+        # the target's own part: its probability less one
         torch.sum(torch.stack(rows), 0, out=grads[0]).sub_(weight[targets]).mul_(scale)
         grads[1].index_add_(0, targets, hidden, alpha=-scale)
         grads[2].index_add_(0, targets, torch.ones_like(normalizer), alpha=-scale)
@@ -98,15 +121,15 @@ def _block(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, scale:
 
 
 class _VocabularySlice:
-    """The logits of some rows over a part of the vocabulary, in blocks that stay in the cache."""
+    """The logits of some rows over a part of the vocabulary, in blocks that fit the cache."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor, part: slice) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        width = COLUMNS if hidden.is_cpu else part.stop - part.start
+        width = CHUNK_COLUMNS if hidden.is_cpu else part.stop - part.start
         self.parts = [slice(begin, min(begin + width, part.stop)) for begin in range(part.start, part.stop, width)]
 
     def exponentials(self) -> tuple[Tensor, Tensor]:
-        """Each row's largest logit [rows], and its sum [rows] of exponentials of the logits less that."""
+        """The largest logit [rows], and the sum [rows] of the exponentials of the logits less the largest."""
         self.values, tops, sums = [], [], []
         for part in self.parts:
             logits = torch.addmm(self.bias[part], self.hidden, self.weight[part].t())
@@ -118,9 +141,9 @@ class _VocabularySlice:
         return top, (torch.stack(sums) * (self.tops - top).exp()).sum(0)
 
     def gradients(self, normalizer: Tensor, scale: float, grads: Sequence[Tensor]) -> Tensor:
-        """What this slice adds to the rows' gradient [rows, width]. Adds to those of weight and bias in `grads`."""
+        """This slice's part of the rows' gradient [rows, width]. Adds to those of weight and bias in `grads`."""
         rows = torch.zeros_like(self.hidden)
-        # values times these factors are probabilities: the small matrices take them
+        # the factors make values probabilities; they are applied to the smaller matrices
         for part, values, factor in zip(self.parts, self.values, (self.tops - normalizer).exp(), strict=True):
             grads[1][part].addmm_(values.t(), self.hidden * factor[:, None], alpha=scale)
             grads[2][part].addmv_(values.t(), factor, alpha=scale)

@@ -1,4 +1,4 @@
-"""The metrics of `rnn`. Bytes and latency of each call are in the metrics of remote calls, by method."""
+"""The metrics of `rnn`. The metrics of remote calls have the bytes and the latency of each call, by method."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ def _time(name: str, meaning: str, role: str) -> Metric:
 
 
 METRICS = (
-    Metric("gauge", "rnn_grad_norm", "Global norm of the last step's gradient before clipping.", roles=("trainer",)),
-    Metric("counter", "rnn_gradient_bytes_total", "Gradients that the backward pass sends and receives, as computed.",
-           labels=("direction",), roles=("trainer",)),
-    _time("embedding", "Time of a micro-batch's lookup.", "ps"),
-    _time("decoder", "Time of a micro-batch's logits, loss and their gradients.", "ps"),
-    _time("lstm", "Time of a micro-batch's forward pass through the LSTM.", "trainer"),
-    _time("wait", "Time in which the trainer waits for the ps in a step's forward pass.", "trainer"),
-    _time("backward", "Time of a step's distributed backward pass.", "trainer"),
-    _time("optimizer", "Time of a step's clipping and optimizers, on both ranks.", "trainer"),
-)  # fmt: skip
+    Metric("gauge", "rnn_grad_norm", "Global gradient norm of the last step before clipping.", roles=("trainer",)),
+    Metric(
+        "counter",
+        "rnn_gradient_bytes_total",
+        "Bytes of gradients sent and received by the backward pass, as computed from shapes.",
+        labels=("direction",),
+        roles=("trainer",),
+    ),
+    _time("embedding", "Duration of a micro-batch's embedding lookup.", "ps"),
+    _time("decoder", "Duration of a micro-batch's logits, loss and their gradients.", "ps"),
+    _time("lstm", "Duration of a micro-batch's forward pass through the LSTM.", "trainer"),
+    _time("wait", "Time per step that the trainer waits for the ps in the forward pass.", "trainer"),
+    _time("backward", "Duration of a step's distributed backward pass.", "trainer"),
+    _time("optimizer", "Duration of a step's clipping and optimizer updates on both ranks.", "trainer"),
+)

@@ -1,7 +1,7 @@
-"""Distributed optimizers whose state can be saved, and clipping across ranks.
+"""Distributed optimizers whose state can be saved, and clipping by the norm of the gradients of both ranks.
 
-torch's DistributedOptimizer keeps one optimizer on every rank that owns parameters. Of torch's own classes it makes
-functional ones, which cannot give their state away; of a class that it does not know it makes instances.
+torch's DistributedOptimizer keeps one optimizer on every rank that owns parameters. It replaces torch's own classes by
+functional ones, whose state cannot be read, and instantiates classes that it does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import rpc
 
 from rolecall.jobs.rnn import RnnSettings
 
-# torch.distributed.optim imports FSDP for a class that is not used here: more than all other imports of this rank's
+# torch.distributed.optim imports FSDP for a class that is not used here, which takes longer than all other imports
 _unused = ModuleType("torch.distributed.optim.named_optimizer")
 _unused.__dict__["_NamedOptimizer"] = None
 sys.modules.setdefault(_unused.__name__, _unused)
@@ -28,7 +28,8 @@ from torch.distributed.optim import DistributedOptimizer  # noqa: E402
 if sys.modules[_unused.__name__] is _unused:
     del sys.modules[_unused.__name__]
 
-LOCAL: list[torch.optim.Optimizer] = []  # those that `build` has made on this rank, in its order
+MAX_GRAD_NORM = 1.0  # global norm that gradients are clipped to
+LOCAL: list[torch.optim.Optimizer] = []  # the optimizers that `build` has made on this rank, in its order
 
 
 class _Local:
@@ -38,22 +39,22 @@ class _Local:
 
 
 class Sgd(_Local, torch.optim.SGD):
-    """torch's, kept in LOCAL."""
+    """torch's SGD, recorded in LOCAL."""
 
 
 class Adam(_Local, torch.optim.Adam):
-    """torch's, kept in LOCAL."""
+    """torch's Adam, recorded in LOCAL."""
 
 
 class SparseAdam(_Local, torch.optim.SparseAdam):
-    """torch's, kept in LOCAL."""
+    """torch's SparseAdam, recorded in LOCAL."""
 
 
 def build(
     settings: RnnSettings, dense: Sequence[rpc.RRef[Tensor]], sparse: Sequence[rpc.RRef[Tensor]]
 ) -> list[DistributedOptimizer]:
-    """The optimizers of the parameters with dense gradients and of those with sparse ones."""
-    # torch warns that these are not compiled: each rank has one caller
+    """The optimizers of the parameters with dense gradients and of those with sparse gradients."""
+    # torch warns that these are not compiled, which matters to concurrent callers only
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     kinds: tuple[Any, Any] = (Sgd, Sgd) if settings.optimizer == "sgd" else (Adam, SparseAdam)
     return [
@@ -63,16 +64,16 @@ def build(
 
 
 def square_norm(context_id: int) -> float:
-    """The square of the norm of all gradients that `context_id` holds on this rank."""
+    """The square of the norm of this rank's gradients in the distributed autograd context `context_id`."""
     values = (each.coalesce().values() if each.is_sparse else each for each in _gradients(context_id))
     return float(sum(torch.linalg.vector_norm(each).cpu() ** 2 for each in values))
 
 
-def clip(context_id: int, norm: float, limit: float) -> None:
-    """Clips what `context_id` holds on this rank, given the `norm` of the gradients on all ranks."""
-    if norm > limit:
+def clip(context_id: int, norm: float) -> None:
+    """Scales this rank's gradients in `context_id` if the global `norm` exceeds MAX_GRAD_NORM."""
+    if norm > MAX_GRAD_NORM:
         for gradient in _gradients(context_id):
-            (gradient._values() if gradient.is_sparse else gradient).mul_(limit / norm)
+            (gradient._values() if gradient.is_sparse else gradient).mul_(MAX_GRAD_NORM / norm)
 
 
 def references(module: nn.Module) -> list[rpc.RRef[Tensor]]:

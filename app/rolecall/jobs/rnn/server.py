@@ -1,4 +1,4 @@
-"""The ps, rank 0: holds the embedding table and the decoder, and has the trainer make the steps."""
+"""The ps, rank 0: holds the embedding and the decoder, and requests the trainer's steps."""
 
 from __future__ import annotations
 
@@ -14,38 +14,51 @@ from rolecall.jobs.rnn.evaluate import perplexity
 
 
 def run(context: Context[RnnSettings]) -> dict[str, Any]:
-    """Trains for EPOCHS, and validates after each; RPC's threads serve the trainer's calls (`calls`) meanwhile."""
+    """Trains for EPOCHS, and validates after each. RPC's threads serve the trainer's calls (`calls`) meanwhile."""
     settings = context.settings
     server = SERVER.set(ModelServer(context))
-    (text,) = context.call_all("trainer", trainer.describe)  # which loads it first
+    (text,) = context.call_all("trainer", trainer.describe)
     dense, sparse = optimizer.LOCAL
-    state = context.restore({"text": text, **server.modules, "dense": dense, "sparse": sparse,
-                             "trainer": TrainerState(context), "tokens": 0, "loss": 0.0, "history": []})  # fmt: skip
+    state = context.restore(
+        {
+            "text": text,
+            **server.modules,
+            "dense": dense,
+            "sparse": sparse,
+            "trainer": TrainerState(context),
+            "tokens": 0,
+            "loss": 0.0,
+            "history": [],
+        }
+    )
     # longer than any call that the trainer makes meanwhile
     timeout = 2 * settings.step_timeout + settings.rpc_timeout
-    steps = context.steps(settings.epochs * text.steps, work=settings.epochs * text.targets, corpus=settings.corpus,
-                          vocabulary=len(text.vocabulary), tokens=text.tokens, steps_an_epoch=text.steps)  # fmt: skip
+    steps = context.steps(
+        settings.epochs * text.steps,
+        work=settings.epochs * text.targets,
+        corpus=settings.corpus,
+        vocabulary=len(text.vocabulary),
+        tokens=text.tokens,
+        steps_an_epoch=text.steps,
+    )
     for step in steps:
         epoch = -(-step // text.steps)
         ((loss, tokens),) = context.call_all("trainer", trainer.train, step, timeout=timeout)
         state["tokens"] += tokens
         state["loss"] += loss * tokens
         context.log(done=state["tokens"], loss=loss, epoch=epoch)
-        if step == epoch * text.steps:  # its last
+        if step == epoch * text.steps:  # the last of the epoch
             with context.evaluating():
                 (validated,) = context.call_all("trainer", trainer.validate)
             trained, score = state["loss"] / text.targets, perplexity(validated)
-            context.logger.info(f"Epoch {epoch}\tvalidation loss {validated:.4f}\tperplexity {score:.2f}",
-                                training_loss=round(trained, 4))  # fmt: skip
+            message = f"Epoch {epoch}\tvalidation loss {validated:.4f}\tperplexity {score:.2f}"
+            context.logger.info(message, training_loss=round(trained, 4))
             context.log(score=score)
             state["history"].append([trained, validated])
             state["loss"] = 0.0
-    if settings.sample_tokens:
-        with context.phase("evaluating"):
-            list(context.call_all("trainer", trainer.write_sample))
     epochs, score = len(state["history"]), perplexity(state["history"][-1][1])
-    return context.finish(f"Finished: validation perplexity {score:.2f} after {epochs} epochs", perplexity=score,
-                          epochs=epochs, steps=context.step)  # fmt: skip
+    message = f"Finished: validation perplexity {score:.2f} after {epochs} epochs"
+    return context.finish(message, perplexity=score, epochs=epochs, steps=context.step)
 
 
 class TrainerState:
@@ -55,10 +68,10 @@ class TrainerState:
         self._context = context
 
     def state_dict(self) -> dict[str, Any]:
-        """Fetches it, onto the CPU."""
+        """Fetches the state to the CPU."""
         (saved,) = self._context.call_all("trainer", trainer.save)
         return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the trainer continue from it."""
+        """Sends the state to the trainer."""
         list(self._context.call_all("trainer", trainer.load, state))

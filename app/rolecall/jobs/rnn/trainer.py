@@ -1,31 +1,56 @@
-"""The trainer: reads the text, builds the model on both ranks, and makes the steps that the ps calls for."""
+"""The trainer: reads the text, builds the model on both ranks, and makes the steps that the ps requests."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
-from rolecall import Context, RankObject, in_turn
+from rolecall import Context, RankObject, UsageError, in_turn
 from rolecall.jobs.rnn import RnnSettings, calls, corpus, optimizer
-from rolecall.jobs.rnn.evaluate import continuation
-from rolecall.jobs.rnn.messages import TextDescription
+from rolecall.jobs.rnn.corpus import Vocabulary
 from rolecall.jobs.rnn.model import Lstm
 
 
 def run(context: Context[RnnSettings]) -> None:
-    """Gets ready for the calls below, which the ps makes."""
+    """Prepares this rank for the calls below, which the ps makes."""
     TRAINER.set(Trainer(context))
 
 
+@dataclass(frozen=True)
+class TextDescription:
+    """The text that the trainer has read. An epoch is `steps` steps over `tokens` tokens, of which `targets` are
+    predicted.
+    """
+
+    corpus: str
+    digest: str
+    vocabulary: Vocabulary
+    tokens: int
+    targets: int
+    steps: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part that a checkpoint contains."""
+        return {"digest": self.digest, "vocabulary": list(self.vocabulary.words)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UsageError if `state` is of another text."""
+        if state["digest"] != self.digest:
+            raise UsageError(
+                f"CORPUS={self.corpus}: the newest checkpoint was trained on another text; restore that text, or set "
+                "another CHECKPOINT_DIR"
+            )
+
+
 class Trainer:
-    """The text, the LSTM and its state, references to the rest of the model, and both ranks' optimizers."""
+    """The text, the LSTM and its state, references to the modules at the ps, and the optimizers of both ranks."""
 
     def __init__(self, context: Context[RnnSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
@@ -41,10 +66,11 @@ class Trainer:
         self.micro_batches = [slice(int(part[0]), int(part[-1]) + 1) for part in columns]
         self.lstm = Lstm(settings).to(self.device)
         self.state = self.lstm.start(settings.batch_size)
-        torch.manual_seed(settings.seed)  # for dropout: the same in every generation
-        tokens, timeout = len(self.text.vocabulary), settings.phase_timeout
-        self.embedding = rpc.remote(self.ps, calls.embedding, args=(tokens,), timeout=timeout)
-        self.decoder = rpc.remote(self.ps, calls.decoder, args=(tokens,), timeout=timeout)
+        torch.manual_seed(settings.seed)  # dropout is the same in every generation
+        self.embedding, self.decoder = (
+            rpc.remote(self.ps, calls.build, args=(name, len(self.text.vocabulary)), timeout=settings.phase_timeout)
+            for name in ("embedding", "decoder")
+        )
         dense = [*optimizer.references(self.lstm), *self.wait(calls.parameters, self.decoder)]
         self.optimizers = optimizer.build(settings, dense, self.wait(calls.parameters, self.embedding))
 
@@ -53,18 +79,9 @@ class Trainer:
         return self.context.call(self.ps, function, *args, timeout=self.settings.step_timeout)  # type: ignore[no-any-return]
 
     def wait(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `function` answers at the ps."""
+        """Calls `function` at the ps, and waits for its result."""
         (answer,) = self.context.wait_all([self.call(function, *args)])
         return answer
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The vectors [length, batch, width] of `tokens` [length, batch], without a gradient."""
-        vectors: Tensor = self.wait(calls.embed, self.embedding, tokens)
-        return vectors.detach().to(self.device)
-
-    def sample(self, hidden: Tensor) -> int:
-        """Draws the token after `hidden` [hidden]."""
-        return int(self.wait(calls.sample, self.decoder, hidden.to(self.wire), self.settings.temperature))
 
 
 TRAINER: RankObject[Trainer] = RankObject()
@@ -72,19 +89,22 @@ TRAINER: RankObject[Trainer] = RankObject()
 
 @in_turn
 def describe() -> TextDescription:
-    """The text, once it is read and the model is built."""
+    """Describes the text, once it is read and the model is built."""
     trainer = TRAINER.get()
-    text, sequence = trainer.text, trainer.settings.sequence
+    text = trainer.text
     return TextDescription(
-        corpus=trainer.settings.corpus, digest=text.digest, vocabulary=text.vocabulary, tokens=len(text.train),
-        targets=corpus.targets(trainer.train_streams), steps=corpus.steps(trainer.train_streams, sequence),
-        windows=corpus.steps(trainer.validation_streams, sequence),
-    )  # fmt: skip
+        corpus=trainer.settings.corpus,
+        digest=text.digest,
+        vocabulary=text.vocabulary,
+        tokens=len(text.train),
+        targets=corpus.targets(trainer.train_streams),
+        steps=corpus.steps(trainer.train_streams, trainer.settings.sequence),
+    )
 
 
 @in_turn
 def train(step: int) -> tuple[float, int]:
-    """Makes a step. Returns the mean loss of a token, and how many tokens were predicted."""
+    """Makes a step. Returns the mean loss per token, and the number of predicted tokens."""
     trainer = TRAINER.get()
     settings, metrics, context = trainer.settings, trainer.metrics, trainer.context
     position = (step - 1) % corpus.steps(trainer.train_streams, settings.sequence)
@@ -93,7 +113,7 @@ def train(step: int) -> tuple[float, int]:
         trainer.state = trainer.lstm.start(settings.batch_size)
     trainer.lstm.train()
     with dist_autograd.context() as context_id:
-        # forward: the ps works on one micro-batch while the LSTM does on the next
+        # forward pass: the ps decodes one micro-batch while the LSTM processes the next
         waited, losses, states, parts = 0.0, [], [], trainer.micro_batches
         lookups = [trainer.call(calls.embed, trainer.embedding, inputs[:, part].contiguous()) for part in parts]
         for part, lookup in zip(parts, lookups, strict=True):
@@ -109,15 +129,15 @@ def train(step: int) -> tuple[float, int]:
         with context.timer() as timer:
             mean = torch.stack(context.wait_all(losses)).sum()
         metrics.rnn_wait_seconds.observe(waited + timer.seconds)
-        # one backward pass for all: torch's engine waits for every call made in the context, so a pass for each
-        # micro-batch would never end
+        # one backward pass for all micro-batches: torch's engine waits for every call made in the context, so a pass
+        # for a single micro-batch would never end
         with metrics.rnn_backward_seconds.time():
             dist_autograd.backward(context_id, [mean])  # type: ignore[attr-defined]
         with metrics.rnn_optimizer_seconds.time():
             norm = trainer.wait(calls.clip, context_id, optimizer.square_norm(context_id))
             loss = float(mean.detach())
-            context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR or MAX_GRAD_NORM")
-            optimizer.clip(context_id, norm, settings.max_grad_norm)
+            context.require_finite(loss, norm, hint="the loss or its gradient is not finite; lower LR")
+            optimizer.clip(context_id, norm)
             for each in trainer.optimizers:
                 each.step(context_id)
     hidden, cell = (torch.cat(columns, 1).detach() for columns in zip(*states, strict=True))
@@ -132,7 +152,7 @@ def train(step: int) -> tuple[float, int]:
 @in_turn
 @torch.no_grad()
 def validate() -> float:
-    """The mean loss of a token of the validation text."""
+    """The mean loss per token of the validation text."""
     trainer = TRAINER.get()
     trainer.lstm.eval()
     streams, sequence = trainer.validation_streams, trainer.settings.sequence
@@ -140,31 +160,27 @@ def validate() -> float:
     pending: list[Future[float]] = []
     for number in range(corpus.steps(streams, sequence)):
         inputs, targets = corpus.window(streams, number, sequence)
-        output, state = trainer.lstm(trainer.embed(inputs), state)
+        vectors = trainer.wait(calls.embed, trainer.embedding, inputs).detach()
+        output, state = trainer.lstm(vectors.to(trainer.device), state)
         pending.append(trainer.call(calls.validate, trainer.decoder, output.to(trainer.wire), targets))
-        if len(pending) > 1:  # the ps computes the last one meanwhile
+        if len(pending) > 1:  # while the ps computes the newest
             total += float(*trainer.context.wait_all([pending.pop(0)]))
     total += float(sum(trainer.context.wait_all(pending)))
     return total / corpus.targets(streams)
 
 
 @in_turn
-def write_sample() -> None:
-    """Logs a piece of generated text."""
-    trainer = TRAINER.get()
-    trainer.lstm.eval()
-    length = trainer.settings.sample_tokens
-    text = continuation(trainer.text.vocabulary, "\n", length, trainer.lstm, trainer.embed, trainer.sample)
-    trainer.context.logger.info("sample", text=text.strip("\n"))
-
-
-@in_turn
 def save() -> bytes:
-    """The trainer's part of a checkpoint: what `load` needs to continue exactly from here, as a file of torch's."""
+    """The trainer's part of a checkpoint, serialized by torch: `load` continues exactly from it."""
     trainer, file = TRAINER.get(), io.BytesIO()
     (local,) = optimizer.LOCAL
-    torch.save({"lstm": trainer.lstm.state_dict(), "optimizer": local.state_dict(), "state": trainer.state,
-                "rng": torch.get_rng_state()}, file)  # fmt: skip
+    state = {
+        "lstm": trainer.lstm.state_dict(),
+        "optimizer": local.state_dict(),
+        "state": trainer.state,
+        "rng": torch.get_rng_state(),
+    }
+    torch.save(state, file)
     return file.getvalue()
 
 

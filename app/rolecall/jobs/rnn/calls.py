@@ -12,7 +12,6 @@ from rolecall import Context, RankObject
 from rolecall.jobs.rnn import RnnSettings, optimizer
 from rolecall.jobs.rnn.loss import GradientSums, LossThreads
 from rolecall.jobs.rnn.model import Decoder, Embedding
-from rolecall.jobs.support import choose_device
 
 
 class ModelServer:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rolecall import UsageError
 from rolecall.jobs.rnn import RnnSettings
-from rolecall.jobs.support import cached, choose_device, standard_library, track, versions
+from rolecall.jobs.support import cached, standard_library, track, versions
 
 UNKNOWN = "<unk>"
 VALIDATION_SHARE = 10  # every tenth file is for validation; of a single file, the last tenth

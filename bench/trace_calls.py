@@ -42,7 +42,7 @@ def main(mode: str) -> None:
     from torch.distributed import rpc
 
     from rolecall import telemetry
-    from rolecall.context.pace import Deadline, Watchdog
+    from rolecall.context.watchdog import Deadline, Watchdog
     from rolecall.record.recorder import recorder
     from rolecall.torch_rpc.rpc import TorchRpc
 

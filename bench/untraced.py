@@ -13,8 +13,7 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import telemetry
-from rolecall.context import pace
-from rolecall.context.pace import Deadline, Entry, Watchdog
+from rolecall.context.watchdog import Deadline, Entry, Watchdog
 from rolecall.declare import registry
 from rolecall.declare.remote import require_importable
 from rolecall.torch_rpc import failures, tracing
@@ -69,7 +68,7 @@ def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: 
 @contextlib.contextmanager
 def phase(self: Any, name: Any) -> Iterator[None]:
     """`Watchdog.phase`."""
-    entry = Entry(name, self._clock(), pace.threading.get_ident())
+    entry = Entry(name, self._clock(), watchdog.threading.get_ident())
     with self._lock:
         self._phases.append(entry)
     try:

@@ -13,7 +13,8 @@ import structlog
 import torch
 from structlog.typing import EventDict
 
-from rolecall.context import progress, saving
+from rolecall.checkpoint import saving
+from rolecall.context import progress
 from rolecall.context.context import Context
 from tests.context import contexts
 from tests.context.contexts import Clock, Supervisor

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed.rpc import api
 
-from rolecall.context.pace import Watchdog
+from rolecall.context.watchdog import Watchdog
 from rolecall.declare.task import Peer
 from rolecall.errors import UsageError
 from rolecall.observe.stacks import command as command

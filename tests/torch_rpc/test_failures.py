@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolecall import CallTimeoutError, PeerLostError, RemoteError, telemetry
-from rolecall.context.pace import Deadline
+from rolecall.context.watchdog import Deadline
 from rolecall.declare import loader
 from rolecall.torch_rpc import failures
 from rolecall.torch_rpc.failures import Answer, failure

@@ -13,7 +13,7 @@ import pytest
 
 from rolecall.config import Settings
 from rolecall.context.context import Context
-from rolecall.context.pace import Watchdog
+from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader
 from rolecall.errors import ProgramError, UsageError
 from rolecall.torch_rpc import program

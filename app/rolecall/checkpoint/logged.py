@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolecall.checkpoint import shardfiles
 from rolecall.checkpoint.capture import BLOCK, Capture, CaptureError, Rows
+from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Earlier, Order, Problem
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
 from rolecall.checkpoint.shards import Part, Share
-from rolecall.context.context import Context
 
 CHANGED, CAPTURED, PENDING = 1, 2, 4  # marks: since the last capture; in it; not written yet
 MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is written
@@ -58,7 +57,7 @@ class LoggedShare(Share):
 
     def __init__(
         self,
-        context: Context[Any],
+        context: Owner,
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
         fetch: Callable[[Tensor], Values],

@@ -16,11 +16,11 @@ from torch import Tensor
 from rolecall.checkpoint import shardfile, shardfiles, shards
 from rolecall.checkpoint.capture import BLOCK
 from rolecall.checkpoint.checkpoint import CheckpointError
+from rolecall.checkpoint.owner import Owner
+from rolecall.checkpoint.saving import Collected, ShardedValue
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Order, Problem, Written
 from rolecall.checkpoint.shardfile import ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
-from rolecall.context.context import Context
-from rolecall.context.saving import Collected, ShardedValue
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record import rundir
@@ -35,7 +35,7 @@ class Sharded(ShardedValue):
     A subclass may add a state of its own, small, by `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, context: Context[Any], name: str, role: str) -> None:
+    def __init__(self, context: Owner, name: str, role: str) -> None:
         """Raises UsageError at another rank than rank 0."""
         self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
         self._step: int | None = None  # that was begun last

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rolecall.checkpoint import shardfile, shardfiles
 from rolecall.checkpoint.capture import Capture, CaptureError, Rows
+from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Item, Order, Problem, Written
 from rolecall.checkpoint.shardfile import Column, ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
-from rolecall.context.context import Context
 from rolecall.errors import UsageError
 from rolecall.record import rundir
 
@@ -39,7 +39,7 @@ class Share:
 
     def __init__(
         self,
-        context: Context[Any],
+        context: Owner,
         name: str,
         rows: Callable[[], Mapping[str, Rows]],
         prepare: Callable[[Shapes], Mapping[str, Rows]] | None = None,

@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
+from rolecall.checkpoint.saving import Saver, State
 from rolecall.config import Settings
-from rolecall.context.pace import Phase, Watchdog
-from rolecall.context.peers import Group, Lost
+from rolecall.context.group import Group, Lost
 from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
-from rolecall.context.saving import Saver, State
 from rolecall.context.training import Training
+from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
 from rolecall.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.context.pace import Watchdog
+from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
 
 Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]

@@ -9,9 +9,9 @@ from typing import Any
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
-from rolecall.context.peers import Group
+from rolecall.checkpoint.saving import Saver, ShardedValue, State
+from rolecall.context.group import Group
 from rolecall.context.progress import Progress, StepLogged, TrainingStarted
-from rolecall.context.saving import Saver, ShardedValue, State
 from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.declare.preflight import NOT_RESTORED
 from rolecall.errors import Drained, UsageError

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, NoReturn
 
 from rolecall.context.context import Context
-from rolecall.context.pace import Watchdog
 from rolecall.context.progress import Curve, Supervision
+from rolecall.context.watchdog import Watchdog
 from rolecall.declare import registry
 from rolecall.declare.task import Task
 from rolecall.observe.sinks.points import NAMED

@@ -24,7 +24,7 @@ from rolecall.config import Settings
 from rolecall.context.context import Context, mixed_seed
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
-from rolecall.context.pace import Watchdog
+from rolecall.context.watchdog import Watchdog
 from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Task

@@ -27,7 +27,7 @@ WAITS = {
     ("rolecall/torch_rpc/rpc.py", "forward"): "for rank 0 to take its progress",
     ("rolecall/torch_rpc/agent.py", "_start"): "for the other ranks' RPC",
     ("rolecall/torch_rpc/store.py", "open_store"): "for rank 0's store",
-    ("rolecall/context/peers.py", "require_peers"): "for a peer to come",
+    ("rolecall/context/group.py", "require_peers"): "for a peer to come",
     ("torch/distributed/rpc/api.py", "shutdown"): "for all ranks to end their RPC",
     ("torch/autograd/graph.py", "_engine_run_backward"): "in a backward pass",
     ("torch/distributed/autograd/__init__.py", "backward"): "in a distributed backward pass",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rpc.internal import RemoteException
 
-from rolecall.context.pace import Deadline
+from rolecall.context.watchdog import Deadline
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback
 
 # torch's texts for a late answer and for a broken connection, which have no type of their own

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import telemetry
-from rolecall.context.pace import Deadline
-from rolecall.context.peers import EXAMINE_SECONDS
+from rolecall.context.group import EXAMINE_SECONDS
+from rolecall.context.watchdog import Deadline
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.stacks import HANDLER
 

@@ -23,9 +23,9 @@ from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defin
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.context.context import Context
-from rolecall.context.pace import Deadline
-from rolecall.context.peers import EXAMINE_SECONDS
+from rolecall.context.group import EXAMINE_SECONDS
 from rolecall.context.progress import ProgressEvent, StepLogged
+from rolecall.context.watchdog import Deadline
 from rolecall.declare.remote import require_importable
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.recorder import recorder

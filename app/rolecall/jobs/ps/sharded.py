@@ -23,6 +23,7 @@ class ShardedModel(Sharded):
 
     def __init__(self, context: Context[PsSettings], server: Server) -> None:
         super().__init__(context, "model", "ps")
+        self._step_timeout = context.settings.step_timeout
         self.server = server
         self.others = [peer for peer in context.peers("ps") if peer != context.me]
         self.buffers: tuple[Tensor, ...] = ()
@@ -31,7 +32,7 @@ class ShardedModel(Sharded):
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Has every server apply an update and answer; returns once all have."""
         order, self._lost = replace(order, lost=tuple(self._lost)), []
-        deadline = self.context.settings.step_timeout  # many gradients take longer than RPC_TIMEOUT
+        deadline = self._step_timeout  # many gradients take longer than RPC_TIMEOUT
         answers = [self.context.call(peer, calls.update, order, timeout=deadline) for peer in self.others]
         self.server.update(order, assignments)
         self.context.wait_all(answers)

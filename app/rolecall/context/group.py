@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.context.pace import Deadline, Watchdog
 from rolecall.context.progress import ProgressEvent, Supervision
+from rolecall.context.watchdog import Deadline, Watchdog
 from rolecall.declare.remote import NOT_SERVED, is_in_turn, require_unbound
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer

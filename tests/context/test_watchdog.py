@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rolecall.context.pace import RECENT_STEPS, STUCK_FACTOR, Watchdog
+from rolecall.context.watchdog import RECENT_STEPS, STUCK_FACTOR, Watchdog
 
 
 class Clock:

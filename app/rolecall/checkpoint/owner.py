@@ -1,0 +1,44 @@
+"""What a share, and a sharded value, need of the context that they are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.config import Settings
+from rolecall.declare.task import Peer
+
+
+class Owner(Protocol):
+    """A rank of a generation; `Context` is one."""
+
+    me: Peer
+    generation: int
+    logger: Any
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that all jobs share."""
+        ...
+
+    @property
+    def draining(self) -> bool:
+        """Whether the generation ends with this step's checkpoint."""
+        ...
+
+    def peers(self, role: str) -> list[Peer]:
+        """The members with `role`, without those that were lost."""
+        ...
+
+    def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+        """Calls `function(*args)` at the peer `to`; returns a future of the answer."""
+        ...
+
+    def wait_all(self, calls: list[Any]) -> list[Any]:
+        """The answers of calls; raises the first error."""
+        ...
+
+    def require_checkpoints(self) -> Checkpoints:
+        """The run's checkpoints. Raises UsageError at another rank than rank 0."""
+        ...

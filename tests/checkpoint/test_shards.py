@@ -418,7 +418,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_whole_tensors_are_taken_too_and_others_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(capture, "BLOCK", 64)
+    monkeypatch.setattr(capture, "BLOCK_BYTES", 64)
     for spread in (False, True):
         gang, whole = Gang(monkeypatch, tmp_path, 3, spread), torch.randn(TOTAL, 3)
         gang.model.load_whole({"weight": whole})

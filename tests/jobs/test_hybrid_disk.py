@@ -327,7 +327,7 @@ def test_every_checkpoint_is_what_was_there_at_its_step(
 ) -> None:
     """A base, logs, and a new base; updates go on while they are written; small files and blocks."""
     monkeypatch.setattr(logged, "FILE", 16 * 50)
-    monkeypatch.setattr(logged, "BLOCK", 16 * 7)
+    monkeypatch.setattr(logged, "BLOCK_BYTES", 16 * 7)
     first, saved = gang(checkpoint_shards=mode), {}
     for _ in range(8):
         first.train(2)
@@ -561,7 +561,7 @@ def test_beyond_its_bound_a_change_waits_for_the_writer(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]
 ) -> None:
     monkeypatch.setattr(logged, "ASIDE", 32)
-    monkeypatch.setattr(logged, "BLOCK", 16)
+    monkeypatch.setattr(logged, "BLOCK_BYTES", 16)
     first = gang(1)
     first.train()
     saved, step = first.whole, first.step

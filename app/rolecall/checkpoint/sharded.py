@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rolecall.checkpoint import shardfile, shardfiles, shards
-from rolecall.checkpoint.capture import BLOCK
+from rolecall.checkpoint.capture import BLOCK_BYTES
 from rolecall.checkpoint.checkpoint import CheckpointError
 from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.saving import Collected, ShardedValue
@@ -137,7 +137,7 @@ class Sharded(ShardedValue):
         return known
 
     def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
-        """What `peer` sends, one call ahead. Raises CheckpointError, also where nothing comes for PHASE_TIMEOUT."""
+        """What `peer` sends, one call ahead. Raises CheckpointError, also if nothing comes for PHASE_TIMEOUT."""
         call, limit = partial(self._ask, peer, shards.next_item, self.name, stem), self.context.settings.phase_timeout
         ahead, came = call(), time.monotonic()
         while True:
@@ -157,8 +157,8 @@ class Sharded(ShardedValue):
     # ---- back
 
     def load(self, stem: str, files: list[ShardFile]) -> None:
-        """Has every member read its share out of `files`. Raises CheckpointError where one of them cannot be used,
-        UsageError where they do not fit this program.
+        """Has every member read its share out of `files`. Raises CheckpointError if one of them cannot be used,
+        UsageError if they do not fit this program.
         """
         local = shardfiles.held(self.directory, stem, files)
         answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
@@ -181,7 +181,7 @@ class Sharded(ShardedValue):
         """Takes what a checkpoint has beside the members' files."""
 
     def load_whole(self, whole: Mapping[str, Tensor]) -> None:
-        """Gives each member its rows of whole tensors. Raises UsageError where they do not fit."""
+        """Gives each member its rows of whole tensors. Raises UsageError if they do not fit."""
         shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         for peer, rows in self._each(shards.prepare, self.name, shapes):
             if isinstance(rows, Problem):
@@ -189,7 +189,7 @@ class Sharded(ShardedValue):
             under_way: deque[Callable[[], Any]] = deque()
             for name, (first, step, count) in rows.items():
                 share = whole[name][first::step][:count]
-                size = max(1, BLOCK // max(1, share[:1].nbytes))
+                size = max(1, BLOCK_BYTES // max(1, share[:1].nbytes))
                 for begin in range(0, count, size):
                     values = share[begin : begin + size].clone()  # RPC sends a tensor's whole memory
                     under_way.append(self._ask(peer, shards.put, self.name, name, begin, values))

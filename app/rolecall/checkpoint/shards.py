@@ -167,7 +167,7 @@ class Share:
         return f"{self.name}-{self.context.me.name}"
 
     def next(self, stem: str) -> Item | None:
-        """What comes next of the checkpoint `stem`; None where it is not there yet."""
+        """What comes next of the checkpoint `stem`; None if it is not there yet."""
         if stem != self._stem:
             return Problem(f"{self}: another checkpoint was begun")
         try:
@@ -251,7 +251,7 @@ class Shares:
         self._future(share.name).set_result(share)
 
     def get(self, name: str, deadline: float = 600.0) -> Share:
-        """The share called `name`. Raises TimeoutError where there is none within `deadline` seconds."""
+        """The share called `name`. Raises TimeoutError if there is none within `deadline` seconds."""
         return self._future(name).result(deadline)
 
 

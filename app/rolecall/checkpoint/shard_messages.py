@@ -12,8 +12,8 @@ from rolecall.checkpoint.shardfile import Column, ShardFile
 @dataclass(frozen=True)
 class Order:
     """Requests a capture of the state after `step`, for the checkpoint `stem` of `generation`. `mode` is
-    CHECKPOINT_SHARDS; `kept` are the existing checkpoints, `dropped` those deleted since the last order. `whole` forbids
-    the use of files of earlier checkpoints; `drain` says that the generation ends with this checkpoint.
+    CHECKPOINT_SHARDS; `kept` are the existing checkpoints, `dropped` those deleted since the last order. `whole`
+    forbids the use of files of earlier checkpoints; `drain`: the generation ends with this checkpoint.
     """
 
     step: int

@@ -268,10 +268,9 @@ class Gang:
     def save(self, busy: bool = True) -> bool:
         """Writes a checkpoint, while it trains on."""
         self.master.save(self.step, {"embeddings": self.table, "step": self.step}, drain=False)
-        assert self.master._saving is not None
         if busy:
             self.train(3)
-        return self.master._saving.result(60)
+        return self.master.training.require_saver().wait(60)
 
     @property
     def tables(self) -> Tables:
@@ -580,8 +579,7 @@ def test_a_writer_that_is_too_slow_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     first.master.save(first.step, {"embeddings": first.table, "step": first.step}, drain=False)
     first.train(3)
     released.set()
-    assert first.master._saving is not None
-    assert not first.master._saving.result(60)
+    assert not first.master.training.require_saver().wait(60)
     monkeypatch.setattr(shardfile, "write", write)
     saved, step = first.whole, first.step
     assert first.save(busy=False)

@@ -397,7 +397,7 @@ def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
-    monkeypatch.setattr(shards, "POLL", 0.01)
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Share, "_run", lambda *_: None)
     gang.context.settings = gang.context.settings.model_copy(update={"phase_timeout": 0.1})
     gang.model.begin(8)

@@ -32,8 +32,8 @@ class Share:
     """This rank's share of the sharded value `name`, which rank 0 saves and restores as a `Sharded`.
 
     `rows()` are its tensors, by name. `prepare(shapes)` makes room for a checkpoint whose whole tensors have these
-    shapes, and returns the tensors to fill; by default `rows()`. `at(step, begin)` calls `begin` once this rank has made
-    `step`; by default at once, which is right if rank 0 saves between the steps.
+    shapes, and returns the tensors to fill; by default `rows()`. `at(step, begin)` calls `begin` once this rank has
+    made `step`; by default at once, which is right if rank 0 saves between the steps.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A shard's file in a checkpoint: safetensors, written and read block by block, hashed (XXH3-128) on the way.
+"""A shard's file: safetensors, written and read in blocks, hashed (XXH3-128) on the way.
 
 The format (https://github.com/huggingface/safetensors) is eight bytes with the length of a JSON header, the header, and
 the tensors' bytes. It holds no code, and any tool that knows safetensors reads the file.

@@ -1,4 +1,4 @@
-"""Accepts TLS on the rank's port, authenticates within DEADLINE_SECONDS, and reads the requested service.
+"""Accepts TLS on the rank's port: authenticates within DEADLINE_SECONDS, reads the requested service.
 
 An unauthenticated peer costs at most one handshake and one of MAX_PENDING places. Handshakes take at most half of the
 tunnel's time.
@@ -93,7 +93,7 @@ class Acceptor:
             if not authenticated and not channel.handshake():
                 return
             self._pending[channel] = since, address, True
-            service = channel.hear()
+            service = channel.receive_text()
         except ssl.SSLCertVerificationError as error:
             self._reject(channel, "certificate", error.verify_message)
         except ssl.SSLError as error:

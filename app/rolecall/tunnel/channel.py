@@ -14,14 +14,14 @@ import time
 from typing import cast
 
 HEAD = struct.Struct("!I")
-MOST = 2**16  # bytes of data in a frame
-MOST_WORDS = 512  # bytes of a frame that is no data
-MOST_ARRIVING = MOST + 2**16  # bytes that are taken from the socket at once: encrypted, they are a little longer
-_buffer = memoryview(bytearray(MOST_ARRIVING))
+MAX_FRAME_BYTES = 2**16  # of data in a frame
+MAX_TEXT_BYTES = 512  # of a text frame
+MAX_RECEIVE_BYTES = MAX_FRAME_BYTES + 2**16  # of one read from the socket; encrypted data are a little longer
+_buffer = memoryview(bytearray(MAX_RECEIVE_BYTES))
 
 
 def reason_of(error: ssl.SSLError) -> str:
-    """What OpenSSL calls the error; its text, where the error is not OpenSSL's."""
+    """OpenSSL's name of the error; its text, if it is not OpenSSL's."""
     return str(getattr(error, "reason", None) or error)
 
 
@@ -35,7 +35,7 @@ class Channel:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._arrived, self._leaving, server_side=server, server_hostname=host)
         self._unsent = memoryview(b"")
-        self._words = bytearray()
+        self._text = bytearray()
 
     def fileno(self) -> int:
         """The socket's."""
@@ -43,7 +43,7 @@ class Channel:
 
     @property
     def clear(self) -> bool:
-        """Whether all that was written is sent."""
+        """Whether everything that was written is sent."""
         return not self._unsent and not self._leaving.pending
 
     def close(self) -> None:
@@ -102,22 +102,22 @@ class Channel:
             pass
         return count
 
-    def say(self, words: str) -> None:
-        """Sends a frame of words."""
+    def send_text(self, words: str) -> None:
+        """Sends a text frame."""
         data = words.encode()
         self.write(HEAD.pack(len(data)) + data)
 
-    def hear(self) -> str | None:
-        """The frame of words that has arrived; None if it is not whole yet. Raises ssl.SSLError, and ValueError for
-        what is none."""
+    def receive_text(self) -> str | None:
+        """The text frame that has arrived; None if it is incomplete. Raises ssl.SSLError, and ValueError for an invalid
+        frame."""
         while True:
-            length = HEAD.unpack_from(self._words)[0] if len(self._words) >= HEAD.size else 0
-            if (not length and len(self._words) >= HEAD.size) or length > MOST_WORDS:
+            length = HEAD.unpack_from(self._text)[0] if len(self._text) >= HEAD.size else 0
+            if (not length and len(self._text) >= HEAD.size) or length > MAX_TEXT_BYTES:
                 raise ValueError(f"a frame of {length} bytes")
-            missing = HEAD.size + length - len(self._words)
+            missing = HEAD.size + length - len(self._text)
             if length and not missing:
-                words = bytes(self._words[HEAD.size :])
-                self._words.clear()
+                words = bytes(self._text[HEAD.size :])
+                self._text.clear()
                 return words.decode()
             try:
                 more = self.tls.read(missing)  # not one byte of what follows
@@ -125,7 +125,7 @@ class Channel:
                 return None
             if not more:
                 raise ssl.SSLZeroReturnError(0, "TLS was closed before a word")
-            self._words += more
+            self._text += more
 
     def wait(self, end: float) -> None:
         """Blocks until something has arrived, and takes it. Raises TimeoutError at `end` (monotonic seconds), and

@@ -69,8 +69,8 @@ def _dial(credentials: Credentials, to: Destination, *, lease: float, is_rank0: 
         try:
             while not channel.handshake():
                 channel.wait(end)
-            channel.say(to.service)
-            while (answer := channel.hear()) is None:
+            channel.send_text(to.service)
+            while (answer := channel.receive_text()) is None:
                 channel.wait(end)
         except ConnectionError as error:
             raise OverloadedError(f"hung up before an answer ({error})") from error

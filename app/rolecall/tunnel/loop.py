@@ -1,4 +1,4 @@
-"""The tunnel's event loop: whose turn it is."""
+"""The tunnel's event loop, on epoll."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class HasFile(Protocol):
 
 
 class Loop:
-    """Calls back for files that are ready. A file that nothing is wanted of is not watched, so it cannot keep the loop
-    busy with its end."""
+    """Calls back for files that are ready. A file without wanted events is not watched, so its end cannot keep the loop
+    busy."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()

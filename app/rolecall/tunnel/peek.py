@@ -1,4 +1,4 @@
-"""Who answers at a port: the certificate that is presented there, whoever signed it."""
+"""Reads the certificate that is presented at a port, whoever signed it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Presented:
 
 
 def peek(credentials: Credentials | None, address: tuple[str, int], seconds: float) -> Presented:
-    """The certificate that is presented at `address`. Nothing is asked there, and nobody is trusted. With
-    `credentials`, a member takes the visit for one of its own; they check nobody afterwards, and are of no other use.
+    """The certificate that is presented at `address`. No service is requested, and nothing is trusted. With
+    `credentials`, a member accepts the connection as a member's.
 
-    Raises ConnectionError if what answers speaks no TLS 1.3, TimeoutError and OSError where nothing answers.
+    Raises ConnectionError if the other end does not speak TLS 1.3, TimeoutError and OSError if nothing answers.
     """
     end = time.monotonic() + seconds
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,4 @@
-"""What tunnels and those that use them call the places where they meet."""
+"""Names of the services and sockets of tunnels."""
 
 from __future__ import annotations
 

@@ -130,14 +130,14 @@ class Tunnel:
                 self._decline(channel, f"nothing serves {service[:64]} yet ({error.strerror})")
                 return
             with contextlib.suppress(OSError):  # the peer has closed it
-                channel.say(CONNECTED)
+                channel.send_text(CONNECTED)
                 undo.pop_all()
                 self._splice(channel, plain)
 
     def _decline(self, channel: Channel, problem: str) -> None:
         self._refused[UNKNOWN_SERVICE] += 1
         with contextlib.suppress(OSError):
-            channel.say(REFUSED + problem)
+            channel.send_text(REFUSED + problem)
         channel.close()
 
     def _rejected(self, reason: str, address: str, problem: str) -> None:

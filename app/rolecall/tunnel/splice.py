@@ -1,7 +1,7 @@
-"""A connection of this machine and one to a peer, spliced: what arrives at one end leaves at the other.
+"""Splices a local connection and one to a peer: data that arrives at one end is sent at the other.
 
-At most one buffer of each direction is on its way: where one end does not take it, the other is not read. An end of one
-direction is passed on as such; whatever ends otherwise is reset at the other end, which cannot take it for an end.
+At most one buffer of each direction is held: if one end does not accept it, the other is not read. The end of one
+direction is passed on as such; any other end resets the connection at the other end.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import socket
 import struct
 from collections.abc import Callable
 
-from rolecall.tunnel.channel import HEAD, MOST, MOST_ARRIVING, Channel
+from rolecall.tunnel.channel import HEAD, MAX_FRAME_BYTES, MAX_RECEIVE_BYTES, Channel
 from rolecall.tunnel.loop import Loop
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
-MOST_PIECES = 512  # that `sendmsg` is given; Linux takes 1,024
+MAX_PIECES = 512  # that `sendmsg` is given; Linux takes 1,024
 FIRST = struct.Struct("<Q")  # TensorPipe's length of a message
-MOST_FIRST = 4096  # bytes of a first message that may name an address
-_outgoing = memoryview(bytearray(HEAD.size + MOST))
-_incoming = memoryview(bytearray(MOST_ARRIVING + 2**15))  # a record may have been waiting for its end
+MAX_FIRST_MESSAGE_BYTES = 4096  # bytes of a first message that may name an address
+_outgoing = memoryview(bytearray(HEAD.size + MAX_FRAME_BYTES))
+_incoming = memoryview(bytearray(MAX_RECEIVE_BYTES + 2**15))  # a record may have been waiting for its end
 
 
 class Rewrite:
@@ -39,10 +39,10 @@ class Rewrite:
         if len(self._held) < FIRST.size:
             return b""
         length = FIRST.unpack_from(self._held)[0]
-        if length <= MOST_FIRST and len(self._held) < FIRST.size + length:
+        if length <= MAX_FIRST_MESSAGE_BYTES and len(self._held) < FIRST.size + length:
             return b""
         self.done = True
-        end = FIRST.size + length if length <= MOST_FIRST else 0
+        end = FIRST.size + length if length <= MAX_FIRST_MESSAGE_BYTES else 0
         return self._held[:end].replace(self._old, self._new) + self._held[end:]
 
 
@@ -152,7 +152,7 @@ class Splice:
         if length:
             self.bytes += length
             try:
-                sent = self._plain.sendmsg(pieces if len(pieces) <= MOST_PIECES else [b"".join(pieces)])
+                sent = self._plain.sendmsg(pieces if len(pieces) <= MAX_PIECES else [b"".join(pieces)])
             except BlockingIOError:
                 sent = 0
             if sent < length:
@@ -189,6 +189,6 @@ class Splice:
             if len(self._head) == HEAD.size:
                 self._left, self._head = HEAD.unpack(self._head)[0], b""
                 self._got_end = not self._left
-                if self._left > MOST:
+                if self._left > MAX_FRAME_BYTES:
                     raise ValueError("a frame that is too long")
         return pieces

@@ -105,7 +105,7 @@ SUPERVISOR = (
     Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process in bytes."),
     Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process in bytes."),
     Metric("counter", "worker_starts_total", "Worker processes started."),
-    Metric("counter", "worker_restarts_total", "Workers that ended before their generation, by cause.", ("cause",)),
+    Metric("counter", "worker_restarts_total", "Workers that ended early, by cause.", ("cause",)),
     Metric("counter", "gang_unreachable_total", "Requests to the coordinator without an answer."),
     Metric(
         "gauge",

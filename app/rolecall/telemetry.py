@@ -67,7 +67,7 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """The name as Prometheus has it."""
+        """The name in Prometheus."""
         return PREFIX + self.name
 
     @property
@@ -92,69 +92,74 @@ class Metric:
 
 
 SUPERVISOR = (
-    Metric("gauge", "rank_info", "Which rank this is; always 1.", ("job", "role", "ordinal", "version")),
-    Metric("gauge", "up_since_seconds", "Unix time at which this rank's supervisor started."),
-    Metric("gauge", "generation", "Number of the generation that this rank is in; 0 for none."),
-    Metric("gauge", "worker_state", "1 for the worker's state, 0 for the others.", ("state",)),
-    Metric("gauge", "phase", "1 for the phase that the worker is in, 0 for the others.", ("state",)),
-    Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process."),
-    Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process."),
-    Metric("counter", "worker_starts_total", "Worker processes that this rank started."),
-    Metric("counter", "worker_restarts_total", "Workers of this rank that ended early, by cause.", ("cause",)),
-    Metric("counter", "gang_unreachable_total", "Requests to rank 0's coordinator that got no answer."),
+    Metric(
+        "gauge",
+        "rank_info",
+        "The rank's job, role, ordinal and version; always 1.",
+        ("job", "role", "ordinal", "version"),
+    ),
+    Metric("gauge", "up_since_seconds", "Unix time at which the supervisor started."),
+    Metric("gauge", "generation", "Number of the rank's generation; 0 for none."),
+    Metric("gauge", "worker_state", "1 for the worker's current state, 0 for the others.", ("state",)),
+    Metric("gauge", "phase", "1 for the worker's current phase, 0 for the others.", ("state",)),
+    Metric("gauge", "worker_resident_bytes", "Resident memory of the worker process in bytes."),
+    Metric("gauge", "supervisor_resident_bytes", "Resident memory of the supervisor process in bytes."),
+    Metric("counter", "worker_starts_total", "Worker processes started."),
+    Metric("counter", "worker_restarts_total", "Workers that ended early, by cause.", ("cause",)),
+    Metric("counter", "gang_unreachable_total", "Requests to the coordinator without an answer."),
     Metric(
         "gauge",
         "disk_wait_seconds",
-        "How long the file of CHECKPOINT_DIR that this rank has been at longest has taken so far; 0 for none.",
+        "Duration so far of the longest pending file operation in CHECKPOINT_DIR; 0 for none.",
     ),
-    Metric("gauge", "tunnel_connections", "Connections with peers that pass through this rank's tunnel."),
-    Metric("counter", "tunnel_bytes_total", "Data that passed through this rank's tunnel, both ways, in bytes."),
-    Metric("counter", "tunnel_refused_total", "Connections that this rank's tunnel refused, by reason.", ("reason",)),
-    Metric("counter", "metric_files_dropped_total", "Metric files that were torn and had to be dropped."),
+    Metric("gauge", "tunnel_connections", "Open connections between this rank's tunnel and its peers."),
+    Metric("counter", "tunnel_bytes_total", "Bytes through this rank's tunnel, in both directions."),
+    Metric("counter", "tunnel_refused_total", "Connections refused by this rank's tunnel, by reason.", ("reason",)),
+    Metric("counter", "metric_files_dropped_total", "Unreadable metric files deleted."),
 )
 COORDINATOR = (
-    Metric("gauge", "gang_state", "1 for the gang's state, 0 for the others.", ("state",)),
+    Metric("gauge", "gang_state", "1 for the gang's current state, 0 for the others.", ("state",)),
     Metric("gauge", "gang_members", "Ranks in the running generation, by role.", ("role",)),
-    Metric("gauge", "gang_registered", "Ranks whose lease is good, by role.", ("role",)),
-    Metric("gauge", "gang_wanted", "Ranks that a start waits for, by role.", ("role",)),
+    Metric("gauge", "gang_registered", "Ranks with a valid lease, by role.", ("role",)),
+    Metric("gauge", "gang_wanted", "Ranks required to start a generation, by role.", ("role",)),
     Metric("counter", "gang_generations_total", "Generations started."),
-    Metric("counter", "gang_restarts_total", "Generations that ended, and elastic ranks lost, by cause.", ("cause",)),
-    Metric("counter", "gang_refused_total", "Requests to the coordinator that were refused, by reason.", ("reason",)),
+    Metric("counter", "gang_restarts_total", "Ended generations and lost elastic ranks, by cause.", ("cause",)),
+    Metric("counter", "gang_refused_total", "Requests refused by the coordinator, by reason.", ("reason",)),
     Metric(
         "histogram",
         "recovery_seconds",
         "Time from the end of a generation to the first step of the next.",
         buckets=DURATION,
     ),
-    Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints, as CHECKPOINT_INTERVAL asks."),
+    Metric("gauge", "checkpoint_interval_seconds", "Seconds between checkpoints (CHECKPOINT_INTERVAL)."),
     Metric(
         "gauge",
         "job_info",
-        "What the job calls its score and its work, and its roles; always 1.",
+        "The job's names for its score and its unit of work, and its roles; always 1.",
         ("score", "unit", "roles"),
     ),
 )
 WORKER = (
     Metric("counter", "rpc_calls_total", "Remote calls made, by method.", ("method",)),
     Metric("counter", "rpc_failures_total", "Remote calls that failed, by method.", ("method",)),
-    Metric("counter", "rpc_sent_bytes_total", "Payload sent with remote calls, by method.", ("method",)),
-    Metric("counter", "rpc_received_bytes_total", "Payload received in answers, by method.", ("method",)),
+    Metric("counter", "rpc_sent_bytes_total", "Payload bytes sent with remote calls, by method.", ("method",)),
+    Metric("counter", "rpc_received_bytes_total", "Payload bytes received in answers, by method.", ("method",)),
     Metric("histogram", "rpc_latency_seconds", "Time from a remote call to its answer, by method.", ("method",)),
-    Metric("gauge", "rpc_callee", "1 for each role that a method was called at.", ("method", "callee")),
-    Metric("gauge", "rpc_connect_seconds", "How long the newest generation's RPC rendezvous took."),
-    Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint written.", roles=("rank 0",)),
+    Metric("gauge", "rpc_callee", "1 for each role on which a method was called.", ("method", "callee")),
+    Metric("gauge", "rpc_connect_seconds", "Duration of the newest generation's RPC rendezvous."),
+    Metric("gauge", "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint.", roles=("rank 0",)),
     Metric("histogram", "checkpoint_seconds", "Time to write a checkpoint.", buckets=DURATION, roles=("rank 0",)),
-    Metric("counter", "checkpoint_failures_total", "Checkpoints that could not be written.", roles=("rank 0",)),
-    Metric("gauge", "step", "Steps (updates, iterations) made.", roles=("rank 0",)),
+    Metric("counter", "checkpoint_failures_total", "Checkpoints that failed.", roles=("rank 0",)),
+    Metric("gauge", "step", "Steps completed (updates, iterations).", roles=("rank 0",)),
     Metric("gauge", "epoch", "Current epoch, counted from 1.", roles=("rank 0",)),
-    Metric("counter", "done_total", "Work done by training: steps, samples or tokens, by job.", roles=("rank 0",)),
-    Metric("gauge", "left_seconds", "Estimated time until training is done.", roles=("rank 0",)),
+    Metric("counter", "done_total", "Work completed, in the job's unit: steps, samples or tokens.", roles=("rank 0",)),
+    Metric("gauge", "left_seconds", "Estimated time until training ends.", roles=("rank 0",)),
     Metric("gauge", "loss", "Mean training loss since the last progress line of the log.", roles=("rank 0",)),
-    Metric("gauge", "score", "Newest point of the job's curve: return, accuracy, perplexity.", roles=("rank 0",)),
+    Metric("gauge", "score", "Newest score: return, accuracy or perplexity, by job.", roles=("rank 0",)),
     Metric("gauge", "goal", "Score at which the job counts as solved.", roles=("rank 0",)),
-    Metric("gauge", "value", "A value that the job logs under a name of its own.", ("name",), roles=("rank 0",)),
-    Metric("gauge", "evaluating", "1 while training stands still for this rank's evaluation, else 0."),
-    Metric("counter", "nonfinite_losses_total", "Steps refused because the loss or its gradient was not finite."),
+    Metric("gauge", "value", "A value that the job logs, by name.", ("name",), roles=("rank 0",)),
+    Metric("gauge", "evaluating", "1 while training waits for this rank's evaluation, else 0."),
+    Metric("counter", "nonfinite_losses_total", "Steps rejected because the loss or a gradient is not finite."),
 )
 recent: deque[dict[str, Any]] = deque(maxlen=8)  # the newest warnings and errors that this process has logged
 SHARED = {metric.attribute for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  # names that no job's metric may have
@@ -168,8 +173,8 @@ def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None)
 
 
 def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
-    """A supervisor's registry, its own metrics (with the coordinator's where it is rank 0's, the `first`), and the
-    files in `directory` with those of its workers.
+    """A supervisor's registry, its metrics (`first`: with the coordinator's, of rank 0), and the files in `directory`
+    with its workers' metrics.
     """
     registry = CollectorRegistry()
     metrics = build(SUPERVISOR + (COORDINATOR if first else ()), registry)
@@ -187,7 +192,7 @@ def name_rank(info: Any, job: str, role: str, ordinal: int | None) -> None:
 
 
 def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
-    """The metrics of a worker with `role`, of rank 0 where it is `first`, in files that the next worker continues."""
+    """The metrics of a worker with `role` (`first`: of rank 0), in files that the next worker continues."""
     values.ValueClass = values.MultiProcessValue(lambda: "worker")
     return build(of_role(declared, role, first))
 
@@ -199,7 +204,7 @@ def of_role(declared: Iterable[Metric], role: str, first: bool) -> list[Metric]:
 
 
 def use_directory(directory: Path) -> None:
-    """Keeps the workers' metrics in `directory`; this process, which has imported prometheus_client, keeps its own."""
+    """Makes workers keep their metrics in `directory`; this process keeps its own, in memory."""
     config.export(PROMETHEUS_MULTIPROC_DIR=str(directory))
 
 
@@ -305,7 +310,7 @@ def log(**bound: Any) -> Any:
 
 
 def cause(text: str) -> dict[str, str]:
-    """A cause as an event's fields: its last line, and the full text where it is a traceback."""
+    """A cause as an event's fields: its last line, and the full text if it is a traceback."""
     lines = text.strip().splitlines()
     return {} if not lines else {"cause": lines[-1]} if len(lines) == 1 else {"cause": lines[-1], "exception": text}
 

@@ -9,21 +9,23 @@ FAST_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1,
 LEAD, TRAINER = ("rank 0",), ("trainer",)
 
 METRICS = (
-    Metric("gauge", "ps_train_accuracy_ratio", "Share of the last update's samples classified correctly.", roles=LEAD),
+    Metric("gauge", "ps_train_accuracy_ratio", "Training accuracy of the last update's samples, 0 to 1.", roles=LEAD),
     Metric(
         "histogram",
         "ps_staleness_updates",
-        "Updates between the parameters that a gradient was computed with and those it arrived at.",
+        "Updates of the parameters between a gradient's computation and its arrival.",
         buckets=STALENESS_UPDATES,
         roles=LEAD,
     ),
-    Metric("counter", "ps_gradients_refused_total", "Gradients staler than MAX_STALENESS.", roles=LEAD),
-    Metric("counter", "ps_trainers_dropped_total", "Trainers that were lost from a generation.", roles=LEAD),
+    Metric(
+        "counter", "ps_gradients_refused_total", "Gradients rejected because they exceed MAX_STALENESS.", roles=LEAD
+    ),
+    Metric("counter", "ps_trainers_dropped_total", "Trainers lost from a running generation.", roles=LEAD),
     Metric("histogram", "ps_update_seconds", "Time of one update of a shard.", buckets=FAST_SECONDS, roles=("ps",)),
     Metric(
         "counter",
         "ps_payload_bytes_total",
-        "Gradients that trainers send (up) and parameters that they receive (down), encoded, in bytes.",
+        "Encoded bytes of gradients sent (up) and parameters received (down) by trainers.",
         labels=("direction",),
         roles=TRAINER,
     ),
@@ -45,13 +47,13 @@ METRICS = (
     Metric(
         "counter",
         "ps_hidden_seconds_total",
-        "Time that a trainer computed during an exchange of its differences (UPDATE_MODE=local).",
+        "Computation that overlaps the exchange of differences (UPDATE_MODE=local).",
         roles=TRAINER,
     ),
     Metric(
         "histogram",
         "ps_wait_seconds",
-        "Time that a trainer waited for parameters or a batch.",
+        "Time in which a trainer waits for parameters or a batch.",
         buckets=FAST_SECONDS,
         roles=TRAINER,
     ),

@@ -13,16 +13,16 @@ METRICS = (
     Metric("gauge", "rl_return_mean", "Mean return of the last 100 episodes of all observers.", roles=("agent",)),
     Metric("gauge", "rl_return_running", "The tutorial's running reward.", roles=("agent",)),
     Metric("gauge", "rl_episode_steps", "Mean length of the last 100 episodes.", roles=("agent",)),
-    Metric("gauge", "rl_policy_version", "Version of the policy in use: updates made to it."),
+    Metric("gauge", "rl_policy_version", "Version of the policy in use, as its number of updates."),
     Metric(
         "histogram",
         "rl_policy_age_versions",
-        "Updates between the policy that acted and the one that learns from it.",
+        "Updates of the policy between a rollout and the update that uses it.",
         buckets=(0, 1, 2, 4, 8),
         roles=("agent",),
     ),
     Metric("histogram", "rl_inference_batch_observations", "Observations in one forward pass.", buckets=COUNTS),
-    Metric("histogram", "rl_inference_seconds", "Time of one forward pass, sampling included."),
+    Metric("histogram", "rl_inference_seconds", "Time of one forward pass, including sampling."),
     Metric(
         "histogram", "rl_rollout_seconds", "Time of an iteration's rollouts.", buckets=Metric.DURATION, roles=("agent",)
     ),
@@ -35,25 +35,25 @@ METRICS = (
     Metric(
         "gauge",
         "rl_kl_nats",
-        "KL divergence of the policy from the one that acted, mean over the last update.",
+        "Mean KL divergence between the policy of the rollouts and the updated one, in the last update.",
         roles=("agent",),
     ),
     Metric(
         "gauge",
         "rl_clipped_ratio",
-        "Share of the last update's samples whose probability ratio was beyond CLIP_RATIO.",
+        "Fraction of the last update's samples with a probability ratio beyond CLIP_RATIO.",
         roles=("agent",),
     ),
     Metric(
         "gauge",
         "rl_explained_variance_ratio",
-        "Share of the returns' variance that the values explained before the last update.",
+        "Fraction of the returns' variance that the values explain, before the last update.",
         roles=("agent",),
     ),
     Metric(
         "gauge",
         "rl_update_passes",
-        "Passes over the last iteration's samples; 0 while the policy is held.",
+        "Passes over the last iteration's samples; 0 while the policy is not updated.",
         roles=("agent",),
     ),
 )

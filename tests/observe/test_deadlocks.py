@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rolecall.gang.protocol import RPC_THREADS
 from rolecall.observe.stacks import deadlocks, stack_report
 from rolecall.observe.stacks.deadlocks import Call, Picture, Rank, Wait
 from rolecall.record.stacks import Frame, State, Thread
+from rolecall.torch_rpc.limits import RPC_THREADS
 
 RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
 WAIT = Frame("wait_all", "torch/futures/__init__.py", 334, "for fut in torch._C._collect_all(futures):")

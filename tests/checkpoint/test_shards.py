@@ -58,8 +58,16 @@ class Calls:
 class Gang:
     """A lead and members, each with some rows of `weight` and a value of its own for each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, spread: bool = False,
-                 generation: int = 1, folders: bool = False, mode: str = "auto") -> None:  # fmt: skip
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        directory: Path,
+        servers: int,
+        spread: bool = False,
+        generation: int = 1,
+        folders: bool = False,
+        mode: str = "auto",
+    ) -> None:
         members = (Peer("lead", 0, 0), *(Peer("ps", n, n + 1) for n in range(servers)))
         self.calls, self.weights, self.shares = Calls(), [], []
         self.state: dict[str, Any] = {}
@@ -68,11 +76,16 @@ class Gang:
             self.calls.of[me.name] = shards.SHARES
             folder = directory / me.name if folders and me.rank else directory
             context = Context(
-                Settings(checkpoint_dir=folder, checkpoint_shards=mode), me, members, generation,
-                telemetry.build(telemetry.WORKER, CollectorRegistry()), JOB,
-                checkpoints=None if me.rank else Checkpoints(
-                    folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
-            )  # fmt: skip
+                Settings(checkpoint_dir=folder, checkpoint_shards=mode),
+                me,
+                members,
+                generation,
+                telemetry.build(telemetry.WORKER, CollectorRegistry()),
+                JOB,
+                checkpoints=None
+                if me.rank
+                else Checkpoints(folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
+            )
             context.transport = self.calls
             if me.rank == 0:
                 self.context, self.model = context, Sharded(context, "model", "ps")
@@ -117,8 +130,9 @@ def files(directory: Path) -> list[Path]:
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("spread", [False, True])
-def test_read_back_by_any_number_of_members(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int,
-                                            after: int, spread: bool) -> None:  # fmt: skip
+def test_read_back_by_any_number_of_members(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int, spread: bool
+) -> None:
     gang = Gang(monkeypatch, tmp_path, before, spread, mode=mode)
     assert gang.restore()["step"] == 0
     gang.fill(1)
@@ -135,8 +149,9 @@ def test_read_back_by_any_number_of_members(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 3)])
-def test_members_with_directories_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int,
-                                               after: int) -> None:  # fmt: skip
+def test_members_with_directories_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int
+) -> None:
     gang = Gang(monkeypatch, tmp_path, before, folders=True, mode=mode)
     gang.restore()
     gang.fill(1)
@@ -325,8 +340,9 @@ def flip_header(file: Path) -> None:
 
 @pytest.mark.parametrize("servers", [2, 3])
 @pytest.mark.parametrize("hurt", [tear, flip, swap, flip_header, Path.unlink, lambda file: shutil.rmtree(file.parent)])
-def test_a_hurt_shard_has_the_checkpoint_before_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: int,
-                                                     hurt: Callable[[Path], object]) -> None:  # fmt: skip
+def test_a_hurt_shard_has_the_checkpoint_before_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: int, hurt: Callable[[Path], object]
+) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
     gang.fill(1)
     saved = gang.whole
@@ -360,7 +376,9 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
     assert resumed.restore()["step"] == 7
     resumed.save(9)
     assert {path.parent.name for path in files(tmp_path)} == {
-        "checkpoint-000001-0000000007", "checkpoint-000002-0000000009"}  # fmt: skip
+        "checkpoint-000001-0000000007",
+        "checkpoint-000002-0000000009",
+    }
 
 
 def test_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

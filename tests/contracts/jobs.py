@@ -178,8 +178,11 @@ class Part(Template):
         values: dict[str, str] = {}
         for source in self.container["envFrom"]:
             values |= maps[source["configMapRef"]["name"]]
-        fields = {FIELDS["MASTER_ADDR"]: self.annotations[MASTER], FIELDS["INSTANCE"]: self.labels[INSTANCE],
-                  JOB_INDEX: str(index)}  # fmt: skip
+        fields = {
+            FIELDS["MASTER_ADDR"]: self.annotations[MASTER],
+            FIELDS["INSTANCE"]: self.labels[INSTANCE],
+            JOB_INDEX: str(index),
+        }
         for entry in self.container["env"]:
             values[entry["name"]] = (
                 entry["value"] if "value" in entry else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]

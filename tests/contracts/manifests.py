@@ -32,8 +32,10 @@ NEW = "new"  # what `rolecall new` writes
 OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
 # how an outer kustomization names an overlay's copy
 VARIANTS: dict[str, dict[str, str]] = {
-    "both": {"namePrefix": "b-", "nameSuffix": "-two"}, "prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"}
-}  # fmt: skip
+    "both": {"namePrefix": "b-", "nameSuffix": "-two"},
+    "prefix": {"namePrefix": "b-"},
+    "suffix": {"nameSuffix": "-two"},
+}
 # whose copies have each of these names: with roles, with GPUs, and without roles; `both` is of every overlay
 NAMED_IN_ALL_WAYS = ("ps-trainers", "hybrid-cuda", "job", NEW)
 CONTAINER = "rank"
@@ -56,9 +58,13 @@ def kubectl() -> str:
 def render(directory: Path) -> list[Object]:
     """The objects of the kustomization in `directory`."""
     done = subprocess.run(
-        [kubectl(), "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False,
+        [kubectl(), "kustomize", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "GOGC": "off"},  # it ends before a collection pays
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return list(yaml.load_all(done.stdout, FAST_LOADER))
 

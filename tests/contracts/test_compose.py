@@ -240,9 +240,14 @@ def test_the_new_jobs_compose_file_gives_its_ranks_the_token_as_a_file(tmp_path:
 
 def make_token(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [TOKEN_SCRIPT, *arguments], cwd=folder, env={"PATH": os.environ["PATH"], **variables}, timeout=60,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [TOKEN_SCRIPT, *arguments],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **variables},
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def is_protected(file: Path) -> bool:

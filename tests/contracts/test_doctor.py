@@ -74,9 +74,14 @@ def doctor(directory: Path, containers: str, running: int = 0, ended: int = 0) -
     program.write_text(DOCKER.format(containers=directory / "containers", running=running, ended=ended))
     program.chmod(0o755)
     return subprocess.run(
-        [ROOT / "docker" / "ranks.sh", "doctor", "rl"], cwd=ROOT, timeout=60, capture_output=True, text=True,
-        check=False, env={"PATH": f"{program.parent}:{os.environ['PATH']}"},
-    )  # fmt: skip
+        [ROOT / "docker" / "ranks.sh", "doctor", "rl"],
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": f"{program.parent}:{os.environ['PATH']}"},
+    )
 
 
 def test_make_doctor_examines_every_container(tmp_path: Path) -> None:

@@ -127,9 +127,14 @@ def up(tmp_path: Path) -> Any:
     def run(profile: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), **variables}
         return subprocess.run(
-            [ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"], cwd=tmp_path, env=environment, timeout=60,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"],
+            cwd=tmp_path,
+            env=environment,
+            timeout=60,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     return run
 
@@ -194,12 +199,15 @@ def test_up_ends_as_rank_0_does(up: Any, tmp_path: Path, ends: str, code: int, w
         ("script", {}, "SCRIPT is missing: it names a file, such as ./pi.py"),
         ("job", {"JOB_FILE": "./e.py"}, "JOB_FILE=./e.py: there is no such file"),
         ("job", {"JOB_FILE": "./pi"}, "JOB_FILE=./pi: there is no such file"),
-        ("job", {"JOB_FILE": "pi.py", "IMAGE": "none"}, "there is no image none:cpu: make image builds rolecall:cpu, "
-         "and IMAGE= names one of your own"),
+        (
+            "job",
+            {"JOB_FILE": "pi.py", "IMAGE": "none"},
+            "there is no image none:cpu: make image builds rolecall:cpu, and IMAGE= names one of your own",
+        ),
         ("script", {"SCRIPT": "pi.py", "RANKS": "two"}, "RANKS='two': is no number of ranks"),
         ("script", {"SCRIPT": "pi.py", "RANKS": "0"}, "RANKS='0': is no number of ranks"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_started_is_one_line_and_code_2(
     up: Any, profile: str, variables: dict[str, str], line: str
 ) -> None:
@@ -211,8 +219,15 @@ def test_make_asks_for_the_file_before_it_builds() -> None:
     for profile, variable in (("job", "JOB_FILE"), ("script", "SCRIPT")):
         mine = (variable, "MAKEFLAGS", "MAKELEVEL")  # of the make that runs the tests
         environment = {key: value for key, value in os.environ.items() if key not in mine}
-        done = subprocess.run(["make", f"up-{profile}"], cwd=ROOT, env=environment, timeout=60, capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            ["make", f"up-{profile}"],
+            cwd=ROOT,
+            env=environment,
+            timeout=60,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 2
         assert done.stderr.splitlines()[0] == f"rolecall: {variable} is missing: it names a file, such as ./pi.py"
         assert not done.stdout

@@ -38,8 +38,16 @@ from tests.contracts.manifests import (
 )
 
 KUBERNETES = "1.36"
-ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
-                   "secret"}  # fmt: skip
+ALLOWED_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 # kinds of components that a cluster may have, which its own schemas do not know
 CUSTOM = {"PodMonitor", "PrometheusRule"}
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -224,8 +232,10 @@ def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
     for one in rendered.sets:
         probes = {kind: one.container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
         assert {kind: item["path"] for kind, item in probes.items()} == {
-            "startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"
-        }  # fmt: skip
+            "startupProbe": "/healthz",
+            "livenessProbe": "/healthz",
+            "readinessProbe": "/readyz",
+        }
         for item in probes.values():
             assert item["port"] == "metrics"
             assert f'web.get("{item["path"]}"' in served
@@ -404,9 +414,14 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("JOB", "MAKEFLAGS", "MAKELEVEL")}
     done = subprocess.run(
-        ["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables], cwd=ROOT, env=environment, timeout=60,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables],
+        cwd=ROOT,
+        env=environment,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = (kubectl_says.parent / "arguments").read_text()
     assert said == f"create secret generic {name} --from-file=JOB_TOKEN=/dev/stdin{more}\n"
@@ -420,17 +435,25 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
 def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> None:
     kubectl_says.write_text("#!/bin/sh\necho 'error: already exists' >&2\nexit 1\n")
     done = subprocess.run(
-        ["make", "k8s-token", f"KUBECTL={kubectl_says}"], cwd=ROOT, timeout=60, capture_output=True, text=True,
+        ["make", "k8s-token", f"KUBECTL={kubectl_says}"],
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 2
     assert "already exists" in done.stderr
     assert "kubectl delete secret rl" in done.stderr  # how it is replaced
 
 
 def test_the_page_says_what_all_jobs_request() -> None:
-    pods = [one.container["resources"]["requests"] for name in (*JOBS, *GENERIC) for one in overlay(name).sets
-            for _ in one.pods]  # fmt: skip
+    pods = [
+        one.container["resources"]["requests"]
+        for name in (*JOBS, *GENERIC)
+        for one in overlay(name).sets
+        for _ in one.pods
+    ]
     millicores = sum(int(requests["cpu"].removesuffix("m")) for requests in pods)
     mebibytes = sum(int(size[:-2]) * {"Mi": 1, "Gi": 1024}[size[-2:]] for size in (one["memory"] for one in pods))
     assert f"they request {millicores / 1000:g} CPUs and {mebibytes / 1024:g} GiB of memory" in " ".join(PAGE.split())
@@ -496,8 +519,10 @@ def selectors(rendered: Overlay) -> list[dict[str, Any]]:
     for one in rendered.sets:
         result += [spread["labelSelector"] for spread in one.pod["topologySpreadConstraints"]]
         near = one.pod.get("affinity", {}).get("podAffinity", {})
-        result += [term["podAffinityTerm"]["labelSelector"]
-                   for term in near.get("preferredDuringSchedulingIgnoredDuringExecution", [])]  # fmt: skip
+        result += [
+            term["podAffinityTerm"]["labelSelector"]
+            for term in near.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+        ]
     return result
 
 
@@ -508,15 +533,24 @@ def names_in(rendered: Overlay) -> dict[str, set[str]]:
         "pods": set(pods_of(rendered)),
         "labels": {item["metadata"]["labels"][INSTANCE] for item in rendered.objects if "labels" in item["metadata"]}
         | {one.labels[INSTANCE] for one in rendered.sets}
-        | {claim["metadata"]["labels"][INSTANCE]
-           for one in rendered.sets for claim in one.spec.get("volumeClaimTemplates", [])},
+        | {
+            claim["metadata"]["labels"][INSTANCE]
+            for one in rendered.sets
+            for claim in one.spec.get("volumeClaimTemplates", [])
+        },
         "Services": {one.spec["serviceName"] for one in rendered.sets},
         "Secrets": {volume["secretName"] for one in rendered.sets for volume in one.secrets.values()},
-        "ConfigMaps": {volume["configMap"]["name"]
-                       for one in rendered.sets for volume in one.pod["volumes"] if "configMap" in volume},
-        **{variable: {one.environment_of(pod)[variable] for one in rendered.sets for pod in one.pods}
-           for variable in ("MASTER_ADDR", "INSTANCE")},
-    }  # fmt: skip
+        "ConfigMaps": {
+            volume["configMap"]["name"]
+            for one in rendered.sets
+            for volume in one.pod["volumes"]
+            if "configMap" in volume
+        },
+        **{
+            variable: {one.environment_of(pod)[variable] for one in rendered.sets for pod in one.pods}
+            for variable in ("MASTER_ADDR", "INSTANCE")
+        },
+    }
 
 
 def test_a_copy_shares_nothing_with_the_job(rendered: Overlay, copy: Overlay) -> None:
@@ -672,8 +706,9 @@ def test_the_documented_overlays_render(example: dict[str, str], tmp_path: Path)
     name = changed.service["metadata"]["name"]
     # ConfigMaps too: what is deleted by the job's label is all of it
     assert {item["metadata"]["labels"][INSTANCE] for item in after} == {name}
-    (rank0,) = [pod for pod, labels in pods_of(changed).items()
-                if matches(changed.rank0_service["spec"]["selector"], labels)]  # fmt: skip
+    (rank0,) = [
+        pod for pod, labels in pods_of(changed).items() if matches(changed.rank0_service["spec"]["selector"], labels)
+    ]
     assert rank0.endswith("lead-0" if "\n  name: lead\n" in text else f"{overlay(base).first.name}-0")
     for one in changed.sets:
         assert one.environment["MASTER_ADDR"] == changed.rank0_service["metadata"]["name"]
@@ -763,9 +798,14 @@ def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_pat
         program.write_text(KIND.format(log=tmp_path / "log", states=tmp_path / "states"))
         program.chmod(0o755)
     done = subprocess.run(
-        [K8S / "kind.sh", "ps-trainers", "rolecall:cpu"], cwd=ROOT, timeout=60, capture_output=True, text=True,
-        check=False, env={"PATH": f"{program.parent}:{os.environ['PATH']}", "TIMEOUT": "320"},
-    )  # fmt: skip
+        [K8S / "kind.sh", "ps-trainers", "rolecall:cpu"],
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": f"{program.parent}:{os.environ['PATH']}", "TIMEOUT": "320"},
+    )
     assert done.returncode == code, done.stderr
     log = (tmp_path / "log").read_text()
     assert "kubectl --context kind-rolecall apply -k k8s/ps-trainers\n" in log

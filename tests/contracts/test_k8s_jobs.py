@@ -94,11 +94,25 @@ def test_a_pod_is_the_statefulsets(job: Ending) -> None:
     of_role = {one.environment.get("ROLE", ""): one for one in overlay(source(job)).sets}
     for part in job.parts:
         before = of_role[part.environment.get("ROLE", "")]
-        for field in ("securityContext", "terminationGracePeriodSeconds", "automountServiceAccountToken",
-                      "enableServiceLinks", "topologySpreadConstraints"):  # fmt: skip
+        for field in (
+            "securityContext",
+            "terminationGracePeriodSeconds",
+            "automountServiceAccountToken",
+            "enableServiceLinks",
+            "topologySpreadConstraints",
+        ):
             assert part.pod[field] == before.pod[field]
-        for field in ("resources", "securityContext", "livenessProbe", "readinessProbe", "startupProbe", "ports",
-                      "image", "imagePullPolicy", "terminationMessagePolicy"):  # fmt: skip
+        for field in (
+            "resources",
+            "securityContext",
+            "livenessProbe",
+            "readinessProbe",
+            "startupProbe",
+            "ports",
+            "image",
+            "imagePullPolicy",
+            "terminationMessagePolicy",
+        ):
             assert part.container[field] == before.container[field]
         assert part.container.get("workingDir") == before.container.get("workingDir")
         assert [mount for mount in part.container["volumeMounts"] if mount["mountPath"] != CHECKPOINTS] == [
@@ -292,8 +306,10 @@ def test_what_no_start_mends_ends_the_job_and_a_crash_does_not(job: Ending) -> N
         assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
         assert failed["action"] == "FailJob"
         assert failed["onExitCodes"] == {
-            "containerName": part.container["name"], "operator": "In", "values": [USAGE, FAILED]
-        }  # fmt: skip
+            "containerName": part.container["name"],
+            "operator": "In",
+            "values": [USAGE, FAILED],
+        }
         assert part.spec["podReplacementPolicy"] == "Failed"
         # the pause before the next replacement of one pod, of 10 s at first, is longer than rank 0 waits for it
         limit = Settings.model_fields["rejoin_timeout"].default

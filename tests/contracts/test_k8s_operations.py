@@ -73,8 +73,10 @@ def test_an_elastic_role_follows_its_autoscaler(component: str, variant: str, tm
     assert target.role.elastic
     assert (target.role.count, target.role.maximum) == (count, most)
     assert autoscaler["spec"]["scaleTargetRef"] == {
-        "apiVersion": target.object["apiVersion"], "kind": target.object["kind"], "name": target.name
-    }  # fmt: skip
+        "apiVersion": target.object["apiVersion"],
+        "kind": target.object["kind"],
+        "name": target.name,
+    }
     # the bounds are those of the job, and numbers
     assert (autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]) == (3, 7)
     assert (target.environment[count], target.environment[most]) == ("3", "7")
@@ -212,10 +214,13 @@ def test_what_a_job_of_a_repository_leaves_is_kept(tmp_path: Path) -> None:
         "argocd.argoproj.io/sync-options": "Prune=false,Delete=false",
         "kustomize.toolkit.fluxcd.io/prune": "disabled",
     }
-    assert notes["JobSet"].items() >= {
-        "argocd.argoproj.io/sync-options": "Force=true,Replace=true",
-        "kustomize.toolkit.fluxcd.io/force": "enabled",
-    }.items()  # fmt: skip
+    assert (
+        notes["JobSet"].items()
+        >= {
+            "argocd.argoproj.io/sync-options": "Force=true,Replace=true",
+            "kustomize.toolkit.fluxcd.io/force": "enabled",
+        }.items()
+    )
 
 
 def test_argo_cd_is_given_an_overlay_of_the_page() -> None:
@@ -236,13 +241,13 @@ def test_flux_is_given_an_overlay_of_the_page() -> None:
     source, kustomization = TOOLS["deploy/flux/rl.yaml"]
     assert (source["apiVersion"], source["kind"]) == ("source.toolkit.fluxcd.io/v1", "GitRepository")
     assert set(source["spec"]) == {"interval", "url", "ref"}
-    assert (kustomization["apiVersion"], kustomization["kind"]) == (
-        "kustomize.toolkit.fluxcd.io/v1", "Kustomization"
-    )  # fmt: skip
+    assert (kustomization["apiVersion"], kustomization["kind"]) == ("kustomize.toolkit.fluxcd.io/v1", "Kustomization")
     spec = kustomization["spec"]
-    assert {"interval", "prune", "sourceRef"} < set(spec) <= {
-        "interval", "sourceRef", "path", "targetNamespace", "prune", "wait"
-    }  # fmt: skip
+    assert (
+        {"interval", "prune", "sourceRef"}
+        < set(spec)
+        <= {"interval", "sourceRef", "path", "targetNamespace", "prune", "wait"}
+    )
     assert spec["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
     assert source["metadata"]["namespace"] == kustomization["metadata"]["namespace"]
     assert f"{spec['path'].removeprefix('./')}/kustomization.yaml" in dict(KUSTOMIZATIONS)
@@ -278,8 +283,11 @@ def test_the_overlay_of_a_table_past_memory_gives_each_server_a_volume_of_its_ow
     (tmp_path / path).parent.mkdir()
     (tmp_path / path).write_text(text)
     objects = checked(render((tmp_path / path).parent))
-    (server,) = (item["spec"]["template"]["spec"] for item in objects if item["metadata"]["name"] == "hybrid-ps"
-                 and item["kind"] == "StatefulSet")  # fmt: skip
+    (server,) = (
+        item["spec"]["template"]["spec"]
+        for item in objects
+        if item["metadata"]["name"] == "hybrid-ps" and item["kind"] == "StatefulSet"
+    )
     (volume,) = (each for each in server["volumes"] if "ephemeral" in each)
     mounted = {each["name"]: each["mountPath"] for each in server["containers"][0]["volumeMounts"]}
     assert mounted[volume["name"]] == image_environment()["CHECKPOINT_DIR"]

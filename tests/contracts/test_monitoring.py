@@ -48,9 +48,10 @@ def test_an_alert_is_tested_firing_and_silent(name: str) -> None:
     firing = [case for case in cases if case.get("exp_alerts")]
     # a silent case of a test in which it never fires: not only the time before it does
     silent = [
-        test for test in TESTS
+        test
+        for test in TESTS
         if {bool(case.get("exp_alerts")) for case in test["alert_rule_test"] if case["alertname"] == name} == {False}
-    ]  # fmt: skip
+    ]
     assert firing
     assert silent
     assert {case["alertname"] for test in TESTS for case in test["alert_rule_test"]} <= set(ALERTING)
@@ -81,8 +82,12 @@ def test_prometheus_finds_every_service_with_ranks() -> None:
     (discovery,) = scrape["dns_sd_configs"]
     (name,) = discovery["names"]
     # and itself: the engine answers for a name that nobody has with an error, and Prometheus keeps the old targets
-    known = [(service, network) for service in COMPOSE["services"]
-             for network, aliases in networks(service).items() if name in aliases]  # fmt: skip
+    known = [
+        (service, network)
+        for service in COMPOSE["services"]
+        for network, aliases in networks(service).items()
+        if name in aliases
+    ]
     assert known == [(service, "metrics") for service in (*SERVICES, "prometheus")]
     assert f"--web.listen-address=:{discovery['port']}" in WATCHERS["prometheus"]["command"]
     assert filled(WATCHERS["prometheus"]["ports"][0]).endswith(f":{discovery['port']}")
@@ -137,8 +142,12 @@ def test_a_watcher_writes_its_own_volume_only(name: str) -> None:
 
 
 def test_what_the_watchers_are_given_lies_where_they_look() -> None:
-    mounted = {target: ROOT / source for name in WATCHERS for source, target, *options in
-               (filled(volume).split(":") for volume in WATCHERS[name]["volumes"]) if options == ["ro"]}  # fmt: skip
+    mounted = {
+        target: ROOT / source
+        for name in WATCHERS
+        for source, target, *options in (filled(volume).split(":") for volume in WATCHERS[name]["volumes"])
+        if options == ["ro"]
+    }
     assert mounted["/etc/prometheus"] == PROMETHEUS
     assert "--config.file=/etc/prometheus/prometheus.yml" in WATCHERS["prometheus"]["command"]
     (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
@@ -214,8 +223,11 @@ def test_jobs_that_are_monitored_share_no_object(tmp_path: Path) -> None:
         overlay = monitored(tmp_path / str(number), job, **({"namePrefix": "b-"} if number == 3 else {}))
         name = overlay.service["metadata"]["name"]
         assert [overlay.only(kind)["metadata"]["name"] for kind in MONITORED[:2]] == [name, name]
-        boards = [item["metadata"]["name"] for item in overlay.of_kind("ConfigMap")
-                  if item["metadata"]["labels"].get("grafana_dashboard") == "1"]  # fmt: skip
+        boards = [
+            item["metadata"]["name"]
+            for item in overlay.of_kind("ConfigMap")
+            if item["metadata"]["labels"].get("grafana_dashboard") == "1"
+        ]
         assert sorted(boards) == [f"{name}-dashboard-{Path(board).stem}" for board in sorted(BOARDS)]
         # what is deleted by the label is this job's
         assert {item["metadata"]["labels"][INSTANCE] for item in overlay.objects} == {name}

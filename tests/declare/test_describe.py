@@ -318,9 +318,13 @@ def test_shared_settings_are_not_described_as_the_jobs() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "default"),
-    [("SecretStr | None", "None"), ("SecretStr", "SecretStr('')"), ("list[SecretStr]", "[]"),
-     ("dict[str, SecretStr]", "{}")],
-)  # fmt: skip
+    [
+        ("SecretStr | None", "None"),
+        ("SecretStr", "SecretStr('')"),
+        ("list[SecretStr]", "[]"),
+        ("dict[str, SecretStr]", "{}"),
+    ],
+)
 def test_a_secret_is_one_in_any_container(kind: str, default: str) -> None:
     Path("pi.py").write_text(PI.replace("    points:", f"    passphrase: {kind} = {default}\n    points:"))
     job = describe.describe("pi.py")

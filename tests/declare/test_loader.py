@@ -167,11 +167,13 @@ TOTAL = spokes()
         ("eval('1 +')\n", "circle.py:1: SyntaxError: invalid syntax (<string>, line 1)"),
         ("x = 1\nfrom rolecall import Job\n\nJOB = Job([])\n", "circle.py:4: Job(roles=...): needs a list of"),
         ("from rolecall import UsageError\nraise UsageError('set X')\n", "circle.py:2: set X"),
-        ("from rolecall import Settings\nclass Own(Settings):\n    points = 3\n",
-         "circle.py:2: PydanticUserError: A non-annotated attribute was detected: `points = 3`. "),
+        (
+            "from rolecall import Settings\nclass Own(Settings):\n    points = 3\n",
+            "circle.py:2: PydanticUserError: A non-annotated attribute was detected: `points = 3`. ",
+        ),
         ("import json\njson.loads('{')\n", "circle.py:2: JSONDecodeError: Expecting property name"),
     ],
-)  # fmt: skip
+)
 def test_an_error_of_a_file_is_a_line_with_its_place(text: str, line: str) -> None:
     write("circle.py", text)
     with pytest.raises(UsageError) as refused:
@@ -320,8 +322,12 @@ def test_a_built_in_jobs_frames_are_not_cut() -> None:
 
 
 def test_a_long_traceback_keeps_its_end() -> None:
-    write("circle.py", "def lead(n):\n    if n:\n        helper(n)\n    raise ValueError('the end')\n" + "x = 1\n" * 3
-          + "def helper(n):\n    lead(n - 1)\n")  # fmt: skip
+    write(
+        "circle.py",
+        "def lead(n):\n    if n:\n        helper(n)\n    raise ValueError('the end')\n"
+        + "x = 1\n" * 3
+        + "def helper(n):\n    lead(n - 1)\n",
+    )
     module = loader.load("circle.py")
     with pytest.raises(ValueError, match="the end") as raised:
         module.lead(200)

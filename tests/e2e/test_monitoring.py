@@ -96,8 +96,18 @@ def watched(clusters: dict[str, Cluster], tmp_path_factory: pytest.TempPathFacto
     name = f"rolecall-test-prometheus-{os.getpid()}"
     mounts = [part for file in directory.iterdir() for part in ("--volume", f"{file}:/etc/prometheus/{file.name}:ro")]
     flags = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
-    docker("run", "--detach", "--name", name, "--network", "host", *mounts, IMAGE, *flags,
-           f"--web.listen-address=127.0.0.1:{port}")  # fmt: skip
+    docker(
+        "run",
+        "--detach",
+        "--name",
+        name,
+        "--network",
+        "host",
+        *mounts,
+        IMAGE,
+        *flags,
+        f"--web.listen-address=127.0.0.1:{port}",
+    )
     try:
         served = Prometheus(port)
         everyone = len(ranks)
@@ -159,8 +169,11 @@ def test_a_killed_rank_makes_its_alert_pending(clusters: dict[str, Cluster], wat
     (alert,) = until(lambda: watched.alerts("RolecallRankDown"), "the alert")
     assert alert["state"] == "pending"
     assert {name: alert["labels"][name] for name in ("job", "role", "ordinal", "severity")} == {
-        "job": "ps", "role": "trainer", "ordinal": "1", "severity": "warning",
-    }  # fmt: skip
+        "job": "ps",
+        "role": "trainer",
+        "ordinal": "1",
+        "severity": "warning",
+    }
     assert OF_ALERTS
     for query in OF_ALERTS:
         until(lambda query=query: watched.ask(filled(query)), f"an answer to {query}")

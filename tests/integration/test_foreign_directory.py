@@ -35,9 +35,14 @@ def test_the_users_modules_replace_none_of_ours(tmp_path: Path, command: list[st
     environment = {**os.environ, **QUICK, "CHECKPOINT_DIR": "run-of-mine", "PYTHONPATH": str(ROOT / "app")}
     flags = ["--epochs", "1", "--trainers", "1", "--dataset", "mine:data", "--plain"]
     ended = subprocess.run(
-        [sys.executable, *command, "run", "ps", *flags], env=environment, cwd=tmp_path, timeout=2 * DEADLINE,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, *command, "run", "ps", *flags],
+        env=environment,
+        cwd=tmp_path,
+        timeout=2 * DEADLINE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "working directory is imported" not in ended.stdout + ended.stderr
     summary, _ = reported(tmp_path / "run-of-mine")

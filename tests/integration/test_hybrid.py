@@ -49,9 +49,13 @@ def in_one_process(chosen: HybridSettings) -> dict[str, Tensor]:
         for batch in order.split(chosen.batch_size * TRAINERS):
             taken = samples.train.take(batch)
             vectors = functional.embedding_bag(
-                taken.bags.rows, table, taken.bags.offsets, mode="sum", include_last_offset=True,
+                taken.bags.rows,
+                table,
+                taken.bags.offsets,
+                mode="sum",
+                include_last_offset=True,
                 per_sample_weights=taken.bags.weights,
-            )  # fmt: skip
+            )
             optimizer.zero_grad()
             table.grad = None
             functional.cross_entropy(whole.dense(vectors), taken.labels).backward()
@@ -113,8 +117,16 @@ def test_interrupted_and_resumed_it_is_an_uninterrupted_run(cluster: MakeCluster
 
 def test_an_interrupted_hashed_table_has_the_ids_and_rows_of_an_uninterrupted_one(cluster: MakeCluster) -> None:
     """Rows are born, forgotten and evicted all the time."""
-    changes = {"TABLE": "hashed", "TTL": "2", "MAX_ROWS": "24", "FILTER_IDS": "1000", "SERVERS": "2", "EPOCHS": "25",
-               "OPTIMIZER": "adagrad", "LR": "0.02"}  # fmt: skip
+    changes = {
+        "TABLE": "hashed",
+        "TTL": "2",
+        "MAX_ROWS": "24",
+        "FILTER_IDS": "1000",
+        "SERVERS": "2",
+        "EPOCHS": "25",
+        "OPTIMIZER": "adagrad",
+        "LR": "0.02",
+    }
     job = cluster(JOB="hybrid", CHECKPOINT_INTERVAL="0.05", **changes).start(TRAINERS)
     until(lambda: list(job.checkpoints.glob("checkpoint-*")), "a checkpoint")
     resumed = job.first.appears("resumed")
@@ -123,9 +135,11 @@ def test_an_interrupted_hashed_table_has_the_ids_and_rows_of_an_uninterrupted_on
     columns = finished(job).state["embeddings"]
     expected = hashed_in_one_process(settings(**changes))
     for ordinal, table in enumerate(expected):
-        saved = tables.load(settings(**changes), {
-            name: values for name, values in columns.items() if name.startswith(f"{ordinal}of") or name == "filter"
-        }, table.step)  # fmt: skip
+        saved = tables.load(
+            settings(**changes),
+            {name: values for name, values in columns.items() if name.startswith(f"{ordinal}of") or name == "filter"},
+            table.step,
+        )
         assert isinstance(saved, HashedTable)
         assert 10 < table.alive <= 24
         for mine, theirs in zip(saved.entries(), table.entries(), strict=True):

@@ -26,25 +26,39 @@ def run(directory: Path, *flags: str, **settings: str) -> subprocess.Popen[str]:
     """`rolecall run rl` in its own session."""
     environment = {**os.environ, **QUICK, "OBSERVERS": "1", "CHECKPOINT_DIR": str(directory), **settings}
     return subprocess.Popen(
-        [sys.executable, "-m", "rolecall", "run", "rl", "--plain", *flags], env=environment, cwd=ROOT,
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "rolecall", "run", "rl", "--plain", *flags],
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """The command `rolecall`: unlike `python -m`, it has not the working directory, with these tests, on its path."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "rolecall", *arguments], env={**os.environ, **settings}, cwd=ROOT,
-        timeout=DEADLINE, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-P", "-m", "rolecall", *arguments],
+        env={**os.environ, **settings},
+        cwd=ROOT,
+        timeout=DEADLINE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def watch(*arguments: str) -> subprocess.Popen[str]:
     """`rolecall watch`, without a terminal."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rolecall", "watch", *arguments], cwd=ROOT, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "rolecall", "watch", *arguments],
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -52,8 +66,16 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def test_run_solves_a_quick_task(tmp_path: Path) -> None:
-    process = run(tmp_path, "--num-envs", "16", "--env-id", QUICK_ID, ENV_ID="x", ROLLOUT_STEPS="16",
-                  JOB_TOKEN="a-secret-of-ours-alone")  # fmt: skip
+    process = run(
+        tmp_path,
+        "--num-envs",
+        "16",
+        "--env-id",
+        QUICK_ID,
+        ENV_ID="x",
+        ROLLOUT_STEPS="16",
+        JOB_TOKEN="a-secret-of-ours-alone",
+    )
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out + err
     assert "Solved! Mean return of the last 100 episodes is" in out
@@ -130,8 +152,9 @@ def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_ranks_print_megabytes_that_nobody_reads_and_end_with_the_run(tmp_path: Path) -> None:
-    process = run(tmp_path, ENV_ID="tests.integration.environments:Loud-v0", LOG_INTERVAL="1", NUM_ENVS="8",
-                  ROLLOUT_STEPS="16")  # fmt: skip
+    process = run(
+        tmp_path, ENV_ID="tests.integration.environments:Loud-v0", LOG_INTERVAL="1", NUM_ENVS="8", ROLLOUT_STEPS="16"
+    )
     try:
         agent, observer = (tmp_path / "logs" / f"{role}-0.log" for role in ("agent", "observer"))
         until(lambda: agent.exists() and "Episode 2\t" in agent.read_text(), "training")

@@ -108,8 +108,15 @@ def test_local_uses_every_sample_once_an_epoch_whoever_is_killed_in_a_round(clus
 
 
 def test_int8_learns_after_a_trainer_and_a_server_are_lost(cluster: MakeCluster) -> None:
-    chosen = {"MODEL": HERE + "small", "DATASET": HERE + "blobs", "BATCH_SIZE": "8", "EPOCHS": "24", "LR": "0.1",
-              "LR_SCHEDULE": "cosine", "MOMENTUM": "0.9"}  # fmt: skip
+    chosen = {
+        "MODEL": HERE + "small",
+        "DATASET": HERE + "blobs",
+        "BATCH_SIZE": "8",
+        "EPOCHS": "24",
+        "LR": "0.1",
+        "LR_SCHEDULE": "cosine",
+        "MOMENTUM": "0.9",
+    }
     job = cluster(JOB="ps", SERVERS="2", WIRE_DTYPE="int8", CHECKPOINT_INTERVAL="0.3", **chosen).start(2)
     job.trains()
     trainer = job.member(1)

@@ -68,9 +68,11 @@ def test_run_as_main_with_processes_of_its_own(cluster: MakeCluster) -> None:
     with their generation.
     """
     job = cluster(
-        JOB="script", SCRIPT="tests/integration/spawning.py", cold=("rank-1",),
+        JOB="script",
+        SCRIPT="tests/integration/spawning.py",
+        cold=("rank-1",),
         SCRIPT_ARGS="--rank {rank} --world_size={world_size}",
-    ).start(2)  # fmt: skip
+    ).start(2)
     until(lambda: "trains" in printed(job, 1), "training")
     started = [process for rank in job.ranks.values() for process in rank.processes("worker")[0].children()]
     assert len(started) == 2
@@ -84,7 +86,7 @@ def test_calls_that_are_answered_together(cluster: MakeCluster) -> None:
     """The function has further parameters; RPC and a process group meet at one address."""
     job = cluster(
         JOB="script", SCRIPT="tests/integration/programs.py:average", SCRIPT_ARGS="--scale 10 -- 3 True"
-    ).start(3)  # fmt: skip
+    ).start(3)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
     assert printed(job, 0) == ["averages [15.0, 30.0, 45.0]", "whole True"]
 

@@ -102,9 +102,13 @@ def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytes
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--max-iteration", " (did you mean --max-iterations?)"), ("--num_envs", " (did you mean --num-envs?)"),
-     ("--gama=0.9", " (did you mean --gamma?)"), ("--quite-another", "")],
-)  # fmt: skip
+    [
+        ("--max-iteration", " (did you mean --max-iterations?)"),
+        ("--num_envs", " (did you mean --num-envs?)"),
+        ("--gama=0.9", " (did you mean --gamma?)"),
+        ("--quite-another", ""),
+    ],
+)
 def test_a_misspelt_flag_is_one_line_with_the_flag_that_is_meant(
     capsys: pytest.CaptureFixture[str], flag: str, meant: str
 ) -> None:
@@ -163,8 +167,9 @@ __main__.main(["rank"])
 
 def test_a_rank_starts_its_fork_server_before_the_rest_of_its_imports() -> None:
     environment = {**os.environ, "JOB": "ps", "ROLE": "trainer"}
-    run = subprocess.run([sys.executable, "-c", RANK], env=environment, timeout=60, capture_output=True, text=True,
-                         check=False)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", RANK], env=environment, timeout=60, capture_output=True, text=True, check=False
+    )
     assert run.stdout.split() == list(registry.get("ps").roles[1].preload), run.stderr
 
 

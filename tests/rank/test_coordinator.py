@@ -29,8 +29,9 @@ FIRST = "first"
 @contextlib.asynccontextmanager
 async def serving(directory: Path, lease: float = 6.0) -> AsyncIterator[tuple[Coordinator, Post]]:
     """A coordinator that ticks, and what posts a beat to it."""
-    settings = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
-                        lease_seconds=lease)  # fmt: skip
+    settings = Settings(
+        job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0], lease_seconds=lease
+    )
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
     loops = [asyncio.create_task(loop) for loop in lead.loops()]

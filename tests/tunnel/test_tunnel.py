@@ -197,9 +197,11 @@ def test_what_a_worker_announced_ends_with_it(pair: Pair) -> None:
     )
     server = Server(echo)
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(lead.directory), str(server.port)], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", program, str(lead.directory), str(server.port)],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     service, reach = process.stdout.readline().strip(), worker.reach()
     port = reach.port_to(lead.name, "127.0.0.1", lead.port, service)

@@ -36,8 +36,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "prefix": {"namePrefix": "b-"},
     "suffix": {"nameSuffix": "-two"},
 }
-# whose copies have each of these names: with roles, with GPUs, and without roles; `both` is of every overlay
-NAMED_IN_ALL_WAYS = ("ps-trainers", "hybrid-cuda", "job", NEW)
+# overlays that are copied: with roles, with GPUs and without roles; the first one in every variant
+COPIED = ("ps-trainers", "hybrid-cuda", "job", NEW)
 CONTAINER = "rank"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
@@ -243,3 +243,30 @@ class RankSet(Template):
     @property
     def role(self) -> Role:
         return next(role for role in self.job.roles if role.name == self.environment["ROLE"])
+
+
+def port_number(ranks: RankSet, port: int | str) -> int:
+    """A port by its number or by the container's name for it."""
+    named = {entry["name"]: entry["containerPort"] for entry in ranks.container["ports"]}
+    return port if isinstance(port, int) else named[port]
+
+
+def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether an object's selector, or a Service's, takes a pod with these labels."""
+    wanted = selector.get("matchLabels", selector)
+    assert not {"matchLabels", "matchExpressions"} & set(wanted)
+    return bool(wanted) and wanted.items() <= labels.items()
+
+
+def pods_of(rendered: Overlay) -> dict[str, dict[str, str]]:
+    """The labels of every pod."""
+    return {pod: one.labels_of(pod) for one in rendered.sets for pod in one.pods}
+
+
+def identity_of(ranks: RankSet, pod: str, settings: Settings) -> tuple[str, int | None]:
+    """The rank that `pod` takes itself for; a job with a file of its own is taken for a script."""
+    given = ranks.environment_of(pod)
+    numbers = {name.lower(): int(given[name]) for name in ("ORDINAL", "RANK") if name in given}
+    job = ranks.job if ranks.has_role else registry.get("script")
+    identity = registry.identity(registry.roles(job, settings), settings.model_copy(update=numbers), pod)
+    return identity.role, identity.ordinal

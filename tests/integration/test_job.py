@@ -229,8 +229,6 @@ def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
     [
         ({"NUM_ENVS": "many", "GAMMA": "2", "SEED": "-1"}, ["NUM_ENVS='many'", "GAMMA='2'", "SEED='-1'"]),
         ({"ENV_ID": "NoSuchThing-v7"}, ["ENV_ID=NoSuchThing-v7"]),
-        ({"DEVICE": "tpu"}, ["DEVICE='tpu'"]),
-        ({"MIN_OBSERVERS": "5"}, ["OBSERVERS=1", "MIN_OBSERVERS=5"]),
     ],
 )
 def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, str], expected: list[str]) -> None:
@@ -246,32 +244,13 @@ def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, s
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"ENV_ID": "tests.integration.environments:Talks-v0"}, ["no network for observations of Text("]),
-        ({"POLICY": "no.such:thing"}, ["POLICY=no.such:thing"]),
-    ],
-)
-def test_what_a_check_refuses_is_one_clear_line(
-    cluster: MakeCluster, settings: dict[str, str], expected: list[str]
-) -> None:
-    job = cluster(**settings).start(1)
+def test_what_a_check_refuses_is_one_clear_line(cluster: MakeCluster) -> None:
+    job = cluster(ENV_ID="tests.integration.environments:Talks-v0").start(1)
     for rank in job.ranks.values():
         assert rank.wait() == 2
         (line,) = rank.text().splitlines()
-        assert all(text in line for text in expected)
+        assert "no network for observations of Text(" in line
     assert not list(job.checkpoints.glob("checkpoint-*"))
-
-
-def test_unreachable_master_ends_at_the_deadline(cluster: MakeCluster) -> None:
-    job = cluster(REJOIN_TIMEOUT="1")
-    rank = job.add("observer", 0).start()
-    assert rank.wait() == 2
-    last = rank.text().splitlines()[-1]
-    assert "MASTER_ADDR=127.0.0.1" in last
-    assert "could not be reached" in last
-    assert "Traceback" not in rank.text()
 
 
 @pytest.mark.parametrize("tls", ["require", "off"])
@@ -327,17 +306,3 @@ def test_second_rank_0_is_refused(cluster: MakeCluster) -> None:
     assert "in use by another running job" in second.text()
     job.ranks[first.name] = first
     job.trains()
-
-
-def test_checkpoints_of_another_model_are_refused_and_kept(cluster: MakeCluster) -> None:
-    job = cluster(MAX_ITERATIONS="3").start(1)
-    assert job.agent.wait() == 0
-    (job.checkpoints / "DONE").unlink()
-    kept = {path.name: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")}
-    for rank in job.ranks.values():
-        rank.kill()
-        rank.environment["HIDDEN_SIZE"] = "7"
-        rank.start()
-    assert [rank.wait() for rank in job.ranks.values()] == [2, 2]
-    assert "HIDDEN_SIZE=7: the newest checkpoint in CHECKPOINT_DIR was made with 64" in job.agent.text()
-    assert {path.name: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")} == kept

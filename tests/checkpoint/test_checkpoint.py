@@ -263,7 +263,7 @@ def assert_found_or_harmless(found: Snapshot | None) -> None:
 
 
 @given(st.data(), st.integers(1, 255))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_any_changed_byte_is_found_or_harmless(file: File, data: st.DataObject, bits: int) -> None:
     position = data.draw(st.integers(0, len(file.whole) - 1))
     found = file.flip(position, bits)
@@ -273,9 +273,9 @@ def test_any_changed_byte_is_found_or_harmless(file: File, data: st.DataObject, 
 
 
 def test_any_change_of_the_first_line_is_found_or_harmless(file: File) -> None:
-    """Every bit, and every character that means something in JSON: a length may become negative, a number longer."""
+    """A bit of each byte, and every character with a meaning in JSON: a length becomes negative, a number longer."""
     for position in range(file.head):
-        changes = {1 << bit for bit in range(8)} | {file.whole[position] ^ byte for byte in b'-+.eE0159 \n",:[]{}'}
+        changes = {1 << position % 8} | {file.whole[position] ^ byte for byte in b'-+.eE0159 \n",:[]{}'}
         for bits in changes - {0}:
             assert_found_or_harmless(file.flip(position, bits))
 

@@ -123,12 +123,16 @@ class Gang:
             self.context.training.require_saver().wait(60)
 
 
+def failures(gang: Gang) -> float:
+    return float(gang.context.metrics.checkpoint_failures.collect()[0].samples[0].value)
+
+
 def files(directory: Path) -> list[Path]:
     return sorted((directory / rundir.SHARDS).glob("*/*"))
 
 
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 3)])
 @pytest.mark.parametrize("spread", [False, True])
 def test_read_back_by_any_number_of_members(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int, spread: bool
@@ -148,7 +152,7 @@ def test_read_back_by_any_number_of_members(
 
 
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3)])
 def test_members_with_directories_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int
 ) -> None:
@@ -338,10 +342,9 @@ def flip_header(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("servers", [2, 3])
 @pytest.mark.parametrize("hurt", [tear, flip, swap, flip_header, Path.unlink, lambda file: shutil.rmtree(file.parent)])
 def test_a_hurt_shard_has_the_checkpoint_before_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: int, hurt: Callable[[Path], object]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hurt: Callable[[Path], object]
 ) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
     gang.fill(1)
@@ -351,7 +354,7 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(
     gang.save(8)
     newest = checkpoint.newest_first(tmp_path)[0].stem
     hurt(tmp_path / rundir.SHARDS / newest / "model-ps_0.safetensors")
-    resumed = Gang(monkeypatch, tmp_path, servers, generation=2)
+    resumed = Gang(monkeypatch, tmp_path, 3, generation=2)
     assert resumed.restore()["step"] == 7
     assert torch.equal(resumed.whole, saved)
     whole = Checkpoints(tmp_path, "pi").newest()
@@ -359,7 +362,7 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(
     assert torch.equal(whole.state["model"]["weight"], saved)
     shutil.rmtree(tmp_path / rundir.SHARDS)
     with pytest.raises(UsageError, match=r"^no usable checkpoint in CHECKPOINT_DIR=.*model-ps_0.safetensors"):
-        Gang(monkeypatch, tmp_path, servers, generation=3).restore()
+        Gang(monkeypatch, tmp_path, 3, generation=3).restore()
 
 
 def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
@@ -398,7 +401,7 @@ def test_a_writer_of_an_older_generation_writes_nothing(monkeypatch: pytest.Monk
     gang.save(7)
     assert not files(tmp_path)
     assert not checkpoint.newest_first(tmp_path)
-    assert gang.context.metrics.checkpoint_failures._value.get() == 1
+    assert failures(gang) == 1
 
 
 def test_a_member_that_is_lost_fails_the_checkpoint_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -429,7 +432,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp
     gang = Gang(monkeypatch, tmp_path, 2, mode=mode)
     (tmp_path / rundir.SHARDS).write_text("in the way")
     gang.save(7)
-    assert gang.context.metrics.checkpoint_failures._value.get() == 1
+    assert failures(gang) == 1
     (tmp_path / rundir.SHARDS).unlink()
     gang.save(8)
     assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000008"]

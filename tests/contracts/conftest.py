@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.manifests import COPIED, OVERLAYS
+from tests.contracts.manifests import COPIED, OVERLAYS, Overlay, overlay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,3 +22,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             return
         pairs = [*((name, "both") for name in (*COPIED, *extra)), (COPIED[0], "prefix"), (COPIED[0], "suffix")]
         metafunc.parametrize(("overlay_name", "variant"), pairs)
+
+
+@pytest.fixture
+def rendered(overlay_name: str) -> Overlay:
+    return overlay(overlay_name)

@@ -101,7 +101,8 @@ def test_a_pod_is_the_statefulsets(job: Ending) -> None:
         before = of_role[part.environment.get("ROLE", "")]
         differ = {"containers", "volumes", "restartPolicy", "subdomain", "schedulerName", "affinity"}
         assert without(part.pod, differ) == without(before.pod, differ)
-        assert without(part.container, {"env", "volumeMounts"}) == without(before.container, {"env", "volumeMounts"})
+        differ = {"env", "envFrom", "volumeMounts"}
+        assert without(part.container, differ) == without(before.container, differ)
         assert [mount for mount in part.container["volumeMounts"] if mount["mountPath"] != CHECKPOINTS] == [
             mount for mount in before.container["volumeMounts"] if mount["mountPath"] != CHECKPOINTS
         ]

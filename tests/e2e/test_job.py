@@ -136,13 +136,6 @@ def test_an_elastic_role_is_scaled_while_it_trains(training: Project) -> None:
     assert training.rank0.restarts <= 1
 
 
-def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
-    assert training.make("stop").returncode == 0
-    written = training.newest_checkpoint()
-    training.up()
-    until(lambda: training.step() > written, "further steps", DEADLINE)
-
-
 # ---- a program
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rolecall.checkpoint import checkpoint
-from rolecall.jobs.hybrid import JOB, HybridSettings, data, tables
+from rolecall.jobs.hybrid import HybridSettings, data, tables
 from rolecall.jobs.hybrid.hashed import HashedTable
 from rolecall.jobs.hybrid.model import LocalModel, build_dense, build_optimizer
 from tests.integration.cluster import ENDLESS, Cluster, alive, reported, until
@@ -195,18 +195,6 @@ def test_checkpoints_are_written_while_it_trains(kept: Cluster) -> None:
     until(lambda: kept.iterations() > step, "further steps")
     assert kept.ranks["ps-0"].metric("hybrid_stall_seconds_total", cause="checkpoint") > 0
     assert kept.member(0).metric("hybrid_stall_seconds_total", cause="lookup") > 0
-
-
-def test_other_settings_than_the_checkpoints_are_refused_and_nothing_is_touched(cluster: MakeCluster) -> None:
-    job = cluster(JOB="hybrid")
-    job.checkpoints.mkdir()
-    kept = settings().model_dump(include=set(JOB.pinned))
-    checkpoint.Checkpoints(job.checkpoints, "hybrid").write(5, {}, {"settings": {**kept, "embedding_dim": 5}})
-    before = {path: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")}
-    job.start(1)
-    assert {rank.wait() for rank in job.ranks.values()} == {2}
-    assert "EMBEDDING_DIM=4: the newest checkpoint in CHECKPOINT_DIR was made with 5" in job.first.text()
-    assert {path: path.read_bytes() for path in job.checkpoints.glob("checkpoint-*")} == before
 
 
 def test_an_index_out_of_range_is_refused_before_anything_starts(cluster: MakeCluster) -> None:

@@ -115,15 +115,6 @@ def test_without_a_threshold_it_ends_at_max_iterations(cluster: MakeCluster) -> 
     assert reported(job.checkpoints)[0]["curve"]["goal"] is None
 
 
-def test_a_threshold_below_0_is_not_met_by_the_running_rewards_start(cluster: MakeCluster) -> None:
-    job = cluster(ENV_ID="tests.integration.environments:Negative-v0", MAX_ITERATIONS="2", SOLVED_BY="running").start(1)
-    assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
-    done = json.loads((job.checkpoints / "DONE").read_text())
-    assert done["iterations"] == 2
-    assert done["solved"] is False
-    assert done["running_return"] < -0.8
-
-
 def test_two_side_by_side_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     both, watching = [run(tmp_path / name, LOG_INTERVAL="1") for name in ("one", "two")], None
     try:
@@ -224,22 +215,14 @@ def test_torch_variables_alone_start_a_job(cluster: MakeCluster) -> None:
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"NUM_ENVS": "many", "GAMMA": "2", "SEED": "-1"}, ["NUM_ENVS='many'", "GAMMA='2'", "SEED='-1'"]),
-        ({"ENV_ID": "NoSuchThing-v7"}, ["ENV_ID=NoSuchThing-v7"]),
-    ],
-)
-def test_wrong_settings_are_one_clear_line(tmp_path: Path, settings: dict[str, str], expected: list[str]) -> None:
-    process = run(tmp_path, **settings)
+def test_wrong_settings_are_one_clear_line(tmp_path: Path) -> None:
+    process = run(tmp_path, ENV_ID="NoSuchThing-v7")
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 2
     assert "checkpoints" not in out  # there are none
     complaints = [line for line in err.splitlines() if "wrong" in line or "=" in line]
     assert len(complaints) == 1, err
-    for text in expected:
-        assert text in complaints[0]
+    assert "ENV_ID=NoSuchThing-v7" in complaints[0]
     assert "Traceback" not in err
     assert not list(tmp_path.glob("checkpoint-*"))
 

@@ -135,14 +135,6 @@ def test_wrong_values_are_one_line(
     assert "LR='-1': " in line
 
 
-def test_an_unknown_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["run", "chess", "--epochs", "1"]) == USAGE
-    output = capsys.readouterr()
-    names = ", ".join(registry.JOBS)
-    assert output.out == ""
-    assert output.err == f"rolecall: JOB='chess': no such job ({names}, FILE.py or package.module)\n"
-
-
 @pytest.mark.parametrize("arguments", [["run"], ["run", "--plain"], ["local", "rl"], ["run", "rl", "--num-envs"]])
 def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

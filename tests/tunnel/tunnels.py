@@ -109,6 +109,7 @@ class Server:
             self._serve(connection)
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # its thread waits in accept
         self._listener.close()
 
 

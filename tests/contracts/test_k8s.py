@@ -32,6 +32,7 @@ from tests.contracts.manifests import (
     pods_of,
     port_number,
     render,
+    require_services_to_name_the_pods,
 )
 
 KUBERNETES = "1.36"
@@ -156,23 +157,7 @@ def maps_of(one: RankSet) -> list[dict[str, str]]:
 
 
 def test_services_name_the_pods(rendered: Overlay) -> None:
-    service = rendered.service
-    for one in rendered.sets:
-        assert one.spec["serviceName"] == service["metadata"]["name"]
-        assert one.pod["enableServiceLinks"] is False  # they are variables such as MASTER_PORT
-        assert matches(service["spec"]["selector"], one.labels)
-    assert [entry["name"] for entry in service["spec"]["ports"]] == ["metrics", "rank"]
-    for given in rendered.of_kind("Service"):
-        # ranks find each other before they are ready, and are ready only when they have
-        assert given["spec"]["publishNotReadyAddresses"] is True
-        assert given["spec"]["ipFamilyPolicy"] == "PreferDualStack"
-        for entry in given["spec"]["ports"]:
-            if entry["name"] == "store":  # no rank says that it has the port, since most do not
-                assert "targetPort" not in entry
-                continue
-            assert entry["targetPort"] == entry["name"]
-            assert all(port_number(one, entry["targetPort"]) == entry["port"] for one in rendered.sets)
-            assert entry["appProtocol"] == {"metrics": "http", "rank": "tls"}[entry["name"]]
+    require_services_to_name_the_pods(rendered)
 
 
 def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:

@@ -13,10 +13,10 @@ from rolecall import config
 from rolecall.declare import registry
 from tests.contracts.containers import ROOT
 from tests.contracts.manifests import (
+    COPIED,
     GENERIC,
     INSTANCE,
     K8S,
-    OVERLAYS,
     VARIANTS,
     Overlay,
     copied,
@@ -26,8 +26,9 @@ from tests.contracts.manifests import (
     matches,
     overlay,
     pods_of,
+    require_services_to_name_the_pods,
 )
-from tests.contracts.test_k8s import CUSTOM, KUBERNETES, test_services_name_the_pods
+from tests.contracts.test_k8s import CUSTOM, KUBERNETES
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_a_copy_is_a_whole_job(copy: Overlay) -> None:
             kubernetes_validate.validate(item, KUBERNETES, strict=True)
     name = copy.service["metadata"]["name"]
     assert copy.only("NetworkPolicy")["metadata"]["name"] == name
-    test_services_name_the_pods(copy)
+    require_services_to_name_the_pods(copy)
     selected = [pod for pod, labels in pods_of(copy).items() if matches(copy.rank0_service["spec"]["selector"], labels)]
     assert selected == [copy.first.pods[0]]
     maps = {item["metadata"]["name"] for item in copy.of_kind("ConfigMap")}
@@ -128,14 +129,14 @@ def test_copies_live_in_one_kustomization(tmp_path: Path) -> None:
         name = f"team-{letter}-ps-trainers"
         parts.append(Overlay(letter, [one for one in together.objects if one["metadata"]["labels"][INSTANCE] == name]))
         assert len(parts[-1].objects) == len(overlay("ps-trainers").objects)
-        test_services_name_the_pods(parts[-1])
+        require_services_to_name_the_pods(parts[-1])
         test_a_copy_shares_nothing_with_the_job(overlay("ps-trainers"), parts[-1])
     test_a_copy_shares_nothing_with_the_job(*parts)
 
 
 def test_an_instance_label_of_ones_own_is_followed(rendered: Overlay, tmp_path: Path) -> None:
     labels = [{"pairs": {INSTANCE: "mine"}, "includeSelectors": True}]
-    if rendered.name not in OVERLAYS:
+    if rendered.name not in COPIED:
         return
     with folder_of(rendered.name) as folder:
         renamed = Overlay("mine", extended(tmp_path / "mine", folder, labels=labels))

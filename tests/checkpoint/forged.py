@@ -28,8 +28,15 @@ def write(folder: Path, job: str, content: Any, listed: Any = None, **head: Any)
     folder.mkdir(exist_ok=True)
     body = content if isinstance(content, bytes) else packed(content)
     shards = b"" if listed is None else json.dumps(listed).encode()
-    first = {"format": checkpoint.FORMAT, "job": job, "generation": 1, "step": 1, "length": len(body) + len(shards),
-             **({} if listed is None else {"manifest": len(shards)}), **head}  # fmt: skip
+    first = {
+        "format": checkpoint.FORMAT,
+        "job": job,
+        "generation": 1,
+        "step": 1,
+        "length": len(body) + len(shards),
+        **({} if listed is None else {"manifest": len(shards)}),
+        **head,
+    }
     first["sha256"] = checkpoint.digest_of(first, (body, shards))
     path = folder / NAME
     path.write_bytes(json.dumps(first).encode() + b"\n" + body + shards)

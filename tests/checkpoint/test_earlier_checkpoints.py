@@ -117,13 +117,26 @@ def test_what_is_chosen_must_be_pinned(tmp_path: Path) -> None:
 @pytest.fixture
 def tutorials(tmp_path: Path) -> Path:
     """A directory with a checkpoint as `rl` wrote it before it learned by PPO."""
-    model = {f"{name}.{layer}.{what}": torch.zeros(1)
-             for name in ("policy", "baseline") for layer in (1, 3) for what in ("weight", "bias")}  # fmt: skip
-    learner = {"model": model, "optimizer": {}, "version": 70, "mean": 0.5, "square": 1.0,
-               "shuffle": torch.Generator().get_state()}  # fmt: skip
+    model = {
+        f"{name}.{layer}.{what}": torch.zeros(1)
+        for name in ("policy", "baseline")
+        for layer in (1, 3)
+        for what in ("weight", "bias")
+    }
+    learner = {
+        "model": model,
+        "optimizer": {},
+        "version": 70,
+        "mean": 0.5,
+        "square": 1.0,
+        "shuffle": torch.Generator().get_state(),
+    }
     score = {"last": 500.0, "running": 476.0, "updates": 70}
-    about = {"settings": {"env_id": "CartPole-v1", "policy": "", "hidden_size": 128, "dropout": 0.0},
-             "seconds": 9.0, "done": 571_000.0}  # fmt: skip
+    about = {
+        "settings": {"env_id": "CartPole-v1", "policy": "", "hidden_size": 128, "dropout": 0.0},
+        "seconds": 9.0,
+        "done": 571_000.0,
+    }
     Checkpoints(tmp_path, "rl", 1).write(70, {"learner": learner, "score": score, "samples": 571_000}, about)
     return tmp_path
 

@@ -58,8 +58,16 @@ class Calls:
 class Gang:
     """A lead and members, each with some rows of `weight` and a value of its own for each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, spread: bool = False,
-                 generation: int = 1, folders: bool = False, mode: str = "auto") -> None:  # fmt: skip
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        directory: Path,
+        servers: int,
+        spread: bool = False,
+        generation: int = 1,
+        folders: bool = False,
+        mode: str = "auto",
+    ) -> None:
         members = (Peer("lead", 0, 0), *(Peer("ps", n, n + 1) for n in range(servers)))
         self.calls, self.weights, self.shares = Calls(), [], []
         self.state: dict[str, Any] = {}
@@ -68,11 +76,16 @@ class Gang:
             self.calls.of[me.name] = shards.SHARES
             folder = directory / me.name if folders and me.rank else directory
             context = Context(
-                Settings(checkpoint_dir=folder, checkpoint_shards=mode), me, members, generation,
-                telemetry.build(telemetry.WORKER, CollectorRegistry()), JOB,
-                checkpoints=None if me.rank else Checkpoints(
-                    folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
-            )  # fmt: skip
+                Settings(checkpoint_dir=folder, checkpoint_shards=mode),
+                me,
+                members,
+                generation,
+                telemetry.build(telemetry.WORKER, CollectorRegistry()),
+                JOB,
+                checkpoints=None
+                if me.rank
+                else Checkpoints(folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
+            )
             context.transport = self.calls
             if me.rank == 0:
                 self.context, self.model = context, Sharded(context, "model", "ps")
@@ -110,15 +123,20 @@ class Gang:
             self.context.training.require_saver().wait(60)
 
 
+def failures(gang: Gang) -> float:
+    return float(gang.context.metrics.checkpoint_failures.collect()[0].samples[0].value)
+
+
 def files(directory: Path) -> list[Path]:
     return sorted((directory / rundir.SHARDS).glob("*/*"))
 
 
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 3)])
 @pytest.mark.parametrize("spread", [False, True])
-def test_read_back_by_any_number_of_members(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int,
-                                            after: int, spread: bool) -> None:  # fmt: skip
+def test_read_back_by_any_number_of_members(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int, spread: bool
+) -> None:
     gang = Gang(monkeypatch, tmp_path, before, spread, mode=mode)
     assert gang.restore()["step"] == 0
     gang.fill(1)
@@ -134,9 +152,10 @@ def test_read_back_by_any_number_of_members(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 3)])
-def test_members_with_directories_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int,
-                                               after: int) -> None:  # fmt: skip
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3)])
+def test_members_with_directories_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int
+) -> None:
     gang = Gang(monkeypatch, tmp_path, before, folders=True, mode=mode)
     gang.restore()
     gang.fill(1)
@@ -323,10 +342,10 @@ def flip_header(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("servers", [2, 3])
 @pytest.mark.parametrize("hurt", [tear, flip, swap, flip_header, Path.unlink, lambda file: shutil.rmtree(file.parent)])
-def test_a_hurt_shard_has_the_checkpoint_before_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: int,
-                                                     hurt: Callable[[Path], object]) -> None:  # fmt: skip
+def test_a_hurt_shard_has_the_checkpoint_before_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hurt: Callable[[Path], object]
+) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
     gang.fill(1)
     saved = gang.whole
@@ -335,7 +354,7 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(monkeypatch: pytest.MonkeyP
     gang.save(8)
     newest = checkpoint.newest_first(tmp_path)[0].stem
     hurt(tmp_path / rundir.SHARDS / newest / "model-ps_0.safetensors")
-    resumed = Gang(monkeypatch, tmp_path, servers, generation=2)
+    resumed = Gang(monkeypatch, tmp_path, 3, generation=2)
     assert resumed.restore()["step"] == 7
     assert torch.equal(resumed.whole, saved)
     whole = Checkpoints(tmp_path, "pi").newest()
@@ -343,7 +362,7 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(monkeypatch: pytest.MonkeyP
     assert torch.equal(whole.state["model"]["weight"], saved)
     shutil.rmtree(tmp_path / rundir.SHARDS)
     with pytest.raises(UsageError, match=r"^no usable checkpoint in CHECKPOINT_DIR=.*model-ps_0.safetensors"):
-        Gang(monkeypatch, tmp_path, servers, generation=3).restore()
+        Gang(monkeypatch, tmp_path, 3, generation=3).restore()
 
 
 def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
@@ -360,7 +379,9 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
     assert resumed.restore()["step"] == 7
     resumed.save(9)
     assert {path.parent.name for path in files(tmp_path)} == {
-        "checkpoint-000001-0000000007", "checkpoint-000002-0000000009"}  # fmt: skip
+        "checkpoint-000001-0000000007",
+        "checkpoint-000002-0000000009",
+    }
 
 
 def test_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -380,7 +401,7 @@ def test_a_writer_of_an_older_generation_writes_nothing(monkeypatch: pytest.Monk
     gang.save(7)
     assert not files(tmp_path)
     assert not checkpoint.newest_first(tmp_path)
-    assert gang.context.metrics.checkpoint_failures._value.get() == 1
+    assert failures(gang) == 1
 
 
 def test_a_member_that_is_lost_fails_the_checkpoint_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -411,7 +432,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp
     gang = Gang(monkeypatch, tmp_path, 2, mode=mode)
     (tmp_path / rundir.SHARDS).write_text("in the way")
     gang.save(7)
-    assert gang.context.metrics.checkpoint_failures._value.get() == 1
+    assert failures(gang) == 1
     (tmp_path / rundir.SHARDS).unlink()
     gang.save(8)
     assert [path.stem for path in checkpoint.newest_first(tmp_path)] == ["checkpoint-000001-0000000008"]

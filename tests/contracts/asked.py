@@ -25,10 +25,12 @@ BOARDS = {path.name: json.loads(path.read_text()) for path in sorted(DASHBOARDS.
 METRICS = {
     metric.full_name: metric
     for metric in (
-        *telemetry.SUPERVISOR, *telemetry.COORDINATOR, *telemetry.WORKER,
+        *telemetry.SUPERVISOR,
+        *telemetry.COORDINATOR,
+        *telemetry.WORKER,
         *(metric for name in registry.JOBS for metric in registry.get(name).metrics),
     )
-}  # fmt: skip
+}
 # what Prometheus adds by itself or by what discovers targets, and what the queries make of rolecall_rank_info's
 TARGET = {"instance", "job", "exported_job", "namespace"}
 OF_ALERTS = {"alertname", "alertstate", "severity", "job"}

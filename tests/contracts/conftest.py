@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.manifests import NAMED_IN_ALL_WAYS, OVERLAYS, VARIANTS
+from tests.contracts.manifests import COPIED, OVERLAYS, Overlay, overlay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +20,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "variant" not in metafunc.fixturenames:
             metafunc.parametrize("overlay_name", names)
             return
-        in_all_ways = {*NAMED_IN_ALL_WAYS, *extra}
-        pairs = [(name, one) for name in names for one in VARIANTS if one == "both" or name in in_all_ways]
+        pairs = [*((name, "both") for name in (*COPIED, *extra)), (COPIED[0], "prefix"), (COPIED[0], "suffix")]
         metafunc.parametrize(("overlay_name", "variant"), pairs)
+
+
+@pytest.fixture
+def rendered(overlay_name: str) -> Overlay:
+    return overlay(overlay_name)

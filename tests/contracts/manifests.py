@@ -32,10 +32,12 @@ NEW = "new"  # what `rolecall new` writes
 OVERLAYS = (*JOBS, *(f"{job}-cuda" for job in JOBS), *GENERIC, NEW)
 # how an outer kustomization names an overlay's copy
 VARIANTS: dict[str, dict[str, str]] = {
-    "both": {"namePrefix": "b-", "nameSuffix": "-two"}, "prefix": {"namePrefix": "b-"}, "suffix": {"nameSuffix": "-two"}
-}  # fmt: skip
-# whose copies have each of these names: with roles, with GPUs, and without roles; `both` is of every overlay
-NAMED_IN_ALL_WAYS = ("ps-trainers", "hybrid-cuda", "job", NEW)
+    "both": {"namePrefix": "b-", "nameSuffix": "-two"},
+    "prefix": {"namePrefix": "b-"},
+    "suffix": {"nameSuffix": "-two"},
+}
+# overlays that are copied: with roles, with GPUs and without roles; the first one in every variant
+COPIED = ("ps-trainers", "hybrid-cuda", "job", NEW)
 CONTAINER = "rank"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
@@ -56,9 +58,13 @@ def kubectl() -> str:
 def render(directory: Path) -> list[Object]:
     """The objects of the kustomization in `directory`."""
     done = subprocess.run(
-        [kubectl(), "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False,
+        [kubectl(), "kustomize", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "GOGC": "off"},  # it ends before a collection pays
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return list(yaml.load_all(done.stdout, FAST_LOADER))
 
@@ -237,3 +243,50 @@ class RankSet(Template):
     @property
     def role(self) -> Role:
         return next(role for role in self.job.roles if role.name == self.environment["ROLE"])
+
+
+def port_number(ranks: RankSet, port: int | str) -> int:
+    """A port by its number or by the container's name for it."""
+    named = {entry["name"]: entry["containerPort"] for entry in ranks.container["ports"]}
+    return port if isinstance(port, int) else named[port]
+
+
+def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether an object's selector, or a Service's, takes a pod with these labels."""
+    wanted = selector.get("matchLabels", selector)
+    assert not {"matchLabels", "matchExpressions"} & set(wanted)
+    return bool(wanted) and wanted.items() <= labels.items()
+
+
+def pods_of(rendered: Overlay) -> dict[str, dict[str, str]]:
+    """The labels of every pod."""
+    return {pod: one.labels_of(pod) for one in rendered.sets for pod in one.pods}
+
+
+def identity_of(ranks: RankSet, pod: str, settings: Settings) -> tuple[str, int | None]:
+    """The rank that `pod` takes itself for; a job with a file of its own is taken for a script."""
+    given = ranks.environment_of(pod)
+    numbers = {name.lower(): int(given[name]) for name in ("ORDINAL", "RANK") if name in given}
+    job = ranks.job if ranks.has_role else registry.get("script")
+    identity = registry.identity(registry.roles(job, settings), settings.model_copy(update=numbers), pod)
+    return identity.role, identity.ordinal
+
+
+def require_services_to_name_the_pods(rendered: Overlay) -> None:
+    service = rendered.service
+    for one in rendered.sets:
+        assert one.spec["serviceName"] == service["metadata"]["name"]
+        assert one.pod["enableServiceLinks"] is False  # they are variables such as MASTER_PORT
+        assert matches(service["spec"]["selector"], one.labels)
+    assert [entry["name"] for entry in service["spec"]["ports"]] == ["metrics", "rank"]
+    for given in rendered.of_kind("Service"):
+        # ranks find each other before they are ready, and are ready only when they have
+        assert given["spec"]["publishNotReadyAddresses"] is True
+        assert given["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+        for entry in given["spec"]["ports"]:
+            if entry["name"] == "store":  # no rank says that it has the port, since most do not
+                assert "targetPort" not in entry
+                continue
+            assert entry["targetPort"] == entry["name"]
+            assert all(port_number(one, entry["targetPort"]) == entry["port"] for one in rendered.sets)
+            assert entry["appProtocol"] == {"metrics": "http", "rank": "tls"}[entry["name"]]

@@ -44,8 +44,19 @@ ROOMS = (
 )
 # the public API is imported by jobs, and by no room below it
 ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "export"}
-PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
-        "operator", "typing"}  # fmt: skip
+PURE = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "typing",
+}
 PUBLIC = set(rolecall.__all__)
 SUPPORT = "rolecall.jobs.support"  # shared by the jobs; the only one of them that imports more than the public API
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -144,8 +155,13 @@ def upward_imports(source: Source) -> list[str]:
 
 
 def impure_imports(source: Source) -> list[str]:
-    return [str(one) for one in source.imports if room(one.importer) == "gang"
-            and room(one.module) not in ("gang", "errors") and one.module.split(".")[0] not in PURE]  # fmt: skip
+    return [
+        str(one)
+        for one in source.imports
+        if room(one.importer) == "gang"
+        and room(one.module) not in ("gang", "errors")
+        and one.module.split(".")[0] not in PURE
+    ]
 
 
 def private_imports_of_jobs(source: Source) -> list[str]:
@@ -166,16 +182,26 @@ def readers_of_the_environment(source: Source) -> list[str]:
     for name, nodes in source.nodes.items():
         if name == "rolecall.config":
             continue
-        modules = {"os"} | {alias.asname for node in nodes if isinstance(node, ast.Import)
-                            for alias in node.names if alias.name == "os" and alias.asname}  # fmt: skip
+        modules = {"os"} | {
+            alias.asname
+            for node in nodes
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.name == "os" and alias.asname
+        }
         problems += [
             f"{name}:{node.lineno} reads {node.attr}"
             for node in nodes
-            if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT
-            and isinstance(node.value, ast.Name) and node.value.id in modules
-        ]  # fmt: skip
-    return problems + [str(one) for one in source.imports if one.module == "os" and one.name in ENVIRONMENT
-                       and one.importer != "rolecall.config"]  # fmt: skip
+            if isinstance(node, ast.Attribute)
+            and node.attr in ENVIRONMENT
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ]
+    return problems + [
+        str(one)
+        for one in source.imports
+        if one.module == "os" and one.name in ENVIRONMENT and one.importer != "rolecall.config"
+    ]
 
 
 def long_files(source: Source) -> list[str]:
@@ -217,9 +243,16 @@ def meaningless_names(source: Source) -> list[str]:
 
 
 RULES: tuple[Callable[[Source], list[str]], ...] = (
-    circles, upward_imports, impure_imports, private_imports_of_jobs, readers_of_the_environment, long_files,
-    unlisted_parts, long_calls, meaningless_names,
-)  # fmt: skip
+    circles,
+    upward_imports,
+    impure_imports,
+    private_imports_of_jobs,
+    readers_of_the_environment,
+    long_files,
+    unlisted_parts,
+    long_calls,
+    meaningless_names,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -57,8 +57,11 @@ def test_labels_that_are_grouped_by_are_on_a_metric_of_the_query(name: str) -> N
 def test_states_that_are_asked_for_exist() -> None:
     for query in itertools.chain(*EVERY_QUERY.values()):
         for metric, selector in SELECTOR.findall(query):
-            states = {"rolecall_gang_state": telemetry.GANG_STATES, "rolecall_worker_state": telemetry.WORKER_STATES,
-                      "rolecall_phase": telemetry.PHASES}  # fmt: skip
+            states = {
+                "rolecall_gang_state": telemetry.GANG_STATES,
+                "rolecall_worker_state": telemetry.WORKER_STATES,
+                "rolecall_phase": telemetry.PHASES,
+            }
             for value in re.findall(r'state=~?"([^"]*)"', selector):
                 assert set(value.split("|")) <= set(states.get(metric, ("firing", "pending"))), query
         for value in re.findall(r'cause!?=~?"([^"]*)"', query):
@@ -138,7 +141,11 @@ def test_every_job_has_its_row() -> None:
         if not registry.get(job).metrics:
             assert job not in rows  # the row of every job is enough
             continue
-        asked = {metric for panel in rows[job]["panels"] for target in panel["targets"]
-                 for metric, _ in SELECTOR.findall(target["expr"])}  # fmt: skip
+        asked = {
+            metric
+            for panel in rows[job]["panels"]
+            for target in panel["targets"]
+            for metric, _ in SELECTOR.findall(target["expr"])
+        }
         missing = {metric.name for metric in registry.get(job).metrics if not samples(metric) & asked}
         assert missing <= {"rl_policy_version"}  # on the board of ranks

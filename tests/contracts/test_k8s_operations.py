@@ -45,71 +45,60 @@ def checked(objects: list[Object]) -> list[Object]:
 # ---- the autoscalers
 
 
-@pytest.fixture(params=SCALED)
-def component(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def scaled(directory: Path, component: str, variant: str = "", **fields: Any) -> Overlay:
+def scaled(directory: Path, component: str, literals: list[str], **names: str) -> Overlay:
     """A job with its autoscaler, in a kustomization in `directory`."""
-    job, _, count, most = SCALED[component]
-    settings = {"name": job, "behavior": "merge", "literals": [f"{count}=3", f"{most}=7"]}
+    job = SCALED[component][0]
+    settings = {"name": job, "behavior": "merge", "literals": literals}
     folder = os.path.relpath(K8S / "components" / component, directory)
-    given = {"components": [folder], "configMapGenerator": [settings], **fields}
-    return Overlay(job, checked(extended(directory, K8S / f"{job}{variant}", **given)))
+    fields: dict[str, Any] = {"components": [folder], "configMapGenerator": [settings], **names}
+    return Overlay(job, checked(extended(directory, K8S / job, **fields)))
 
 
-def the_set(job: Overlay, role: str) -> RankSet:
-    (one,) = [item for item in job.sets if item.labels[COMPONENT] == role]
-    return one
-
-
-@pytest.mark.parametrize("variant", ["", "-cuda"])
-def test_an_elastic_role_follows_its_autoscaler(component: str, variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("component", SCALED)
+@pytest.mark.parametrize("names", [{}, {"namePrefix": "b-", "nameSuffix": "-two"}], ids=["plain", "copy"])
+def test_an_elastic_role_follows_its_autoscaler(component: str, names: dict[str, str], tmp_path: Path) -> None:
     _, name, count, most = SCALED[component]
-    rendered = scaled(tmp_path, component, variant)
-    autoscaler = rendered.only("HorizontalPodAutoscaler")
-    target = the_set(rendered, name)
+    rendered = scaled(tmp_path, component, [f"{count}=3", f"{most}=7"], **names)
+    autoscaler, target = rendered.only("HorizontalPodAutoscaler"), the_set(rendered, name)
     assert target.role.elastic
     assert (target.role.count, target.role.maximum) == (count, most)
-    assert autoscaler["spec"]["scaleTargetRef"] == {
-        "apiVersion": target.object["apiVersion"], "kind": target.object["kind"], "name": target.name
-    }  # fmt: skip
+    api, kind = target.object["apiVersion"], target.object["kind"]
+    assert autoscaler["spec"]["scaleTargetRef"] == {"apiVersion": api, "kind": kind, "name": target.name}
+    assert autoscaler["metadata"]["name"] == target.name
+    assert autoscaler["metadata"]["labels"].items() <= target.object["metadata"]["labels"].items()
     # the bounds are those of the job, and numbers
     assert (autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]) == (3, 7)
     assert (target.environment[count], target.environment[most]) == ("3", "7")
-    # nothing that `kubectl apply` sets back, but for roles of a fixed size
-    assert {one.name: "replicas" in one.spec for one in rendered.sets} == {
-        one.name: one.name != target.name for one in rendered.sets
-    }
-
-
-@pytest.mark.parametrize("names", [{"namePrefix": "b-"}, {"nameSuffix": "-two"}])
-def test_an_autoscaler_follows_the_names(component: str, names: dict[str, str], tmp_path: Path) -> None:
-    rendered = scaled(tmp_path, component, **names)
-    target, autoscaler = the_set(rendered, SCALED[component][1]), rendered.only("HorizontalPodAutoscaler")
-    assert target.name != SCALED[component][1]
-    assert autoscaler["spec"]["scaleTargetRef"]["name"] == autoscaler["metadata"]["name"] == target.name
-    assert autoscaler["metadata"]["labels"].items() <= target.object["metadata"]["labels"].items()
-    assert "replicas" not in target.spec
-
-
-def test_a_job_without_its_bound_is_refused(component: str, tmp_path: Path) -> None:
-    job, _, _, most = SCALED[component]
-    settings = {"name": job, "behavior": "merge", "literals": ["SEED=1"]}
-    with pytest.raises(AssertionError, match=f"data.{most}. is missing"):
-        scaled(tmp_path, component, configMapGenerator=[settings])
-
-
-def test_an_autoscaler_is_slow_and_slowest_downwards(component: str, tmp_path: Path) -> None:
-    """A regroup costs a generation, and the metric is a mean over the window of the rule."""
-    behavior = scaled(tmp_path, component).only("HorizontalPodAutoscaler")["spec"]["behavior"]
-    up, down = behavior["scaleUp"], behavior["scaleDown"]
+    # `kubectl apply` sets back only the size of roles of a fixed size
+    assert {one.name for one in rendered.sets if "replicas" not in one.spec} == {target.name}
+    # slow, and slowest downwards: a regroup costs a generation, and the metric is a mean over the window of the rule
+    up, down = (autoscaler["spec"]["behavior"][way] for way in ("scaleUp", "scaleDown"))
     (window,) = {60 * int(minutes) for rule in RULES for minutes in re.findall(r"\[(\d+)m\]", rule["metricsQuery"])}
     assert window <= up["stabilizationWindowSeconds"] < down["stabilizationWindowSeconds"] <= 3600
     for policy in (*up["policies"], *down["policies"]):
         # the next change is decided by values of after the last one
         assert window + up["stabilizationWindowSeconds"] <= policy["periodSeconds"] <= 1800
+    (metric,) = autoscaler["spec"]["metrics"]
+    assert metric["type"] == "Pods"
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "500m"}  # a share of the time
+    # offered for the pods that are scaled, since the role alone has the series that it is found by
+    rule = rule_of(metric["pods"]["metric"]["name"])
+    series, _, labels = rule["seriesQuery"].partition("{")
+    assert SAMPLES[series].roles == (name,)
+    assert labels == 'namespace!="",pod!=""}'
+    assert rule["resources"]["overrides"] == {"namespace": {"resource": "namespace"}, "pod": {"resource": "pod"}}
+    assert f"`{rule['name']['as']}`" in PAGE
+
+
+@pytest.mark.parametrize("component", SCALED)
+def test_a_job_without_its_bound_is_refused(component: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"data.{SCALED[component][3]}. is missing"):
+        scaled(tmp_path, component, ["SEED=1"])
+
+
+def the_set(job: Overlay, role: str) -> RankSet:
+    (one,) = [item for item in job.sets if item.labels[COMPONENT] == role]
+    return one
 
 
 # ---- the adapter's rules
@@ -127,20 +116,6 @@ def query_of(rule: Object) -> str:
     filled = {"Series": series, "LabelMatchers": 'namespace="n",pod=~"a|b"', "GroupBy": "pod"}
     assert set(re.findall(r"<<\.(\w+)>>", template)) == set(filled)
     return re.sub(r"<<\.(\w+)>>", lambda match: filled[match[1]], template)
-
-
-def test_every_metric_of_an_autoscaler_has_its_rule(component: str, tmp_path: Path) -> None:
-    (metric,) = scaled(tmp_path, component).only("HorizontalPodAutoscaler")["spec"]["metrics"]
-    assert metric["type"] == "Pods"
-    rule = rule_of(metric["pods"]["metric"]["name"])
-    # a share of the time
-    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "500m"}
-    # offered for the pods that are scaled, since the role alone has the series that it is found by
-    series, _, labels = rule["seriesQuery"].partition("{")
-    assert SAMPLES[series].roles == (SCALED[component][1],)
-    assert labels == 'namespace!="",pod!=""}'
-    assert rule["resources"]["overrides"] == {"namespace": {"resource": "namespace"}, "pod": {"resource": "pod"}}
-    assert f"`{rule['name']['as']}`" in PAGE
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["name"]["as"])
@@ -212,53 +187,36 @@ def test_what_a_job_of_a_repository_leaves_is_kept(tmp_path: Path) -> None:
         "argocd.argoproj.io/sync-options": "Prune=false,Delete=false",
         "kustomize.toolkit.fluxcd.io/prune": "disabled",
     }
-    assert notes["JobSet"].items() >= {
-        "argocd.argoproj.io/sync-options": "Force=true,Replace=true",
-        "kustomize.toolkit.fluxcd.io/force": "enabled",
-    }.items()  # fmt: skip
+    assert (
+        notes["JobSet"].items()
+        >= {
+            "argocd.argoproj.io/sync-options": "Force=true,Replace=true",
+            "kustomize.toolkit.fluxcd.io/force": "enabled",
+        }.items()
+    )
 
 
-def test_argo_cd_is_given_an_overlay_of_the_page() -> None:
-    (application,) = TOOLS["deploy/argocd/rl.yaml"]
-    assert (application["apiVersion"], application["kind"]) == ("argoproj.io/v1alpha1", "Application")
-    spec = application["spec"]
-    assert set(spec) == {"project", "source", "destination", "syncPolicy"}
-    assert set(spec["source"]) == {"repoURL", "targetRevision", "path"}
-    assert set(spec["destination"]) == {"server", "namespace"}
-    assert f"{spec['source']['path']}/kustomization.yaml" in dict(KUSTOMIZATIONS)
-    assert spec["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
-    # without it, any change in the folder would start a JobSet anew that is to be replaced
-    assert "ApplyOutOfSyncOnly=true" in spec["syncPolicy"]["syncOptions"]
-    assert all(re.fullmatch(r"[A-Z]\w+=(true|false)", option) for option in spec["syncPolicy"]["syncOptions"])
-
-
-def test_flux_is_given_an_overlay_of_the_page() -> None:
-    source, kustomization = TOOLS["deploy/flux/rl.yaml"]
-    assert (source["apiVersion"], source["kind"]) == ("source.toolkit.fluxcd.io/v1", "GitRepository")
-    assert set(source["spec"]) == {"interval", "url", "ref"}
-    assert (kustomization["apiVersion"], kustomization["kind"]) == (
-        "kustomize.toolkit.fluxcd.io/v1", "Kustomization"
-    )  # fmt: skip
-    spec = kustomization["spec"]
-    assert {"interval", "prune", "sourceRef"} < set(spec) <= {
-        "interval", "sourceRef", "path", "targetNamespace", "prune", "wait"
-    }  # fmt: skip
-    assert spec["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
-    assert source["metadata"]["namespace"] == kustomization["metadata"]["namespace"]
-    assert f"{spec['path'].removeprefix('./')}/kustomization.yaml" in dict(KUSTOMIZATIONS)
-    # ranks are ready only while they train, so a finished job would count as failed
-    assert spec["wait"] is False
-    durations = (source["spec"]["interval"], spec["interval"])
-    assert all(re.fullmatch(r"(\d+(\.\d+)?(ms|s|m|h))+", value) for value in durations)
-
-
-def test_both_tools_apply_the_same_to_the_same_namespace() -> None:
+def test_argo_cd_and_flux_apply_the_same_overlay_of_the_page_to_the_same_namespace() -> None:
     (application,), (source, kustomization) = TOOLS["deploy/argocd/rl.yaml"], TOOLS["deploy/flux/rl.yaml"]
-    assert application["spec"]["source"]["repoURL"] == source["spec"]["url"]
-    assert application["spec"]["source"]["targetRevision"] == source["spec"]["ref"]["branch"]
-    namespace = application["spec"]["destination"]["namespace"]
-    assert namespace == kustomization["spec"]["targetNamespace"]
-    assert f"kubectl create secret generic rl --namespace {namespace} " in PAGE
+    assert [(one["apiVersion"], one["kind"]) for one in (application, source, kustomization)] == [
+        ("argoproj.io/v1alpha1", "Application"),
+        ("source.toolkit.fluxcd.io/v1", "GitRepository"),
+        ("kustomize.toolkit.fluxcd.io/v1", "Kustomization"),
+    ]
+    argo, flux = application["spec"], kustomization["spec"]
+    folders = {argo["source"]["path"], flux["path"].removeprefix("./")}
+    assert {f"{folder}/kustomization.yaml" for folder in folders} <= {*dict(KUSTOMIZATIONS)}
+    assert argo["source"]["repoURL"] == source["spec"]["url"]
+    assert argo["source"]["targetRevision"] == source["spec"]["ref"]["branch"]
+    assert argo["destination"]["namespace"] == flux["targetNamespace"]
+    assert f"kubectl create secret generic rl --namespace {flux['targetNamespace']} " in PAGE
+    assert argo["syncPolicy"]["automated"] == {"prune": True, "selfHeal": True}
+    # without it, any change in the folder would start a JobSet again that is to be replaced
+    assert "ApplyOutOfSyncOnly=true" in argo["syncPolicy"]["syncOptions"]
+    assert flux["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
+    assert source["metadata"]["namespace"] == kustomization["metadata"]["namespace"]
+    # ranks are ready only while they train, so a finished job would count as failed
+    assert flux["wait"] is False
 
 
 def test_no_documented_file_is_left_out() -> None:
@@ -278,8 +236,11 @@ def test_the_overlay_of_a_table_past_memory_gives_each_server_a_volume_of_its_ow
     (tmp_path / path).parent.mkdir()
     (tmp_path / path).write_text(text)
     objects = checked(render((tmp_path / path).parent))
-    (server,) = (item["spec"]["template"]["spec"] for item in objects if item["metadata"]["name"] == "hybrid-ps"
-                 and item["kind"] == "StatefulSet")  # fmt: skip
+    (server,) = (
+        item["spec"]["template"]["spec"]
+        for item in objects
+        if item["metadata"]["name"] == "hybrid-ps" and item["kind"] == "StatefulSet"
+    )
     (volume,) = (each for each in server["volumes"] if "ephemeral" in each)
     mounted = {each["name"]: each["mountPath"] for each in server["containers"][0]["volumeMounts"]}
     assert mounted[volume["name"]] == image_environment()["CHECKPOINT_DIR"]

@@ -48,9 +48,10 @@ def test_an_alert_is_tested_firing_and_silent(name: str) -> None:
     firing = [case for case in cases if case.get("exp_alerts")]
     # a silent case of a test in which it never fires: not only the time before it does
     silent = [
-        test for test in TESTS
+        test
+        for test in TESTS
         if {bool(case.get("exp_alerts")) for case in test["alert_rule_test"] if case["alertname"] == name} == {False}
-    ]  # fmt: skip
+    ]
     assert firing
     assert silent
     assert {case["alertname"] for test in TESTS for case in test["alert_rule_test"]} <= set(ALERTING)
@@ -81,8 +82,12 @@ def test_prometheus_finds_every_service_with_ranks() -> None:
     (discovery,) = scrape["dns_sd_configs"]
     (name,) = discovery["names"]
     # and itself: the engine answers for a name that nobody has with an error, and Prometheus keeps the old targets
-    known = [(service, network) for service in COMPOSE["services"]
-             for network, aliases in networks(service).items() if name in aliases]  # fmt: skip
+    known = [
+        (service, network)
+        for service in COMPOSE["services"]
+        for network, aliases in networks(service).items()
+        if name in aliases
+    ]
     assert known == [(service, "metrics") for service in (*SERVICES, "prometheus")]
     assert f"--web.listen-address=:{discovery['port']}" in WATCHERS["prometheus"]["command"]
     assert filled(WATCHERS["prometheus"]["ports"][0]).endswith(f":{discovery['port']}")
@@ -96,28 +101,23 @@ def test_a_watcher_may_do_no_more_than_a_rank(name: str) -> None:
     service, rank = WATCHERS[name], SERVICES["agent"]
     for option in ("read_only", "tmpfs", "cap_drop", "security_opt", "restart", "logging"):
         assert service[option] == rank[option], option
-    allowed = {"ports", "command", "healthcheck"}
-    assert not (set(UNWANTED.split()) - allowed) & set(service)
+    assert not set(UNWANTED.split()) - {"ports", "command", "healthcheck"} & set(service)
     assert int(service["user"].split(":")[0]) > 0
     limits = service["deploy"]["resources"]["limits"]
     assert float(filled(limits["cpus"])) > 0
     assert re.fullmatch(r"[1-9]\d*[mg]", filled(limits["memory"]))
     assert limits["pids"] > 0
-
-
-@pytest.mark.parametrize("name", WATCHERS)
-def test_a_watcher_is_published_on_loopback_only(name: str) -> None:
-    assert WATCHERS[name]["profiles"] == [MONITORING]
-    (port,) = WATCHERS[name]["ports"]
-    assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", filled(port))
+    assert service["profiles"] == [MONITORING]
+    (port,) = service["ports"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", filled(port)), "published on loopback only"
     assert f"{name.upper()}_PORT" in port
-
-
-@pytest.mark.parametrize("name", WATCHERS)
-def test_a_watchers_version_is_pinned(name: str) -> None:
-    image = WATCHERS[name]["image"]
-    assert image.startswith(f"${{{name.upper()}_IMAGE:-")
-    assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", filled(image))
+    assert service["image"].startswith(f"${{{name.upper()}_IMAGE:-")
+    assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", filled(service["image"])), "a pinned version"
+    volumes = [filled(volume).split(":") for volume in service["volumes"]]
+    assert [source for source, _, *options in volumes if options != ["ro"]] == [f"{name}-data"]
+    assert f"{name}-data" in COMPOSE["volumes"]
+    assert all((ROOT / source).is_dir() for source, _, *options in volumes if options == ["ro"])
+    assert re.search(rf"^up-monitoring: ## .*\n.*docker compose --profile {MONITORING} up", MAKEFILE, re.MULTILINE)
 
 
 def test_watchers_reach_no_rank_but_for_its_metrics() -> None:
@@ -127,18 +127,13 @@ def test_watchers_reach_no_rank_but_for_its_metrics() -> None:
     assert COMPOSE["networks"]["web"]["driver_opts"] == {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 
 
-@pytest.mark.parametrize("name", WATCHERS)
-def test_a_watcher_writes_its_own_volume_only(name: str) -> None:
-    volumes = [filled(volume).split(":") for volume in WATCHERS[name]["volumes"]]
-    written = [source for source, _, *options in volumes if options != ["ro"]]
-    assert written == [f"{name}-data"]
-    assert set(written) <= set(COMPOSE["volumes"])
-    assert all((ROOT / source).is_dir() for source, _, *options in volumes if options == ["ro"])
-
-
 def test_what_the_watchers_are_given_lies_where_they_look() -> None:
-    mounted = {target: ROOT / source for name in WATCHERS for source, target, *options in
-               (filled(volume).split(":") for volume in WATCHERS[name]["volumes"]) if options == ["ro"]}  # fmt: skip
+    mounted = {
+        target: ROOT / source
+        for name in WATCHERS
+        for source, target, *options in (filled(volume).split(":") for volume in WATCHERS[name]["volumes"])
+        if options == ["ro"]
+    }
     assert mounted["/etc/prometheus"] == PROMETHEUS
     assert "--config.file=/etc/prometheus/prometheus.yml" in WATCHERS["prometheus"]["command"]
     (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
@@ -159,12 +154,6 @@ def test_nobody_can_log_in_and_nothing_is_asked_outside() -> None:
         assert given[name] == "false"
 
 
-def test_make_starts_the_watchers() -> None:
-    recipe = re.search(r"^up-monitoring: ## .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
-    assert recipe
-    assert f"docker compose --profile {MONITORING} up" in recipe.group(1)
-
-
 # ---- Kubernetes
 
 
@@ -178,16 +167,13 @@ def test_every_dashboard_is_a_config_map() -> None:
     assert all(len(json.dumps(path.read_text())) < 250_000 for path in DASHBOARDS.glob("*.json"))
 
 
-MONITORED = ("PodMonitor", "PrometheusRule", "ConfigMap")
-
-
 def monitored(directory: Path, job: str, component: str = "monitoring", **fields: Any) -> Overlay:
     """A job's overlay with the component, made as a user makes one."""
     components = [os.path.relpath(K8S / "components" / component, directory.resolve())]
     return Overlay(job, extended(directory, K8S / job, components=components, **fields))
 
 
-def test_the_pod_monitor_finds_every_rank_of_its_job_alone(tmp_path: Path) -> None:
+def test_a_monitored_jobs_objects_are_its_own_and_select_its_ranks_alone(tmp_path: Path) -> None:
     """Also of a copy, and where the instance label is the user's own."""
     own = [{"pairs": {INSTANCE: "mine"}, "includeSelectors": True}]
     jobs = [
@@ -202,24 +188,17 @@ def test_the_pod_monitor_finds_every_rank_of_its_job_alone(tmp_path: Path) -> No
         for other in jobs:
             selected = {one.name for one in other.sets if selector.items() <= one.labels.items()}
             assert selected == ({one.name for one in other.sets} if other is overlay else set())
+        boards = [
+            item["metadata"]["name"]
+            for item in overlay.of_kind("ConfigMap")
+            if item["metadata"]["labels"].get("grafana_dashboard") == "1"
+        ]
+        assert len(boards) == len(BOARDS)
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
         assert not {"honorLabels", "relabelings", "metricRelabelings"} & set(endpoint)
-
-
-def test_jobs_that_are_monitored_share_no_object(tmp_path: Path) -> None:
-    """So that deleting one leaves the others' where they are."""
-    names: list[tuple[str, str]] = []
-    for number, job in enumerate(("rl", "ps-trainers", "script", "rl")):
-        overlay = monitored(tmp_path / str(number), job, **({"namePrefix": "b-"} if number == 3 else {}))
-        name = overlay.service["metadata"]["name"]
-        assert [overlay.only(kind)["metadata"]["name"] for kind in MONITORED[:2]] == [name, name]
-        boards = [item["metadata"]["name"] for item in overlay.of_kind("ConfigMap")
-                  if item["metadata"]["labels"].get("grafana_dashboard") == "1"]  # fmt: skip
-        assert sorted(boards) == [f"{name}-dashboard-{Path(board).stem}" for board in sorted(BOARDS)]
-        # what is deleted by the label is this job's
-        assert {item["metadata"]["labels"][INSTANCE] for item in overlay.objects} == {name}
-        names += [(item["kind"], item["metadata"]["name"]) for item in overlay.objects]
+    # deleting one job leaves the objects of the others
+    names = [(item["kind"], item["metadata"]["name"]) for overlay in jobs for item in overlay.objects]
     assert len(names) == len(set(names))
 
 
@@ -227,9 +206,3 @@ def test_further_jobs_bring_neither_alerts_nor_dashboards(tmp_path: Path) -> Non
     overlay = monitored(tmp_path / "one", "rl", "podmonitor")
     assert overlay.only("PodMonitor") == monitored(tmp_path / "all", "rl").only("PodMonitor")
     assert len(overlay.objects) == len(plain("rl").objects) + 1
-
-
-def test_the_documented_components_exist() -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text()
-    named = re.findall(r"components/([a-z]+)", page)
-    assert set(named) == {"monitoring", "podmonitor"}

@@ -26,10 +26,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # --no-compile: only what is run is compiled, when it is run
-    options = ["--no-build-isolation", "--no-deps", "--no-index", "--no-compile", "--quiet",
-               "--disable-pip-version-check"]  # fmt: skip
-    pip = subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)],
-                         capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    options = [
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert pip.returncode == 0, pip.stderr
     return folder
 
@@ -37,15 +48,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *command: str) -> str:
     """The output of a command that has only the installed package, in a directory without any of the sources."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-    return subprocess.run([*command], cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=60,
-                          check=True).stdout  # fmt: skip
+    return subprocess.run(
+        [*command], cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def test_the_package_the_command_and_the_module_are_installed(installed: Path) -> None:
     where = "import rolecall; print(rolecall.__file__, rolecall.__version__)"
     assert run(installed, sys.executable, "-c", where).split() == [
-        str(installed / "rolecall" / "__init__.py"), rolecall.__version__,
-    ]  # fmt: skip
+        str(installed / "rolecall" / "__init__.py"),
+        rolecall.__version__,
+    ]
     jobs = run(installed, sys.executable, "-m", "rolecall", "jobs")
     assert all(name in jobs for name in ("rl", "ps", "rnn", "hybrid"))
     assert run(installed, sys.executable, str(installed / "bin" / "rolecall"), "jobs") == jobs

@@ -46,11 +46,3 @@ def test_every_animation_begins_at_0_and_goes_forward(text: str) -> None:
         assert times[-1] <= 1
         assert one.attrib["calcMode"] == "discrete" or times[-1] == 1
         assert len(one.attrib["values"].split(";")) == len(times)
-
-
-def test_the_picture_shows_the_recording() -> None:
-    text = draw(RECORDING)
-    assert "SIGKILL agent 0's worker" in text
-    assert "goal 475" in text
-    (colours,) = [one.attrib["values"] for one in animations(text) if one.attrib["attributeName"] == "fill"]
-    assert len(colours.split(";")) == 3  # what comes after the last point of the curve is left out

@@ -56,9 +56,13 @@ TAKEN = {
 def program() -> Program:
     """What forks the scenes of both tests, each from one import of torch."""
     return subprocess.run(
-        [sys.executable, "-m", "tests.contracts.torch_errors", *map(str, free_ports(2))], cwd=ROOT, timeout=120,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.contracts.torch_errors", *map(str, free_ports(2))],
+        cwd=ROOT,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_each_of_torchs_errors_is_taken_for_what_it_is(program: Program) -> None:

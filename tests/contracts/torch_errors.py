@@ -164,8 +164,16 @@ def agent(port: int) -> None:
 
 
 def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
-    context = make(DIRECTORY, me=me, master_addr="127.0.0.1", master_port=port, bind_addr="127.0.0.1",
-                   connect_timeout=timeout, phase_timeout=SHORT, device="cpu")  # fmt: skip
+    context = make(
+        DIRECTORY,
+        me=me,
+        master_addr="127.0.0.1",
+        master_port=port,
+        bind_addr="127.0.0.1",
+        connect_timeout=timeout,
+        phase_timeout=SHORT,
+        device="cpu",
+    )
     connect(context)
     CONTEXTS.append(context)
     return context

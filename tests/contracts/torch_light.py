@@ -25,9 +25,14 @@ class Own(torch.optim.SGD):
 
 
 MAKERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: Own(p, lr=0.1), torch.optim.Adam,
-    lambda p: torch.optim.Adam(p, fused=True), torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
-)  # fmt: skip
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: Own(p, lr=0.1),
+    torch.optim.Adam,
+    lambda p: torch.optim.Adam(p, fused=True),
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
 
 
 def train(make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:

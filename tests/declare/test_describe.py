@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from rolecall import __main__, config
-from rolecall.config import DESCRIPTION, Settings, __version__
+from rolecall.config import DESCRIPTION, __version__
 from rolecall.declare import describe, registry
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import RoleSpec
@@ -110,6 +109,7 @@ def test_a_users_job_is_described_by_a_process_of_its_own(tmp_path: Path) -> Non
     assert job.gpus == {"lead": 1, "sampler": 0}
     assert (job.preload("lead"), job.preload("sampler"), job.preload("")) == ((), ("colorsys",), ("colorsys",))
     assert (job.score, job.unit, job.lower) == ("pi", "points", True)
+    assert describe.of_rank("pi.py") == describe.describe("pi.py")  # a rank of an engine asks too
     assert job.settings == {"samplers": 5, "points": 7, "limit": math.inf, "sizes": [1, 2], "data": "x/y"}
     assert job.flags == {"POINTS": "7", "SAMPLERS": "5", "DATA": "x/y"}
     assert describe.describe("pi.py", ["--points", "7", "--samplers=5", "--data", "x/y"]) == job
@@ -203,21 +203,6 @@ def test_what_is_wrong_is_said_by_the_process(
     assert output.err.count("\n") == 1
 
 
-def test_an_unknown_flag_is_refused(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        asked(["--point", "3"])
-    assert ended.value.code == 2
-    line = "rolecall: --point: no such flag (did you mean --points?); `rolecall run pi.py --help` lists them\n"
-    assert capfd.readouterr().err == line
-
-
-@pytest.mark.parametrize(("target", "problem"), [("", "JOB='': is missing"), ("chess", "JOB='chess': no such job")])
-def test_no_process_is_started_for_what_is_no_job(monkeypatch: pytest.MonkeyPatch, target: str, problem: str) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
-    with pytest.raises(UsageError, match=f"^{problem}"):
-        describe.ask(target)
-
-
 def test_a_file_whose_import_ends_the_process_or_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("pi.py").write_text("import os\nos.abort()\n")
     with pytest.raises(UsageError, match=r"^JOB=pi\.py: its import ended by SIGABRT$"):
@@ -278,11 +263,6 @@ def test_ranks_of_a_run_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe.of_rank(job.target) == job
 
 
-def test_ranks_of_an_engine_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert describe.of_rank("pi.py") == describe.describe("pi.py")
-    assert describe.of_rank("rl") == describe.describe("rl")
-
-
 # ---- the command
 
 
@@ -310,17 +290,15 @@ def test_the_commands_list_a_users_settings_and_metrics(capsys: pytest.CaptureFi
     assert "rolecall_value" in capsys.readouterr().out
 
 
-def test_shared_settings_are_not_described_as_the_jobs() -> None:
-    job = describe.describe("pi.py")
-    assert not set(job.settings) & set(Settings.model_fields)
-    assert os.environ.get("JOB") is None
-
-
 @pytest.mark.parametrize(
     ("kind", "default"),
-    [("SecretStr | None", "None"), ("SecretStr", "SecretStr('')"), ("list[SecretStr]", "[]"),
-     ("dict[str, SecretStr]", "{}")],
-)  # fmt: skip
+    [
+        ("SecretStr | None", "None"),
+        ("SecretStr", "SecretStr('')"),
+        ("list[SecretStr]", "[]"),
+        ("dict[str, SecretStr]", "{}"),
+    ],
+)
 def test_a_secret_is_one_in_any_container(kind: str, default: str) -> None:
     Path("pi.py").write_text(PI.replace("    points:", f"    passphrase: {kind} = {default}\n    points:"))
     job = describe.describe("pi.py")

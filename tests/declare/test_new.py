@@ -18,8 +18,7 @@ def test_it_writes_a_job_its_test_and_its_deployment(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {file.name for file in new.write(name, tmp_path)}
-    assert files == {f"{name}.py", f"test_{name}.py", "compose.yaml", "kustomization.yaml", "names.yaml",
-                     "ranks.yaml"}  # fmt: skip
+    assert files == {f"{name}.py", f"test_{name}.py", "compose.yaml", "kustomization.yaml", "names.yaml", "ranks.yaml"}
     # in this process, which has imported torch: that a child says the same, tests/declare/test_describe.py sees
     monkeypatch.setattr(sys, "path", sys.path.copy())
     job = describe.describe(str(tmp_path / name / f"{name}.py"), ["--workers", "3"])

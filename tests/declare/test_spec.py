@@ -77,11 +77,16 @@ def test_a_role_alone_is_a_job() -> None:
 def test_counts_are_numbers_or_settings() -> None:
     job = Job([LEAD, SAMPLER, Role("helper", count=3), Role("other", "a.b:run", "samplers", "least", "MOST")], Pi)
     assert roles_of(job) == [
-        ("lead", 1, 1, 1, False), ("sampler", 2, 1, 1024, True), ("helper", 3, 3, 3, False), ("other", 2, 1, 4, True),
-    ]  # fmt: skip
+        ("lead", 1, 1, 1, False),
+        ("sampler", 2, 1, 1024, True),
+        ("helper", 3, 3, 3, False),
+        ("other", 2, 1, 4, True),
+    ]
     assert roles_of(job, samplers=3, least=2)[1:] == [
-        ("sampler", 3, 1, 1024, True), ("helper", 3, 3, 3, False), ("other", 3, 2, 4, True),
-    ]  # fmt: skip
+        ("sampler", 3, 1, 1024, True),
+        ("helper", 3, 3, 3, False),
+        ("other", 3, 2, 4, True),
+    ]
 
 
 def test_an_elastic_role_has_room_for_its_count() -> None:
@@ -98,7 +103,7 @@ def test_an_elastic_role_has_room_for_its_count() -> None:
         (Role("x", None, 2, "LEAST", 4), {"least": 3}, "count=2 must lie between LEAST=3 and maximum=4"),
         (Role("x", None, 2, 0, 4), {}, "count=2 must lie between minimum=0 and maximum=4"),
     ],
-)  # fmt: skip
+)
 def test_counts_that_contradict_each_other_are_refused(role: Role, settings: dict[str, Any], problem: str) -> None:
     job = Job([LEAD, role], Pi)
     with pytest.raises(UsageError, match=f"^wrong settings: {problem}"):
@@ -167,7 +172,7 @@ def test_no_setting_of_rolecalls_is_anothers(name: str) -> None:
         ([LEAD, Role("2nd")], "role '2nd': a name consists of small letters"),
         ([LEAD, Role("a" * 42)], "role 'a+': a name consists of small letters"),
     ],
-)  # fmt: skip
+)
 def test_roles_that_cannot_be(roles: Any, problem: str) -> None:
     with pytest.raises(UsageError, match=f"^{problem}"):
         Job(roles, Pi)

@@ -41,8 +41,13 @@ def test_a_spread_is_recorded_after_its_score(context: Context[Any], supervisor:
     context.log(1, done=8, score=0.25, spread=(torch.tensor(0.125), 0.5))
     context.log(2, done=9, score=0.5)
     assert supervisor.records == [
-        ("score", 1, 0.25), ("low", 1, 0.125), ("high", 1, 0.5), ("done", 1, 8), ("score", 2, 0.5), ("done", 2, 9),
-    ]  # fmt: skip
+        ("score", 1, 0.25),
+        ("low", 1, 0.125),
+        ("high", 1, 0.5),
+        ("done", 1, 8),
+        ("score", 2, 0.5),
+        ("done", 2, 9),
+    ]
     assert all(type(value) is float for _, _, value in supervisor.records[:3])
 
 
@@ -110,9 +115,12 @@ def test_a_run_without_one_is_drawn_without_a_band(tmp_path: Path) -> None:
     """Such as one of an earlier version, whose file has none."""
     rows = [
         {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": 1.0, "after": ""},
-        *({"kind": kind, "step": step, "seconds": float(step), "value": 1.0 * step}
-          for step in (1, 2) for kind in ("score", "done")),
-    ]  # fmt: skip
+        *(
+            {"kind": kind, "step": step, "seconds": float(step), "value": 1.0 * step}
+            for step in (1, 2)
+            for kind in ("score", "done")
+        ),
+    ]
     (tmp_path / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = history.read(tmp_path)
     assert bands(run) == []
@@ -127,8 +135,9 @@ def test_it_is_that_of_the_observers_mean_returns_in_the_scores_own_episodes() -
     score = Score(None, "episodes")
     random = np.random.default_rng(0)
     for _ in range(30):
-        observers = [[Episode(float(random.normal(10 * number)), 1) for _ in range(random.integers(0, 9))]
-                     for number in range(3)]  # fmt: skip
+        observers = [
+            [Episode(float(random.normal(10 * number)), 1) for _ in range(random.integers(0, 9))] for number in range(3)
+        ]
         score.add(observers)
         assert len(score.observers) == len(score.returns) == len(score.lengths)
         spread, mean = score.spread, score.mean

@@ -72,9 +72,21 @@ def inspect(container: str) -> Any:
 def run_python(network: str, code: str, *arguments: str) -> str:
     """Run Python code in a container that is on `network` alone, with every privilege taken away."""
     return docker(
-        "run", "--rm", "--network", network, "--cap-drop", "ALL", "--ulimit", "nofile=8192:8192",
-        "--entrypoint", "python", IMAGE, "-c", code, *arguments,
-    )  # fmt: skip
+        "run",
+        "--rm",
+        "--network",
+        network,
+        "--cap-drop",
+        "ALL",
+        "--ulimit",
+        "nofile=8192:8192",
+        "--entrypoint",
+        "python",
+        IMAGE,
+        "-c",
+        code,
+        *arguments,
+    )
 
 
 def open_ports(network: str, addresses: list[str], ports: tuple[int, ...] = ()) -> dict[str, list[int]]:
@@ -139,9 +151,13 @@ class Container:
 
     def logs(self) -> str:
         return subprocess.run(
-            ["docker", "logs", self.name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=DEADLINE, check=False,
-        ).stdout  # fmt: skip
+            ["docker", "logs", self.name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        ).stdout
 
 
 class Project:
@@ -158,9 +174,16 @@ class Project:
     def run(self, *command: str, timeout: float = DEADLINE, **settings: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "COMPOSE_PROJECT_NAME": self.name, **self.settings, **settings}
         return subprocess.run(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
 
     def make(self, target: str, **settings: str) -> subprocess.CompletedProcess[str]:
         return self.run("make", "--no-print-directory", target, **settings)
@@ -218,8 +241,7 @@ class Project:
         )
 
     def close(self) -> None:
-        self.run("docker", "compose", "--profile", "*", "down", "--volumes", "--remove-orphans",
-                 "--timeout", "0")  # fmt: skip
+        self.run("docker", "compose", "--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "0")
         self._secrets.cleanup()
         assert not self.left()
 

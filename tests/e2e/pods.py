@@ -107,9 +107,22 @@ class Engine:
             docker("network", "create", "--internal", "--label", f"pods={self.name}", self.name)
         self._service = Container(f"{self.name}-service")
         docker(
-            "run", "--detach", "--name", self._service.name, "--label", f"pods={self.name}", "--network", self.network,
-            "--entrypoint", "python", IMAGE, "-c", SERVICE, self.backend, str(RANK_PORT),
-        )  # fmt: skip
+            "run",
+            "--detach",
+            "--name",
+            self._service.name,
+            "--label",
+            f"pods={self.name}",
+            "--network",
+            self.network,
+            "--entrypoint",
+            "python",
+            IMAGE,
+            "-c",
+            SERVICE,
+            self.backend,
+            str(RANK_PORT),
+        )
 
     def write_secret(self, ranks: RankSet | Part) -> None:
         """The token, with the mode of the pods' volume and for their group, as a kubelet writes it."""
@@ -117,23 +130,47 @@ class Engine:
         volume(self.secret, {"JOB_TOKEN": self.token}, mode, ranks.pod["securityContext"]["fsGroup"])
 
     def run(
-        self, ranks: RankSet | Part, container_name: str, host: str, environment: dict[str, str], restart: str,
-        first: bool, slow_disk: Path | None = None,
-    ) -> Container:  # fmt: skip
+        self,
+        ranks: RankSet | Part,
+        container_name: str,
+        host: str,
+        environment: dict[str, str],
+        restart: str,
+        first: bool,
+        slow_disk: Path | None = None,
+    ) -> Container:
         """A pod, with its claims as they are. The file `seconds` in `slow_disk` says how long its disk takes."""
         spec, container = ranks.pod, ranks.container
         assert container["image"] == "rolecall:cpu"
         user, limits = spec["securityContext"], container["resources"]["limits"]
         arguments = [
-            "--name", container_name, "--hostname", host, "--label", f"pods={self.name}", "--network", self.network,
-            "--add-host", f"{environment['MASTER_ADDR']}:{self._service.address(self.network)}",
-            "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only", "--restart", restart,
-            "--security-opt", "no-new-privileges", "--cpus", str(limits["cpu"]),
-            "--memory", limits["memory"].removesuffix("i").lower(),
-            "--stop-timeout", str(spec["terminationGracePeriodSeconds"]),
+            "--name",
+            container_name,
+            "--hostname",
+            host,
+            "--label",
+            f"pods={self.name}",
+            "--network",
+            self.network,
+            "--add-host",
+            f"{environment['MASTER_ADDR']}:{self._service.address(self.network)}",
+            "--user",
+            f"{user['runAsUser']}:{user['runAsGroup']}",
+            "--read-only",
+            "--restart",
+            restart,
+            "--security-opt",
+            "no-new-privileges",
+            "--cpus",
+            str(limits["cpu"]),
+            "--memory",
+            limits["memory"].removesuffix("i").lower(),
+            "--stop-timeout",
+            str(spec["terminationGracePeriodSeconds"]),
             # a cluster's DNS says at once that the address has no name; here, there is none to ask
-            "--add-host", "loopback:::ffff:127.0.0.1",
-        ]  # fmt: skip
+            "--add-host",
+            "loopback:::ffff:127.0.0.1",
+        ]
         if first:
             arguments += ["--network-alias", self.backend]
         for capability in container["securityContext"]["capabilities"]["drop"]:
@@ -156,8 +193,16 @@ class Engine:
                 docker("volume", "create", "--label", f"pods={self.name}", f"{self.name}-{claim}")
                 arguments += ["--volume", f"{self.name}-{claim}:{mount['mountPath']}"]
         if slow_disk:
-            arguments += ["--volume", f"{DISK}:/disk:ro", "--volume", f"{slow_disk}:/slow:ro",
-                          "--env", "PYTHONPATH=/disk", "--env", "SLOW_FSYNC=/slow/seconds"]  # fmt: skip
+            arguments += [
+                "--volume",
+                f"{DISK}:/disk:ro",
+                "--volume",
+                f"{slow_disk}:/slow:ro",
+                "--env",
+                "PYTHONPATH=/disk",
+                "--env",
+                "SLOW_FSYNC=/slow/seconds",
+            ]
         if any(value.startswith("tests.") for value in environment.values()):
             arguments += ["--volume", f"{ROOT / 'tests'}:{TESTS}:ro"]
         for key, value in environment.items():
@@ -168,8 +213,20 @@ class Engine:
     def run_idle(self) -> str:
         """A container that takes an address and does nothing. Returns its name."""
         name = f"{self.name}-idle"
-        docker("run", "--detach", "--name", name, "--label", f"pods={self.name}", "--network", self.network,
-               "--entrypoint", "sleep", IMAGE, "infinity")  # fmt: skip
+        docker(
+            "run",
+            "--detach",
+            "--name",
+            name,
+            "--label",
+            f"pods={self.name}",
+            "--network",
+            self.network,
+            "--entrypoint",
+            "sleep",
+            IMAGE,
+            "infinity",
+        )
         return name
 
     def running(self) -> list[str]:

@@ -28,10 +28,27 @@ def build() -> None:
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run promtool where the configuration lies."""
     return subprocess.run(
-        ["docker", "run", "--rm", "--network", "none", "--volume", f"{FILES}:/etc/prometheus:ro", "--workdir",
-         "/etc/prometheus", "--entrypoint", "promtool", IMAGE, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+        [
+            "docker",
+            "run",
+            "--rm",
+            "--network",
+            "none",
+            "--volume",
+            f"{FILES}:/etc/prometheus:ro",
+            "--workdir",
+            "/etc/prometheus",
+            "--entrypoint",
+            "promtool",
+            IMAGE,
+            *arguments,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
 
 
 class Prometheus:

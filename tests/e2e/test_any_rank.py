@@ -141,9 +141,18 @@ def test_the_masters_address_changes(training: Project) -> None:
     training.compose("stop", "agent")
     other = f"{training.name}-other"
     docker(
-        "run", "--detach", "--name", other, "--network", network, "--entrypoint", "python", IMAGE,
-        "-c", "import time; time.sleep(600)",
-    )  # fmt: skip
+        "run",
+        "--detach",
+        "--name",
+        other,
+        "--network",
+        network,
+        "--entrypoint",
+        "python",
+        IMAGE,
+        "-c",
+        "import time; time.sleep(600)",
+    )
     try:
         assert Container(other).address(network) == before  # the engine gives the lowest that is free
         training.up()

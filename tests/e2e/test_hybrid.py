@@ -10,9 +10,7 @@ from rolecall.declare import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,
-    a_killed_rank_comes_back,
     each_role_serves_its_metrics,
-    stopped_it_goes_on_from_its_checkpoint,
 )
 from tests.integration.cluster import until
 
@@ -49,12 +47,3 @@ def test_metrics_of_each_role(training: Project) -> None:
     # a ps calls nobody, and its table is in memory and of a fixed size
     absent = "drop|lost|fail|checkpoint|refused|goal|^rpc_|hybrid_stall|evictions|disk"
     each_role_serves_its_metrics(training, JOB, absent)
-
-
-@pytest.mark.parametrize("service", ["hybrid-trainer", "hybrid-ps", "master"])
-def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
-    a_killed_rank_comes_back(training, training.containers(service)[0])
-
-
-def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
-    stopped_it_goes_on_from_its_checkpoint(training, ranks=4)

@@ -22,8 +22,11 @@ def start(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     variables = [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
     return subprocess.run(
         ["docker", "run", "--rm", *LOCKED, *variables, IMAGE, *arguments],
-        capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
 
 
 def test_it_is_small_and_says_what_it_is() -> None:
@@ -106,8 +109,11 @@ def inspected(reference: str) -> subprocess.CompletedProcess[str]:
     """What a registry has under a name."""
     return subprocess.run(
         ["docker", "buildx", "imagetools", "inspect", reference, "--format", "{{json .Manifest}}"],
-        capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
 
 
 def attests() -> bool:

@@ -16,8 +16,12 @@ JOB = registry.get("ps")
 FINISHED = r"Finished: test accuracy ([\d.]+)% after (\d+) epochs .*\bsteps=(\d+)"
 SAMPLES = 1438  # digits to train with
 ENDLESS = {
-    **cluster.ENDLESS["ps"], **PACED, "REJOIN_INTERVAL": "0.5", "CHECKPOINT_INTERVAL": "1", "LOG_INTERVAL": "10",
-}  # fmt: skip
+    **cluster.ENDLESS["ps"],
+    **PACED,
+    "REJOIN_INTERVAL": "0.5",
+    "CHECKPOINT_INTERVAL": "1",
+    "LOG_INTERVAL": "10",
+}
 
 
 def test_make_up_ps_trains_to_the_end_with_one_server_and_with_two(projects: Projects) -> None:

@@ -19,7 +19,6 @@ from tests.e2e.containers import (
     SCAN,
     Container,
     Project,
-    a_killed_rank_of_an_elastic_job_comes_back,
     docker,
     each_role_serves_its_metrics,
     open_ports,
@@ -57,15 +56,6 @@ def test_make_up_rl_solves_then_says_so_then_starts_anew(projects: Projects) -> 
 
     assert project.make("down").returncode == 0
     assert not project.left()
-
-
-def test_wrong_settings_end_make_up_rl_with_their_line_and_code_2(projects: Projects) -> None:
-    project = projects("rl", "agent", RESTARTS="1")
-    done = project.make("up-rl", ENV_ID="Nope-v0")
-    assert done.returncode == 2, done.stdout
-    assert "rolecall: ENV_ID=Nope-v0: cannot be made" in done.stdout
-    assert "Traceback" not in done.stdout
-    assert not project.containers()
 
 
 def test_wrong_settings_are_no_endless_restart(projects: Projects) -> None:
@@ -197,33 +187,11 @@ def test_metrics_of_each_role(training: Project) -> None:
     each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|^loss$|^epoch$|^left")
 
 
-def test_status_shows_the_ranks(training: Project) -> None:
-    lines = training.make("ps-status").stdout.splitlines()
-    rows = [line.split() for line in lines if " running " in line]
-    assert sorted((row[1], row[2]) for row in rows) == [("agent", "0"), ("observer", "0"), ("observer", "1")]
-
-
 def test_the_doctor_sees_no_problem(training: Project) -> None:
     done = training.make("doctor", JOB="rl")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(" checks: ") == len(training.containers()) == 3
     assert not re.search("^problem", done.stdout, re.MULTILINE), done.stdout
-
-
-def test_scaled_up_and_down_while_it_trains(training: Project) -> None:
-    for observers in (4, 1, 2):
-        before = training.step()
-        training.up("--scale", f"observer={observers}")
-        assert len(training.containers("observer")) == observers
-        until(lambda n=observers: training.members("observer") == n, f"{observers} observers in the gang")
-        assert training.step() >= before  # no finished step is lost
-        training.trains()
-    assert training.rank0.restarts == 0
-
-
-@pytest.mark.parametrize("service", ["observer", "agent"])
-def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
-    a_killed_rank_of_an_elastic_job_comes_back(training, service, "observer")
 
 
 def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:

@@ -11,9 +11,7 @@ from rolecall.declare import registry
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import (
     Project,
-    a_killed_rank_comes_back,
     each_role_serves_its_metrics,
-    stopped_it_goes_on_from_its_checkpoint,
 )
 
 JOB = registry.get("rnn")
@@ -50,12 +48,3 @@ def training(projects: Projects) -> Project:
 
 def test_metrics_of_each_role(training: Project) -> None:
     each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|score|goal")
-
-
-@pytest.mark.parametrize("service", ["rnn-trainer", "rnn-ps"])
-def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
-    a_killed_rank_comes_back(training, training.containers(service)[0])
-
-
-def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
-    stopped_it_goes_on_from_its_checkpoint(training, ranks=2)

@@ -18,8 +18,7 @@ MakeCluster = Callable[..., Cluster]
 RANKS = ("agent-0", "observer-1")
 
 
-@pytest.mark.parametrize("part", ["supervisor", "rank"])
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize(("name", "part"), [("agent-0", "supervisor"), ("observer-1", "rank")])
 def test_frozen_and_thawed(kept: Cluster, name: str, part: str) -> None:
     rank, other = kept.ranks[name], kept.observer(0)
     before = other.metric("gang_unreachable_total")

@@ -44,9 +44,14 @@ def where(line: str) -> int:
 def test_a_rank_that_a_local_run_sees_crash_is_no_peer_any_more(tmp_path: Path) -> None:
     environment = {**os.environ, **QUICK, "CHECKPOINT_DIR": str(tmp_path), "KIND": "first", "LEASE_SECONDS": "60"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rolecall", "run", str(FILE), "--plain"], env=environment, cwd=ROOT,
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "rolecall", "run", str(FILE), "--plain"],
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
     reader.start()

@@ -14,9 +14,14 @@ from tests.integration.cluster import DEADLINE, ROOT, Cluster, Rank
 def examined(rank: Rank, code: int, **changes: str) -> dict[str, dict[str, Any]]:
     """What a doctor with the rank's environment says, by check; it ends with `code`."""
     done = subprocess.run(
-        [sys.executable, "-m", "rolecall", "doctor", "--json"], env={**rank.environment, **changes}, cwd=ROOT,
-        capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "rolecall", "doctor", "--json"],
+        env={**rank.environment, **changes},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     told = json.loads(done.stdout)
     assert done.returncode == code, done.stdout
     assert done.stderr == ""

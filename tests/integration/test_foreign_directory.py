@@ -7,22 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, reported
 
 OURS = ("app.py", "config.py", "telemetry.py", "jobs/__init__.py", "gang/__init__.py", "run.py", "watch/__init__.py")
 LIBRARIES = ("queue.py", "platform.py", "filelock.py", "structlog/__init__.py")  # which ranks import
 
 
-@pytest.mark.parametrize("command", [["-m", "rolecall"], ["-P", "-m", "rolecall"]], ids=["module", "command"])
-def test_the_users_modules_replace_none_of_ours(tmp_path: Path, command: list[str]) -> None:
-    """With `python -m`, the working directory comes first when the command itself imports libraries; the command
-    `rolecall`, like -P, does not have it there. In the ranks, libraries always come before the user's modules, which
-    can be imported all the same.
+def test_the_users_modules_replace_none_of_ours(tmp_path: Path) -> None:
+    """The command `rolecall`, like -P, does not have the working directory on its path. In the ranks, libraries come
+    before the user's modules, which can be imported all the same.
     """
-    modules = [*OURS, *(LIBRARIES if "-P" in command else ())]
-    for name in modules:
+    for name in (*OURS, *LIBRARIES):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"raise RuntimeError('{name} of the working directory is imported')\n")
@@ -35,9 +30,14 @@ def test_the_users_modules_replace_none_of_ours(tmp_path: Path, command: list[st
     environment = {**os.environ, **QUICK, "CHECKPOINT_DIR": "run-of-mine", "PYTHONPATH": str(ROOT / "app")}
     flags = ["--epochs", "1", "--trainers", "1", "--dataset", "mine:data", "--plain"]
     ended = subprocess.run(
-        [sys.executable, *command, "run", "ps", *flags], env=environment, cwd=tmp_path, timeout=2 * DEADLINE,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-P", "-m", "rolecall", "run", "ps", *flags],
+        env=environment,
+        cwd=tmp_path,
+        timeout=2 * DEADLINE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "working directory is imported" not in ended.stdout + ended.stderr
     summary, _ = reported(tmp_path / "run-of-mine")

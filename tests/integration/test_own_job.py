@@ -29,8 +29,15 @@ def stop(job: Cluster) -> None:
 
 
 def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], cwd=directory, timeout=DEADLINE, capture_output=True, text=True,
-                          check=False, env={**os.environ, **QUICK})  # fmt: skip
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=directory,
+        timeout=DEADLINE,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **QUICK},
+    )
 
 
 def line_of(text: str) -> int:
@@ -104,9 +111,13 @@ def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
     (tmp_path / FILE.name).write_text(TEXT)
     run = subprocess.Popen(
         [*COMMAND, "run", FILE.name, "--plain", "--throwers", "1", "--darts", "500", "--checkpoint-dir", "run"],
-        cwd=tmp_path, env={**os.environ, **QUICK}, start_new_session=True, text=True, stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, **QUICK},
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
     try:
         log = tmp_path / "run" / "logs" / "lead-0.log"
         until(lambda: log.exists() and "step 10\t" in log.read_text(), "ten rounds")
@@ -228,8 +239,14 @@ def test_what_rolecall_new_writes_passes_its_own_test(tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "fresh_job"], cwd=tmp_path,
-                         env={**os.environ, **QUICK, "PATH": path}, timeout=5 * DEADLINE, capture_output=True,
-                         text=True, check=False)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "fresh_job"],
+        cwd=tmp_path,
+        env={**os.environ, **QUICK, "PATH": path},
+        timeout=5 * DEADLINE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 passed" in run.stdout

@@ -52,8 +52,12 @@ def test_the_page_of_a_run_under_way(kept: Cluster) -> None:
     act = {link["method"]: link for link in links}["act"]
     assert (act["caller"], act["callees"]) == ("observer", ["agent"])
     assert 0 < act["p50"] <= act["p99"]
-    ranks = next(ranks for event in stream for ranks in [event.get("ranks", ())]
-                 if any(rank.get("calls_per_second") for rank in ranks))  # fmt: skip
+    ranks = next(
+        ranks
+        for event in stream
+        for ranks in [event.get("ranks", ())]
+        if any(rank.get("calls_per_second") for rank in ranks)
+    )
     assert all(rank["health"] == "good" and rank["worker_bytes"] > 2**20 for rank in ranks)
     stream.close()
     one = state_of(agent)

@@ -17,9 +17,18 @@ MODULE = "tests.integration.remembering"
 @pytest.mark.parametrize(("inference", "pipeline"), [("agent", "1"), ("observer", "0")])
 def test_a_kill_mixes_no_sequences(cluster: MakeCluster, inference: str, pipeline: str) -> None:
     """The policy's state says which observation must come next, when it acts and when it learns."""
-    job = cluster(ENV_ID=f"{MODULE}:Steps-v0", POLICY=f"{MODULE}:build", NORMALIZE="0", INFERENCE=inference,
-                  PIPELINE=pipeline, ROLLOUT_STEPS="16", SEQUENCE_STEPS="5", EPOCHS="2",
-                  CHECKPOINT_INTERVAL="0.2", SOLVED_BY="never").start()  # fmt: skip
+    job = cluster(
+        ENV_ID=f"{MODULE}:Steps-v0",
+        POLICY=f"{MODULE}:build",
+        NORMALIZE="0",
+        INFERENCE=inference,
+        PIPELINE=pipeline,
+        ROLLOUT_STEPS="16",
+        SEQUENCE_STEPS="5",
+        EPOCHS="2",
+        CHECKPOINT_INTERVAL="0.2",
+        SOLVED_BY="never",
+    ).start()
     job.trains()
     job.observer(0).kill_worker()
     until(lambda: job.members() == 2, "the observer to be back")
@@ -40,8 +49,9 @@ def test_a_kill_mixes_no_sequences(cluster: MakeCluster, inference: str, pipelin
 
 def test_statistics_survive_the_agent(cluster: MakeCluster) -> None:
     """Those of the observations are in the checkpoint, and go on from there."""
-    job = cluster(ENV_ID=f"{MODULE}:Steps-v0", MEMORY="lstm", INFERENCE="observer", SOLVED_BY="never",
-                  CHECKPOINT_INTERVAL="0.2").start()  # fmt: skip
+    job = cluster(
+        ENV_ID=f"{MODULE}:Steps-v0", MEMORY="lstm", INFERENCE="observer", SOLVED_BY="never", CHECKPOINT_INTERVAL="0.2"
+    ).start()
     job.trains()
     for rank in job.ranks.values():
         rank.terminate()
@@ -79,8 +89,16 @@ def test_while_the_last_episodes_are_good_nothing_is_learned(cluster: MakeCluste
 
 @pytest.mark.parametrize("space", ["Acts-box-v0", "Shows-mixed-v0"])
 def test_other_spaces_are_solved(cluster: MakeCluster, space: str) -> None:
-    job = cluster(ENV_ID=f"tests.integration.environments:{space}", PIPELINE="1", NUM_ENVS="8",
-                  ROLLOUT_STEPS="16", MINIBATCHES="4", EPOCHS="10", LR="0.003", HIDDEN_SIZE="32",
-                  MAX_ITERATIONS="400").start(1)  # fmt: skip
+    job = cluster(
+        ENV_ID=f"tests.integration.environments:{space}",
+        PIPELINE="1",
+        NUM_ENVS="8",
+        ROLLOUT_STEPS="16",
+        MINIBATCHES="4",
+        EPOCHS="10",
+        LR="0.003",
+        HIDDEN_SIZE="32",
+        MAX_ITERATIONS="400",
+    ).start(1)
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0]
     assert json.loads((job.checkpoints / "DONE").read_text())["solved"] is True, job.logs()

@@ -60,8 +60,10 @@ def test_a_lock_and_a_call_back_are_a_deadlock_while_another_rank_holds_the_gil(
     assert reply["deadlocks"] == [["lead 0", "worker 0", "lead 0"]]
     assert [*reply["ranks"]] == ["worker 0", "worker 1"]
     assert {(each["rank"], each["to"], each["what"]) for each in reply["waits"]} == {
-        ("lead 0", "worker 0", "ask_back"), ("lead 0", "worker 1", "hold_the_gil"), ("worker 0", "lead 0", "take_lock"),
-    }  # fmt: skip
+        ("lead 0", "worker 0", "ask_back"),
+        ("lead 0", "worker 1", "hold_the_gil"),
+        ("worker 0", "lead 0", "take_lock"),
+    }
 
 
 def test_threads_that_wait_for_answers_which_need_one_of_them_are_a_deadlock(ask: Any) -> None:

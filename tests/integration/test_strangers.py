@@ -121,9 +121,7 @@ def test_of_a_thousand_strangers_none_costs_the_metrics(kept: Cluster) -> None:
         kept.trains()
 
 
-@pytest.mark.parametrize(
-    ("variable", "role"), [("METRICS_PORT", "observer"), ("MASTER_PORT", "agent"), ("PORT", "observer")]
-)
+@pytest.mark.parametrize(("variable", "role"), [("METRICS_PORT", "observer"), ("MASTER_PORT", "agent")])
 def test_a_port_that_is_taken(cluster: MakeCluster, variable: str, role: str) -> None:
     (port,) = free_ports(1)
     with socket.socket() as taken:

@@ -35,8 +35,12 @@ def running(directory: Path, **settings: str) -> Iterator[tuple[subprocess.Popen
     process = subprocess.Popen(
         [sys.executable, "-m", "rolecall", "run", "rl", "--plain"],
         env={**os.environ, **QUICK, "CHECKPOINT_DIR": str(directory), "OBSERVERS": "1", **settings},
-        cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
     reader.start()
@@ -49,8 +53,10 @@ def running(directory: Path, **settings: str) -> Iterator[tuple[subprocess.Popen
 
 
 def zygote_of(run: int) -> psutil.Process:
-    (found,) = until(lambda: [child for child in psutil.Process(run).children()
-                              if "zygote" in " ".join(child.cmdline())], "the zygote")  # fmt: skip
+    (found,) = until(
+        lambda: [child for child in psutil.Process(run).children() if "zygote" in " ".join(child.cmdline())],
+        "the zygote",
+    )
     return found
 
 
@@ -72,8 +78,18 @@ def test_fork_has_its_own_arguments_environment_and_output(server: Zygote, tmp_p
 
 def test_kill_reports_the_signal_and_ends_the_process_group(server: Zygote, tmp_path: Path) -> None:
     port, metrics = free_ports(2)
-    rank = fork(server, tmp_path / "out", "rank", JOB="rl", ROLE="observer", MASTER_ADDR="127.0.0.1", PORT=str(port),
-                METRICS_PORT=str(metrics), JOB_TOKEN=TOKEN, TMPDIR=str(tmp_path))  # fmt: skip
+    rank = fork(
+        server,
+        tmp_path / "out",
+        "rank",
+        JOB="rl",
+        ROLE="observer",
+        MASTER_ADDR="127.0.0.1",
+        PORT=str(port),
+        METRICS_PORT=str(metrics),
+        JOB_TOKEN=TOKEN,
+        TMPDIR=str(tmp_path),
+    )
     family = until(lambda: psutil.Process(rank.pid).children(recursive=True), "its fork server")
     rank.kill()
     assert rank.wait_for(DEADLINE) == -signal.SIGKILL
@@ -83,8 +99,9 @@ def test_kill_reports_the_signal_and_ends_the_process_group(server: Zygote, tmp_
 def test_call_ends_a_command_that_outlasts_its_deadline(
     server: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "slow.py").write_text("import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\n"
-                                      "time.sleep(600)\n")  # fmt: skip
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TimeoutError):
         server.call(["describe", str(tmp_path / "slow.py")], 3.0)
@@ -122,8 +139,10 @@ def test_user_file_is_described_without_other_output(tmp_path: Path) -> None:
 
 def test_run_survives_the_death_of_its_zygote(tmp_path: Path) -> None:
     """Its ranks end with the zygote, and are restarted without it."""
-    with running(tmp_path, LOG_INTERVAL="1", MAX_ITERATIONS="12", SOLVED_RETURN="1000",
-                 CHECKPOINT_INTERVAL="0.2") as (run, lines):  # fmt: skip
+    with running(tmp_path, LOG_INTERVAL="1", MAX_ITERATIONS="12", SOLVED_RETURN="1000", CHECKPOINT_INTERVAL="0.2") as (
+        run,
+        lines,
+    ):
         until(lambda: any("checkpoint" in line for line in lines), "a checkpoint")
         zygote = zygote_of(run.pid)
         pidfds = [os.pidfd_open(rank.pid) for rank in zygote.children() if os.getpgid(rank.pid) == rank.pid]
@@ -141,8 +160,11 @@ def test_killed_run_leaves_no_process_and_no_socket(tmp_path: Path) -> None:
     temporary = tempfile.mkdtemp(prefix="rolecall-")  # short: the path of a socket has at most 107 characters
     with running(tmp_path, TMPDIR=temporary, SOLVED_RETURN="1000", CHECKPOINT_INTERVAL="0.2") as (run, lines):
         until(lambda: any("checkpoint" in line for line in lines), "a checkpoint")
-        family = [child for child in psutil.Process(run.pid).children(recursive=True)
-                  if "resource_tracker" not in " ".join(child.cmdline())]  # fmt: skip
+        family = [
+            child
+            for child in psutil.Process(run.pid).children(recursive=True)
+            if "resource_tracker" not in " ".join(child.cmdline())
+        ]
         run.kill()
         until(lambda: all(map(ended, family)), "its processes to be gone")
     until(lambda: not [*Path(temporary).glob("pymp-*")], "the socket to be deleted")

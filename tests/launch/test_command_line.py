@@ -102,9 +102,13 @@ def test_what_run_decides_and_secrets_have_no_flag(ranks: Started, capsys: pytes
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--max-iteration", " (did you mean --max-iterations?)"), ("--num_envs", " (did you mean --num-envs?)"),
-     ("--gama=0.9", " (did you mean --gamma?)"), ("--quite-another", "")],
-)  # fmt: skip
+    [
+        ("--max-iteration", " (did you mean --max-iterations?)"),
+        ("--num_envs", " (did you mean --num-envs?)"),
+        ("--gama=0.9", " (did you mean --gamma?)"),
+        ("--quite-another", ""),
+    ],
+)
 def test_a_misspelt_flag_is_one_line_with_the_flag_that_is_meant(
     capsys: pytest.CaptureFixture[str], flag: str, meant: str
 ) -> None:
@@ -131,14 +135,6 @@ def test_wrong_values_are_one_line(
     assert "LR='-1': " in line
 
 
-def test_an_unknown_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["run", "chess", "--epochs", "1"]) == USAGE
-    output = capsys.readouterr()
-    names = ", ".join(registry.JOBS)
-    assert output.out == ""
-    assert output.err == f"rolecall: JOB='chess': no such job ({names}, FILE.py or package.module)\n"
-
-
 @pytest.mark.parametrize("arguments", [["run"], ["run", "--plain"], ["local", "rl"], ["run", "rl", "--num-envs"]])
 def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -163,8 +159,9 @@ __main__.main(["rank"])
 
 def test_a_rank_starts_its_fork_server_before_the_rest_of_its_imports() -> None:
     environment = {**os.environ, "JOB": "ps", "ROLE": "trainer"}
-    run = subprocess.run([sys.executable, "-c", RANK], env=environment, timeout=60, capture_output=True, text=True,
-                         check=False)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", RANK], env=environment, timeout=60, capture_output=True, text=True, check=False
+    )
     assert run.stdout.split() == list(registry.get("ps").roles[1].preload), run.stderr
 
 

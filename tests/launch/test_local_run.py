@@ -65,18 +65,18 @@ def test_ranks_are_added_and_dropped(run: LocalRun) -> None:
     async def play() -> int:
         over = asyncio.create_task(run.run())
         await up(run, 3)
-        run._scale("observer", 4)
+        run.scale("observer", 4)
         await up(run, 5)
         assert [rank.name for rank in run.ranks][1:] == [f"observer {number}" for number in range(4)]
         ports = [rank.environment[name] for rank in run.ranks for name in ("PORT", "METRICS_PORT")]
         assert len({*ports}) == len(ports)
-        run._scale("observer", 1)
+        run.scale("observer", 1)
         await until(lambda: len(run.ranks) == 2)
         assert [rank.name for rank in run.ranks] == ["agent 0", "observer 0"]
         assert not over.done()
         for role, count in (("agent", 2), ("nobody", 1), ("observer", 0), ("observer", 10**6)):
             with pytest.raises(UsageError, match=f"^{role}"):
-                run._scale(role, count)
+                run.scale(role, count)
         os.kill(os.getpid(), signal.SIGINT)
         return await asyncio.wait_for(over, DEADLINE)
 

@@ -146,13 +146,15 @@ def test_nobody_waits_for_a_terminal_that_does_not_read(
     monkeypatch: pytest.MonkeyPatch, pipe: tuple[int, IO[str]]
 ) -> None:
     monkeypatch.setattr(output, "MAX_WAITING_CHARACTERS", 1000)
+    before = {*threading.enumerate()}
     shown = Output(pipe[1], pipe[1])
+    (writer,) = {*threading.enumerate()} - before
     shown.line("x" * 200_000)  # more than a pipe holds
     texts = [os.read(pipe[0], 1)]  # it is being printed
     for number in range(10_000):
         shown.line(f"line {number}")
     shown.close("the end", 0.01)
-    assert shown._thread.is_alive()
+    assert writer.is_alive()
 
     def read() -> None:
         while not texts[-1].endswith(b"the end\n"):
@@ -161,7 +163,7 @@ def test_nobody_waits_for_a_terminal_that_does_not_read(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(DEADLINE)
-    shown._thread.join(DEADLINE)
+    writer.join(DEADLINE)
     lines = b"".join(texts).decode().splitlines()
     assert lines[0] == "x" * 200_000
     left_out = 10_000 - (len(lines) - 3)
@@ -170,10 +172,11 @@ def test_nobody_waits_for_a_terminal_that_does_not_read(
 
 
 def test_a_terminal_that_is_gone(pipe: tuple[int, IO[str]]) -> None:
+    before = {*threading.enumerate()}
     shown = Output(pipe[1], pipe[1])
     os.close(pipe[0])
     for number in range(3):
         shown.line(f"line {number}", error=number == 1)
     shown.picture("a picture")
     shown.close("the end", DEADLINE)
-    assert not shown._thread.is_alive()
+    assert {*threading.enumerate()} <= before

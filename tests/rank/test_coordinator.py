@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -27,10 +28,11 @@ FIRST = "first"
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: Path, lease: float = 6.0) -> AsyncIterator[tuple[Coordinator, Post]]:
+async def serving(directory: Path, lease: float = 6.0, stops: bool = True) -> AsyncIterator[tuple[Coordinator, Post]]:
     """A coordinator that ticks, and what posts a beat to it."""
-    settings = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
-                        lease_seconds=lease)  # fmt: skip
+    settings = Settings(
+        job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0], lease_seconds=lease
+    )
     lead = Coordinator(describe.describe("rl", ["--observers", "1"]), settings, FIRST, "node")
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
     loops = [asyncio.create_task(loop) for loop in lead.loops()]
@@ -46,7 +48,7 @@ async def serving(directory: Path, lease: float = 6.0) -> AsyncIterator[tuple[Co
     finally:
         for loop in loops:
             loop.cancel()
-        if not lead._closing:
+        if stops:
             await lead.stop(ended=False)
 
 
@@ -63,9 +65,15 @@ def first_beat(lead: Coordinator, known: str = "", incarnation: str = FIRST, rol
 
 async def waits(lead: Coordinator, request: asyncio.Task[Answer], incarnation: str) -> None:
     """Until `request` has arrived and waits."""
-    while incarnation not in {waiting.beat.incarnation for waiting in lead._waiting.values()}:
+    while incarnation not in {waiting.beat.incarnation for waiting in lead.waiting.values()}:
         assert not request.done()
         await asyncio.sleep(0.01)
+
+
+def clients(lead: Coordinator) -> set[int]:
+    """The ports of the connections to the coordinator."""
+    connections = psutil.Process().net_connections("tcp")
+    return {one.raddr.port for one in connections if one.raddr and one.laddr.port == lead.settings.port}
 
 
 def run(steps: Coroutine[Any, Any, None]) -> None:
@@ -125,7 +133,7 @@ def test_a_replaced_rank_is_answered_before_its_successor(tmp_path: Path) -> Non
 @pytest.mark.timeout(30)
 def test_requests_that_wait_do_not_hold_up_the_end(tmp_path: Path) -> None:
     async def steps() -> None:
-        async with serving(tmp_path, lease=600.0) as (lead, post):
+        async with serving(tmp_path, lease=600.0, stops=False) as (lead, post):
             order = await post(first_beat(lead))
             assert order.directive is not None
             waiting = asyncio.create_task(
@@ -146,21 +154,19 @@ def test_outdated_beats_leave_their_connections_to_newer_ones(tmp_path: Path) ->
             order = await post(first_beat(lead))
             assert order.directive is not None
             known = name_of_directive(FIRST, order.directive)
-            assert lead._runner is not None
-            assert lead._runner.server is not None
-            before = set(lead._runner.server.connections)
+            before = clients(lead)
             seen = set(before)
             async with Link(lead.settings, None) as link:
                 outdated = None
                 for number in range(2, 12):
                     request = asyncio.create_task(link.post(Beat(FIRST, number, since=1, known=known)))
-                    while not any(waiting.beat.sequence == number for waiting in lead._waiting.values()):
+                    while not any(waiting.beat.sequence == number for waiting in lead.waiting.values()):
                         assert not request.done()
                         await asyncio.sleep(0.01)
                     if outdated:  # its connection is free once its answer is read, on a busy machine not at once
                         await outdated
                     outdated = request
-                    seen |= set(lead._runner.server.connections)
+                    seen |= clients(lead)
                     assert link.outdate(request)
             assert len(seen - before) == 2
 

@@ -286,14 +286,14 @@ def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch: pytest.Monk
 
     async def play() -> WorkerStatus:
         fork_server.prepare(())
-        first = fork_server._pid()
+        first = fork_server.server_pid()
         os.kill(first, signal.SIGSTOP)
         worker = WorkerProcess(TASK, lambda: None)
         await asyncio.wait_for(worker.start(0.2), 30)
         later = WorkerProcess(TASK, lambda: None)
         await asyncio.wait_for(later.start(60), 60)
         assert fork_server.has_forked()
-        assert fork_server._pid() != first
+        assert fork_server.server_pid() != first
         assert later.status().state == "starting"
         later.kill("stopped")
         await asyncio.wait_for(later.ended.wait(), 30)
@@ -313,7 +313,7 @@ def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     monkeypatch.setattr(fork_server, "MAIN", "greedy")
 
     async def play() -> WorkerStatus:
-        await fork_server._kill()
+        await fork_server.kill_server()
         fork_server.prepare(())
         worker = WorkerProcess(TASK, lambda: None)
         await asyncio.wait_for(worker.start(60), 60)

@@ -122,7 +122,7 @@ def test_each_role_asks_for_its_own_data() -> None:
 
     def check(role: str) -> str:
         task = Task("rnn", Settings(job="rnn"), Peer(role, 0, 0), values={"corpus": "/nowhere"})
-        return worker._check(task, job).outcome
+        return worker.check(task, job).outcome
 
     assert check("ps") == "finished"  # it needs no corpus
     assert check("") == "finished"  # nobody knows yet
@@ -146,7 +146,7 @@ def test_unknown_role_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"^this version of the job has no role 'observer'; run the same version in eve"
     ):
-        worker._role(task, registry.get("rnn"))
+        worker.role_of(task, registry.get("rnn"))
 
 
 @pytest.mark.parametrize(("kind", "told"), [("finished", 0), ("stop", 1)])

@@ -135,12 +135,23 @@ def test_options_of_another_backend_are_left_to_torch(settings: Settings, monkey
 def test_torchruns_variables_on_one_machine(settings: Settings, tmp_path: Path) -> None:
     variables = adopt.variables(settings, 1, 3, generation=4)
     assert variables == {
-        "RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "rank", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000", "TORCHELASTIC_RESTART_COUNT": "3",
-        "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "script", "ROLECALL_GENERATION": "4",
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "rank",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4000",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "script",
+        "ROLECALL_GENERATION": "4",
         "CHECKPOINT_DIR": str(tmp_path / "files"),
-    }  # fmt: skip
+    }
     adopt.adopt(settings, 1, 3, 4)
     assert variables.items() <= config.child_environment().items()
 

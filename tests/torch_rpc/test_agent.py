@@ -71,9 +71,13 @@ def test_no_rank_goes_on_before_all_have_started(agents: list[tuple[Any, ...]]) 
     ],
 )
 def test_ranks_of_one_machine_read_tensors_from_each_other_where_nothing_has_to_be_opened_for_it(
-    tmp_path: Path, address: str, tls: Literal["require", "always", "off"], device: str, scope: str | None,
+    tmp_path: Path,
+    address: str,
+    tls: Literal["require", "always", "off"],
+    device: str,
+    scope: str | None,
     expected: list[str],
-) -> None:  # fmt: skip
+) -> None:
     yama = tmp_path / "ptrace_scope"
     if scope is not None:
         yama.write_text(scope + "\n")

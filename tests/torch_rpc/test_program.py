@@ -56,9 +56,14 @@ def write(tmp_path: Path) -> Write:
 
 def context(rank: int = 0, size: int = 2) -> Any:
     return SimpleNamespace(
-        settings=Settings(lease_seconds=2), me=SimpleNamespace(rank=rank), members=[None] * size, generation=1,
-        store=None, files=Path(), watchdog=Watchdog(600, 300),
-    )  # fmt: skip
+        settings=Settings(lease_seconds=2),
+        me=SimpleNamespace(rank=rank),
+        members=[None] * size,
+        generation=1,
+        store=None,
+        files=Path(),
+        watchdog=Watchdog(600, 300),
+    )
 
 
 def problem(script: str, arguments: str = "") -> str:
@@ -213,10 +218,16 @@ def test_a_rank_with_nowhere_to_write_runs_the_program_all_the_same(write: Write
         files = Context.files
 
     rank = context(rank=1)
-    Program("prog.py").run(Unwritable(
-        settings=Settings(lease_seconds=2, checkpoint_dir=tmp_path / "file"), me=rank.me, members=rank.members,
-        generation=1, store=None, watchdog=rank.watchdog,
-    ))  # fmt: skip
+    Program("prog.py").run(
+        Unwritable(
+            settings=Settings(lease_seconds=2, checkpoint_dir=tmp_path / "file"),
+            me=rank.me,
+            members=rank.members,
+            generation=1,
+            store=None,
+            watchdog=rank.watchdog,
+        )
+    )
     assert sys.called
 
 

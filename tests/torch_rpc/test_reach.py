@@ -86,7 +86,7 @@ def test_gloos_addresses_and_who_dials(monkeypatch: pytest.MonkeyPatch) -> None:
     _, own_port = higher._gloo["0"]
     assert (name, service) == ("a_0", f"service-of-{lower._gloo['0'][1]}")
     assert wishes == {"below": own_port}
-    at = reach._gloo_address(lower.get("0/1"))
+    at = reach.gloo_address(lower.get("0/1"))
     assert at is not None
     assert lower.get("0/1")[at + 4 : at + 8] == socket.inet_aton("127.0.0.2")
     assert higher.get("0/0")[at + 2 : at + 8] == (31000).to_bytes(2, "big") + socket.inet_aton("127.0.0.1")

@@ -156,7 +156,7 @@ def test_a_call_is_a_span_on_both_sides_under_the_callers(trace: Trace, network:
     assert server.attributes == {"from": "lead 0"}
     assert server.thread != client.thread
     assert SEEN == ["double"]
-    assert network == [tracing._serve]
+    assert network == [tracing.serve_traced]
     assert module.current() is None
 
 
@@ -174,7 +174,7 @@ def test_an_asynchronous_handler_ends_with_its_answer(trace: Trace, network: lis
     assert answer.wait() == 3
     client, server = trace.pair()
     assert server.start_ns <= server.attributes["returned_ns"] <= server.end_ns <= client.end_ns
-    assert network == [tracing._serve_async]
+    assert network == [tracing.serve_async]
     failing = call(later)
     ANSWERS[-1].set_exception(ValueError("too late"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="too late"):
@@ -183,7 +183,7 @@ def test_an_asynchronous_handler_ends_with_its_answer(trace: Trace, network: lis
 
 
 def test_an_asynchronous_handler_without_a_future_is_left_to_torch(trace: Trace) -> None:
-    assert tracing._serve_async(("", "", "lead 0", None), wrong, ()) == 1
+    assert tracing.serve_async(("", "", "lead 0", None), wrong, ()) == 1
     assert [span.name for span in trace.spans()] == ["wrong"]
 
 
@@ -214,7 +214,7 @@ def test_while_it_is_off_the_function_itself_is_called(trace: Trace, network: li
     assert call(double, 1).wait() == 2
     assert network == [double]
     # a peer that records calls one that does not
-    assert tracing._serve(("0" * 16, "0" * 16, "lead 0", None), double, (1,)) == 2
+    assert tracing.serve_traced(("0" * 16, "0" * 16, "lead 0", None), double, (1,)) == 2
     assert trace.spans() == []
 
 
@@ -265,7 +265,7 @@ def test_opentelemetrys_context_goes_with_a_call(trace: Trace, function: Callabl
     assert answer.wait() == f"{0xABC:032x} {0xDEF:016x} blue"
     assert carried_here.run(parent, ()) == answer.wait()
     carrier = {"traceparent": f"00-{1:032x}-{2:016x}-01"}
-    for serve in (tracing._serve, tracing._serve_async) if recorded else (tracing._serve,):
+    for serve in (tracing.serve_traced, tracing.serve_async) if recorded else (tracing.serve_traced,):
         assert serve(("", "", "", carrier), parent, ()).startswith(f"{1:032x} {2:016x}")
     assert parent() == f"{0:032x} {0:016x} None"  # nothing is left of any of them
     spans = [span for span in trace.spans() if span.name == function.__name__]
@@ -281,7 +281,7 @@ def test_without_opentelemetry_nothing_goes_along(
     assert call(double, 1).wait() == 2
     assert network == [double]
     # a caller's context, where the peer has no OpenTelemetry
-    assert tracing._serve(("", "", "", {"traceparent": "00-1-2-00"}), double, (1,)) == 2
+    assert tracing.serve_traced(("", "", "", {"traceparent": "00-1-2-00"}), double, (1,)) == 2
 
 
 # ---- collectives

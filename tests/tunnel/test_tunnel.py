@@ -116,7 +116,6 @@ def test_a_reset_is_a_reset_at_the_other_end(pair: Pair) -> None:
 def test_nobody_listens_any_more(pair: Pair) -> None:
     server = Server(echo)
     port = led(pair, server)
-    server._listener.shutdown(socket.SHUT_RDWR)  # its thread waits in accept
     server.close()
     with dialled(port) as connection, pytest.raises(ConnectionResetError):
         received(connection)
@@ -197,9 +196,11 @@ def test_what_a_worker_announced_ends_with_it(pair: Pair) -> None:
     )
     server = Server(echo)
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(lead.directory), str(server.port)], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", program, str(lead.directory), str(server.port)],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     service, reach = process.stdout.readline().strip(), worker.reach()
     port = reach.port_to(lead.name, "127.0.0.1", lead.port, service)
@@ -238,11 +239,11 @@ def test_the_user_at_the_other_end(family: socket.AddressFamily) -> None:
         connection, _ = listener.accept()
         with connection:
             ends = connection.getpeername(), connection.getsockname()
-            assert local._user_by_netlink(*ends) == local._user_by_table(*ends) == os.getuid()
+            assert local.user_by_netlink(*ends) == local.user_by_table(*ends) == os.getuid()
             assert local.same_user(connection)
     nobody = ("127.0.0.1", 1), ("127.0.0.1", 2)
-    assert local._user_by_netlink(*nobody) is None
-    assert local._user_by_table(*nobody) is None
+    assert local.user_by_netlink(*nobody) is None
+    assert local.user_by_table(*nobody) is None
 
 
 def test_a_rank_reaches_rank_0_before_it_has_a_place_and_peers_once_it_has(pair: Pair) -> None:

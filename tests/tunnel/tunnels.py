@@ -30,15 +30,25 @@ class Tunnel:
     def __init__(self, name: str, port: int, rank0_port: int, **settings: str) -> None:
         self.name, self.port = name, port
         self.directory = Path(tempfile.mkdtemp(prefix="rolecall-tunnel-"))
-        values = {"port": str(port), "master_port": str(rank0_port), "bind_addr": "127.0.0.1", "job_token": TOKEN,
-                  "connect_timeout": "5", "lease_seconds": "3"} | settings  # fmt: skip
+        values = {
+            "port": str(port),
+            "master_port": str(rank0_port),
+            "bind_addr": "127.0.0.1",
+            "job_token": TOKEN,
+            "connect_timeout": "5",
+            "lease_seconds": "3",
+        } | settings
         environment = {name.upper(): value for name, value in values.items() if value}
         self._log = (self.directory / "log").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tunnel.tunnel_process", name, str(self.directory)], cwd=ROOT,
-            env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            [sys.executable, "-m", "tests.tunnel.tunnel_process", name, str(self.directory)],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
             text=True,
-        )  # fmt: skip
+        )
         assert self._process.stdout is not None
         pid = self._process.stdout.readline()
         assert pid, self.log()
@@ -99,6 +109,7 @@ class Server:
             self._serve(connection)
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # its thread waits in accept
         self._listener.close()
 
 

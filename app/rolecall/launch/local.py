@@ -208,7 +208,7 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            control = await Control(self._temporary / "control", self._listed, self._scale).start()
+            control = await Control(self._temporary / "control", self._listed, self.scale).start()
             self._published = self._publish()
         except BaseException:
             self._remove_folders()
@@ -316,7 +316,7 @@ class LocalRun:
     def _listed(self) -> list[ListedRank]:
         return [ListedRank(rank.role, rank.ordinal, rank.pid, rank.state) for rank in self.ranks]
 
-    def _scale(self, role: str, count: int) -> str:
+    def scale(self, role: str, count: int) -> str:
         """Starts ranks of `role`, or has those with the highest ordinals drain, so that there are `count`. Returns what
         is done. Raises UsageError if that is not possible."""
         spec = next((spec for spec in self.job.roles if spec.name == role), None)

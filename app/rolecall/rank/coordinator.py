@@ -83,7 +83,7 @@ class Coordinator:
         self._effects = asyncio.Queue[Effect]()  # to be persisted
         self.metrics: Any = None
         self._incarnation = incarnation
-        self._waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
+        self.waiting: OrderedDict[Key, Waiting] = OrderedDict()  # the one that is answered first comes first
         self.queries = queries.Queries(lambda: self.gang.members, self._wake)
         self._revision = 0
         self._rests_until = float("-inf")
@@ -154,7 +154,7 @@ class Coordinator:
         self._closing = True
         if self._stirred:
             self._stirred.cancel()
-        for key, waiting in list(self._waiting.items()):  # `cleanup` waits for them
+        for key, waiting in list(self.waiting.items()):  # `cleanup` waits for them
             self._finish(key, self.gang.answer(key, waiting.beat))
         if self._runner:
             await self._runner.cleanup()
@@ -201,7 +201,7 @@ class Coordinator:
             self.log.info("waiting", missing=missing, deadline_s=self.settings.rejoin_timeout)
         if gang.revision != self._revision:
             self._revision = gang.revision
-            for key, waiting in list(self._waiting.items()):
+            for key, waiting in list(self.waiting.items()):
                 if answer := gang.answer_if_due(key, waiting.beat, waiting.received_at, now):
                     self._finish(key, answer)
         done = time.monotonic()
@@ -212,10 +212,10 @@ class Coordinator:
         spread over a few ticks."""
         gang, now = self.gang, time.monotonic()
         wait = gang.answer_by(now) - now
-        for _ in range(1 + int(2 * len(self._waiting) * TICK_SECONDS / wait)):
-            if not self._waiting:
+        for _ in range(1 + int(2 * len(self.waiting) * TICK_SECONDS / wait)):
+            if not self.waiting:
                 return
-            key, waiting = next(iter(self._waiting.items()))
+            key, waiting = next(iter(self.waiting.items()))
             answer = gang.answer_if_due(key, waiting.beat, waiting.received_at, now)
             if answer is None:
                 return
@@ -223,11 +223,11 @@ class Coordinator:
 
     def _wake(self, key: Key) -> None:
         """Answers a waiting request of the member `key`, for which there is a query."""
-        if waiting := self._waiting.get(key):
+        if waiting := self.waiting.get(key):
             self._finish(key, self.gang.answer(key, waiting.beat))
 
     def _finish(self, key: Key, answer: Answer) -> None:
-        self._waiting.pop(key).finish(answer)
+        self.waiting.pop(key).finish(answer)
 
     def refresh(self) -> None:
         """Brings the gang's metrics up to date."""
@@ -294,7 +294,7 @@ class Coordinator:
 
     async def _answer(self, key: Key, beat: Beat, received_at: float, http_request: web.Request) -> Answer:
         gang = self.gang
-        if before := self._waiting.pop(key, None):
+        if before := self.waiting.pop(key, None):
             # of the same member, which has sent a newer one; or of a replaced one, which must stop before its
             # successor works
             before.finish(gang.answer(key, before.beat))
@@ -308,12 +308,12 @@ class Coordinator:
         if http_request.transport is None:
             raise web.HTTPBadRequest  # the member closed the connection before it could be noticed
         waiting = Waiting(beat, received_at, asyncio.get_running_loop().create_future())
-        self._waiting[key] = waiting
+        self.waiting[key] = waiting
         try:
             return await waiting.answered
         finally:
-            if self._waiting.get(key) is waiting:
-                del self._waiting[key]
+            if self.waiting.get(key) is waiting:
+                del self.waiting[key]
 
     def _refuse(self, status: int, reason: str, message: str, text: str = "") -> web.Response:
         self.metrics.gang_refused.labels(reason).inc()

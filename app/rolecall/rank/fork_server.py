@@ -134,14 +134,14 @@ def address() -> str:
 
 def signal_server(number: int) -> None:
     """Sends a signal to the fork server, if it runs."""
-    if server := _pid():
+    if server := server_pid():
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, number)
 
 
 def has_forked() -> bool:
     """Whether the fork server has forked a worker; a new one imports the job's modules first."""
-    return _forked != 0 and _forked == _pid()
+    return _forked != 0 and _forked == server_pid()
 
 
 def _start(process: Any) -> None:
@@ -160,7 +160,7 @@ async def fork(process: Any, limit: float) -> None:
     forking.add_done_callback(lambda done: done.cancelled() or done.exception())
     answered = await within(forking, limit)
     if not answered:
-        await _kill()  # the thread reads the end of its pipe then
+        await kill_server()  # the thread reads the end of its pipe then
     try:
         await forking
     except (OSError, EOFError) as error:
@@ -172,13 +172,13 @@ async def fork(process: Any, limit: float) -> None:
         else:
             problem = str(error) or type(error).__name__
         raise ForkError(problem, number == signal.SIGKILL) from error
-    _forked = _pid()
+    _forked = server_pid()
 
 
 def _killed_by() -> int:
     """The signal that has ended the fork server, whose connection broke; 0 for an exit."""
     try:
-        pidfd = os.pidfd_open(_pid())
+        pidfd = os.pidfd_open(server_pid())
     except OSError:  # there is none
         return 0
     try:
@@ -186,7 +186,7 @@ def _killed_by() -> int:
         poll.register(pidfd, select.POLLIN)
         poll.poll(1000 * KILL_SECONDS)
         # not reaped: the next fork does that
-        status = os.waitid(os.P_PID, _pid(), os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        status = os.waitid(os.P_PID, server_pid(), os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:  # reaped already
         return 0
     finally:
@@ -194,22 +194,23 @@ def _killed_by() -> int:
     return status.si_status if status and status.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
 
 
-async def _kill() -> None:
+async def kill_server() -> None:
     """Kills the fork server and waits for its exit: until then it appears to run."""
-    if server := _pid():
+    if server := server_pid():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(server, signal.SIGKILL)
             exited = asyncio.to_thread(os.waitid, os.P_PID, server, os.WEXITED | os.WNOWAIT)
             await within(asyncio.ensure_future(exited), KILL_SECONDS)
 
 
-def _pid() -> int:
+def server_pid() -> int:
+    """The fork server's process; 0 before the first start."""
     return _server._forkserver_pid or 0
 
 
 def clear() -> None:
     """Kills what an ended worker has left behind: all processes below the fork server. No worker may run."""
-    if server := _pid():
+    if server := server_pid():
         descendants.kill(server)
 
 

@@ -62,7 +62,7 @@ def main(task: Task, connection: Connection) -> None:
     threading.Thread(target=pipe.report_forever, daemon=True).start()
     try:
         job = registry.get(task.job)
-        result = _work(task, job, pipe, watchdog) if task.members else _check(task, job)
+        result = _work(task, job, pipe, watchdog) if task.members else check(task, job)
     except Drained as drained:
         result = Result("drained", step=drained.step)
     except UsageError as error:
@@ -84,14 +84,16 @@ def _settings(task: Task, job: Job) -> Settings:
     return config.load(job.settings, **{**task.settings.model_dump(), **task.values, "role": role})
 
 
-def _role(task: Task, job: Job) -> Role:
+def role_of(task: Task, job: Job) -> Role:
+    """The role of the task's member. Raises UsageError if the job has no such role."""
     for role in job.roles:
         if role.name == task.me.role:
             return role
     raise UsageError(f"this version of the job has no role {task.me.role!r}; run the same version in every rank")
 
 
-def _check(task: Task, job: Job) -> Result:
+def check(task: Task, job: Job) -> Result:
+    """Runs the job's own check and imports what it names, before a gang is formed."""
     settings = _settings(task, job)
     if job.check and task.me.role:  # otherwise once the gang has assigned one
         registry.resolve(job.check)(settings)
@@ -102,7 +104,7 @@ def _check(task: Task, job: Job) -> Result:
 
 
 def _work(task: Task, job: Job, pipe: SupervisorPipe, watchdog: Watchdog) -> Result:
-    settings, role = _settings(task, job), _role(task, job)
+    settings, role = _settings(task, job), role_of(task, job)
     first = task.me.rank == 0
     _seed(mixed_seed(settings.seed, task.me.rank, task.generation))
     torch.set_num_threads(1)  # see Context.threads

@@ -108,7 +108,7 @@ class TunnelStore(Store):
     def _published(self, key: str, value: bytes) -> bytes:
         if value.startswith(TENSORPIPE):
             port = int(value.removeprefix(TENSORPIPE))
-        elif (at := _gloo_address(value)) is not None:
+        elif (at := gloo_address(value)) is not None:
             port = int.from_bytes(value[at + 2 : at + 4], "big")
             group, _, rank = key.rpartition("/")
             self._gloo[group] = int(rank), port
@@ -132,7 +132,7 @@ class TunnelStore(Store):
             # its answer names its port again, and the tunnel replaces that by one of the same length
             port = self._reach.port_to(*to, real=place["real"], digits=len(str(place["real"])))
             return TENSORPIPE + str(port).encode()
-        at = _gloo_address(blob)
+        at = gloo_address(blob)
         group, _, rank = key.rpartition("/")
         mine, own_port = self._gloo[group]
         if at is None:
@@ -196,7 +196,7 @@ for _name in (
     setattr(TunnelStore, _name, _pass_on(_name))
 
 
-def _gloo_address(value: bytes) -> int | None:
+def gloo_address(value: bytes) -> int | None:
     """Where in a value of gloo the socket's address begins: its host's name comes before it, with its length."""
     if len(value) < 8:
         return None

@@ -1,7 +1,7 @@
 """Remote calls, waits for their answers, and collectives as spans of a trace.
 
-While this rank records, a call runs `_serve` at the peer, with its span. If the program has imported OpenTelemetry, its
-context is passed along with each call, recorded or not.
+While this rank records, a call runs `serve_traced` at the peer, with its span. If the program has imported
+OpenTelemetry, its context is passed along with each call, recorded or not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def send(to: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: 
             _, span.trace, span.parent, _ = carrier["traceparent"].split("-")
         header = (span.id, span.trace, recorder.me, carrier)
     # torch asks the caller whether the function's answer is a future
-    serve = _serve_async if hasattr(function, "_wrapped_async_rpc_function") else _serve
+    serve = serve_async if hasattr(function, "_wrapped_async_rpc_function") else serve_traced
     try:
         return rpc.rpc_async(to, serve, args=(header, function, args), timeout=timeout)  # type: ignore[no-any-return]
     except Exception as error:
@@ -100,7 +100,7 @@ def _end(span: Span, answer: Answer) -> None:
 # ---- at the peer
 
 
-def _serve(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def serve_traced(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs `function` in the span of the call."""
     parent, trace, caller, carrier = header
     token = _attach(carrier) if carrier else None
@@ -114,7 +114,7 @@ def _serve(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) 
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _serve_async(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def serve_async(header: Header, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs `function`, which returns a future: the span ends with that."""
     parent, trace, caller, carrier = header
     token = _attach(carrier) if carrier else None

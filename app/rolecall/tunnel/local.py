@@ -161,12 +161,12 @@ def same_user(connection: socket.socket) -> bool:
     except OSError:
         return False  # it has gone
     try:
-        return _user_by_netlink(theirs, ours) == os.getuid()
+        return user_by_netlink(theirs, ours) == os.getuid()
     except OSError:  # the kernel does not answer here
-        return _user_by_table(theirs, ours) == os.getuid()
+        return user_by_table(theirs, ours) == os.getuid()
 
 
-def _user_by_netlink(source: tuple[str, int], target: tuple[str, int]) -> int | None:
+def user_by_netlink(source: tuple[str, int], target: tuple[str, int]) -> int | None:
     """The user that owns the connected socket, by sock_diag(7). Raises OSError."""
     addresses = b"".join(socket.inet_aton(host) + bytes(12) for host, _ in (source, target))
     place = struct.pack("!HH", source[1], target[1]) + addresses + bytes(4) + b"\xff" * 8  # no interface, any cookie
@@ -179,7 +179,7 @@ def _user_by_netlink(source: tuple[str, int], target: tuple[str, int]) -> int | 
     return int(struct.unpack_from("=I", answer, DIAG_UID)[0]) if kind == DIAG_BY_FAMILY else None
 
 
-def _user_by_table(source: tuple[str, int], target: tuple[str, int]) -> int | None:
+def user_by_table(source: tuple[str, int], target: tuple[str, int]) -> int | None:
     """The user that owns the connected socket, by /proc/net."""
     theirs, ours = _table_entry(*source), _table_entry(*target)
     for table, mapped in (("tcp", ""), ("tcp6", MAPPED)):  # a program may dial IPv4 from an IPv6 socket

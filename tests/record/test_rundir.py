@@ -1,0 +1,239 @@
+"""The files beside a run's checkpoints: generation.json, DONE and the locks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolecall.errors import UsageError
+from rolecall.record import rundir
+from rolecall.record.rundir import Persisted
+from tests.checkpoint.faults import Ended, attempts, end, fail_with
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILSAFE = 120.0
+
+
+# ---- generation.json
+
+
+def test_a_generation_is_read_as_written(tmp_path: Path) -> None:
+    assert rundir.read_generation(tmp_path) == Persisted()
+    assert rundir.read_generation(tmp_path / "none") == Persisted()
+    for number in (1, 2, 300):
+        written = Persisted(number, "rl", (("agent", 0), ("observer", 12)))
+        rundir.write_generation(tmp_path, written)
+        assert rundir.read_generation(tmp_path) == written
+
+
+def test_a_number_is_never_below_one_that_a_checkpoint_has(tmp_path: Path) -> None:
+    """generation.json is lost, or older than the checkpoints: a number that repeats would sort behind them."""
+    (tmp_path / "checkpoint-000041-0000000005.pt").touch()
+    (tmp_path / f"checkpoint-{'9' * 30}-1.pt").touch()  # no name of a checkpoint
+    assert rundir.read_generation(tmp_path) == Persisted(41)
+    rundir.write_generation(tmp_path, Persisted(7, "rl", (("agent", 0),)))
+    assert rundir.read_generation(tmp_path) == Persisted(41, "rl", (("agent", 0),))
+    rundir.write_generation(tmp_path, Persisted(42, "rl"))
+    assert rundir.read_generation(tmp_path).number == 42
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"7",
+        b"\xff\xfe",
+        b"{}",
+        bytes(40),
+        b'{"number": 3}',
+        b'{"number": 3, "job": "rl"}',
+        b'{"number": "x", "job": "rl", "members": []}',
+        b'{"number": "3", "job": "rl", "members": []}',
+        b'{"number": null, "job": "rl", "members": []}',
+        b'{"number": 1.5, "job": "rl", "members": []}',
+        b'{"number": 1e999, "job": "rl", "members": []}',
+        b'{"number": 1000000000000000000000000000000, "job": "rl", "members": []}',
+        b'{"number": -3, "job": "rl", "members": []}',
+        b'{"number": true, "job": "rl", "members": []}',
+        b'{"number": 3, "job": "rl", "members": 5}',
+        b'{"number": 3, "job": "rl", "members": [5]}',
+        b'{"number": 3, "job": "rl", "members": [["agent"]]}',
+        b'{"number": 3, "job": "rl", "members": [["agent", "x"]]}',
+        b'{"number": 3, "job": "rl", "members": [["agent", 1e999]]}',
+    ],
+)
+def test_a_damaged_generation_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / rundir.GENERATION
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="is damaged; write") as refusal:
+        rundir.read_generation(tmp_path)
+    assert str(path) in str(refusal.value)
+    assert path.read_bytes() == content
+
+
+@given(position=st.integers(0, 200), bits=st.integers(1, 255))
+@settings(deadline=None, max_examples=200)
+def test_a_changed_byte_of_the_generation_is_refused_or_read(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bits: int
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "generation"
+    directory.mkdir(exist_ok=True)
+    rundir.write_generation(directory, Persisted(12345, "rl", (("agent", 0), ("observer", 1))))
+    path = directory / rundir.GENERATION
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= bits
+    path.write_bytes(content)
+    found, refusal = None, ""
+    try:
+        found = rundir.read_generation(directory)
+    except UsageError as error:  # and nothing else
+        refusal = str(error)
+    assert found.number >= 0 if found else str(path) in refusal
+
+
+def test_a_generation_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / rundir.GENERATION).mkdir()
+    with pytest.raises(UsageError, match=os.strerror(errno.EISDIR)):
+        rundir.read_generation(tmp_path)
+
+
+@pytest.mark.parametrize("strike", [fail_with(errno.ENOSPC), end], ids=["fails", "is cut off"])
+def test_a_write_of_the_generation_is_whole_or_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], NoReturn]
+) -> None:
+    old, new = Persisted(1, "rl", (("agent", 0),)), Persisted(2, "rl", (("agent", 0), ("observer", 3)))
+    for directory, faults in attempts(tmp_path, strike):
+        rundir.write_generation(directory, old)
+        with monkeypatch.context() as patch:
+            faults.install(patch)
+            with contextlib.suppress(OSError, Ended):
+                rundir.write_generation(directory, new)
+        found = rundir.read_generation(directory)
+        assert found in (old, new)
+        assert faults.struck or found == new
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=os.strerror)
+def test_a_full_disk_still_takes_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    rundir.write_generation(tmp_path, Persisted(1, "rl", tuple(("observer", n) for n in range(9))))
+    before = (tmp_path / rundir.GENERATION).stat()
+
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(rundir, "write_atomically", full)
+    rundir.write_generation(tmp_path, Persisted(2, "rl", (("agent", 0),)))
+    assert rundir.read_generation(tmp_path) == Persisted(2, "rl", (("agent", 0),))
+    assert (tmp_path / rundir.GENERATION).stat().st_ino == before.st_ino
+
+
+# ---- DONE
+
+
+def test_done_is_read_as_written(tmp_path: Path) -> None:
+    assert rundir.read_done(tmp_path) is None
+    assert rundir.read_done(tmp_path / "none") is None
+    summary: dict[str, Any] = {"solved": True, "iterations": 77, "nested": {"a": [1, 2.5, None]}}
+    rundir.write_done(tmp_path, summary)
+    assert rundir.read_done(tmp_path) == summary
+    assert json.loads((tmp_path / rundir.DONE).read_text()) == summary
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"true", b"\xff\xfe", b'{"solved": tru', bytes(20)])
+def test_a_damaged_done_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / rundir.DONE
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="is damaged; delete it") as refusal:
+        rundir.read_done(tmp_path)
+    assert str(path) in str(refusal.value)
+    assert path.read_bytes() == content
+
+
+def test_done_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / rundir.DONE).mkdir()
+    with pytest.raises(UsageError, match=os.strerror(errno.EISDIR)):
+        rundir.read_done(tmp_path)
+
+
+# ---- locks
+
+
+class Holder:
+    """Another process that takes a lock and holds it until it is killed."""
+
+    CODE = (
+        "import sys; from pathlib import Path; from rolecall.record import rundir; "
+        "lock = rundir.lock(Path(sys.argv[1]), sys.argv[2], 0); print('held', flush=True); sys.stdin.read()"
+    )
+
+    def __init__(self, directory: Path, name: str) -> None:
+        command = [sys.executable, "-c", self.CODE, str(directory), name]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "held\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=FAILSAFE)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    held = Holder(tmp_path, rundir.WRITER_LOCK)
+    yield held
+    held.kill()
+
+
+def test_a_lock_is_another_processs_until_that_dies(tmp_path: Path, holder: Holder) -> None:
+    with pytest.raises(UsageError, match="in use by another running job") as refusal:
+        rundir.lock(tmp_path, rundir.WRITER_LOCK, 0)
+    assert f"CHECKPOINT_DIR={tmp_path}" in str(refusal.value)
+    rundir.lock(tmp_path, rundir.COORDINATOR_LOCK, 0).release()  # the other lock is another
+    holder.kill()
+    rundir.lock(tmp_path, rundir.WRITER_LOCK, 0).release()
+
+
+def test_a_lock_is_waited_for(tmp_path: Path, holder: Holder) -> None:
+    taken: list[FileLock] = []
+    waiting = threading.Thread(target=lambda: taken.append(rundir.lock(tmp_path, rundir.WRITER_LOCK, FAILSAFE)))
+    waiting.start()
+    holder.kill()
+    waiting.join(FAILSAFE)
+    assert len(taken) == 1
+    with pytest.raises(UsageError, match="in use"):
+        rundir.lock(tmp_path, rundir.WRITER_LOCK, 0)
+    taken[0].release()
+
+
+def test_a_second_taker_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    held = rundir.lock(tmp_path / "new" / "directory", "lock", 0)
+    with pytest.raises(UsageError, match="in use"):
+        rundir.lock(tmp_path / "new" / "directory", "lock", 0)
+    held.release()
+    rundir.lock(tmp_path / "new" / "directory", "lock", 0).release()
+
+
+def test_a_lock_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=f"CHECKPOINT_DIR={tmp_path / 'file' / 'run'}: cannot be written"):
+        rundir.lock(tmp_path / "file" / "run", "lock", 0)
+    with pytest.raises(UsageError, match="cannot be written"):
+        rundir.lock(tmp_path / "file", "lock", 0)

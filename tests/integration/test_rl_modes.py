@@ -18,7 +18,7 @@ MODULE = "tests.integration.remembering"
 def test_a_kill_mixes_no_sequences(cluster: MakeCluster, inference: str, pipeline: str) -> None:
     """The policy's state says which observation must come next, when it acts and when it learns."""
     job = cluster(ENV_ID=f"{MODULE}:Steps-v0", POLICY=f"{MODULE}:build", NORMALIZE="0", INFERENCE=inference,
-                  PIPELINE=pipeline, ROLLOUT_STEPS="16", SEQUENCE_STEPS="5", EPOCHS="2",
+                  PIPELINE=pipeline, ROLLOUT_STEPS="20", EPOCHS="2",
                   CHECKPOINT_INTERVAL="0.2", SOLVED_BY="never").start()  # fmt: skip
     job.trains()
     job.observer(0).kill_worker()

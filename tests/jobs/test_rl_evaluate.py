@@ -22,7 +22,7 @@ from rolecall.errors import FAILED, USAGE
 from rolecall.jobs import rl
 from rolecall.jobs.rl import RlSettings, envs, evaluate, model
 from rolecall.jobs.rl.actor import Actor
-from rolecall.jobs.rl.evaluate import TOGETHER
+from rolecall.jobs.rl.evaluate import MAX_ENVIRONMENTS
 from rolecall.jobs.rl.stepping import BrokenEnvError
 
 HERE = "tests.jobs.test_rl_evaluate"
@@ -194,7 +194,7 @@ def test_sampled_ones_vary_and_can_be_repeated() -> None:
     assert evaluated(setup(), episodes=50, deterministic=False) == result
 
 
-@pytest.mark.parametrize("episodes", [1, TOGETHER, 2 * TOGETHER + 30])
+@pytest.mark.parametrize("episodes", [1, MAX_ENVIRONMENTS, 2 * MAX_ENVIRONMENTS + 30])
 def test_each_episode_has_an_environment_and_a_seed_of_its_own(episodes: int) -> None:
     """In those that follow in the same one, which are shorter here, nobody looks."""
     result = evaluated(setup(), episodes=episodes)
@@ -204,7 +204,7 @@ def test_each_episode_has_an_environment_and_a_seed_of_its_own(episodes: int) ->
 
 
 def test_one_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "MOST_STEPS", 9)
+    monkeypatch.setattr(evaluate, "MAX_EPISODE_STEPS", 9)
     result = evaluated(setup("Endless-v1"), episodes=4)
     assert (result["unfinished_episodes"], result["mean_return"], result["mean_length"]) == (4, 9, 9)
 

@@ -107,6 +107,13 @@ JOB = Job(
     unit="samples",
     # what the weights and the order of the samples depend on
     pinned=(
-        "dataset", "table", "filter_ids", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "seed",
+        "dataset",
+        "table",
+        "filter_ids",
+        "num_embeddings",
+        "embedding_dim",
+        "hidden_size",
+        "optimizer",
+        "seed",
     ),
-)  # fmt: skip
+)

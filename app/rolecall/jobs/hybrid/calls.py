@@ -10,7 +10,7 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import RankObject
-from rolecall.jobs.hybrid.messages import Command
+from rolecall.jobs.hybrid.messages import Command, Exchange
 from rolecall.jobs.hybrid.server import SERVER
 from rolecall.jobs.hybrid.table import BagArrays, Bags, Table
 
@@ -69,27 +69,22 @@ def start_training(step: int, fill: bool) -> None:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def exchange(
-    step: int, trainer: int, gradient: np.ndarray | None, arrays: BagArrays | None, later: np.ndarray | None = None
-) -> Answer:
-    """A trainer's gradient [bags, width] of its pooled vectors, for the update that makes step `step`, and its bags of
-    the step after that; either may be missing. The answer to bags is `TableServer.pool`'s, once step `step` is made.
-    `later` are the rows of steps after that, which a table on disk reads ahead.
-    """
+def exchange(message: Exchange) -> Answer:
+    """Takes a trainer's gradient and bags. The answer to bags is that of `TableServer.pool`, after step `step`."""
     server = SERVER.get()
-    if gradient is not None:
-        server.add_gradient(trainer, torch.from_numpy(gradient))
-    if arrays is None:
+    if message.gradient is not None:
+        server.add_gradient(message.trainer, torch.from_numpy(message.gradient))
+    if message.bags is None:
         return server.at(0, lambda: None)  # now
-    bags = Bags.from_arrays(arrays).to(server.table.weight.device)
-    if later is not None:
-        server.table.prefetch(torch.from_numpy(later).long())
+    bags = Bags.from_arrays(message.bags).to(server.table.weight.device)
+    if message.later is not None:
+        server.table.prefetch(torch.from_numpy(message.later).long())
 
     def pool() -> np.ndarray | Exception:
-        server.add_bags(trainer, bags)  # before the answer, which the trainer's next gradient follows
+        server.add_bags(message.trainer, bags)  # before the answer, which the trainer's next gradient follows
         return server.pool(bags)
 
-    return server.at(step, pool)
+    return server.at(message.step, pool)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

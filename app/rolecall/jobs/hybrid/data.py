@@ -25,8 +25,26 @@ WORD = re.compile(r"\w+|[^\w\s]")
 SAMPLE_LINES = 5  # lines of source in a sample
 NGRAMS = 2  # words in the longest run that has a row
 # the classes: packages that every Python has, whatever its distribution puts into packages of its own (tkinter ...)
-PACKAGES = ("asyncio", "concurrent", "ctypes", "curses", "dbm", "email", "encodings", "http", "importlib", "json",
-            "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo")  # fmt: skip
+PACKAGES = (
+    "asyncio",
+    "concurrent",
+    "ctypes",
+    "curses",
+    "dbm",
+    "email",
+    "encodings",
+    "http",
+    "importlib",
+    "json",
+    "multiprocessing",
+    "re",
+    "tomllib",
+    "unittest",
+    "urllib",
+    "wsgiref",
+    "xml",
+    "zoneinfo",
+)
 LEFT_OUT = "macholib"  # a folder of ctypes that Debian leaves out
 TEST_EVERY = 5  # every fifth file is for testing
 MAX_SAMPLES = 2000  # of one package
@@ -138,8 +156,10 @@ def _require_valid(settings: HybridSettings, name: str, samples: Samples) -> Non
 
     outside = (bags.rows < 0) | (bags.rows >= settings.num_embeddings)
     if settings.table == "fixed" and outside.any():
-        problem = f"{sample(outside)} has the index {int(bags.rows[outside][0])}, which is out of range: " \
-                  f"NUM_EMBEDDINGS={settings.num_embeddings}"  # fmt: skip
+        problem = (
+            f"{sample(outside)} has the index {int(bags.rows[outside][0])}, which is out of range: "
+            f"NUM_EMBEDDINGS={settings.num_embeddings}"
+        )
     elif (samples.labels < 0).any():
         first = int((samples.labels < 0).nonzero()[0])
         problem = f"{first} has the label {int(samples.labels[first])}"

@@ -137,8 +137,9 @@ class DiskTable(Table):
                 continue
             except Exception as error:
                 if not warned:
-                    structlog.get_logger().warning("TABLE_DIR: rows cannot be read ahead; lookups wait for the disk",
-                                                   reason=repr(error))  # fmt: skip
+                    structlog.get_logger().warning(
+                        "TABLE_DIR: rows cannot be read ahead; lookups wait for the disk", reason=repr(error)
+                    )
                 warned = True
 
     def count(self, metrics: Any) -> None:
@@ -172,6 +173,7 @@ def open_scratch(settings: HybridSettings, ordinal: int) -> Scratch | None:
 
 
 def _pool(rows: Tensor, values: Tensor, bags: Bags) -> Tensor:
-    vectors: Tensor = functional.embedding_bag(rows, values, bags.offsets, mode="sum", include_last_offset=True,
-                                               per_sample_weights=bags.weights)  # fmt: skip
+    vectors: Tensor = functional.embedding_bag(
+        rows, values, bags.offsets, mode="sum", include_last_offset=True, per_sample_weights=bags.weights
+    )
     return vectors

@@ -38,8 +38,10 @@ class Scratch:
         self.segment = max(LEAST_BLOCKS, -(-most // aligned)) * aligned  # records
         self.segments = int(ROOM * -(-max(1, rows) // self.segment)) + SPARE
         if self.segments * self.segment > MOST_RECORDS:
-            raise UsageError(f"NUM_EMBEDDINGS: {rows} rows of a server are too many for a table past memory, which has "
-                             f"{ROOM:g} records a row, {MOST_RECORDS} at most; set more SERVERS")  # fmt: skip
+            raise UsageError(
+                f"NUM_EMBEDDINGS: {rows} rows of a server are too many for a table past memory, which has "
+                f"{ROOM:g} records a row, {MOST_RECORDS} at most; set more SERVERS"
+            )
         self._owner_bytes = -(-4 * self.segment // self.file.block) * self.file.block
         self.file.reserve(self.segments * (self.segment * self.file.stride + self._owner_bytes))
         self.live = torch.zeros(self.segments, dtype=torch.int32)  # records that count, by segment

@@ -23,9 +23,22 @@ WAIT = 60.0  # seconds for DEPTH reads
 # Linux's system calls io_setup, io_destroy, io_getevents and io_submit
 CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 # Linux's aio_abi.h: struct iocb, whose operation 0 is a read at an offset, and struct io_event
-REQUEST = np.dtype([("data", "u8"), ("key", "u4"), ("flags", "u4"), ("operation", "u2"), ("priority", "i2"),
-                    ("file", "u4"), ("buffer", "u8"), ("size", "u8"), ("offset", "i8"), ("reserved", "u8"),
-                    ("event_flags", "u4"), ("event_file", "u4")])  # fmt: skip
+REQUEST = np.dtype(
+    [
+        ("data", "u8"),
+        ("key", "u4"),
+        ("flags", "u4"),
+        ("operation", "u2"),
+        ("priority", "i2"),
+        ("file", "u4"),
+        ("buffer", "u8"),
+        ("size", "u8"),
+        ("offset", "i8"),
+        ("reserved", "u8"),
+        ("event_flags", "u4"),
+        ("event_file", "u4"),
+    ]
+)
 EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second", "i8")])
 
 
@@ -126,8 +139,8 @@ class KernelReads:
                 raise hangs()
             limit = np.array([int(left), int(left % 1 * 1e9)], dtype=np.int64)
             try:
-                done += self._checked(self._getevents, self._context.value, count - done, count - done,
-                                      self._events[done:].ctypes.data, limit.ctypes.data)  # fmt: skip
+                arguments = (count - done, count - done, self._events[done:].ctypes.data, limit.ctypes.data)
+                done += self._checked(self._getevents, self._context.value, *arguments)
             except InterruptedError:
                 continue
 

@@ -113,9 +113,13 @@ class HashedTable(Table):
             new = part(bags, np.cumsum(~alive) - 1, ~alive)
             rows = torch.from_numpy(initial(ids[~alive], self.settings.embedding_dim, self.settings.seed))
             vectors = vectors + functional.embedding_bag(
-                new.rows, rows.to(new.rows.device), new.offsets, mode="sum", include_last_offset=True,
+                new.rows,
+                rows.to(new.rows.device),
+                new.offsets,
+                mode="sum",
+                include_last_offset=True,
                 per_sample_weights=new.weights,
-            )  # fmt: skip
+            )
         return vectors
 
     # ---- steps
@@ -153,13 +157,21 @@ class HashedTable(Table):
         elements = torch.repeat_interleave(kept, whole.offsets.diff())
         lengths = whole.offsets.diff()[kept]
         return HashedPlan(
-            torch.from_numpy(slots[alive | again]).to(whole.rows.device), whole.bags[elements],
-            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            None if whole.weights is None else whole.weights[elements],
-            removed, free[len(self._free) : len(free) - reused], ids[again], new_slots,
-            values.to(whole.rows.device), marks.where(again), noted, free[: len(free) - reused], used,
-            {"ttl": len(over), "max_rows": len(oldest)},
-        )  # fmt: skip
+            rows=torch.from_numpy(slots[alive | again]).to(whole.rows.device),
+            bags=whole.bags[elements],
+            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            weights=None if whole.weights is None else whole.weights[elements],
+            removed=removed,
+            freed=free[len(self._free) : len(free) - reused],
+            new_ids=ids[again],
+            new_slots=new_slots,
+            new_values=values.to(whole.rows.device),
+            admitted=marks.where(again),
+            noted=noted,
+            free=free[: len(free) - reused],
+            used=used,
+            evictions={"ttl": len(over), "max_rows": len(oldest)},
+        )
 
     @property
     def _sweep_every(self) -> int:
@@ -258,8 +270,9 @@ class HashedTable(Table):
         places = np.flatnonzero((seen > 0) & mine)
         if (excess := len(places) + self.alive - len(self._ids)) > 0:
             here = np.flatnonzero(self._seen[: self._used])
-            out = first(np.concatenate([self._seen[here], seen[places]]),
-                        np.concatenate([self._ids[here], ids[places]]), excess)  # fmt: skip
+            out = first(
+                np.concatenate([self._seen[here], seen[places]]), np.concatenate([self._ids[here], ids[places]]), excess
+            )
             removed = here[out[out < len(here)]]
             self._map.remove(self._ids[removed])
             self._seen[removed] = 0

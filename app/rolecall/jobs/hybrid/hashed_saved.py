@@ -91,8 +91,10 @@ def sinks(shapes: Shapes, ordinal: int, servers: int, tensors: Mapping[str, Tens
     for column, (slots, *shape) in shapes.items():
         match = NAME.fullmatch(column)
         if match is None or match[3] not in tensors or shape != list(tensors[match[3]].shape[1:]):
-            raise UsageError(f"TABLE=hashed: the checkpoint's table is another ({column} {[slots, *shape]}); set what "
-                             "it was trained with, or another CHECKPOINT_DIR")  # fmt: skip
+            raise UsageError(
+                f"TABLE=hashed: the checkpoint's table is another ({column} {[slots, *shape]}); set what "
+                "it was trained with, or another CHECKPOINT_DIR"
+            )
         elsewhere = int(match[2]) == servers and int(match[1]) != ordinal
         part = parts.setdefault(match[1], Part(0 if elsewhere else slots, tensors, adopt))
         chosen[column] = Sink((), 0 if elsewhere else slots, take=part.take(match[3]))

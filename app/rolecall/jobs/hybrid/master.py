@@ -28,8 +28,18 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
     described = trainers.send(messages.DescribeData())
     table = ShardedTable(context)  # built and restored while the trainers load their samples
     # position: samples of the epoch that were trained on
-    state = context.restore({"step": 0, "epoch": 0, "position": 0, "accuracy": 0.0, "classes": 0,
-                             "digest": "", "dense": None, "embeddings": table})  # fmt: skip
+    state = context.restore(
+        {
+            "step": 0,
+            "epoch": 0,
+            "position": 0,
+            "accuracy": 0.0,
+            "classes": 0,
+            "digest": "",
+            "dense": None,
+            "embeddings": table,
+        }
+    )
     starting = table.start(state["step"])
     data, *others = context.wait_all(described)
     if any(other != data for other in others):
@@ -37,13 +47,24 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
     if not state["digest"]:  # there was no checkpoint
         state |= {"classes": data.classes, "digest": data.digest}
     if state["digest"] != data.digest:
-        raise UsageError(f"DATASET={s.dataset}: the data are not those that the newest checkpoint was trained on; "
-                         "restore them, or set another CHECKPOINT_DIR")  # fmt: skip
+        raise UsageError(
+            f"DATASET={s.dataset}: the data are not those that the newest checkpoint was trained on; "
+            "restore them, or set another CHECKPOINT_DIR"
+        )
     context.wait_all([*starting, *trainers.send(messages.Join(state["step"], state["dense"]))])
-    context.start(state["step"], done=state["epoch"] * data.samples + state["position"], total=s.epochs * data.samples,
-                  dataset=s.dataset, samples=data.samples, classes=data.classes, epoch=state["epoch"] + 1,
-                  rows=s.max_rows * s.servers if s.table == "hashed" else s.num_embeddings, width=s.embedding_dim,
-                  servers=s.servers, trainers=len(trainers.peers))  # fmt: skip
+    context.start(
+        state["step"],
+        done=state["epoch"] * data.samples + state["position"],
+        total=s.epochs * data.samples,
+        dataset=s.dataset,
+        samples=data.samples,
+        classes=data.classes,
+        epoch=state["epoch"] + 1,
+        rows=s.max_rows * s.servers if s.table == "hashed" else s.num_embeddings,
+        width=s.embedding_dim,
+        servers=s.servers,
+        trainers=len(trainers.peers),
+    )
 
     step_seconds = COMMAND_SECONDS
     while state["epoch"] < s.epochs:
@@ -70,8 +91,12 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
             context.require_finite(loss, hint="the loss is not finite; lower LR, or check the data of DATASET")
             step_seconds, received_at = (now - received_at) / (oldest.step - state["step"]), now
             state |= {"step": oldest.step, "position": state["position"] + oldest.samples}
-            context.log(state["step"], done=state["epoch"] * data.samples + state["position"],
-                        loss=loss / oldest.samples, epoch=state["epoch"] + 1)  # fmt: skip
+            context.log(
+                state["step"],
+                done=state["epoch"] * data.samples + state["position"],
+                loss=loss / oldest.samples,
+                epoch=state["epoch"] + 1,
+            )
             if oldest.to_save:
                 # beside the training
                 context.save(state["step"], {**state, "dense": results[0].dense}, drain=False)
@@ -80,12 +105,21 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
         with context.timer() as timer, context.evaluating():
             state["accuracy"] = sum(context.wait_all(trainers.send(messages.Evaluate()))) / data.tests
         context.log(state["step"], score=state["accuracy"])
-        context.logger.info(f"Epoch {state['epoch']}\ttest accuracy {state['accuracy']:.2%}", samples=data.tests,
-                            seconds=round(timer.seconds, 3))  # fmt: skip
+        context.logger.info(
+            f"Epoch {state['epoch']}\ttest accuracy {state['accuracy']:.2%}",
+            samples=data.tests,
+            seconds=round(timer.seconds, 3),
+        )
     message = f"Finished: test accuracy {state['accuracy']:.2%} after {state['epoch']} epochs"
-    return context.finish(message, step=state["step"], state=_with_weights(context, trainers, state),
-                          accuracy=state["accuracy"], epochs=state["epoch"], steps=state["step"],
-                          samples=state["epoch"] * data.samples)  # fmt: skip
+    return context.finish(
+        message,
+        step=state["step"],
+        state=_with_weights(context, trainers, state),
+        accuracy=state["accuracy"],
+        epochs=state["epoch"],
+        steps=state["step"],
+        samples=state["epoch"] * data.samples,
+    )
 
 
 @dataclass(frozen=True)
@@ -124,10 +158,13 @@ class Trainers:
         shares = list(zip(*(batch.tensor_split(len(self.peers)) for batch in batches), strict=True))
         # the command before may take as long first
         timeout = 2 * (self.context.settings.step_timeout + SLOWEST * COMMAND_SECONDS)
-        return self._send([
-            messages.TrainSteps(torch.cat([none, *share]), list(map(len, share)), totals, with_dense)
-            for share in shares or [()] * len(self.peers)
-        ], timeout)  # fmt: skip
+        return self._send(
+            [
+                messages.TrainSteps(torch.cat([none, *share]), list(map(len, share)), totals, with_dense)
+                for share in shares or [()] * len(self.peers)
+            ],
+            timeout,
+        )
 
     def send(self, what: messages.Command) -> Answers:
         """Sends all the same command, which is part of a phase and may take as long."""

@@ -1,11 +1,14 @@
-"""What travels between the master and the trainers: commands, and what they are answered with."""
+"""Messages: commands of the master to the trainers, their answers, and exchanges of trainers with servers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import numpy as np
 from torch import Tensor
+
+from rolecall.jobs.hybrid.table import BagArrays
 
 EVALUATION_BATCH = 512  # samples
 
@@ -63,6 +66,20 @@ class StepsResult:
 @dataclass(frozen=True)
 class Evaluate:
     """Asks for the number of correctly classified samples in the trainer's share of the test samples."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sent by a trainer to a server: the `gradient` [bags, width] of its pooled vectors, for the update that makes step
+    `step`, and its `bags` of the step after that; either may be missing. `later` are rows [n] of further steps, which a
+    table on disk reads ahead.
+    """
+
+    step: int
+    trainer: int
+    gradient: np.ndarray | None
+    bags: BagArrays | None
+    later: np.ndarray | None
 
 
 Command = DescribeData | Join | TrainSteps | Evaluate

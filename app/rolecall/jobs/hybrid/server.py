@@ -54,8 +54,9 @@ class TableServer:
     def hold(self, table: Table) -> None:
         """Takes the table that this server holds."""
         if isinstance(table, DiskTable):
-            share: Share = LoggedShare(self.context, "embeddings", table.rows, table.fetch, self._save_at,
-                                       table.by_place)  # fmt: skip
+            share: Share = LoggedShare(
+                self.context, "embeddings", table.rows, table.fetch, at=self._save_at, together=table.by_place
+            )
         else:
             share = Share(self.context, "embeddings", table.rows, table.prepare, at=self._save_at)
         self.table, self.share = table, share

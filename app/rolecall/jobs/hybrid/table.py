@@ -64,8 +64,11 @@ class Bags:
     def from_arrays(cls, arrays: BagArrays) -> Bags:
         """The inverse of `to_arrays`."""
         rows, offsets, weights = arrays
-        return cls(torch.from_numpy(rows).long(), torch.from_numpy(offsets).long(),
-                   None if weights is None else torch.from_numpy(weights))  # fmt: skip
+        return cls(
+            torch.from_numpy(rows).long(),
+            torch.from_numpy(offsets).long(),
+            None if weights is None else torch.from_numpy(weights),
+        )
 
     def to(self, device: torch.device) -> Bags:
         """The bags on `device`, with weights as float32."""
@@ -97,8 +100,9 @@ class Plan:
 
     def gradient(self, pooled: Tensor) -> Tensor:
         """The gradient of `rows` [rows, width], from that of the pooled vectors [bags, width]."""
-        return functional.embedding_bag(self.bags, pooled, self.offsets, mode="sum", include_last_offset=True,
-                                        per_sample_weights=self.weights)  # fmt: skip
+        return functional.embedding_bag(
+            self.bags, pooled, self.offsets, mode="sum", include_last_offset=True, per_sample_weights=self.weights
+        )
 
 
 class Table(nn.Module):
@@ -140,8 +144,10 @@ class Table(nn.Module):
         if isinstance(weight, list):  # in pieces, of an earlier version
             weight = torch.cat(weight)
         if weight.shape != self.weight.shape or columns.keys() - {"weight", "squares"}:
-            raise RuntimeError(f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "
-                               f"where {tuple(self.weight.shape)} and Adagrad's squares are expected")  # fmt: skip
+            raise RuntimeError(
+                f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "
+                f"where {tuple(self.weight.shape)} and Adagrad's squares are expected"
+            )
         self.load_state_dict({"squares": squares}, strict=False)
         self.set(0, weight)
 
@@ -176,9 +182,13 @@ class Table(nn.Module):
         """
         try:
             vectors: Tensor = functional.embedding_bag(
-                bags.rows, self.weight, bags.offsets, mode="sum", include_last_offset=True,
+                bags.rows,
+                self.weight,
+                bags.offsets,
+                mode="sum",
+                include_last_offset=True,
                 per_sample_weights=bags.weights,
-            )  # fmt: skip
+            )
         except RuntimeError:
             self._require_rows(bags.rows)
             raise

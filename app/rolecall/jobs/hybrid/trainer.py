@@ -124,13 +124,17 @@ class Trainer:
         depth, ahead = READ_AHEAD if self.settings.hot_rows else 0, deque[tuple[Samples, list[BagArrays]]]()
         while True:
             first = not ahead
-            taken = [(samples, [bags.to_arrays() for bags in self._route(samples)])
-                     for samples in itertools.islice(split, 1 + depth - len(ahead))]  # fmt: skip
+            taken = [
+                (samples, [bags.to_arrays() for bags in self._route(samples)])
+                for samples in itertools.islice(split, 1 + depth - len(ahead))
+            ]
             ahead.extend(taken)
             if not ahead:
                 return
-            later = [np.concatenate(rows) for rows in zip(*([arrays[0] for arrays in each] for _, each in
-                                                            taken[first:]), strict=True)]  # fmt: skip
+            later = [
+                np.concatenate(rows)
+                for rows in zip(*([arrays[0] for arrays in each] for _, each in taken[first:]), strict=True)
+            ]
             samples, arrays = ahead.popleft()
             yield Share(samples, arrays, later if later else [None] * len(self.servers))
 
@@ -139,10 +143,14 @@ class Trainer:
         values, none = None if gradient is None else gradient.cpu().numpy(), [None] * len(self.servers)
         arrays, rows = (following.arrays, following.later) if following else (none, none)
         self._pooled = [
-            self.context.call(server, calls.exchange, self.step, self.context.me.ordinal, values, share, later,
-                              timeout=self.settings.step_timeout)
+            self.context.call(
+                server,
+                calls.exchange,
+                messages.Exchange(self.step, self.context.me.ordinal, gradient=values, bags=share, later=later),
+                timeout=self.settings.step_timeout,
+            )
             for server, share, later in zip(self.servers, arrays, rows, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _route(self, samples: Samples) -> list[Bags]:
         return samples.bags.route(len(self.servers), self.settings.cells)

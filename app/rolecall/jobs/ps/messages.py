@@ -35,6 +35,17 @@ class BatchReport:
     buffers: tuple[Tensor, ...] = ()
 
 
+class GradientPart(NamedTuple):
+    """Part `part` of the gradient `key`, encoded by `wire.Sender`; None if the trainer asks for parameters. Part 0
+    has the report.
+    """
+
+    key: GradientKey
+    part: int
+    gradient: Tensor | None
+    report: BatchReport | None
+
+
 @dataclass(frozen=True)
 class UpdateShard:
     """The lead's order to every server, one at a time: drop what the trainers `lost` sent; apply the mean of the

@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from torch import Tensor, nn
 
 from rolecall.jobs.rl.networks import (
-    BOUND,
+    MAX_NORMALIZED,
     Convolutions,
     Mixed,
     Normalizer,
@@ -287,7 +287,7 @@ def test_a_number_far_from_all_others_is_bounded_and_a_constant_is_finite() -> N
     normalizer = Normalizer(unbounded(2))
     normalizer.update(torch.cat((torch.randn(100, 1), torch.full((100, 1), 5.0)), 1))
     out = normalizer(torch.tensor([[1e9, 5.0], [-1e9, 5.0]]))
-    assert out.tolist() == [[BOUND, pytest.approx(0, abs=0.01)], [-BOUND, pytest.approx(0, abs=0.01)]]
+    assert out.tolist() == [[MAX_NORMALIZED, pytest.approx(0, abs=0.01)], [-MAX_NORMALIZED, pytest.approx(0, abs=0.01)]]
 
 
 def test_many_observations_are_counted_exactly() -> None:

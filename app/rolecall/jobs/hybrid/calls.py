@@ -1,4 +1,4 @@
-"""The functions that are called over RPC: by the master at trainers and servers, and by trainers at servers."""
+"""The functions that the master calls at trainers and servers, and that trainers call at servers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Answer = torch.futures.Future[Any]
 
 
 class Inbox:
-    """A trainer's commands by number: calls may arrive in another order than they were made in."""
+    """The commands of a trainer by number, because calls may arrive in another order."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Future[tuple[Command, Answer]]] = {}
 
     def slot(self, number: int) -> Future[tuple[Command, Answer]]:
-        """Holds command `number` and where to put its answer, once it has arrived."""
+        """A future of command `number` and the future of its answer."""
         return self._slots.setdefault(number, Future())
 
     def take(self, number: int) -> tuple[Command, Answer]:
         """Waits for command `number`, and removes it."""
-        arrived = self.slot(number).result()  # the supervisor, which checks rank 0's lease, bounds this wait
+        arrived = self.slot(number).result()  # the supervisor, which checks the lease of rank 0, bounds this wait
         del self._slots[number]
         return arrived
 
@@ -42,7 +42,7 @@ INBOX: RankObject[Inbox] = RankObject()
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def command(number: int, what: Command) -> Answer:
-    """Has the trainer carry out `what` after command `number` - 1. The answer depends on the command."""
+    """The trainer carries out `what` after command `number` - 1. The answer depends on the command."""
     answer: Answer = torch.futures.Future()
     INBOX.get().slot(number).set_result((what, answer))
     return answer
@@ -52,20 +52,21 @@ def command(number: int, what: Command) -> Answer:
 
 
 def device() -> str:
-    """The name of the device that the server computes on: the CPU where its rows are on disk."""
+    """The device that the server computes on: the CPU if its rows are on disk."""
     return str(SERVER.get().context.device) if SERVER.get().scratch is None else "cpu"
 
 
 def build_table() -> Table:
-    """The server's table, for the master's RemoteModule."""
+    """The table of the server, for the RemoteModule of the master."""
     return SERVER.get().table
 
 
 def start_training(step: int, fill: bool) -> None:
-    """Declares the table to be the one after `step` steps, with its initial values where `fill` is set."""
+    """Starts training after `step` steps; with `fill`, the table gets its initial values."""
+    server = SERVER.get()
     if fill:
-        SERVER.get().table.fill(SERVER.get().context.threads)
-    SERVER.get().start(step)
+        server.table.fill(server.context.threads)
+    server.start(step)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -89,7 +90,7 @@ def exchange(message: Exchange) -> Answer:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(step: int, arrays: BagArrays) -> Answer:
-    """Pools bags of the table after `step` steps; the answer is `TableServer.pool`'s."""
+    """Pools bags of the table after `step` steps; the answer is that of `TableServer.pool`."""
     server = SERVER.get()
     bags = Bags.from_arrays(arrays).to(server.table.weight.device)
     return server.at(step, lambda: server.pool(bags))

@@ -1,4 +1,4 @@
-"""The samples: bags of rows with a label. By default lines of Python, and the package that they come from."""
+"""The samples: bags of rows with a label. By default lines of Python with the package that they come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rolecall.jobs.support import cached, standard_library, track, versions
 WORD = re.compile(r"\w+|[^\w\s]")
 SAMPLE_LINES = 5  # lines of source in a sample
 NGRAMS = 2  # words in the longest run that has a row
-# the classes: packages that every Python has, whatever its distribution puts into packages of its own (tkinter ...)
+# the classes: packages of every Python; distributions put others, such as tkinter, into separate packages
 PACKAGES = (
     "asyncio",
     "concurrent",
@@ -45,7 +45,7 @@ PACKAGES = (
     "xml",
     "zoneinfo",
 )
-LEFT_OUT = "macholib"  # a folder of ctypes that Debian leaves out
+OMITTED_FOLDER = "macholib"  # a folder of ctypes that Debian leaves out
 TEST_EVERY = 5  # every fifth file is for testing
 MAX_SAMPLES = 2000  # of one package
 MIX = 0x9E3779B97F4A7C15  # an odd number whose multiples are spread evenly (Knuth, 2^64 / golden ratio)
@@ -95,12 +95,12 @@ class Data:
     digest: str
 
     def describe(self) -> DataDescription:
-        """What all trainers must agree on."""
+        """The description that must be the same at all trainers."""
         return DataDescription(len(self.train), len(self.test), self.classes, self.digest)
 
 
 def load(settings: HybridSettings) -> Data:
-    """The samples of DATASET. Raises UsageError for invalid ones, such as an index that the table does not have."""
+    """The samples of DATASET. Raises UsageError for invalid samples, for example with rows beyond the table."""
     if settings.dataset == "stdlib":
         root, files = standard_library()
         read = cached(_standard_library, ignore=("root", "files"))
@@ -117,7 +117,7 @@ def load(settings: HybridSettings) -> Data:
 
 
 def check(settings: HybridSettings) -> None:
-    """Raises UsageError for data that cannot be used, before anything starts. Only trainers have data."""
+    """Raises UsageError before the job starts if the data cannot be used. Only trainers have data."""
     if settings.role not in ("master", "ps"):
         load(settings)
 
@@ -177,7 +177,7 @@ def _standard_library(rows: int, version: str, root: Path, files: Sequence[Path]
     packages: dict[str, list[Path]] = {}
     for path in files:
         first, *rest = path.relative_to(root).parts
-        if rest and LEFT_OUT not in rest:
+        if rest and OMITTED_FOLDER not in rest:
             packages.setdefault(first, []).append(path)
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = [], []
     present = [packages[name] for name in PACKAGES if name in packages]

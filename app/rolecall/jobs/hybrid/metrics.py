@@ -5,29 +5,34 @@ from __future__ import annotations
 from rolecall import Metric
 
 METRICS = (
-    Metric("counter", "hybrid_lookups_total", "Rows looked up, with repetitions.", roles=("ps",)),
+    Metric("counter", "hybrid_lookups_total", "Rows looked up, including repetitions.", roles=("ps",)),
     Metric("counter", "hybrid_rows_total", "Rows updated, each once a step.", roles=("ps",)),
     Metric(
         "counter",
         "hybrid_stall_seconds_total",
-        "Time in which a rank waited, by cause.",
+        "Time that a rank waited, by cause.",
         labels=("cause",),
         roles=("ps", "trainer"),
     ),
-    Metric("gauge", "hybrid_table_rows", "Rows that a hashed table has.", roles=("ps",)),
-    Metric("gauge", "hybrid_filter_fill", "Share of a hashed table's filter that is taken, 0 to 1.", roles=("ps",)),
-    Metric("counter", "hybrid_births_total", "Rows that a hashed table gave to ids that came again.", roles=("ps",)),
+    Metric("gauge", "hybrid_table_rows", "Rows of a hashed table.", roles=("ps",)),
+    Metric(
+        "gauge",
+        "hybrid_filter_fill",
+        "Share of the cells of a hashed table's filter that are used, 0 to 1.",
+        roles=("ps",),
+    ),
+    Metric("counter", "hybrid_births_total", "Rows that a hashed table gave to new ids.", roles=("ps",)),
     Metric(
         "counter",
         "hybrid_evictions_total",
-        "Rows that a hashed table gave up, by reason: ttl, max_rows.",
+        "Rows that a hashed table evicted, by reason: ttl, max_rows.",
         labels=("reason",),
         roles=("ps",),
     ),
     Metric(
         "counter",
         "hybrid_disk_rows_total",
-        "Rows on disk that were read into memory, and that were written back.",
+        "Rows read from disk into memory, and rows written back.",
         labels=("direction",),
         roles=("ps",),
     ),

@@ -390,7 +390,7 @@ def test_one_that_loads_for_long_is_named_and_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
     group, _ = envs.make(setup("Loading-v0", env_timeout=0.05), 2)
     assert group.num_envs == 2
-    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s, and is waited for\n"]
+    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s; still waiting\n"]
 
 
 @pytest.mark.parametrize(("env_id", "space"), [("Words-v0", "Text"), ("Orders-v0", "Dict")])
@@ -546,7 +546,7 @@ def test_the_first_environment_is_rendered() -> None:
         (np.zeros((8, 9, 3)), r"renders no RGB picture, but float64 of shape \(8, 9, 3\)"),
         (
             OSError("no display"),
-            r"cannot be rendered \(OSError: no display\); where a package is missing, .*'rolecall\[video\]'",
+            r"cannot be rendered \(OSError: no display\); if a package is missing, .*'rolecall\[video\]'",
         ),
     ],
 )

@@ -349,9 +349,9 @@ def test_without_imageio_a_line_says_what_to_install(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("a.avi", "--video: a.avi is no video; give a name that ends in .mp4 or .gif"),
-        ("a", "--video: a is no video; give a name that ends in .mp4 or .gif"),
-        ("nowhere/a.gif", "--video: nowhere is no folder; make it first"),
+        ("a.avi", "--video: a.avi is no video; the name must end in .mp4 or .gif"),
+        ("a", "--video: a is no video; the name must end in .mp4 or .gif"),
+        ("nowhere/a.gif", "--video: nowhere is no folder; create it"),
     ],
 )
 def test_where_no_video_can_be_is_said_before_anything_is_played(name: str, line: str) -> None:
@@ -395,7 +395,7 @@ def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixtur
     ("words", "line"),
     [
         (("--episodes", "0"), "--episodes='0': input should be greater than or equal to 1 (int, 1 to 1000000)"),
-        (("--video", "a.avi"), "--video: a.avi is no video; give a name that ends in .mp4 or .gif"),
+        (("--video", "a.avi"), "--video: a.avi is no video; the name must end in .mp4 or .gif"),
         (("--frames", "3"), "--frames: rl's evaluate has no such option; it takes --episodes, --deterministic, "
                             "--video, --env-id, --wrappers, --policy"),
         (("--prompt", "x"), "--prompt: rl writes no text; leave it out"),

@@ -200,7 +200,7 @@ def _texts(path: Path) -> list[str]:
 
 
 class _Hashes(dict[str, int]):
-    """The hash of each word, made where it is first asked for."""
+    """The hash of each word, computed at its first use."""
 
     def __missing__(self, word: str) -> int:
         self[word] = value = zlib.crc32(word.encode(errors="replace"))

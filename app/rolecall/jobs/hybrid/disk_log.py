@@ -23,9 +23,9 @@ NOBODY = -1
 
 class Scratch:
     """A log of `rows` rows of `width` float32 in segments, for one writer at a time. The newest record of a row counts;
-    who writes knows where it is. A segment without any that counts is written again.
+    the writer knows its place. A segment without valid records is written again.
 
-    Raises UsageError where the disk has no room for them, or where they are too many.
+    Raises UsageError if the disk has no room for them, or if they are too many.
 
     Log-structured: Rosenblum and Ousterhout 1992, "The design and implementation of a log-structured file system".
     """

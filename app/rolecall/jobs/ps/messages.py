@@ -1,4 +1,4 @@
-"""What travels between trainers and servers."""
+"""Messages between trainers and servers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class UpdateShard:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Batches for a trainer to compute, from parameters of `version` on; no batches: the end. `rate` is that of its own
-    optimizer, over LR (UPDATE_MODE=local).
+    """Batches for a trainer to compute, from parameters of `version` on; no batches: the end. `rate` times LR is
+    the learning rate of the trainer (UPDATE_MODE=local).
     """
 
     version: int
@@ -80,7 +80,7 @@ class Working(NamedTuple):
 
 
 class PartAnswer(NamedTuple):
-    """The answer to a part of a gradient: its new parameters as they travel (see `wire.Receiver`), or None if the
+    """The answer to a part of a gradient: its new parameters, encoded for `wire.Receiver`, or None if the
     trainer has them already or UPDATE_MODE=autograd keeps them at the server; and with part 0 the trainer's assignment.
     """
 

@@ -177,7 +177,7 @@ class Piece:
 
 
 def _needs(module: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[int]]:
-    """The parts that each layer needs. A layer is a module with parameters of its own; it may also use those of the
+    """The parts that each layer needs. A layer is a module that has parameters itself; it may also use those of the
     modules within it without calling these.
     """
     parts: dict[nn.Parameter, set[int]] = {}

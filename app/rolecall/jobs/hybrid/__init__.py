@@ -113,14 +113,5 @@ JOB = Job(
     score="accuracy",
     unit="samples",
     # the weights and the order of the samples depend on these
-    pinned=(
-        "dataset",
-        "table",
-        "filter_ids",
-        "num_embeddings",
-        "embedding_dim",
-        "hidden_size",
-        "optimizer",
-        "seed",
-    ),
+    pinned=("dataset", "table", "filter_ids", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "seed"),
 )

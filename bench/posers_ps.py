@@ -15,7 +15,7 @@ from torch.distributed import rpc
 
 from rolecall import config
 from rolecall.jobs.ps import PsSettings, calls, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart
 
 SAMPLES = 60_000  # of the data that is handed out: as many as MNIST has
 LEAST = 3  # pushes of each trainer that count, at least
@@ -123,7 +123,11 @@ class _Poser:
         posed.calls = [
             rpc.rpc_async(
                 f"ps_{part.server}", calls.exchange, timeout=2 * POINT_SECONDS,
-                args=(GradientKey(posed.name, posed.number), index, gradient, report if index == 0 else None),
+                args=(
+                    GradientPart(
+                        GradientKey(posed.name, posed.number), index, gradient, report if index == 0 else None
+                    ),
+                ),
             )
             for index, (part, gradient) in enumerate(zip(self._parts, gradients, strict=True))
         ]  # fmt: skip

@@ -217,10 +217,10 @@ class Direct:
         self.batcher = batcher
 
     def call(
-        self, name: str, function: Any, observer: str, number: int, message: bytes, last: bool, timeout: float
+        self, name: str, function: Any, group: batching.Group, message: bytes, last: bool, timeout: float
     ) -> Future[Answer]:
         assert function is calls.act
-        return self.batcher.submit(batching.Group(observer, number), message, last)
+        return self.batcher.submit(group, message, last)
 
 
 class Ranks:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rolecall.jobs.rl import model
 from rolecall.jobs.rl.actor import Actor, Memory
-from rolecall.jobs.rl.distributions import LOG_STD_SDE, Categorical
+from rolecall.jobs.rl.distributions import INITIAL_SDE_LOG_STD, Categorical
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.model import ActorCritic
 from rolecall.jobs.rl.spaces import Space
@@ -232,7 +232,7 @@ def test_refresh_draws_it_anew_with_the_policys_deviation() -> None:
     actor.refresh(memory)
     assert not torch.equal(memory.noise, before)
     assert float(memory.noise.std()) == pytest.approx(np.e, rel=0.02)
-    assert float(before.std()) == pytest.approx(np.exp(LOG_STD_SDE[1]), rel=0.02)
+    assert float(before.std()) == pytest.approx(np.exp(INITIAL_SDE_LOG_STD[1]), rel=0.02)
 
 
 def test_each_environment_has_noise_of_its_own() -> None:

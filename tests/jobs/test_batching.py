@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from rolecall import PeerLostError
+from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Choice, Memory, Recorder
 from rolecall.jobs.rl.batching import Answer, Batcher, Group
 from rolecall.jobs.rl.messages import Array, Done, pack
@@ -362,11 +363,10 @@ class Caller:
 
 @pytest.mark.parametrize(("wait", "max_batch"), [(0, 1000), (0.001, 1000), (0.001, 4)])
 def test_trajectories_are_what_was_submitted_and_answered(
-    make: MakeBatcher, policy: Policy, wait: float, max_batch: int
+    make: MakeBatcher, policy: Policy, wait: float, max_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts, with the states
-    carried over.
-    """
+    """Groups of several observers call from separate threads, as RPC does; states pass from one rollout to the next."""
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 4)
     observed: list[int] = []
     batcher = make([], wait=wait, max_batch=max_batch, observe=lambda size, seconds: observed.append(size))
     sizes = {group: 1 + number for number, group in enumerate((A, B, C, D))}

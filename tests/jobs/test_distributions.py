@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, distributions
 
 from rolecall.jobs.rl.distributions import (
-    LEAST_VARIANCE,
+    MIN_VARIANCE,
     Bernoulli,
     Categorical,
     Distribution,
@@ -271,7 +271,7 @@ class TestStateDependent:
         built = self.built()
         rows = torch.zeros(1, 5)
         assert float(built.entropy(rows).detach()) == pytest.approx(
-            math.log(2 * math.pi * math.e) + math.log(LEAST_VARIANCE), rel=1e-4
+            math.log(2 * math.pi * math.e) + math.log(MIN_VARIANCE), rel=1e-4
         )
         assert bool(built.log_probability(rows, torch.zeros(1, 2)).isfinite().all())
 

@@ -281,9 +281,9 @@ def test_what_was_seen_stays_as_it_was(env_id: str) -> None:
 
 
 def test_a_vector_implementation_is_used_only_where_it_resets_in_the_next_step() -> None:
-    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2).unwrapped, ScriptedVector)
+    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2)[0].unwrapped, ScriptedVector)
     for name in ("Scripted-v0", "SameStep-v0", "Silent-v0"):
-        group = envs.make(setup(name), 2)
+        group, _ = envs.make(setup(name), 2)
         assert isinstance(group, Singles)
         assert group.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
         assert group.num_envs == 2
@@ -294,11 +294,11 @@ def test_a_vector_implementation_is_used_only_where_its_observations_need_no_cha
     shown: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedVector, "single_observation_space", shown)
-    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2), Singles)
+    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2)[0], Singles)
 
 
 def test_a_reset_forgets_episodes_that_were_over() -> None:
-    group = envs.make(setup("Scripted-v0"), 3)
+    group, _ = envs.make(setup("Scripted-v0"), 3)
     group.reset(seed=0)
     group.step(np.full(3, START))  # the last of the second one's episode
     group.reset(seed=0)
@@ -307,8 +307,8 @@ def test_a_reset_forgets_episodes_that_were_over() -> None:
 
 
 def test_an_id_without_a_version_is_the_newest() -> None:
-    newest = envs.make(setup("CartPole"), 2).unwrapped
-    assert type(newest) is type(envs.make(setup("CartPole-v1"), 2).unwrapped)
+    newest = envs.make(setup("CartPole"), 2)[0].unwrapped
+    assert type(newest) is type(envs.make(setup("CartPole-v1"), 2)[0].unwrapped)
     assert not isinstance(newest, Singles)
 
 
@@ -388,9 +388,9 @@ def test_one_that_loads_for_long_is_named_and_waited_for(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Loading, "said", threading.Event())
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
-    group = envs.make(setup("Loading-v0", env_timeout=0.05), 2)
+    group, _ = envs.make(setup("Loading-v0", env_timeout=0.05), 2)
     assert group.num_envs == 2
-    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s, and is waited for\n"]
+    assert lines == ["rolecall: ENV_ID=Loading-v0: is not made after 0.05 s; still waiting\n"]
 
 
 @pytest.mark.parametrize(("env_id", "space"), [("Words-v0", "Text"), ("Orders-v0", "Dict")])
@@ -546,7 +546,7 @@ def test_the_first_environment_is_rendered() -> None:
         (np.zeros((8, 9, 3)), r"renders no RGB picture, but float64 of shape \(8, 9, 3\)"),
         (
             OSError("no display"),
-            r"cannot be rendered \(OSError: no display\); where a package is missing, .*'rolecall\[video\]'",
+            r"cannot be rendered \(OSError: no display\); if a package is missing, .*'rolecall\[video\]'",
         ),
     ],
 )

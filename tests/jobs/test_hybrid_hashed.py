@@ -379,9 +379,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(
 
 def test_a_checkpoint_of_another_table_is_refused() -> None:
     (table,) = build(1)
-    with pytest.raises(UsageError, match=r"TABLE=hashed: the checkpoint's table is another \(weight \[50, 3\]\)"):
+    with pytest.raises(UsageError, match=r"TABLE=hashed: the checkpoint has another table \(weight \[50, 3\]\)"):
         table.prepare({"weight": (50, WIDTH), "squares": (50,)})
-    with pytest.raises(UsageError, match=r"another \(0of1.weight \[50, 4\]\)"):
+    with pytest.raises(UsageError, match=r"another table \(0of1.weight \[50, 4\]\)"):
         table.prepare({"0of1.ids": (50,), "0of1.weight": (50, 4), "filter": (2**18,)})
 
 

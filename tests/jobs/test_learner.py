@@ -67,9 +67,8 @@ def test_chunks_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, memory: str, chunk: int, threads: int, minibatches: int
 ) -> None:
     given = {"minibatches": minibatches, "memory": memory, "entropy_coef": 0.1, "lr": 0.3}
-    state = 16 if memory == "lstm" else 0
-    trajectories = [random_trajectory(seed, state=state) for seed in (1, 2)]
     whole, chunked = with_sgd(make(**given)), with_sgd(make(threads=threads, **given))
+    trajectories = [random_trajectory(seed, state=whole.model.state_size) for seed in (1, 2)]
     before = weights(whole)
     expected = [whole.update(trajectories) for _ in range(2)]
     monkeypatch.setattr("rolecall.jobs.rl.learner.CHUNK_SAMPLES", chunk)
@@ -205,9 +204,9 @@ def test_a_truncated_episodes_last_observation_counts(given: dict[str, Any]) -> 
 def test_states_between_the_sequences_that_they_begin_have_no_influence() -> None:
     """And the state before a sequence has."""
     learners = [make(memory="lstm") for _ in range(3)]
-    trajectory = random_trajectory(3, 20, state=16, every=5)
+    trajectory = random_trajectory(3, 20, state=learners[0].model.state_size)
     last, first = trajectory.states.copy(), trajectory.states.copy()
-    last[4, trajectory.dones[-1] == Done.TERMINATED] += 1  # of the observation after the last step, worth nothing
+    last[-1, trajectory.dones[-1] == Done.TERMINATED] += 1  # of the observation after the last step, worth nothing
     assert not np.array_equal(last, trajectory.states)
     first[1] += 1
     for learner, states in zip(learners, (trajectory.states, last, first), strict=True):

@@ -224,13 +224,13 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
         ),
         ("factories_of_a_user:no_batch", r"parameters of shape \(3,\)"),
         ("factories_of_a_user:wide_value", r"a value of shape \(2, 2\)"),
-        ("factories_of_a_user:three_things", r"returns 3 things"),
+        ("factories_of_a_user:three_things", r"returns 3 values"),
         ("factories_of_a_user:one_thing", r"returns a tuple, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:nothing", r"returns a NoneType, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:no_things", r"returns a tuple, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:a_list", r"returns a list, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:value_of_none", r"a value that is a NoneType"),
-        ("factories_of_a_user:not_a_number", r"makes numbers that are not finite of observations of zeros"),
+        ("factories_of_a_user:not_a_number", r"returns numbers that are not finite for observations of zeros"),
         ("factories_of_a_user:integers", r"parameters of .* type torch\.int64"),
         (
             "factories_of_a_user:no_state",
@@ -239,7 +239,7 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
         ("factories_of_a_user:state_alone", r"returns a tuple, not \(parameters, state\) or"),
         ("factories_of_a_user:other_state", r"a state of shape \(2, 4\) for 2 observations, not of shape \(2, 5\)"),
         ("factories_of_a_user:state_of_none", r"a state that is a NoneType"),
-        ("factories_of_a_user:four_things", r"returns 4 things"),
+        ("factories_of_a_user:four_things", r"returns 4 values"),
         ("factories_of_a_user:half_a_state", r"its state_size is 2\.5"),
         ("factories_of_a_user:less_than_no_state", r"its state_size is -1"),
         ("factories_of_a_user:no_module", r"not a torch module"),
@@ -273,7 +273,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("setting", "says"),
-    [({"memory": "lstm"}, "MEMORY=gru: .*state_size"), ({"exploration": "sde"}, "EXPLORATION=sde: .*features")],
+    [({"memory": "lstm"}, "MEMORY=lstm: .*state_size"), ({"exploration": "sde"}, "EXPLORATION=sde: .*features")],
 )
 def test_what_is_the_default_policys_is_refused_beside_another(setting: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=rf"^POLICY=factories_of_a_user:parameters and {says}"):
@@ -386,7 +386,7 @@ def test_observations_are_normalised_for_policy_and_value() -> None:
     recurrent = build(normalize=True, memory="lstm")
     assert recurrent.normalizer is not None
     recurrent.normalizer.update(torch.randn(100, 4) * 5 + 3)
-    state, ends = torch.zeros(7, 16), torch.zeros(1, 7, dtype=torch.bool)
+    state, ends = torch.zeros(7, recurrent.state_size), torch.zeros(1, 7, dtype=torch.bool)
     unrolled, _ = recurrent.unroll(observations[None], state, ends)
     torch.testing.assert_close(unrolled[0], recurrent.act(observations, state)[0])
 

@@ -44,7 +44,7 @@ class Reference:
         self.length = messages.SEQUENCE_STEPS
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=of.choices.lr)
         self.shuffle = torch.Generator().manual_seed(of.settings.seed)
-        self.mean, self.square, self.updates = 0.0, 1.0, 0
+        self.mean, self.square, self.updates, self.rate = 0.0, 1.0, 0, of.choices.lr
         self.seen: list[Array] = []
 
     @property
@@ -85,7 +85,7 @@ class Reference:
                 state = torch.zeros_like(state)
         return out
 
-    def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> dict[str, float]:
+    def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         choices = self.choices
         if self.model.normalizer is not None:
             self.seen += [t.observations[:-1][t.experience] for t in trajectories]
@@ -131,19 +131,28 @@ class Reference:
             for number in range(minibatches):
                 chosen = order[len(units) * number // minibatches : len(units) * (number + 1) // minibatches]
                 batch = [place for unit in chosen for place in units[unit]]
-                parts = self.step(trajectories, batch, returns, advantage_of, choices.clip_ratio, 1.0)
+                parts = self.step(trajectories, batch, returns, advantage_of)
                 drift = drift if steps_taken else parts[3]
                 sums += parts
                 steps_taken += 1
-            if choices.target_kl and parts[3] - drift > rl_learner.KL_STOP_FACTOR * choices.target_kl:
-                break
+            if choices.target_kl:
+                kl = (parts[3] - drift) / choices.target_kl
+                factor = rl_learner.LR_CHANGE_FACTOR ** (int(kl < 1 / 2) - int(kl > 2))
+                self.rate = min(self.rate * factor, choices.lr)
+                if kl > rl_learner.KL_STOP_FACTOR:
+                    break
         self.updates += 1
         names = ("policy_loss", "value_loss", "entropy", "kl", "clipped")
         metrics = dict(zip(names, (sums / steps_taken).tolist(), strict=True))
         return {**metrics, "explained": explained, "passes": steps_taken / minibatches}
 
-    def step(self, trajectories: Sequence[Trajectory], batch: list[tuple[int, int, int]], returns: dict[Any, float],
-             advantages: dict[Any, float], clip_ratio: float, left: float) -> Array:  # fmt: skip
+    def step(
+        self,
+        trajectories: Sequence[Trajectory],
+        batch: list[tuple[int, int, int]],
+        returns: dict[Any, float],
+        advantages: dict[Any, float],
+    ) -> Array:
         """One optimizer step. Returns its loss's parts."""
         walks: dict[tuple[int, int], Any] = {}
         losses = []
@@ -162,7 +171,7 @@ class Reference:
             log_probability = sum(one.log_prob(piece) for one, piece in zip(theirs, pieces, strict=True))
             difference = log_probability - float(t.log_probabilities[step, env])
             ratio, advantage = difference.exp(), advantages[number, step, env]
-            bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+            bounded = ratio.clamp(1 - self.choices.clip_ratio, 1 + self.choices.clip_ratio)
             policy_loss = -torch.min(ratio * advantage, bounded * advantage)
             error = value - (returns[number, step, env] - self.mean) / self.deviation
             value_loss = error**2 / 2 if error.abs() < 1 else error.abs() - 0.5
@@ -174,7 +183,7 @@ class Reference:
         (mean[0] + rl_learner.VALUE_COEF * mean[1] - self.choices.entropy_coef * mean[2]).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), rl_learner.MAX_GRAD_NORM)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.choices.lr * left
+            group["lr"] = self.rate
         self.optimizer.step()
         out: Array = mean.detach().numpy().astype(float)
         return out
@@ -191,28 +200,26 @@ class Reference:
                 layer.bias.copy_((layer.bias * deviation + mean - self.mean) / self.deviation)
 
 
-def assert_same_updates(
-    learner: Learner, action: Space, progresses: Sequence[float] = (0.0, 0.0), steps: int = 12
-) -> list[Update]:
+def assert_same_updates(learner: Learner, action: Space, count: int = 2, steps: int = 12) -> list[Update]:
     """Several updates in a row: the running mean and deviation of the returns count from the second on."""
     with_sgd(learner)
     reference, updates = Reference(learner, action), []
     before = weights(learner)
     spaces, state = spaces_of(VECTOR, action), learner.model.state_size
-    for number, progress in enumerate(progresses):
+    for number in range(count):
         trajectories = [
             random_trajectory(10 * number, steps, 3, spaces, state),
             random_trajectory(10 * number + 1, steps // 2, 2, spaces, state),
         ]
         if action is not TWO:  # else every ratio would be far beyond the bounds
             trajectories = [with_likely_actions(learner, trajectory, number) for trajectory in trajectories]
-        expected = reference.update(trajectories, progress)
-        update = learner.update(trajectories, progress)
+        expected = reference.update(trajectories)
+        update = learner.update(trajectories)
         assert update._asdict() == pytest.approx(expected, rel=2e-3, abs=1e-4)
         for (name, mine), theirs in zip(learner.model.named_parameters(), reference.model.parameters(), strict=True):
             assert torch.allclose(mine, theirs, rtol=2e-3, atol=2e-5), name
         updates.append(update)
-    assert learner.version == len(progresses)
+    assert learner.version == count
     assert not any(map(torch.equal, before, weights(learner)))
     return updates
 
@@ -267,7 +274,7 @@ def test_gradients_are_bounded(monkeypatch: pytest.MonkeyPatch, max_grad_norm: f
     monkeypatch.setattr(rl_learner, "MAX_GRAD_NORM", max_grad_norm)
     learner = make(lr=RATE, minibatches=1)
     before = torch.cat([value.flatten() for value in weights(learner)])
-    assert_same_updates(learner, TWO, [0.0])
+    assert_same_updates(learner, TWO, 1)
     moved = float((torch.cat([value.flatten() for value in weights(learner)]) - before).norm())
     assert (moved < RATE * 0.0201) == (max_grad_norm == 0.02)
 
@@ -295,8 +302,8 @@ def probability(learner: Learner) -> float:
 def test_the_clipped_ratio_bounds_the_policys_change(
     monkeypatch: pytest.MonkeyPatch, clip_ratio: float, least: float, most: float
 ) -> None:
-    monkeypatch.setattr(rl_learner, "MAX_GRAD_NORM", 0.05)
     """Each of the many optimizer steps alone is small."""
+    monkeypatch.setattr(rl_learner, "MAX_GRAD_NORM", 0.05)
     learner = with_sgd(make(minibatches=64, epochs=4, clip_ratio=clip_ratio, lr=0.5, gamma=0))
     assert probability(learner) == pytest.approx(0.5, abs=0.01)
     learner.update([one_sided()])
@@ -313,7 +320,6 @@ def test_a_target_ends_the_passes_early() -> None:
     assert short.passes == int(short.passes)
     assert short.kl < update.kl
     assert probability(bounded) < probability(free)
-    with_sgd(bounded)
     assert_same_updates(make(target_kl=0.02, epochs=6, lr=1.0), TWO)
 
 
@@ -436,10 +442,10 @@ def test_values_mean_the_same_after_their_scale_has_changed(settings: dict[str, 
                 raw = learner.model.value(observations.flatten(0, 1))
         return raw * learner._scale + learner._mean
 
-    learner.update([random_trajectory(1, state=state, every=4)])
+    learner.update([random_trajectory(1, state=state)])
     before, scale = values(), learner._scale
     for number in range(5):
-        trajectory = random_trajectory(number, state=state, every=4)
+        trajectory = random_trajectory(number, state=state)
         learner.update([changed(trajectory, rewards=trajectory.rewards * 1000 + 500)])
     assert learner._scale > 100 * scale
     torch.testing.assert_close(values(), before, rtol=1e-3, atol=1e-2)

@@ -16,7 +16,7 @@ from torch.futures import Future
 from rolecall import Context, Peer, telemetry
 from rolecall.jobs.ps import JOB, PsSettings, data, evaluate, model
 from rolecall.jobs.ps.local import LocalReplica
-from rolecall.jobs.ps.messages import Assignment, BatchReport, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientPart, PartAnswer, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.replica import Replica
 from rolecall.jobs.ps.server import Server
@@ -61,8 +61,8 @@ class Gang:
             replica.ask()
         self.update(list(self.replicas), {})
 
-    def call(self, to: str, function: Callable[..., Any], key: Key, part: int, gradient: Tensor | None,
-             report: BatchReport | None, timeout: float) -> Future[PartAnswer]:  # fmt: skip
+    def call(self, to: str, function: Callable[..., Any], message: GradientPart, timeout: float) -> Future[PartAnswer]:
+        key, part, gradient, report = message
         if gradient is not None:
             self.sent.setdefault(key.trainer, []).append(gradient)
             gradient = gradient.clone()

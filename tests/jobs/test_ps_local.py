@@ -70,7 +70,7 @@ class Servers:
             if self.answers_signs:
                 answer.set_result(None)
             return answer
-        key, part, gradient, report = args
+        key, part, gradient, report = args[0]
         if report is not None:
             self.reports[key] = report
         self._whole[key] += self.shards[int(to[-1])].receive(key, part, gradient, answer, report)

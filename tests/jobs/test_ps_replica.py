@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rolecall import Context, Peer
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.messages import BatchReport
+from rolecall.jobs.ps.messages import GradientPart
 from rolecall.jobs.ps.replica import Replica
 
 SMALL = 100  # elements
@@ -30,8 +30,9 @@ class Calls:
         self.sent: dict[int, Tensor] = {}
         self.held: dict[int, int] = {}
 
-    def call(self, to: str, function: Callable[..., Any], key: Any, part: int, gradient: Tensor, report: BatchReport,
-             timeout: float) -> MagicMock:  # fmt: skip
+    def call(self, to: str, function: Callable[..., Any], message: GradientPart, timeout: float) -> MagicMock:
+        part, gradient = message.part, message.gradient
+        assert gradient is not None
         self.sent[part], self.held[part] = gradient, gradient.untyped_storage().nbytes()
         return MagicMock()
 

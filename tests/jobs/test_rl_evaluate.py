@@ -22,7 +22,7 @@ from rolecall.errors import FAILED, USAGE
 from rolecall.jobs import rl
 from rolecall.jobs.rl import RlSettings, envs, evaluate, model
 from rolecall.jobs.rl.actor import Actor
-from rolecall.jobs.rl.evaluate import TOGETHER
+from rolecall.jobs.rl.evaluate import MAX_ENVIRONMENTS
 from rolecall.jobs.rl.stepping import BrokenEnvError
 
 HERE = "tests.jobs.test_rl_evaluate"
@@ -194,7 +194,7 @@ def test_sampled_ones_vary_and_can_be_repeated() -> None:
     assert evaluated(setup(), episodes=50, deterministic=False) == result
 
 
-@pytest.mark.parametrize("episodes", [1, TOGETHER, 2 * TOGETHER + 30])
+@pytest.mark.parametrize("episodes", [1, MAX_ENVIRONMENTS, 2 * MAX_ENVIRONMENTS + 30])
 def test_each_episode_has_an_environment_and_a_seed_of_its_own(episodes: int) -> None:
     """In those that follow in the same one, which are shorter here, nobody looks."""
     result = evaluated(setup(), episodes=episodes)
@@ -204,7 +204,7 @@ def test_each_episode_has_an_environment_and_a_seed_of_its_own(episodes: int) ->
 
 
 def test_one_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "MOST_STEPS", 9)
+    monkeypatch.setattr(evaluate, "MAX_EPISODE_STEPS", 9)
     result = evaluated(setup("Endless-v1"), episodes=4)
     assert (result["unfinished_episodes"], result["mean_return"], result["mean_length"]) == (4, 9, 9)
 
@@ -349,9 +349,9 @@ def test_without_imageio_a_line_says_what_to_install(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("a.avi", "--video: a.avi is no video; give a name that ends in .mp4 or .gif"),
-        ("a", "--video: a is no video; give a name that ends in .mp4 or .gif"),
-        ("nowhere/a.gif", "--video: nowhere is no folder; make it first"),
+        ("a.avi", "--video: a.avi is no video; the name must end in .mp4 or .gif"),
+        ("a", "--video: a is no video; the name must end in .mp4 or .gif"),
+        ("nowhere/a.gif", "--video: nowhere is no folder; create it"),
     ],
 )
 def test_where_no_video_can_be_is_said_before_anything_is_played(name: str, line: str) -> None:
@@ -395,7 +395,7 @@ def test_the_command_takes_the_options(saved: Path, capsys: pytest.CaptureFixtur
     ("words", "line"),
     [
         (("--episodes", "0"), "--episodes='0': input should be greater than or equal to 1 (int, 1 to 1000000)"),
-        (("--video", "a.avi"), "--video: a.avi is no video; give a name that ends in .mp4 or .gif"),
+        (("--video", "a.avi"), "--video: a.avi is no video; the name must end in .mp4 or .gif"),
         (("--frames", "3"), "--frames: rl's evaluate has no such option; it takes --episodes, --deterministic, "
                             "--video, --env-id, --wrappers, --policy"),
         (("--prompt", "x"), "--prompt: rl writes no text; leave it out"),

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from rolecall.jobs.rl.messages import Episode
-from rolecall.jobs.rl.score import EPISODES, GOOD, Score
+from rolecall.jobs.rl.score import HOLD_EPISODES, MEAN_EPISODES, Score
 
 
 def episodes(*totals: float, length: int = 7) -> list[Episode]:
@@ -51,25 +51,25 @@ def test_the_mean_of_the_last_episodes_of_all_observers() -> None:
     score.add([episodes(1.0, 2.0), [Episode(6.0, 19)]])
     assert (score.mean, score.mean_length) == (3.0, 11.0)
     assert score.spread == (1.5, 6.0)
-    score.add([episodes(*[20.0] * (EPISODES - 1)), []])
+    score.add([episodes(*[20.0] * (MEAN_EPISODES - 1)), []])
     assert score.mean == pytest.approx((6.0 + 99 * 20) / 100)  # the first two are no longer of the last
     assert list(score.lengths) == [19] + [7] * 99
 
 
 def test_it_is_solved_by_as_many_episodes_as_gymnasium_wants_and_no_fewer() -> None:
     score = Score(10.0, "episodes")
-    score.add([episodes(*[10.0] * (EPISODES - 1))])
+    score.add([episodes(*[10.0] * (MEAN_EPISODES - 1))])
     assert not score.solved
     score.add([[], episodes(9.0)])
-    assert (len(score.returns), score.solved) == (EPISODES, False)
-    score.add([episodes(*[10.0] * EPISODES)])
+    assert (len(score.returns), score.solved) == (MEAN_EPISODES, False)
+    score.add([episodes(*[10.0] * MEAN_EPISODES)])
     assert score.solved  # it is to be reached
 
 
 def test_short_episodes_alone_solve_nothing() -> None:
     """Those of environments that fail go on meanwhile."""
     score = Score(10.0, "episodes", longest=200)
-    score.add([episodes(*[20.0] * EPISODES)], steps=64)
+    score.add([episodes(*[20.0] * MEAN_EPISODES)], steps=64)
     assert not score.solved
     score.add([episodes(*[-5.0] * 10)], steps=64)
     score.add([[]], steps=72)
@@ -79,9 +79,9 @@ def test_short_episodes_alone_solve_nothing() -> None:
 def test_after_a_restart_short_episodes_are_the_first_to_end_again() -> None:
     """The environments are new, and those of short episodes push out the returns that were known."""
     score, again = (Score(10.0, "episodes", longest=200) for _ in range(2))
-    score.add([episodes(*[-5.0] * EPISODES)], steps=1000)
+    score.add([episodes(*[-5.0] * MEAN_EPISODES)], steps=1000)
     again.load_state_dict(score.state_dict())
-    again.add([episodes(*[20.0] * EPISODES)], steps=199)
+    again.add([episodes(*[20.0] * MEAN_EPISODES)], steps=199)
     assert not again.solved
     again.add([[]], steps=1)
     assert again.solved
@@ -90,7 +90,7 @@ def test_after_a_restart_short_episodes_are_the_first_to_end_again() -> None:
 def test_one_observer_does_not_push_out_the_others() -> None:
     """Two observers of many episodes each, in one iteration."""
     score = Score(10.0, "episodes")
-    score.add([episodes(*range(EPISODES)), episodes(*range(1000, 1000 + 3 * EPISODES))])
+    score.add([episodes(*range(MEAN_EPISODES)), episodes(*range(1000, 1000 + 3 * MEAN_EPISODES))])
     assert (score.observers.count(0), score.observers.count(1)) == (25, 75)
     assert [total for total in score.returns if total < 1000] == list(range(75, 100))  # the last of each
     assert [total for total in score.returns if total >= 1000] == list(range(1225, 1300))
@@ -100,7 +100,7 @@ def test_one_observer_does_not_push_out_the_others() -> None:
 def test_an_old_episode_no_longer_counts() -> None:
     score = Score(10.0, "episodes")
     score.add([episodes(-1e6)])
-    score.add([episodes(*[11.0] * (EPISODES - 1))])
+    score.add([episodes(*[11.0] * (MEAN_EPISODES - 1))])
     assert not score.solved
     score.add([episodes(11.0)])
     assert score.solved
@@ -109,7 +109,7 @@ def test_an_old_episode_no_longer_counts() -> None:
 def test_the_policy_is_held_while_its_last_episodes_are_good() -> None:
     score = Score(10.0, "episodes")
     score.add([episodes(9.0)])
-    score.add([episodes(*[10.0] * (GOOD - 1))])
+    score.add([episodes(*[10.0] * (HOLD_EPISODES - 1))])
     assert not score.holds
     score.add([[], episodes(10.0)])
     assert (score.holds, score.solved) == (True, False)
@@ -127,7 +127,7 @@ def test_where_the_episodes_do_not_end_the_training_nothing_is_held(
     threshold: float | None, solved_by: Literal["episodes", "running", "never"]
 ) -> None:
     score = Score(threshold, solved_by)
-    score.add([episodes(*[10.0] * EPISODES)])
+    score.add([episodes(*[10.0] * MEAN_EPISODES)])
     assert not score.holds
 
 
@@ -137,14 +137,14 @@ def test_where_the_episodes_do_not_end_the_training_nothing_is_held(
 @pytest.mark.parametrize("solved_by", ["episodes", "running", "never"])
 def test_without_a_threshold_nothing_is_solved(solved_by: Literal["episodes", "running", "never"]) -> None:
     score = Score(None, solved_by)
-    score.add([episodes(*[1e9] * EPISODES)])
+    score.add([episodes(*[1e9] * MEAN_EPISODES)])
     assert not score.solved
 
 
 def test_never_is_never() -> None:
     score = Score(1.0, "never")
     for _ in range(100):
-        score.add([episodes(*[1e9] * EPISODES)])
+        score.add([episodes(*[1e9] * MEAN_EPISODES)])
     assert not score.solved
     assert score.value == 1e9
 

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 
 from rolecall import UsageError
 from rolecall.jobs.rl import spaces
-from rolecall.jobs.rl.spaces import Actions, Part, Spaces, is_image, read, to_env
+from rolecall.jobs.rl.messages import Array
+from rolecall.jobs.rl.spaces import Actions, Part, Spaces, is_image, read
 
 NAME = "ENV_ID=Some-v0"
 VECTOR = Box(-1.0, 1.0, (3,), np.float32)
@@ -37,6 +38,10 @@ TWO = Discrete(2)
 
 def of(observation: Space[Any], action: Space[Any] = TWO) -> Spaces:
     return read(observation, action, NAME)
+
+
+def converted(space: Space[Any], actions: Array) -> Array:
+    return Actions(space)(actions)
 
 
 # ---- observations
@@ -140,8 +145,8 @@ def test_a_single_image_in_a_dict() -> None:
         Dict(a=VECTOR, b=Dict()),
         Box(0, 1, (0,)),
         Dict(a=VECTOR, b=Box(0, 1, (2, 0))),
-        Discrete(spaces.MOST_VALUES + 1),
-        MultiDiscrete([spaces.MOST_VALUES, 2]),
+        Discrete(spaces.MAX_DISCRETE_VALUES + 1),
+        MultiDiscrete([spaces.MAX_DISCRETE_VALUES, 2]),
     ],
     ids=str,
 )
@@ -196,50 +201,50 @@ def test_the_shape_of_actions(space: Space[Any], shape: tuple[int, ...], dtype: 
     result = of(VECTOR, space)
     assert (result.action_shape, result.action_dtype) == (shape, dtype)
     assert result.continuous is isinstance(space, Box)
-    taken = to_env(space, np.zeros((4, *shape), dtype))
+    taken = converted(space, np.zeros((4, *shape), dtype))
     assert taken.shape == (4, *(space.shape or ()))
     assert taken.dtype == space.dtype
     assert all(action in space for action in taken)
 
 
 def test_choices_count_from_the_spaces_start() -> None:
-    assert to_env(Discrete(3, start=5), np.array([0, 2])).tolist() == [5, 7]
-    assert to_env(Discrete(3), np.array([0, 2])).tolist() == [0, 2]
-    assert to_env(MultiDiscrete([2, 3], start=[-1, 7]), np.array([[0, 2], [1, 0]])).tolist() == [[-1, 9], [0, 7]]
+    assert converted(Discrete(3, start=5), np.array([0, 2])).tolist() == [5, 7]
+    assert converted(Discrete(3), np.array([0, 2])).tolist() == [0, 2]
+    assert converted(MultiDiscrete([2, 3], start=[-1, 7]), np.array([[0, 2], [1, 0]])).tolist() == [[-1, 9], [0, 7]]
     square = MultiDiscrete([[2, 3], [4, 5]], start=[[0, 10], [20, 30]])
-    assert to_env(square, np.array([[1, 2, 3, 4]])).tolist() == [[[1, 12], [23, 34]]]
+    assert converted(square, np.array([[1, 2, 3, 4]])).tolist() == [[[1, 12], [23, 34]]]
 
 
 def test_binary_actions_take_their_shape() -> None:
-    taken = to_env(MultiBinary((2, 2)), np.array([[0, 1, 1, 0]]))
+    taken = converted(MultiBinary((2, 2)), np.array([[0, 1, 1, 0]]))
     assert (taken.tolist(), taken.dtype) == ([[[0, 1], [1, 0]]], np.int8)
 
 
 def test_a_box_is_scaled_to_its_bounds_and_clipped() -> None:
     space = Box(np.array([-2.0, 0.0, 10.0]), np.array([2.0, 1.0, 30.0]), dtype=np.float32)
     points = np.array([[-1, -1, -1], [0, 0, 0], [1, 1, 1], [0.5, 0.5, 0.5], [-9, 9, 1.01]], np.float32)
-    assert to_env(space, points).tolist() == [[-2, 0, 10], [0, 0.5, 20], [2, 1, 30], [1, 0.75, 25], [-2, 1, 30]]
+    assert converted(space, points).tolist() == [[-2, 0, 10], [0, 0.5, 20], [2, 1, 30], [1, 0.75, 25], [-2, 1, 30]]
 
 
 def test_what_has_no_bound_is_passed_as_it_is() -> None:
     low, high = np.array([-np.inf, -np.inf, 0.0, -3e38]), np.array([np.inf, 1.0, np.inf, 3e38])
-    taken = to_env(Box(low, high, dtype=np.float64), np.array([[7, 7, 7, 7], [-7, -7, -7, -7]], np.float32))
+    taken = converted(Box(low, high, dtype=np.float64), np.array([[7, 7, 7, 7], [-7, -7, -7, -7]], np.float32))
     assert taken.tolist() == [[7, 1, 7, 7], [-7, -7, 0, -7]]
 
 
 def test_integers_without_a_bound_have_none() -> None:
     for low, high in ((-np.inf, np.inf), (-np.inf, 5), (0, np.inf)):
-        taken = to_env(Box(low, high, (1,), np.int32), np.array([[3.2], [7.7], [-2.0]], np.float32))
+        taken = converted(Box(low, high, (1,), np.int32), np.array([[3.2], [7.7], [-2.0]], np.float32))
         assert taken[:, 0].tolist() == [3, min(8, high), max(-2, low)]
 
 
 def test_truth_values_are_rounded() -> None:
-    taken = to_env(Box(0, 1, (4,), np.bool_), np.array([[-9.0, -0.1, 0.1, 9.0]], np.float32))
+    taken = converted(Box(0, 1, (4,), np.bool_), np.array([[-9.0, -0.1, 0.1, 9.0]], np.float32))
     assert (taken.tolist(), taken.dtype) == ([[False, False, True, True]], np.bool_)
 
 
 def test_whole_numbers_are_rounded() -> None:
-    taken = to_env(Box(0, 10, (1,), np.int32), np.array([[-1], [0.1], [0.08], [1], [3]], np.float32))
+    taken = converted(Box(0, 10, (1,), np.int32), np.array([[-1], [0.1], [0.08], [1], [3]], np.float32))
     assert (taken[:, 0].tolist(), taken.dtype) == ([0, 6, 5, 10, 10], np.int32)
 
 
@@ -270,7 +275,7 @@ def test_actions_do_not_change_what_they_are_given() -> None:
         shape = of(VECTOR, space).action_shape
         given_actions = np.ones((2, *shape), of(VECTOR, space).action_dtype)
         before = given_actions.copy()
-        taken = to_env(space, given_actions)
+        taken = converted(space, given_actions)
         taken += 1
         assert np.array_equal(before, given_actions)
         assert math.prod(given_actions.shape) == 2 * math.prod(shape)

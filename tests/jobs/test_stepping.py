@@ -208,7 +208,7 @@ NAN = np.array([[0, 0], [0, np.nan], [0, 0], [np.inf, 0]], np.float32)
         ((GOOD[0], np.ones((4, 1)), *GOOD[2:]), "", "returned rewards of shape (4, 1) and ends of (4,), not (4,)"),
         ((*GOOD[:2], True, False), "", "returned rewards of shape (4,) and ends of (), not (4,)"),
         (ZeroDivisionError(), "", "raised ZeroDivisionError"),
-        (RuntimeError("x" * 1000), "", f"raised RuntimeError: {'x' * stepping.LENGTH}"),
+        (RuntimeError("x" * 1000), "", f"raised RuntimeError: {'x' * stepping.MAX_ERROR_LENGTH}"),
     ],
 )
 def test_of_a_vector_implementation_what_is_known_is_named(
@@ -378,7 +378,7 @@ def test_without_anything_else_the_process_ends(monkeypatch: pytest.MonkeyPatch,
     codes: list[int] = []
     monkeypatch.setattr(stepping.os, "_exit", codes.append)
     stepping.abandon("ENV_ID=X: hangs")
-    assert codes == [stepping.ABANDONED]
+    assert codes == [stepping.HANG_EXIT_CODE]
     assert capfd.readouterr().err == "rolecall: ENV_ID=X: hangs\n"
 
 

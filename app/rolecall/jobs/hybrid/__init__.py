@@ -1,8 +1,8 @@
 """A large embedding table on servers, a dense network replicated on trainers by DistributedDataParallel, and a master
-that drives both.
+that commands both.
 
-After the PyTorch tutorial "Combining Distributed DataParallel with Distributed RPC Framework"; docs/hybrid.md explains
-the differences.
+After the PyTorch tutorial "Combining Distributed DataParallel with Distributed RPC Framework". docs/hybrid.md lists the
+differences.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pydantic import ByteSize, Field, field_serializer, model_validator
 from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.hybrid.metrics import METRICS
 
-BYTES_OF_A_ROW = 4 + 4 + 1  # in memory of a row on disk
-BYTES_OF_A_SLOT = 4 + 4 + 4 + 8 + 1  # in memory of a hot row, beside its values
-LEAST_HOT_ROWS = 1024
-FILTER_IDS = 2**24
+ROW_BYTES = 4 + 4 + 1  # memory for a row on disk
+SLOT_BYTES = 4 + 4 + 4 + 8 + 1  # memory for a hot row without its values
+MIN_HOT_ROWS = 1024
+DEFAULT_FILTER_IDS = 2**24
 
 
 class HybridSettings(Settings):
-    """The variables of `hybrid`."""
+    """The settings of `hybrid`."""
 
     servers: int = Field(1, ge=1, le=64, description="servers that the table's rows are sharded over")
     trainers: int = Field(2, ge=1, le=1024, description="trainers, each with a replica of the dense network")
@@ -32,67 +32,74 @@ class HybridSettings(Settings):
     batch_size: int = Field(64, ge=1, le=1_000_000, description="samples of one trainer in a step")
     epochs: Epochs = 5
     table: Literal["fixed", "hashed"] = Field(
-        "fixed", description="fixed (NUM_EMBEDDINGS rows) or hashed (a row for each 64-bit id that comes again)"
+        "fixed", description="fixed (NUM_EMBEDDINGS rows) or hashed (a row for each 64-bit id that occurs again)"
     )
     max_rows: int = Field(
-        1_000_000, ge=1, le=2**31 - 1, description="TABLE=hashed: rows of a server at most; the least recently used go"
+        1_000_000,
+        ge=1,
+        le=2**31 - 1,
+        description="TABLE=hashed: maximum rows of a server; the least recently used are evicted",
     )
-    ttl: int = Field(0, ge=0, description="TABLE=hashed: steps after which a row that was not looked up goes; 0: never")
-    sightings: int = Field(2, ge=1, le=2, description="TABLE=hashed: 1 or 2, the step with an id that gives it a row")
+    ttl: int = Field(0, ge=0, description="TABLE=hashed: steps without a lookup after which a row is evicted; 0: never")
+    sightings: int = Field(
+        2, ge=1, le=2, description="TABLE=hashed: number of steps with an id, 1 or 2, before it gets a row"
+    )
     filter_ids: int = Field(
-        FILTER_IDS, ge=1, le=2**40, description="TABLE=hashed: ids seen once that are remembered, over all servers"
+        DEFAULT_FILTER_IDS,
+        ge=1,
+        le=2**40,
+        description="TABLE=hashed: cells of the filter of ids seen once, of all servers",
     )
     table_memory: ByteSize = Field(
-        ByteSize(0), description="memory for a server's rows (256MB, 8GiB), which lie on disk; 0: all are in memory"
+        ByteSize(0),
+        description="memory for the rows of a server (256MB, 8GiB), the others are on disk; 0: all are in memory",
     )
     table_dir: PerRank[Path | None] = Field(
-        None, description="a server's directory for rows past TABLE_MEMORY, by default CHECKPOINT_DIR/table"
+        None, description="directory of a server for rows beyond TABLE_MEMORY; default: CHECKPOINT_DIR/table"
     )
-    optimizer: Literal["adagrad", "sgd"] = Field(
-        "adagrad", description="adagrad (row-wise for the table) or sgd, each where its parameters are"
-    )
+    optimizer: Literal["adagrad", "sgd"] = Field("adagrad", description="adagrad (row-wise for the table) or sgd")
     lr: float = Field(0.05, gt=0, description="learning rate")
     dataset: Annotated[str, FromUser()] = Field(
         "stdlib",
         min_length=1,
-        description="stdlib (which package do these lines of Python come from?), or package.module:function that "
-        "returns the training and the test samples",
+        description="stdlib (the package of some lines of Python), or package.module:function that returns the "
+        "training and the test samples",
     )
-    step_timeout: Seconds = Field(60.0, description="deadline of a step, and of each call and all-reduce in it")
+    step_timeout: Seconds = Field(60.0, description="deadline of a step, and of its calls and all-reduces")
 
     @property
     def hot_rows(self) -> int:
-        """Rows that TABLE_MEMORY holds, of the server that has most, beside what it holds of every row: where it is,
-        Adagrad's square, and marks for checkpoints. 0 where all are in memory.
+        """Rows in memory of the server with the most rows; 0 if all are in memory. TABLE_MEMORY also holds the place on
+        disk of each row, the square of Adagrad, and a mark for checkpoints.
         """
         rows = -(-self.num_embeddings // self.servers)
-        hot = max(0, int(self.table_memory) - rows * BYTES_OF_A_ROW) // (4 * self.embedding_dim + BYTES_OF_A_SLOT)
+        hot = max(0, int(self.table_memory) - rows * ROW_BYTES) // (4 * self.embedding_dim + SLOT_BYTES)
         return hot if hot < rows else 0
 
     @field_serializer("filter_ids")
     def _pinned_filter_ids(self, value: int) -> int:
-        """A fixed table's checkpoints do not depend on it."""
-        return value if self.table == "hashed" else FILTER_IDS
+        """The checkpoints of a fixed table do not depend on FILTER_IDS."""
+        return value if self.table == "hashed" else DEFAULT_FILTER_IDS
 
     @model_validator(mode="after")
     def _has_memory(self) -> Self:
         if self.table_memory and self.table == "hashed":
             raise ValueError("TABLE_MEMORY goes with TABLE=fixed only; MAX_ROWS bounds the memory of a hashed table")
         rows = -(-self.num_embeddings // self.servers)
-        least = rows * BYTES_OF_A_ROW + min(rows, LEAST_HOT_ROWS) * (4 * self.embedding_dim + BYTES_OF_A_SLOT)
-        if 0 < self.table_memory < least:  # a share that fits has as much
+        least = rows * ROW_BYTES + min(rows, MIN_HOT_ROWS) * (4 * self.embedding_dim + SLOT_BYTES)
+        if 0 < self.table_memory < least:  # also if all rows fit
             problem = f"must be at least {least} bytes for {rows} rows of width {self.embedding_dim} a server"
-            raise ValueError(f"TABLE_MEMORY={int(self.table_memory)}: {problem}; set more of it, or more SERVERS")
+            raise ValueError(f"TABLE_MEMORY={int(self.table_memory)}: {problem}; set more memory, or more SERVERS")
         return self
 
     @property
     def cells(self) -> int:
-        """Cells of the filter of ids, of which each belongs to a server; 0 for a fixed table."""
+        """Cells of the filter of ids of all servers; 0 for a fixed table."""
         return self.filter_ids if self.table == "hashed" else 0
 
 
 JOB = Job(
-    summary="a sharded embedding table on servers, a dense network under DDP on trainers, a master driving them",
+    summary="a sharded embedding table on servers, a dense network under DDP on trainers, and a master",
     settings=HybridSettings,
     roles=(
         Role("master", "rolecall.jobs.hybrid.master:run", preload=("rolecall.jobs.hybrid.master",)),
@@ -105,8 +112,6 @@ JOB = Job(
     metrics=METRICS,
     score="accuracy",
     unit="samples",
-    # what the weights and the order of the samples depend on
-    pinned=(
-        "dataset", "table", "filter_ids", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "seed",
-    ),
-)  # fmt: skip
+    # the weights and the order of the samples depend on these
+    pinned=("dataset", "table", "filter_ids", "num_embeddings", "embedding_dim", "hidden_size", "optimizer", "seed"),
+)

@@ -1,4 +1,4 @@
-"""The functions that are called over RPC: by the master at trainers and servers, and by trainers at servers."""
+"""The functions that the master calls at trainers and servers, and that trainers call at servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed import rpc
 
 from rolecall import RankObject
-from rolecall.jobs.hybrid.messages import Command
+from rolecall.jobs.hybrid.messages import Command, Exchange
 from rolecall.jobs.hybrid.server import SERVER
 from rolecall.jobs.hybrid.table import BagArrays, Bags, Table
 
@@ -18,18 +18,18 @@ Answer = torch.futures.Future[Any]
 
 
 class Inbox:
-    """A trainer's commands by number: calls may arrive in another order than they were made in."""
+    """The commands of a trainer by number, because calls may arrive in another order."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Future[tuple[Command, Answer]]] = {}
 
     def slot(self, number: int) -> Future[tuple[Command, Answer]]:
-        """Holds command `number` and where to put its answer, once it has arrived."""
+        """A future of command `number` and the future of its answer."""
         return self._slots.setdefault(number, Future())
 
     def take(self, number: int) -> tuple[Command, Answer]:
         """Waits for command `number`, and removes it."""
-        arrived = self.slot(number).result()  # the supervisor, which checks rank 0's lease, bounds this wait
+        arrived = self.slot(number).result()  # the supervisor, which checks the lease of rank 0, bounds this wait
         del self._slots[number]
         return arrived
 
@@ -42,7 +42,7 @@ INBOX: RankObject[Inbox] = RankObject()
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def command(number: int, what: Command) -> Answer:
-    """Has the trainer carry out `what` after command `number` - 1. The answer depends on the command."""
+    """The trainer carries out `what` after command `number` - 1. The answer depends on the command."""
     answer: Answer = torch.futures.Future()
     INBOX.get().slot(number).set_result((what, answer))
     return answer
@@ -52,49 +52,45 @@ def command(number: int, what: Command) -> Answer:
 
 
 def device() -> str:
-    """The name of the device that the server computes on: the CPU where its rows are on disk."""
+    """The device that the server computes on: the CPU if its rows are on disk."""
     return str(SERVER.get().context.device) if SERVER.get().scratch is None else "cpu"
 
 
 def build_table() -> Table:
-    """The server's table, for the master's RemoteModule."""
+    """The table of the server, for the RemoteModule of the master."""
     return SERVER.get().table
 
 
 def start_training(step: int, fill: bool) -> None:
-    """Declares the table to be the one after `step` steps, with its initial values where `fill` is set."""
+    """Starts training after `step` steps; with `fill`, the table gets its initial values."""
+    server = SERVER.get()
     if fill:
-        SERVER.get().table.fill(SERVER.get().context.threads)
-    SERVER.get().start(step)
+        server.table.fill(server.context.threads)
+    server.start(step)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def exchange(
-    step: int, trainer: int, gradient: np.ndarray | None, arrays: BagArrays | None, later: np.ndarray | None = None
-) -> Answer:
-    """A trainer's gradient [bags, width] of its pooled vectors, for the update that makes step `step`, and its bags of
-    the step after that; either may be missing. The answer to bags is `TableServer.pool`'s, once step `step` is made.
-    `later` are the rows of steps after that, which a table on disk reads ahead.
-    """
+def exchange(message: Exchange) -> Answer:
+    """Takes a trainer's gradient and bags. The answer to bags is that of `TableServer.pool`, after step `step`."""
     server = SERVER.get()
-    if gradient is not None:
-        server.add_gradient(trainer, torch.from_numpy(gradient))
-    if arrays is None:
+    if message.gradient is not None:
+        server.add_gradient(message.trainer, torch.from_numpy(message.gradient))
+    if message.bags is None:
         return server.at(0, lambda: None)  # now
-    bags = Bags.from_arrays(arrays).to(server.table.weight.device)
-    if later is not None:
-        server.table.prefetch(torch.from_numpy(later).long())
+    bags = Bags.from_arrays(message.bags).to(server.table.weight.device)
+    if message.later is not None:
+        server.table.prefetch(torch.from_numpy(message.later).long())
 
     def pool() -> np.ndarray | Exception:
-        server.add_bags(trainer, bags)  # before the answer, which the trainer's next gradient follows
+        server.add_bags(message.trainer, bags)  # before the answer, which the trainer's next gradient follows
         return server.pool(bags)
 
-    return server.at(step, pool)
+    return server.at(message.step, pool)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(step: int, arrays: BagArrays) -> Answer:
-    """Pools bags of the table after `step` steps; the answer is `TableServer.pool`'s."""
+    """Pools bags of the table after `step` steps; the answer is that of `TableServer.pool`."""
     server = SERVER.get()
     bags = Bags.from_arrays(arrays).to(server.table.weight.device)
     return server.at(step, lambda: server.pool(bags))

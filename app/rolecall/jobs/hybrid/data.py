@@ -1,4 +1,4 @@
-"""The samples: bags of rows with a label. By default lines of Python, and the package that they come from."""
+"""The samples: bags of rows with a label. By default lines of Python with the package that they come from."""
 
 from __future__ import annotations
 
@@ -24,10 +24,28 @@ from rolecall.jobs.support import cached, standard_library, track, versions
 WORD = re.compile(r"\w+|[^\w\s]")
 SAMPLE_LINES = 5  # lines of source in a sample
 NGRAMS = 2  # words in the longest run that has a row
-# the classes: packages that every Python has, whatever its distribution puts into packages of its own (tkinter ...)
-PACKAGES = ("asyncio", "concurrent", "ctypes", "curses", "dbm", "email", "encodings", "http", "importlib", "json",
-            "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "zoneinfo")  # fmt: skip
-LEFT_OUT = "macholib"  # a folder of ctypes that Debian leaves out
+# the classes: packages of every Python; distributions put others, such as tkinter, into separate packages
+PACKAGES = (
+    "asyncio",
+    "concurrent",
+    "ctypes",
+    "curses",
+    "dbm",
+    "email",
+    "encodings",
+    "http",
+    "importlib",
+    "json",
+    "multiprocessing",
+    "re",
+    "tomllib",
+    "unittest",
+    "urllib",
+    "wsgiref",
+    "xml",
+    "zoneinfo",
+)
+OMITTED_FOLDER = "macholib"  # a folder of ctypes that Debian leaves out
 TEST_EVERY = 5  # every fifth file is for testing
 MAX_SAMPLES = 2000  # of one package
 MIX = 0x9E3779B97F4A7C15  # an odd number whose multiples are spread evenly (Knuth, 2^64 / golden ratio)
@@ -77,12 +95,12 @@ class Data:
     digest: str
 
     def describe(self) -> DataDescription:
-        """What all trainers must agree on."""
+        """The description that must be the same at all trainers."""
         return DataDescription(len(self.train), len(self.test), self.classes, self.digest)
 
 
 def load(settings: HybridSettings) -> Data:
-    """The samples of DATASET. Raises UsageError for invalid ones, such as an index that the table does not have."""
+    """The samples of DATASET. Raises UsageError for invalid samples, for example with rows beyond the table."""
     if settings.dataset == "stdlib":
         root, files = standard_library()
         read = cached(_standard_library, ignore=("root", "files"))
@@ -99,7 +117,7 @@ def load(settings: HybridSettings) -> Data:
 
 
 def check(settings: HybridSettings) -> None:
-    """Raises UsageError for data that cannot be used, before anything starts. Only trainers have data."""
+    """Raises UsageError before the job starts if the data cannot be used. Only trainers have data."""
     if settings.role not in ("master", "ps"):
         load(settings)
 
@@ -138,8 +156,10 @@ def _require_valid(settings: HybridSettings, name: str, samples: Samples) -> Non
 
     outside = (bags.rows < 0) | (bags.rows >= settings.num_embeddings)
     if settings.table == "fixed" and outside.any():
-        problem = f"{sample(outside)} has the index {int(bags.rows[outside][0])}, which is out of range: " \
-                  f"NUM_EMBEDDINGS={settings.num_embeddings}"  # fmt: skip
+        problem = (
+            f"{sample(outside)} has the index {int(bags.rows[outside][0])}, which is out of range: "
+            f"NUM_EMBEDDINGS={settings.num_embeddings}"
+        )
     elif (samples.labels < 0).any():
         first = int((samples.labels < 0).nonzero()[0])
         problem = f"{first} has the label {int(samples.labels[first])}"
@@ -157,7 +177,7 @@ def _standard_library(rows: int, version: str, root: Path, files: Sequence[Path]
     packages: dict[str, list[Path]] = {}
     for path in files:
         first, *rest = path.relative_to(root).parts
-        if rest and LEFT_OUT not in rest:
+        if rest and OMITTED_FOLDER not in rest:
             packages.setdefault(first, []).append(path)
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = [], []
     present = [packages[name] for name in PACKAGES if name in packages]
@@ -180,7 +200,7 @@ def _texts(path: Path) -> list[str]:
 
 
 class _Hashes(dict[str, int]):
-    """The hash of each word, made where it is first asked for."""
+    """The hash of each word, computed at its first use."""
 
     def __missing__(self, word: str) -> int:
         self[word] = value = zlib.crc32(word.encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""A share of the table that is larger than the memory for it: rows in a file, the hot ones in memory."""
+"""A share of the table that is larger than its memory: rows in a file, the hot ones in memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rolecall.jobs.hybrid.disk_rows import HotRows
 from rolecall.jobs.hybrid.table import Bags, Table
 from rolecall.jobs.support import keep_freed_memory
 
-FOLDER = "table"  # in CHECKPOINT_DIR, where TABLE_DIR is not set
-HINTS = 64  # that wait to be read ahead; more are forgotten
-AHEAD = 256  # rows that are read ahead at once: a lookup waits for no more
-KEPT = 2**21  # bytes of freed memory
+FOLDER = "table"  # in CHECKPOINT_DIR, if TABLE_DIR is not set
+MAX_HINTS = 64  # that wait for reading ahead; older ones are dropped
+READ_AHEAD_ROWS = 256  # at once, which bounds the wait of a lookup
+KEPT_BYTES = 2**21  # of freed memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class DiskTable(Table):
     """
 
     def __init__(self, settings: HybridSettings, ordinal: int, scratch: Scratch, hot: int) -> None:
-        keep_freed_memory(KEPT)  # a checkpoint's blocks between smaller things would leave gaps of a hundred megabytes
+        keep_freed_memory(KEPT_BYTES)  # the blocks of checkpoints would leave gaps of a hundred megabytes
         super().__init__(settings, ordinal, weight=torch.zeros(()).expand(scratch.rows, scratch.width))
         self.hot = HotRows(scratch, hot)
-        self._hints: deque[Tensor] = deque(maxlen=HINTS)
+        self._hints: deque[Tensor] = deque(maxlen=MAX_HINTS)
         self._hinted = threading.Condition()
         self._closed = False
         self._counted = (0, 0, 0.0)
@@ -115,7 +115,7 @@ class DiskTable(Table):
         return {**values, "squares": self.squares[rows]} if len(self.squares) else values
 
     def prefetch(self, rows: Tensor) -> None:
-        """Reads `rows` [n] int64 ahead, in a thread of its own."""
+        """Reads `rows` [n] int64 ahead, in another thread."""
         with self._hinted:
             self._hints.append(rows)
             self._hinted.notify()
@@ -131,18 +131,19 @@ class DiskTable(Table):
                 rows = self._hints.popleft()
             rows = rows[(rows >= 0) & (rows < len(self.weight))]
             try:
-                for part in self.hot.missing(rows)[: self.hot.most].split(AHEAD):
+                for part in self.hot.missing(rows)[: self.hot.most].split(READ_AHEAD_ROWS):
                     self.hot.bring(part)
-            except TimeoutError:  # the lookup of these rows meets it again, and says so
+            except TimeoutError:  # the lookup of these rows raises it again
                 continue
             except Exception as error:
                 if not warned:
-                    structlog.get_logger().warning("TABLE_DIR: rows cannot be read ahead; lookups wait for the disk",
-                                                   reason=repr(error))  # fmt: skip
+                    structlog.get_logger().warning(
+                        "TABLE_DIR: rows cannot be read ahead; lookups wait for the disk", reason=repr(error)
+                    )
                 warned = True
 
     def count(self, metrics: Any) -> None:
-        """Sets those of the job's metrics that only this kind of table has."""
+        """Sets the metrics of tables on disk."""
         now = (self.hot.read, self.hot.written, self.hot.waited)
         read, written, waited = (one - other for one, other in zip(now, self._counted, strict=True))
         metrics.hybrid_disk_rows.labels("read").inc(read)
@@ -151,20 +152,20 @@ class DiskTable(Table):
         self._counted = now
 
     def close_hints(self) -> None:
-        """Reads ahead what was to be, and nothing more."""
+        """Reads the remaining hints, and ends reading ahead."""
         with self._hinted:
             self._closed = True
             self._hinted.notify()
         self._reader.join()
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the threads."""
         self.close_hints()
         self.hot.close()
 
 
 def open_scratch(settings: HybridSettings, ordinal: int) -> Scratch | None:
-    """Where server `ordinal` keeps its rows; None where all of them are in memory. Raises UsageError."""
+    """The rows of server `ordinal` on disk; None if all are in memory. Raises UsageError."""
     if not settings.hot_rows:
         return None
     rows = len(range(ordinal, settings.num_embeddings, settings.servers))
@@ -172,6 +173,7 @@ def open_scratch(settings: HybridSettings, ordinal: int) -> Scratch | None:
 
 
 def _pool(rows: Tensor, values: Tensor, bags: Bags) -> Tensor:
-    vectors: Tensor = functional.embedding_bag(rows, values, bags.offsets, mode="sum", include_last_offset=True,
-                                               per_sample_weights=bags.weights)  # fmt: skip
+    vectors: Tensor = functional.embedding_bag(
+        rows, values, bags.offsets, mode="sum", include_last_offset=True, per_sample_weights=bags.weights
+    )
     return vectors

@@ -1,4 +1,4 @@
-"""Records in a file of the server's own."""
+"""Records in a temporary file of the server."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PATIENCE = 120.0  # seconds that another waits for them
 
 class RecordFile:
     """Records of `width` float32, and blocks of bytes, in a file without a name: it disappears with its process. Both
-    go past the page cache where the file system can do that, as the page cache counts as memory.
+    bypass the page cache if the file system can do that, because the page cache counts as memory.
 
-    `stride` is the bytes of a record: it begins with a block, or shares one with others. Raises UsageError where
+    `stride` is the bytes of a record: it begins with a block, or shares one with others. Raises UsageError if
     `directory` cannot hold a file.
     """
 
@@ -97,7 +97,7 @@ class RecordFile:
         return data.view(torch.float32).view(end - begin, self.stride // 4)[:, : self.width]
 
     def read_bytes(self, offset: int, size: int) -> Tensor:
-        """The bytes [size] uint8 at `offset`, where a block begins. Raises OSError."""
+        """The bytes [size] uint8 at `offset`, a multiple of `block`. Raises OSError."""
         data = aligned(max(self.block, -(-size // self.block) * self.block))
         read_fully(self._any, bytes_of(data), offset)
         return data[:size]
@@ -109,11 +109,11 @@ class RecordFile:
         self.write_bytes(begin * self.stride, data.view(-1).view(torch.uint8))
 
     def write_bytes(self, offset: int, data: Tensor) -> None:
-        """Writes `data` [n] uint8, and perhaps zeros after it, at `offset`, where a block begins. Raises OSError."""
+        """Writes `data` [n] uint8, padded with zeros, at `offset`, a multiple of `block`. Raises OSError."""
         blocks = aligned(-(-len(data) // self.block) * self.block)
         blocks[: len(data)] = data
         write_fully(self._any, bytes_of(blocks), offset)
-        if self._direct is None:  # what is not on disk counts as memory, and where that has a limit a process may end
+        if self._direct is None:  # unwritten pages count as memory, whose limit could end the process
             try:
                 os.fdatasync(self._file.fileno())
             except OSError as error:
@@ -138,7 +138,7 @@ class RecordFile:
 
 
 def _open_directly(file: int) -> tuple[int | None, int]:
-    """The file once more, past the page cache, and the bytes of a block; None where its file system cannot do that."""
+    """The file opened without the page cache, and the bytes of a block; None if its file system cannot do that."""
     try:
         direct = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):  # without O_DIRECT: another system

@@ -23,9 +23,9 @@ NOBODY = -1
 
 class Scratch:
     """A log of `rows` rows of `width` float32 in segments, for one writer at a time. The newest record of a row counts;
-    who writes knows where it is. A segment without any that counts is written again.
+    the writer knows its place. A segment without valid records is written again.
 
-    Raises UsageError where the disk has no room for them, or where they are too many.
+    Raises UsageError if the disk has no room for them, or if they are too many.
 
     Log-structured: Rosenblum and Ousterhout 1992, "The design and implementation of a log-structured file system".
     """
@@ -38,8 +38,10 @@ class Scratch:
         self.segment = max(LEAST_BLOCKS, -(-most // aligned)) * aligned  # records
         self.segments = int(ROOM * -(-max(1, rows) // self.segment)) + SPARE
         if self.segments * self.segment > MOST_RECORDS:
-            raise UsageError(f"NUM_EMBEDDINGS: {rows} rows of a server are too many for a table past memory, which has "
-                             f"{ROOM:g} records a row, {MOST_RECORDS} at most; set more SERVERS")  # fmt: skip
+            raise UsageError(
+                f"NUM_EMBEDDINGS: {rows} rows of a server are too many for a table past memory, which has "
+                f"{ROOM:g} records a row, {MOST_RECORDS} at most; set more SERVERS"
+            )
         self._owner_bytes = -(-4 * self.segment // self.file.block) * self.file.block
         self.file.reserve(self.segments * (self.segment * self.file.stride + self._owner_bytes))
         self.live = torch.zeros(self.segments, dtype=torch.int32)  # records that count, by segment

@@ -18,14 +18,27 @@ import torch
 from torch import Tensor
 
 DEPTH, DEPTH_BYTES = 256, 2**22  # reads that the disk has at once, and bytes of them
-THREADS = 16  # that read, where the kernel takes no reads to be done meanwhile
+THREADS = 16  # that read if the kernel has no asynchronous reads
 WAIT = 60.0  # seconds for DEPTH reads
 # Linux's system calls io_setup, io_destroy, io_getevents and io_submit
 CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 # Linux's aio_abi.h: struct iocb, whose operation 0 is a read at an offset, and struct io_event
-REQUEST = np.dtype([("data", "u8"), ("key", "u4"), ("flags", "u4"), ("operation", "u2"), ("priority", "i2"),
-                    ("file", "u4"), ("buffer", "u8"), ("size", "u8"), ("offset", "i8"), ("reserved", "u8"),
-                    ("event_flags", "u4"), ("event_file", "u4")])  # fmt: skip
+REQUEST = np.dtype(
+    [
+        ("data", "u8"),
+        ("key", "u4"),
+        ("flags", "u4"),
+        ("operation", "u2"),
+        ("priority", "i2"),
+        ("file", "u4"),
+        ("buffer", "u8"),
+        ("size", "u8"),
+        ("offset", "i8"),
+        ("reserved", "u8"),
+        ("event_flags", "u4"),
+        ("event_file", "u4"),
+    ]
+)
 EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second", "i8")])
 
 
@@ -36,7 +49,7 @@ class Reads(Protocol):
 
     def read(self, offsets: np.ndarray) -> Tensor:
         """The pieces [n, size] uint8 at `offsets` [n] int64, valid until the next call. Raises OSError; TimeoutError
-        where the disk hangs.
+        if the disk hangs.
         """
 
     def close(self) -> None:
@@ -60,7 +73,7 @@ def bytes_of(memory: Tensor) -> memoryview:
 
 
 def hangs() -> TimeoutError:
-    """What is raised where a disk does not answer."""
+    """The error of a disk that does not answer."""
     return TimeoutError(f"TABLE_DIR: no row was read for {WAIT:g} s; is its disk hanging?")
 
 
@@ -68,7 +81,7 @@ class KernelReads:
     """`Reads` of a file that was opened with O_DIRECT, by Linux's asynchronous I/O: a system call begins all of them,
     and another waits. Threads would take five times the processor time, and the interpreter's lock twice for each read.
 
-    Raises OSError where there is no such thing.
+    Raises OSError if the kernel has none.
     """
 
     def __init__(self, file: int, size: int) -> None:
@@ -126,8 +139,8 @@ class KernelReads:
                 raise hangs()
             limit = np.array([int(left), int(left % 1 * 1e9)], dtype=np.int64)
             try:
-                done += self._checked(self._getevents, self._context.value, count - done, count - done,
-                                      self._events[done:].ctypes.data, limit.ctypes.data)  # fmt: skip
+                arguments = (count - done, count - done, self._events[done:].ctypes.data, limit.ctypes.data)
+                done += self._checked(self._getevents, self._context.value, *arguments)
             except InterruptedError:
                 continue
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rolecall.jobs.hybrid.disk_log import Scratch
 
-SPARE = 16  # of the slots, one in so many is kept free
-COLDEST = 8  # of the slots, one in so many is chosen to be freed at a time
+SPARE = 16  # one slot in 16 is kept free
+COLDEST = 8  # one slot in 8 is selected to be freed at a time
 BATCH, BATCH_BYTES = 4096, 2**22  # rows, and bytes of them, that are read or written back at once
 FREE_SEGMENTS = 2  # that a segment's rows can move to
 WAIT = 60.0  # seconds that a lookup waits for a free slot
@@ -25,9 +25,9 @@ NO_PLACE = -1  # of a row that changed since it was written
 class HotRows:
     """The rows of `scratch` that were used last, in `capacity` slots of memory. Any thread may call.
 
-    Which slots are freed is decided by an approximation of least recently used: of the slots that were unused longest,
-    an eighth at a time, each is freed that is still unused when its turn comes. A thread does that ahead of need, and
-    writes changed rows back to `scratch`.
+    Slots are freed approximately in the order of last use: a thread selects the eighth of the slots that was unused
+    longest, and frees those that are still unused when their turn comes. It does so ahead of need, and writes changed
+    rows back to `scratch`.
     """
 
     def __init__(self, scratch: Scratch, capacity: int) -> None:
@@ -45,7 +45,7 @@ class HotRows:
         self._stamps = torch.full((capacity,), NEVER, dtype=torch.int64)  # by slot: when it was used last
         self._clock = 0
         self._free, self._free_count = torch.arange(capacity, dtype=torch.int32), capacity
-        self._wanted = 0  # slots that somebody waits for
+        self._wanted = 0  # slots that a thread waits for
         self._cold, self._threshold = torch.empty(0, dtype=torch.int64), 0
         self._lock = threading.Condition()
         self._reading = threading.Lock()  # one at a time: a row that is missing stays so until it was read
@@ -58,7 +58,7 @@ class HotRows:
     @contextmanager
     def holding(self, rows: Tensor) -> Iterator[Tensor]:
         """Their slots [n] int64 for `rows` [n] int64, of which at most `most` differ; they stay there in the block.
-        Raises TimeoutError where the disk does not free a slot for too long.
+        Raises TimeoutError if the disk does not free a slot for too long.
         """
         begun = time.monotonic()
         while True:
@@ -197,7 +197,7 @@ class HotRows:
                     if self._closed:
                         return
                 self._clean()
-        except BaseException as error:  # who waits for a slot raises it
+        except BaseException as error:  # threads that wait for a slot raise it
             with self._lock:
                 self._problem = error
                 self._lock.notify_all()
@@ -235,7 +235,7 @@ class HotRows:
                 self._lock.notify_all()
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the threads."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()

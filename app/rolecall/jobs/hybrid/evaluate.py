@@ -36,7 +36,7 @@ def restore(settings: HybridSettings, state: dict[str, Any]) -> LocalModel:
 
 
 def samples_of(settings: HybridSettings, state: dict[str, Any]) -> Data:
-    """The samples of DATASET. Raises UsageError where they are not the checkpoint's."""
+    """The samples of DATASET. Raises UsageError if they are not those of the checkpoint."""
     samples = data.load(settings)
     if samples.digest != state["digest"]:
         raise UsageError(f"DATASET={settings.dataset}: the samples are not those that the checkpoint was trained on")

@@ -83,13 +83,20 @@ def export(settings: HybridSettings, state: dict[str, Any]) -> Exported:
         for numbers in (torch.zeros(1, dtype=torch.int64), *torch.arange(len(samples.test)).split(EVALUATION_BATCH)):
             yield _inputs(samples.test.take(numbers))
 
-    example = {"rows": torch.arange(4) % settings.num_embeddings, "offsets": torch.tensor([0, 1, 3]),
-               "weights": torch.tensor([1.0, 0.5, 0.5, 1.0])}  # fmt: skip
+    example = {
+        "rows": torch.arange(4) % settings.num_embeddings,
+        "offsets": torch.tensor([0, 1, 3]),
+        "weights": torch.tensor([1.0, 0.5, 0.5, 1.0]),
+    }
     return Exported(
-        ExportedModel(model), example, ["logits"],
-        {"rows": {0: "rows"}, "offsets": {0: "bags"}, "weights": {0: "rows"}}, batches, reference,
-        LICENCE if settings.dataset == "stdlib" else "",
-    )  # fmt: skip
+        ExportedModel(model),
+        example,
+        ["logits"],
+        dynamic={"rows": {0: "rows"}, "offsets": {0: "bags"}, "weights": {0: "rows"}},
+        data=batches,
+        reference=reference,
+        licence=LICENCE if settings.dataset == "stdlib" else "",
+    )
 
 
 def _inputs(samples: Samples) -> dict[str, Tensor]:

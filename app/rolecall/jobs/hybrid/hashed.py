@@ -1,4 +1,4 @@
-"""A table whose rows are given to ids: to those that come again, until they stay away or others need the room."""
+"""A table that gives rows to ids that occur again, and evicts rows that are not used or if others need the room."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from rolecall.jobs.hybrid.hashed_map import SlotMap
 from rolecall.jobs.hybrid.hashed_saved import columns, sinks
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
-BATCH = 16  # rows are evicted a MAX_ROWS / BATCH at a time: finding the oldest reads what was seen when of all
-SWEEPS = 8  # in TTL steps: how often rows whose time is over are removed
-LEAST_SWEEP = 64  # steps between two sweeps
+EVICTION_PARTS = 16  # MAX_ROWS / 16 rows are evicted at once, because finding the oldest reads the steps of all
+TTL_SWEEPS = 8  # sweeps of expired rows in TTL steps
+MIN_SWEEP_STEPS = 64  # between two sweeps
 NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class HashedPlan(Plan):
-    """What a step does to a table: `rows` are the slots of ids that have a row, before the step or by it.
+    """The changes of a step: `rows` are the slots of ids that have a row before the step or get one in it.
 
-    First the slots `removed` are freed; then `new_ids` get `new_slots`, with the rows `new_values`. The filter forgets
-    `admitted`, which are those of the new ids, and notes `noted`. `free` and `used` are what is left of the slots.
+    First the slots `removed` are freed. Then `new_ids` get `new_slots` with the rows `new_values`. The filter erases
+    the marks `admitted` of the new ids, and notes the marks `noted`. `free` are the free slots afterwards, `used` the
+    number of slots that were ever used.
     """
 
     removed: Ids
-    freed: Ids  # those that get no new id
+    freed: Ids  # removed slots without a new id
     new_ids: Ids
     new_slots: Ids
     new_values: Tensor
@@ -47,20 +48,20 @@ class HashedPlan(Plan):
 
 
 class HashedTable(Table):
-    """The rows of those ids that server `ordinal` is responsible for: `weight` and `squares` [MAX_ROWS, ...] by slot.
+    """The rows of the ids of server `ordinal`: `weight` and `squares` [MAX_ROWS, ...] by slot.
 
-    An id's row is born in the step that looks it up for the second time: it takes that step's gradient. Several
-    occurrences in one step are one sighting; a lookup of an evaluation is none. An id without a row counts as 0. With
-    SIGHTINGS=1 rows are born in the first such step, and an id without a row counts as the row that it would get. A
-    row goes once it was not looked up for TTL steps, or, where there is no room, before all that were looked up later.
+    An id gets a row in the second step that looks it up, and the row gets the gradient of that step. Occurrences in one
+    step count once; lookups of an evaluation do not count. An id without a row has the value 0. With SIGHTINGS=1 an id
+    gets a row in the first step, and before that has the initial values of the row. A row is evicted after TTL steps
+    without a lookup; if there is no room, the least recently used rows are evicted.
 
-    Memory is reserved for MAX_ROWS at once, and taken as slots are used for the first time.
+    The address space of MAX_ROWS is reserved at once; a slot takes memory once it is used.
     """
 
-    _newest: HashedPlan | None = None  # that was carried out
+    _newest: HashedPlan | None = None  # the plan of the newest step
 
     def __init__(self, settings: HybridSettings, ordinal: int) -> None:
-        """Raises UsageError where there is no memory for MAX_ROWS."""
+        """Raises UsageError if there is no memory for MAX_ROWS."""
         try:
             super().__init__(settings, ordinal, settings.max_rows)
             self._clear()
@@ -70,32 +71,32 @@ class HashedTable(Table):
 
     def _clear(self) -> None:
         for name in ("_map", "filter", "_ids", "_seen"):
-            vars(self).pop(name, None)  # its memory goes before that of the new one is taken
+            vars(self).pop(name, None)  # frees the memory before new memory is taken
         self._map, self.filter = SlotMap(most := self.settings.max_rows), Filter(self.settings, self.ordinal)
-        # zeros that nobody has written take no memory
+        # zeros take no memory until they are written
         self._ids, self._seen = np.zeros(most, np.int64), np.zeros(most, np.int64)  # the step; 0: a free slot
         self._free: Ids = np.zeros(0, np.int64)  # slots that were used
-        self._used = self._captured = 0  # slots that were ever used; those that the newest capture has
-        self._dropped = 0  # rows of a checkpoint that there was no room for, which no metric has yet
+        self._used = self._captured = 0  # slots that were ever used; slots in the newest checkpoint
+        self._dropped = 0  # rows of a checkpoint without room, not yet in the metric
         self.step = 0
 
     @property
     def alive(self) -> int:
-        """How many ids have a row."""
+        """The number of ids that have a row."""
         return self._used - len(self._free)
 
     def start(self, step: int) -> None:
-        """Declares the table to be the one after `step` steps."""
+        """Starts training after `step` steps."""
         self.step = step
 
     def fill(self, threads: int = 1) -> None:
-        """Empties the table: a row is initialized as it is born."""
+        """Empties the table: a row is initialized when an id gets it."""
         self._clear()
 
     # ---- lookups
 
     def _alive(self, slots: Ids) -> NDArray[np.bool_]:
-        """Which of `slots`, -1 for none, have a row whose time is not over in the step after this one."""
+        """Which of `slots`, -1 for none, have a row that is not expired in the next step."""
         alive = slots >= 0
         if self.settings.ttl:
             alive &= self._seen[slots] + self.settings.ttl > self.step
@@ -109,13 +110,17 @@ class HashedTable(Table):
         if alive.all():
             return super().forward(Bags(torch.from_numpy(slots).to(bags.rows.device), bags.offsets, bags.weights))
         vectors = super().forward(part(bags, slots, alive))
-        if self.settings.sightings == 1:  # as these rows will be born
+        if self.settings.sightings == 1:  # the initial values of the rows
             new = part(bags, np.cumsum(~alive) - 1, ~alive)
             rows = torch.from_numpy(initial(ids[~alive], self.settings.embedding_dim, self.settings.seed))
             vectors = vectors + functional.embedding_bag(
-                new.rows, rows.to(new.rows.device), new.offsets, mode="sum", include_last_offset=True,
+                new.rows,
+                rows.to(new.rows.device),
+                new.offsets,
+                mode="sum",
+                include_last_offset=True,
                 per_sample_weights=new.weights,
-            )  # fmt: skip
+            )
         return vectors
 
     # ---- steps
@@ -130,14 +135,14 @@ class HashedTable(Table):
         again = ~alive if self.settings.sightings == 1 else ~alive & self.filter.has(marks)
         noted = marks.where(~alive & ~again)
 
-        over = slots[(slots >= 0) & ~alive]  # forgotten, and seen anew
+        over = slots[(slots >= 0) & ~alive]  # expired, and looked up again
         if (every := self._sweep_every) and (self.step + 1) % every == 0:
             seen = self._seen[: self._used]
             over = np.flatnonzero((seen > 0) & (seen + self.settings.ttl <= self.step))
         available = len(self._free) + len(self._ids) - self._used + len(over)
         oldest = self._oldest(int(again.sum()) - available, np.concatenate([slots[alive], over]))
         room = available + len(oldest)
-        if again.sum() > room:  # a step that looks more up than there is room for
+        if again.sum() > room:  # the step looks up more ids than there is room for
             asked = np.flatnonzero(again)
             again[asked[np.argsort(mix(ids[asked]))[room:]]] = False
 
@@ -153,33 +158,41 @@ class HashedTable(Table):
         elements = torch.repeat_interleave(kept, whole.offsets.diff())
         lengths = whole.offsets.diff()[kept]
         return HashedPlan(
-            torch.from_numpy(slots[alive | again]).to(whole.rows.device), whole.bags[elements],
-            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            None if whole.weights is None else whole.weights[elements],
-            removed, free[len(self._free) : len(free) - reused], ids[again], new_slots,
-            values.to(whole.rows.device), marks.where(again), noted, free[: len(free) - reused], used,
-            {"ttl": len(over), "max_rows": len(oldest)},
-        )  # fmt: skip
+            rows=torch.from_numpy(slots[alive | again]).to(whole.rows.device),
+            bags=whole.bags[elements],
+            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            weights=None if whole.weights is None else whole.weights[elements],
+            removed=removed,
+            freed=free[len(self._free) : len(free) - reused],
+            new_ids=ids[again],
+            new_slots=new_slots,
+            new_values=values.to(whole.rows.device),
+            admitted=marks.where(again),
+            noted=noted,
+            free=free[: len(free) - reused],
+            used=used,
+            evictions={"ttl": len(over), "max_rows": len(oldest)},
+        )
 
     @property
     def _sweep_every(self) -> int:
-        return max(LEAST_SWEEP, self.settings.ttl // SWEEPS) if self.settings.ttl else 0
+        return max(MIN_SWEEP_STEPS, self.settings.ttl // TTL_SWEEPS) if self.settings.ttl else 0
 
     def _oldest(self, needed: int, but: Ids) -> Ids:
-        """The slots to evict where `needed` more are: a batch of the least recently used, of those that are not `but`.
+        """The slots to evict if `needed` more are needed: a batch of the least recently used, except `but`.
 
-        Among those of one step the hash of the id decides, so that it does not matter which slots the ids have.
+        Among slots of one step the hash of the id decides, so that the result does not depend on the slots.
         """
         if needed <= 0:
             return np.zeros(0, np.int64)
         seen = self._seen[: self._used].copy()
         seen[seen == 0] = NEVER
         seen[but] = NEVER
-        count = min(max(needed, len(self._ids) // BATCH), int((seen != NEVER).sum()))
+        count = min(max(needed, len(self._ids) // EVICTION_PARTS), int((seen != NEVER).sum()))
         return first(seen, self._ids[: self._used], count)
 
     def changing(self, plan: Plan) -> Tensor:
-        """The slots that `advance` changes and that a checkpoint being written has, each once: [slots] int64."""
+        """The slots of the checkpoint being written that `advance` changes, each once: [slots] int64."""
         assert isinstance(plan, HashedPlan)
         slots = torch.cat([plan.rows.cpu(), torch.from_numpy(plan.freed)])
         return slots[slots < self._captured]
@@ -203,7 +216,7 @@ class HashedTable(Table):
         self._newest = plan
 
     def _put(self, ids: Ids, slots: Ids) -> None:
-        """Gives ids their slots. One that finds no place in the map, which is hardly ever, has no row after all."""
+        """Gives ids their slots. An id without a place in the map, which is rare, gets no row."""
         placed = self._map.insert(ids, slots)
         self._ids[slots] = ids
         if not placed.all():
@@ -211,7 +224,7 @@ class HashedTable(Table):
             self._free = np.concatenate([self._free, slots[~placed]])
 
     def count(self, metrics: Any) -> None:
-        """Sets the metrics of hashed tables, for the newest step."""
+        """Sets the metrics for the newest step."""
         if self._dropped:
             metrics.hybrid_evictions.labels("max_rows").inc(self._dropped)
             self._dropped = 0
@@ -225,7 +238,7 @@ class HashedTable(Table):
     # ---- checkpoints
 
     def rows(self) -> dict[str, Rows]:
-        """What a checkpoint holds: see `hashed_saved`."""
+        """The columns of a checkpoint: see `hashed_saved`."""
         self._captured = self._used
         saved = columns(self._tensors(), self._used, self.ordinal, self.settings.servers)
         return {**saved, "filter": self.filter.rows(frozen=True)}
@@ -236,30 +249,31 @@ class HashedTable(Table):
         return {**tensors, **adagrad, "weight": self.weight.detach()}
 
     def prepare(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Rows]:
-        """Where the columns of a checkpoint go: those rows that are this server's. Raises UsageError for a checkpoint
-        of another kind of table.
+        """The targets of the columns of a checkpoint, which keep the rows of this server. Raises UsageError for a
+        checkpoint of another kind of table.
         """
-        self._clear()  # a newer checkpoint may have been torn
+        self._clear()  # loading a newer, torn checkpoint may have failed
         rest = {name: shape for name, shape in shapes.items() if name != "filter"}
         targets = sinks(rest, self.ordinal, self.settings.servers, self._tensors(), self._adopt)
         return {**targets, "filter": self.filter.rows(frozen=False)}
 
     def load(self, columns: dict[str, Any]) -> None:
-        """Takes the whole columns of a checkpoint."""
+        """Loads the whole columns of a checkpoint."""
         targets = self.prepare({name: tuple(tensor.shape) for name, tensor in columns.items()})
         for name, tensor in columns.items():
             targets[name].put(tensor, 0, 0, 1)
 
     def _adopt(self, ids: Ids, seen: Ids) -> Ids:
-        """Gives slots to those `ids` [n] of a checkpoint that are this server's, and frees those of rows that were seen
-        less recently where there is too little room. Returns their slots [n], -1 for one that has none.
+        """Gives slots to the `ids` [n] of a checkpoint that belong to this server, and evicts the least recently used
+        rows if there is too little room. Returns the slots [n], -1 for none.
         """
         mine = owners(ids, self.settings.filter_ids, self.settings.servers) == self.ordinal
         places = np.flatnonzero((seen > 0) & mine)
         if (excess := len(places) + self.alive - len(self._ids)) > 0:
             here = np.flatnonzero(self._seen[: self._used])
-            out = first(np.concatenate([self._seen[here], seen[places]]),
-                        np.concatenate([self._ids[here], ids[places]]), excess)  # fmt: skip
+            out = first(
+                np.concatenate([self._seen[here], seen[places]]), np.concatenate([self._ids[here], ids[places]]), excess
+            )
             removed = here[out[out < len(here)]]
             self._map.remove(self._ids[removed])
             self._seen[removed] = 0
@@ -277,14 +291,14 @@ class HashedTable(Table):
         return adopted
 
     def entries(self) -> tuple[Tensor, Tensor]:
-        """The ids that have a row [rows] int64, in ascending order, and their rows [rows, width]."""
+        """The ids that have a row [rows] int64 in ascending order, and their rows [rows, width]."""
         slots = np.flatnonzero(self._alive(np.where(self._seen[: self._used] > 0, np.arange(self._used), -1)))
         slots = slots[np.argsort(self._ids[slots])]
         return torch.from_numpy(self._ids[slots]), self.weight.detach()[torch.from_numpy(slots)]
 
 
 def part(bags: Bags, rows: Ids, mask: NDArray[np.bool_]) -> Bags:
-    """Those elements of `bags` for which `mask` is set, with `rows` [elements] in place of theirs."""
+    """The elements of `bags` for which `mask` is set, with `rows` [elements] in place of their rows."""
     device, chosen = bags.rows.device, torch.from_numpy(mask)
     before = torch.cat([torch.zeros(1, dtype=torch.int64), chosen.cumsum(0)]).to(device)
     weights = None if bags.weights is None else bags.weights[chosen.to(device)]
@@ -292,9 +306,9 @@ def part(bags: Bags, rows: Ids, mask: NDArray[np.bool_]) -> Bags:
 
 
 def first(seen: Ids, ids: Ids, count: int) -> Ids:
-    """The places [count] of the least recently `seen` [n] of `ids` [n]; of several of one step, by the ids' hashes."""
+    """The indices [count] of the least recently `seen` [n] of `ids` [n]; hashes decide among ids of one step."""
     if not count:
         return np.zeros(0, np.int64)
-    last = np.partition(seen, count - 1)[count - 1]  # the newest of them
+    last = np.partition(seen, count - 1)[count - 1]  # the newest step among them
     before, equal = np.flatnonzero(seen < last), np.flatnonzero(seen == last)
     return np.concatenate([before, equal[np.argsort(mix(ids[equal]))[: count - len(before)]]])

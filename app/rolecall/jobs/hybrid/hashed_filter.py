@@ -1,4 +1,4 @@
-"""The frequency filter of a hashed table: which ids were seen once, in a fixed amount of memory."""
+"""The frequency filter of a hashed table: records ids that were seen once, in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rolecall import Rows
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid.hashed_ids import Ids, mix
 
-PRINT = np.uint64(48)  # bits that an id's print leaves out
-SAMPLE = 1 << 16  # cells that say how full the filter is
+PRINT_SHIFT = np.uint64(48)  # a print is the upper 16 bits of a hash
+SAMPLE_CELLS = 1 << 16  # from which the fill is estimated
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Where ids are noted: `places` [n] among the cells here, and what is noted there, `prints` [n], which is not 0."""
+    """The `places` [n] of ids among the cells of this server, and their `prints` [n], which are not 0."""
 
     places: Ids
     prints: NDArray[np.int16]
 
     def where(self, mask: NDArray[np.bool_]) -> Marks:
-        """Those of the ids for which `mask` is set."""
+        """The marks for which `mask` is set."""
         return Marks(self.places[mask], self.prints[mask])
 
 
 class Filter:
     """The cells of server `ordinal`: of FILTER_IDS cells, every SERVERS-th.
 
-    An id has one cell, and notes 16 bits of its hash there, in place of what another id noted. So the filter forgets
-    an id with the probability 1 - exp(-n / FILTER_IDS) once n others were seen for the first time, and takes an id that
-    it has not seen for one that it has with a probability of at most 2^-16. What it answers is independent of SERVERS.
+    An id has one cell, which stores 16 bits of its hash and overwrites those of another id. So the filter loses an id
+    with the probability 1 - exp(-n / FILTER_IDS) after n new ids, and reports a new id as seen with a probability of at
+    most 2^-16. Its answers do not depend on SERVERS.
     (Monolith, Liu et al. 2022, arXiv 2209.07663, admits an id to its table by a probabilistic filter of occurrences.)
     """
 
@@ -48,30 +48,30 @@ class Filter:
 
     @property
     def fill(self) -> float:
-        """The share of the cells that are taken; of many, that of the first ones, which are as good as any."""
-        sample = self._noted[:SAMPLE]
+        """The share of used cells, estimated from the first ones."""
+        sample = self._noted[:SAMPLE_CELLS]
         return float(np.count_nonzero(sample) / max(1, len(sample)))
 
     def marks(self, ids: Ids) -> Marks:
-        """Those of `ids` [n], which are this server's."""
+        """The marks of `ids` [n] of this server."""
         hashes = mix(ids)
-        prints = np.maximum((hashes >> PRINT), np.uint64(1)).astype(np.uint16).view(np.int16)
+        prints = np.maximum((hashes >> PRINT_SHIFT), np.uint64(1)).astype(np.uint16).view(np.int16)
         return Marks((hashes % np.uint64(self._cells)).astype(np.int64) // self._servers, prints)
 
     def has(self, marks: Marks) -> NDArray[np.bool_]:
-        """Whether each was noted before."""
+        """Whether each mark is stored."""
         noted: NDArray[np.bool_] = self._noted[marks.places] == marks.prints
         return noted
 
     def note(self, marks: Marks) -> None:
-        """Notes ids; of two with one cell the latter."""
+        """Stores marks; the last of several with one cell."""
         self._noted[marks.places] = marks.prints
 
     def erase(self, marks: Marks) -> None:
-        """Forgets ids."""
+        """Erases marks."""
         self._noted[marks.places[self.has(marks)]] = 0
 
     def rows(self, frozen: bool) -> Rows:
-        """The cells in a checkpoint: all of them, or, `frozen`, a copy."""
+        """The cells of a checkpoint; if `frozen`, a copy."""
         cells = torch.from_numpy(self._noted.copy() if frozen else self._noted)
         return Rows((cells,), self._cells, self._ordinal, self._servers, frozen)

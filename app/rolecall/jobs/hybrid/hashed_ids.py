@@ -1,4 +1,4 @@
-"""What follows from an id alone: its hashes, its server, and its row's initial values."""
+"""Values that depend on an id only: its hashes, its server, and the initial values of its row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the step of a Weyl sequ
 
 
 def mix(values: NDArray[Any]) -> Hashes:
-    """Each of `values` [n] of 64 bits, with all bits depending on all bits; no two come to the same one.
+    """A 64-bit hash of each of `values` [n]; a bijection, each of whose output bits depends on all input bits.
 
     The finalizer of splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
@@ -26,14 +26,14 @@ def mix(values: NDArray[Any]) -> Hashes:
 
 
 def owners(ids: Ids, cells: int, servers: int) -> Ids:
-    """The ordinal of each id's server: that of its cell of the filter of ids, which has `cells`."""
+    """The ordinal of the server of each id, which is that of its cell in the filter with `cells`."""
     return (mix(ids) % np.uint64(cells) % np.uint64(servers)).astype(np.int64)
 
 
 def initial(ids: Ids, width: int, seed: int) -> NDArray[np.float32]:
-    """Each id's row [n, width], uniform between -1/width and 1/width. It depends on the id and on `seed` only.
+    """The row [n, width] of each id, uniform between -1/width and 1/width, from the id and `seed` only.
 
-    Counter-based: element 2i and 2i + 1 are the halves of the i-th hash of a sequence that begins at the id's.
+    Counter-based: elements 2i and 2i + 1 are the halves of the i-th hash of a sequence that starts at the id's hash.
     """
     begins = mix(mix(ids) + mix(np.array([seed], np.int64)))
     counters = np.arange(1, width // 2 + 2, dtype=np.uint64) * np.uint64(GOLDEN)

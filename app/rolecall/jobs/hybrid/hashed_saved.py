@@ -1,8 +1,8 @@
-"""A hashed table in a checkpoint: as many rows as each server has, for any number of servers.
+"""The columns of a hashed table in a checkpoint, which any number of servers can load.
 
-Server 0 of 2 saves the columns `0of2.ids`, `0of2.seen` and so on [slots, ...], whose rows are its slots; one that is
-free was `seen` in step 0. A server reads those of all servers, and keeps the rows of its ids; where there are as many
-servers as before, these are its own.
+Server 0 of 2 saves the columns `0of2.ids`, `0of2.seen` and so on [slots, ...], whose rows are its slots; a free slot
+was `seen` in step 0. A server reads the columns of all servers and keeps the rows of its ids; with as many servers as
+before, it reads only its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rolecall.jobs.hybrid.hashed_ids import Ids
 
 NAME = re.compile(r"(\d+)of(\d+)\.(\w+)")
 Shapes = Mapping[str, tuple[int, ...]]  # by column
-Adopt = Callable[[Ids, Ids], Ids]  # of ids [n] and the steps that they were seen in, their slots; -1: not kept
+Adopt = Callable[[Ids, Ids], Ids]  # (ids [n], steps in which they were seen [n]) to slots [n], -1: not kept
 
 
 def columns(tensors: Mapping[str, Tensor], used: int, ordinal: int, servers: int) -> dict[str, Rows]:
@@ -29,13 +29,13 @@ def columns(tensors: Mapping[str, Tensor], used: int, ordinal: int, servers: int
 
 
 def count(shapes: Shapes) -> int:
-    """Slots that a checkpoint of these columns has."""
+    """The number of slots in a checkpoint of these columns."""
     return sum(shape[0] for name, shape in shapes.items() if name.endswith(".ids"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sink(Rows):
-    """A column of a checkpoint, `total` long, whose rows are handed on as they are read."""
+    """A column of a checkpoint with `total` rows, which are passed to `take` as they are read."""
 
     take: Callable[[int, Tensor], None]
 
@@ -43,21 +43,21 @@ class Sink(Rows):
         return self.total
 
     def put(self, values: Tensor, begin: int, first: int, step: int) -> None:
-        """Hands on the rows from `begin` on."""
+        """Passes on the rows from `begin` on."""
         self.take(begin, values)
 
 
 class Part:
-    """What one server saved, of `slots` slots, on its way to `tensors` here."""
+    """Copies the columns of one server, with `slots` slots, to `tensors`."""
 
     def __init__(self, slots: int, tensors: Mapping[str, Tensor], adopt: Adopt) -> None:
         self._tensors, self._adopt = tensors, adopt
         self._ids, self._seen = np.empty(slots, np.int64), np.empty(slots, np.int64)
-        self._slots = np.empty(0, np.int64)  # here, of each slot there, once all of `seen` was read
-        self._left = 0  # rows of other columns that need them
+        self._slots = np.empty(0, np.int64)  # new slot of each saved slot, once all of `seen` is read
+        self._left = 0  # rows of other columns that are not read yet
 
     def take(self, name: str) -> Callable[[int, Tensor], None]:
-        """What takes the column `name`."""
+        """The function that copies the column `name`."""
         if name == "ids":
             return self._take_ids
         if name == "seen":
@@ -72,7 +72,7 @@ class Part:
         self._seen[begin : begin + len(values)] = values.numpy()
         if begin + len(values) == len(self._seen):
             self._slots = self._adopt(self._ids, self._seen)
-            self._ids = self._seen = np.empty(0, np.int64)  # the next server's take their memory
+            self._ids = self._seen = np.empty(0, np.int64)  # frees memory for the next server
 
     @torch.no_grad()
     def _take(self, name: str, begin: int, values: Tensor) -> None:
@@ -85,14 +85,16 @@ class Part:
 
 
 def sinks(shapes: Shapes, ordinal: int, servers: int, tensors: Mapping[str, Tensor], adopt: Adopt) -> dict[str, Rows]:
-    """Where the columns of a checkpoint go, but for the filter's. Raises UsageError for those of another table."""
+    """The targets of the columns of a checkpoint without the filter. Raises UsageError for those of another table."""
     parts: dict[str, Part] = {}
     chosen: dict[str, Rows] = {}
     for column, (slots, *shape) in shapes.items():
         match = NAME.fullmatch(column)
         if match is None or match[3] not in tensors or shape != list(tensors[match[3]].shape[1:]):
-            raise UsageError(f"TABLE=hashed: the checkpoint's table is another ({column} {[slots, *shape]}); set what "
-                             "it was trained with, or another CHECKPOINT_DIR")  # fmt: skip
+            raise UsageError(
+                f"TABLE=hashed: the checkpoint has another table ({column} {[slots, *shape]}); set what it was trained "
+                "with, or another CHECKPOINT_DIR"
+            )
         elsewhere = int(match[2]) == servers and int(match[1]) != ordinal
         part = parts.setdefault(match[1], Part(0 if elsewhere else slots, tensors, adopt))
         chosen[column] = Sink((), 0 if elsewhere else slots, take=part.take(match[3]))

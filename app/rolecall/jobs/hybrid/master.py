@@ -1,4 +1,4 @@
-"""The master, rank 0: builds the table on the servers, commands the trainers, evaluates, writes checkpoints."""
+"""The master, rank 0: builds the table on the servers, commands the trainers, and writes checkpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rolecall import Context, UsageError
 from rolecall.jobs.hybrid import HybridSettings, calls, messages
 from rolecall.jobs.hybrid.sharded import ShardedTable
 
-PIPELINED = 2  # commands under way at a trainer
-COMMAND_SECONDS = 0.25  # of work in a command: a drain and a progress line wait for its end
-MAX_STEPS = 200  # of a command
-SLOWEST = 100  # times COMMAND_SECONDS, and a step of STEP_TIMEOUT: deadline of a command
+MAX_COMMANDS = 2  # in flight at a trainer
+COMMAND_SECONDS = 0.25  # duration of a command, for whose end a drain and a progress line wait
+MAX_COMMAND_STEPS = 200
+DEADLINE_COMMANDS = 100  # deadline of a command in COMMAND_SECONDS, plus STEP_TIMEOUT
 Answers = list[torch.futures.Future[Any]]  # of all trainers
 
 
@@ -27,9 +27,19 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
     s, trainers = context.settings, Trainers(context)
     described = trainers.send(messages.DescribeData())
     table = ShardedTable(context)  # built and restored while the trainers load their samples
-    # position: samples of the epoch that were trained on
-    state = context.restore({"step": 0, "epoch": 0, "position": 0, "accuracy": 0.0, "classes": 0,
-                             "digest": "", "dense": None, "embeddings": table})  # fmt: skip
+    # position: trained samples of the epoch
+    state = context.restore(
+        {
+            "step": 0,
+            "epoch": 0,
+            "position": 0,
+            "accuracy": 0.0,
+            "classes": 0,
+            "digest": "",
+            "dense": None,
+            "embeddings": table,
+        }
+    )
     starting = table.start(state["step"])
     data, *others = context.wait_all(described)
     if any(other != data for other in others):
@@ -37,22 +47,33 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
     if not state["digest"]:  # there was no checkpoint
         state |= {"classes": data.classes, "digest": data.digest}
     if state["digest"] != data.digest:
-        raise UsageError(f"DATASET={s.dataset}: the data are not those that the newest checkpoint was trained on; "
-                         "restore them, or set another CHECKPOINT_DIR")  # fmt: skip
+        raise UsageError(
+            f"DATASET={s.dataset}: the data are not those that the newest checkpoint was trained on; "
+            "restore them, or set another CHECKPOINT_DIR"
+        )
     context.wait_all([*starting, *trainers.send(messages.Join(state["step"], state["dense"]))])
-    context.start(state["step"], done=state["epoch"] * data.samples + state["position"], total=s.epochs * data.samples,
-                  dataset=s.dataset, samples=data.samples, classes=data.classes, epoch=state["epoch"] + 1,
-                  rows=s.max_rows * s.servers if s.table == "hashed" else s.num_embeddings, width=s.embedding_dim,
-                  servers=s.servers, trainers=len(trainers.peers))  # fmt: skip
+    context.start(
+        state["step"],
+        done=state["epoch"] * data.samples + state["position"],
+        total=s.epochs * data.samples,
+        dataset=s.dataset,
+        samples=data.samples,
+        classes=data.classes,
+        epoch=state["epoch"] + 1,
+        rows=s.max_rows * s.servers if s.table == "hashed" else s.num_embeddings,
+        width=s.embedding_dim,
+        servers=s.servers,
+        trainers=len(trainers.peers),
+    )
 
     step_seconds = COMMAND_SECONDS
     while state["epoch"] < s.epochs:
         batches, sent = deque(_rest_of_epoch(s, data.samples, state, len(trainers.peers))), deque[Sent]()
         received_at = time.monotonic()
         while batches or sent:
-            # a command of some steps is sent before the last one is done
-            while batches and len(sent) < PIPELINED and not context.draining:
-                count = min(len(batches), MAX_STEPS, max(1, round(COMMAND_SECONDS / step_seconds)))
+            # the next command is sent before the last one is done
+            while batches and len(sent) < MAX_COMMANDS and not context.draining:
+                count = min(len(batches), MAX_COMMAND_STEPS, max(1, round(COMMAND_SECONDS / step_seconds)))
                 steps = [batches.popleft() for _ in range(count)]
                 end = count + (sent[-1].step if sent else state["step"])
                 to_save = context.due and not any(each.to_save for each in sent)
@@ -63,34 +84,47 @@ def run(context: Context[HybridSettings]) -> dict[str, Any]:
                 context.save(state["step"], _with_weights(context, trainers, state))  # a drain ends here
                 continue
 
-            # the end of the oldest command
+            # wait for the oldest command
             oldest = sent.popleft()
             results, now = context.wait_all(oldest.answers), time.monotonic()
             loss = sum(result.loss for result in results)
             context.require_finite(loss, hint="the loss is not finite; lower LR, or check the data of DATASET")
             step_seconds, received_at = (now - received_at) / (oldest.step - state["step"]), now
             state |= {"step": oldest.step, "position": state["position"] + oldest.samples}
-            context.log(state["step"], done=state["epoch"] * data.samples + state["position"],
-                        loss=loss / oldest.samples, epoch=state["epoch"] + 1)  # fmt: skip
+            context.log(
+                state["step"],
+                done=state["epoch"] * data.samples + state["position"],
+                loss=loss / oldest.samples,
+                epoch=state["epoch"] + 1,
+            )
             if oldest.to_save:
-                # beside the training
+                # while training goes on
                 context.save(state["step"], {**state, "dense": results[0].dense}, drain=False)
         state |= {"epoch": state["epoch"] + 1, "position": 0}
 
         with context.timer() as timer, context.evaluating():
             state["accuracy"] = sum(context.wait_all(trainers.send(messages.Evaluate()))) / data.tests
         context.log(state["step"], score=state["accuracy"])
-        context.logger.info(f"Epoch {state['epoch']}\ttest accuracy {state['accuracy']:.2%}", samples=data.tests,
-                            seconds=round(timer.seconds, 3))  # fmt: skip
+        context.logger.info(
+            f"Epoch {state['epoch']}\ttest accuracy {state['accuracy']:.2%}",
+            samples=data.tests,
+            seconds=round(timer.seconds, 3),
+        )
     message = f"Finished: test accuracy {state['accuracy']:.2%} after {state['epoch']} epochs"
-    return context.finish(message, step=state["step"], state=_with_weights(context, trainers, state),
-                          accuracy=state["accuracy"], epochs=state["epoch"], steps=state["step"],
-                          samples=state["epoch"] * data.samples)  # fmt: skip
+    return context.finish(
+        message,
+        step=state["step"],
+        state=_with_weights(context, trainers, state),
+        accuracy=state["accuracy"],
+        epochs=state["epoch"],
+        steps=state["step"],
+        samples=state["epoch"] * data.samples,
+    )
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Steps on `samples` samples that the trainers have been sent, which end at `step`, perhaps `to_save` there."""
+    """A command that was sent: steps on `samples` samples that end at `step`, with a checkpoint there if `to_save`."""
 
     answers: Answers
     step: int
@@ -106,31 +140,34 @@ def _rest_of_epoch(s: HybridSettings, samples: int, state: dict[str, Any], train
 
 
 def _with_weights(context: Context[HybridSettings], trainers: Trainers, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with the dense network as it is now, while no steps are under way."""
+    """`state` with the current dense network; no steps may be in flight."""
     with context.phase("saving"):
         return {**state, "dense": context.wait_all(trainers.train([], True))[0].dense}
 
 
 class Trainers:
-    """All trainers. They carry out commands one after another, as they are sent."""
+    """All trainers. They carry out commands one after another."""
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.peers = context, context.peers("trainer")
-        self._commands = 0  # that were sent
+        self._commands = 0  # number of sent commands
 
     def train(self, batches: Sequence[Tensor], with_dense: bool) -> Answers:
-        """Has each train on its share of each step's samples; the answers are `messages.StepsResult`."""
+        """Commands each to train on its share of each step's samples; the answers are `messages.StepsResult`."""
         totals, none = [len(batch) for batch in batches], torch.zeros(0, dtype=torch.int64)
         shares = list(zip(*(batch.tensor_split(len(self.peers)) for batch in batches), strict=True))
-        # the command before may take as long first
-        timeout = 2 * (self.context.settings.step_timeout + SLOWEST * COMMAND_SECONDS)
-        return self._send([
-            messages.TrainSteps(torch.cat([none, *share]), list(map(len, share)), totals, with_dense)
-            for share in shares or [()] * len(self.peers)
-        ], timeout)  # fmt: skip
+        # twice, because the command before may take as long
+        timeout = 2 * (self.context.settings.step_timeout + DEADLINE_COMMANDS * COMMAND_SECONDS)
+        return self._send(
+            [
+                messages.TrainSteps(torch.cat([none, *share]), list(map(len, share)), totals, with_dense)
+                for share in shares or [()] * len(self.peers)
+            ],
+            timeout,
+        )
 
     def send(self, what: messages.Command) -> Answers:
-        """Sends all the same command, which is part of a phase and may take as long."""
+        """Sends the same command to all, within the deadline of the phase."""
         return self._send([what] * len(self.peers), -1)
 
     def _send(self, each: Sequence[messages.Command], timeout: float) -> Answers:

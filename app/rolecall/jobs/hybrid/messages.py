@@ -1,17 +1,20 @@
-"""What travels between the master and the trainers: commands, and what they are answered with."""
+"""Messages: commands of the master to the trainers, their answers, and exchanges of trainers with servers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import numpy as np
 from torch import Tensor
+
+from rolecall.jobs.hybrid.table import BagArrays
 
 EVALUATION_BATCH = 512  # samples
 
 
 class DenseState(TypedDict):
-    """The dense network and its optimizer, as their `state_dict` gives them, on the CPU."""
+    """The `state_dict` of the dense network and of its optimizer, on the CPU."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -19,7 +22,7 @@ class DenseState(TypedDict):
 
 @dataclass(frozen=True)
 class DescribeData:
-    """Asks for the `DataDescription` of the trainer's samples."""
+    """Requests the `DataDescription` of the trainer's samples."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class DataDescription:
 
 @dataclass(frozen=True)
 class Join:
-    """Builds the dense network as it is after `step` steps; `dense` None: with its initial weights."""
+    """Builds the dense network after `step` steps from `dense`; None: with initial weights."""
 
     step: int
     dense: DenseState | None
@@ -43,7 +46,7 @@ class Join:
 @dataclass(frozen=True)
 class TrainSteps:
     """Trains on the sample numbers `samples` [n] int64: `counts[i]` of them in step i, which has `totals[i]` over all
-    trainers. Answered with `StepsResult`, which has the dense network's state where `with_dense` is set.
+    trainers. The answer is a `StepsResult`, which has the state of the dense network if `with_dense` is set.
     """
 
     samples: Tensor
@@ -54,7 +57,7 @@ class TrainSteps:
 
 @dataclass(frozen=True)
 class StepsResult:
-    """The loss, summed over this trainer's samples, and the dense network after the last step, if it was asked for."""
+    """The loss, summed over this trainer's samples, and the dense network after the last step if it was requested."""
 
     loss: float
     dense: DenseState | None
@@ -62,7 +65,21 @@ class StepsResult:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Asks for the number of correctly classified samples in the trainer's share of the test samples."""
+    """Requests the number of correctly classified samples in the trainer's share of the test samples."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sent by a trainer to a server: the `gradient` [bags, width] of its pooled vectors, for the update that makes step
+    `step`, and its `bags` of the step after that; either may be missing. `later` are rows [n] of further steps, which a
+    table on disk reads ahead.
+    """
+
+    step: int
+    trainer: int
+    gradient: np.ndarray | None
+    bags: BagArrays | None
+    later: np.ndarray | None
 
 
 Command = DescribeData | Join | TrainSteps | Evaluate

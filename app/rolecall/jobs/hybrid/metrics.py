@@ -6,21 +6,26 @@ from rolecall import Metric
 
 METRICS = (
     Metric("counter", "hybrid_lookups_total", "Rows looked up, including repetitions.", roles=("ps",)),
-    Metric("counter", "hybrid_rows_total", "Rows updated, each counted once per step.", roles=("ps",)),
+    Metric("counter", "hybrid_rows_total", "Rows updated, each once a step.", roles=("ps",)),
     Metric(
         "counter",
         "hybrid_stall_seconds_total",
-        "Time in which a rank waits, by cause.",
+        "Time that a rank waited, by cause.",
         labels=("cause",),
         roles=("ps", "trainer"),
     ),
-    Metric("gauge", "hybrid_table_rows", "Rows in a hashed table.", roles=("ps",)),
-    Metric("gauge", "hybrid_filter_fill", "Fraction of a hashed table's filter in use, 0 to 1.", roles=("ps",)),
-    Metric("counter", "hybrid_births_total", "Rows created in a hashed table for ids that repeat.", roles=("ps",)),
+    Metric("gauge", "hybrid_table_rows", "Rows of a hashed table.", roles=("ps",)),
+    Metric(
+        "gauge",
+        "hybrid_filter_fill",
+        "Share of the cells of a hashed table's filter that are used, 0 to 1.",
+        roles=("ps",),
+    ),
+    Metric("counter", "hybrid_births_total", "Rows that a hashed table gave to new ids.", roles=("ps",)),
     Metric(
         "counter",
         "hybrid_evictions_total",
-        "Rows evicted from a hashed table, by reason: ttl, max_rows.",
+        "Rows that a hashed table evicted, by reason: ttl, max_rows.",
         labels=("reason",),
         roles=("ps",),
     ),
@@ -34,19 +39,19 @@ METRICS = (
     Metric("histogram", "hybrid_lookup_seconds", "Time to pool one trainer's bags.", roles=("ps",)),
     Metric("histogram", "hybrid_update_seconds", "Time of a step's update of the table.", roles=("ps",)),
     Metric(
-        "histogram", "hybrid_skew_seconds", "Time between a step's first and last gradient of the table.", roles=("ps",)
+        "histogram", "hybrid_skew_seconds", "Time from a step's first gradient of the table to its last.", roles=("ps",)
     ),
     Metric(
         "counter",
         "hybrid_phase_seconds_total",
-        "Time in a phase of a step: dense (forward pass), backward (with its all-reduce), optimizer.",
+        "Time spent in a phase of steps: dense (forward pass), backward (with its all-reduce), optimizer.",
         labels=("phase",),
         roles=("trainer",),
     ),
     Metric(
         "gauge",
         "hybrid_allreduce_seconds",
-        "Mean time of an all-reduce of dense gradients, sampled at intervals.",
+        "Mean time of an all-reduce of dense gradients, which is measured at intervals.",
         roles=("trainer",),
     ),
 )

@@ -32,7 +32,7 @@ class LocalModel(nn.Module):
     """Table and dense network in one process."""
 
     def __init__(self, settings: HybridSettings, classes: int, table: Table | None = None) -> None:
-        """With this `table`, or a fixed one without values."""
+        """With `table`, or a fixed table without values."""
         super().__init__()
         self.table = Table(settings.model_copy(update={"servers": 1}), 0) if table is None else table
         self.dense = build_dense(settings, classes)

@@ -22,19 +22,19 @@ SERVER: RankObject[TableServer] = RankObject()
 
 
 def run(context: Context[HybridSettings]) -> None:
-    """Serves calls until the process is ended. Raises what an update raised."""
+    """Serves calls until the process ends. Raises the error of an update."""
     SERVER.set(TableServer(context)).failure.result()  # the supervisor bounds this wait
 
 
 class TableServer:
-    """The table after `step` steps, the requests that wait for a later step, and what makes the next one."""
+    """The table after `step` steps, the requests that wait for a later step, and the data of the next one."""
 
     table: Table
     share: Share  # in checkpoints
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        # before a call could lose the UsageError that they raise
+        # raises UsageError here, because RPC would lose its type
         self.scratch = open_scratch(context.settings, context.me.ordinal)
         self.hold(tables.build(context.settings, context.me.ordinal, self.scratch))
         self.step = 0
@@ -46,16 +46,17 @@ class TableServer:
         self._first_gradient_at = 0.0
         self._waiting: dict[int, list[tuple[Callable[[], None], float]]] = {}  # by step
         self._saved_step = -1
-        self._begin_saving: Callable[[], None]  # once that step is made
+        self._begin_saving: Callable[[], None]  # after that step
         self._lock = threading.RLock()
-        # one thread: what follows a step is short, and several threads would only wait for each other's GIL
+        # one thread, because the work after a step is short, and several threads would wait for the GIL
         self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     def hold(self, table: Table) -> None:
-        """Takes the table that this server holds."""
+        """Sets the table of this server."""
         if isinstance(table, DiskTable):
-            share: Share = LoggedShare(self.context, "embeddings", table.rows, table.fetch, self._save_at,
-                                       table.by_place)  # fmt: skip
+            share: Share = LoggedShare(
+                self.context, "embeddings", table.rows, table.fetch, at=self._save_at, together=table.by_place
+            )
         else:
             share = Share(self.context, "embeddings", table.rows, table.prepare, at=self._save_at)
         self.table, self.share = table, share
@@ -66,7 +67,7 @@ class TableServer:
         self.table.start(step)
 
     def at(self, step: int, work: Callable[[], T]) -> torch.futures.Future[T]:
-        """The result of `work`, which is done once step `step` is made: now, in this thread, or later, in the pool."""
+        """The result of `work`, which runs after step `step`: now, in this thread, or later, in the pool."""
         answer: torch.futures.Future[T] = torch.futures.Future()
 
         def respond() -> None:
@@ -84,12 +85,12 @@ class TableServer:
         with self._lock:
             self._bags[trainer] = bags
             if len(self._bags) == len(self._trainers):
-                # always in the same order: a sum of floats depends on it
+                # always in the same order, because a sum of floats depends on it
                 lookups, self._bags = [self._bags[trainer] for trainer in self._trainers], {}
                 self._plan = self._submit(self.table.plan, lookups)  # while the trainers compute
 
     def pool(self, bags: Bags) -> np.ndarray | Exception:
-        """The sums [bags, width] of `bags`, or what computing them raised: RPC would lose the exception's type."""
+        """The sums [bags, width] of `bags`, or the exception, whose type RPC would lose if it were raised."""
         try:
             with torch.no_grad(), self.metrics.hybrid_lookup_seconds.time():
                 vectors: np.ndarray = self.table(bags).cpu().numpy()
@@ -99,7 +100,7 @@ class TableServer:
         return vectors
 
     def add_gradient(self, trainer: int, gradient: Tensor) -> None:
-        """Adds the gradient [bags, width] of the vectors that `trainer` got. The last trainer's starts the update."""
+        """Adds the gradient [bags, width] of the vectors of `trainer`. The last trainer's starts the update."""
         with self._lock:
             if not self._gradients:
                 self._first_gradient_at = time.perf_counter()
@@ -123,7 +124,7 @@ class TableServer:
             if self.step == self._saved_step:
                 self._begin_saving()
             waiting = self._waiting.pop(self.step, [])
-        for respond, since in waiting:  # before all that nobody waits for
+        for respond, since in waiting:  # before the metrics, for which no trainer waits
             self.metrics.hybrid_stall_seconds.labels("gradients").inc(time.perf_counter() - since)
             respond()
         self.metrics.hybrid_rows.inc(len(plan.rows))
@@ -131,7 +132,7 @@ class TableServer:
         self.context.report_step(self.step)
 
     def _submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Runs `work` in the pool. No call waits for what it raises: the process ends with it."""
+        """Runs `work` in the pool. An error ends the process, because no call waits for it."""
         future = self._pool.submit(work, *args)
         future.add_done_callback(self._check)
         return future
@@ -142,7 +143,7 @@ class TableServer:
             self.failure.set_exception(error)
 
     def _save_at(self, step: int, begin: Callable[[], None]) -> None:
-        """Calls `begin` once step `step` is made, before the next one."""
+        """Calls `begin` after step `step`, before the next one."""
         with self._lock:
             assert step >= self.step
             self._saved_step, self._begin_saving = step, begin

@@ -1,4 +1,4 @@
-"""The servers' tables as one, at the master."""
+"""The tables of all servers as one value of the master."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rolecall.jobs.hybrid import HybridSettings, calls
 
 
 class ShardedTable(Sharded):
-    """The whole table and its optimizer's state."""
+    """The whole table and the state of its optimizer."""
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         """Builds the table at the servers, without values."""
@@ -22,20 +22,20 @@ class ShardedTable(Sharded):
         devices = dict(context.call_each("ps", calls.device))
         self._tables = [RemoteModule(f"{peer.name}/{devices[peer]}", build) for peer in self._servers]
         for table in self._tables:
-            table.remote_parameters()  # waits until it is built
+            table.remote_parameters()  # waits until the table is built
 
     def start(self, step: int) -> list[torch.futures.Future[Any]]:
-        """Declares the table to be the one after `step` steps; unless it was restored, it has its initial values. The
-        servers' answers say that it is done.
+        """Starts training after `step` steps; a table that was not restored gets its initial values. Returns the
+        answers of the servers.
         """
-        timeout = self.context.settings.phase_timeout  # a share that is filled on disk takes as long as the disk does
+        timeout = self.context.settings.phase_timeout  # filling a table on disk takes long
         return [
             self.context.call(server, calls.start_training, step, not self.restored, timeout=timeout)
             for server in self._servers
         ]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the whole table, where the checkpoint is an earlier version's."""
+        """Loads the whole table of a checkpoint of an earlier version."""
         if state:
             squares = {"squares": state["squares"]} if len(state["squares"]) else {}
             self.load_whole({"weight": torch.cat(state["weight"]), **squares})

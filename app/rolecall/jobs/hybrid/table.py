@@ -26,7 +26,7 @@ BagArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # rows int32 or in
 
 @dataclass(frozen=True)
 class Bags:
-    """Bag i consists of `rows[offsets[i] : offsets[i + 1]]`, with their `weights`, or 1 each where that is None.
+    """Bag i consists of `rows[offsets[i] : offsets[i + 1]]` with their `weights`, 1 each if that is None.
 
     `rows` [total] int64, `offsets` [bags + 1] int64, `weights` [total] float32.
     """
@@ -37,7 +37,7 @@ class Bags:
 
     def route(self, servers: int, cells: int = 0) -> list[Bags]:
         """Each server's share of each bag, which may be empty. Row i is row i // servers of server i % servers. With
-        TABLE=hashed, rows are ids, which stay what they are, and FILTER_IDS `cells` say whose an id is.
+        TABLE=hashed, rows are ids, which do not change, and FILTER_IDS `cells` determine their servers.
         """
         if servers == 1:
             return [self]
@@ -54,7 +54,7 @@ class Bags:
         return shares
 
     def to_arrays(self) -> BagArrays:
-        """For sending: arrays are part of a call, where each tensor would be a message of its own."""
+        """For sending: arrays are part of a call, but each tensor is a separate message."""
         weights = None if self.weights is None else self.weights.numpy()
         rows = self.rows.numpy()
         narrow = rows.astype(np.int32)
@@ -64,8 +64,11 @@ class Bags:
     def from_arrays(cls, arrays: BagArrays) -> Bags:
         """The inverse of `to_arrays`."""
         rows, offsets, weights = arrays
-        return cls(torch.from_numpy(rows).long(), torch.from_numpy(offsets).long(),
-                   None if weights is None else torch.from_numpy(weights))  # fmt: skip
+        return cls(
+            torch.from_numpy(rows).long(),
+            torch.from_numpy(offsets).long(),
+            None if weights is None else torch.from_numpy(weights),
+        )
 
     def to(self, device: torch.device) -> Bags:
         """The bags on `device`, with weights as float32."""
@@ -97,8 +100,9 @@ class Plan:
 
     def gradient(self, pooled: Tensor) -> Tensor:
         """The gradient of `rows` [rows, width], from that of the pooled vectors [bags, width]."""
-        return functional.embedding_bag(self.bags, pooled, self.offsets, mode="sum", include_last_offset=True,
-                                        per_sample_weights=self.weights)  # fmt: skip
+        return functional.embedding_bag(
+            self.bags, pooled, self.offsets, mode="sum", include_last_offset=True, per_sample_weights=self.weights
+        )
 
 
 class Table(nn.Module):
@@ -114,7 +118,7 @@ class Table(nn.Module):
     def __init__(
         self, settings: HybridSettings, ordinal: int, rows: int | None = None, weight: Tensor | None = None
     ) -> None:
-        """With room for `rows`, or for the server's share of NUM_EMBEDDINGS; in `weight`, where that is given."""
+        """With room for `rows`, or for the server's share of NUM_EMBEDDINGS; in `weight` if it is given."""
         super().__init__()
         self.settings, self.ordinal = settings, ordinal
         if rows is None:
@@ -135,13 +139,15 @@ class Table(nn.Module):
         }
 
     def load(self, columns: dict[str, Any]) -> None:
-        """Takes the whole tensors of a checkpoint. Raises KeyError or RuntimeError where they do not fit."""
+        """Loads the whole tensors of a checkpoint. Raises KeyError or RuntimeError if they do not fit."""
         weight, squares = columns["weight"], columns.get("squares", torch.empty(0))
         if isinstance(weight, list):  # in pieces, of an earlier version
             weight = torch.cat(weight)
         if weight.shape != self.weight.shape or columns.keys() - {"weight", "squares"}:
-            raise RuntimeError(f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "
-                               f"where {tuple(self.weight.shape)} and Adagrad's squares are expected")  # fmt: skip
+            raise RuntimeError(
+                f"it has {', '.join(columns)} with rows of {tuple(weight.shape)}, "
+                f"where {tuple(self.weight.shape)} and Adagrad's squares are expected"
+            )
         self.load_state_dict({"squares": squares}, strict=False)
         self.set(0, weight)
 
@@ -176,9 +182,13 @@ class Table(nn.Module):
         """
         try:
             vectors: Tensor = functional.embedding_bag(
-                bags.rows, self.weight, bags.offsets, mode="sum", include_last_offset=True,
+                bags.rows,
+                self.weight,
+                bags.offsets,
+                mode="sum",
+                include_last_offset=True,
                 per_sample_weights=bags.weights,
-            )  # fmt: skip
+            )
         except RuntimeError:
             self._require_rows(bags.rows)
             raise
@@ -224,11 +234,11 @@ class Table(nn.Module):
         self.weight[begin : begin + len(values)] = values.to(self.weight.device)
 
     def prefetch(self, rows: Tensor) -> None:
-        """Is told that `rows` [n] int64 are looked up soon."""
+        """Announces that `rows` [n] int64 are looked up soon."""
 
 
 def use_large_pages(tensor: Tensor) -> None:
-    """Asks Linux for 2 MiB pages for a CPU tensor without values yet. Without effect where there are none.
+    """Asks Linux for 2 MiB pages for a CPU tensor without values yet. Without effect if there are none.
 
     Rows are at random addresses; with small pages the page table lookups double the time of an update.
     """

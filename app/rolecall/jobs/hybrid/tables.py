@@ -1,4 +1,4 @@
-"""The one place that knows all kinds of tables."""
+"""Builds and loads tables of all kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rolecall.jobs.hybrid.table import Table
 
 
 def build(settings: HybridSettings, ordinal: int, scratch: Scratch | None = None) -> Table:
-    """The table of server `ordinal`, without values; its rows are in `scratch`, where there is one."""
+    """The table of server `ordinal` without values, with its rows in `scratch` if it is given."""
     if scratch is not None:
         return DiskTable(settings, ordinal, scratch, settings.hot_rows)
     return (HashedTable if settings.table == "hashed" else Table)(settings, ordinal)
@@ -20,7 +20,7 @@ def build(settings: HybridSettings, ordinal: int, scratch: Scratch | None = None
 
 def load(settings: HybridSettings, columns: dict[str, Any], step: int) -> Table:
     """The whole table of a checkpoint made after `step` steps, from its tensors. Raises KeyError, RuntimeError or
-    UsageError where they are of another kind of table.
+    UsageError if they are of another kind of table.
     """
     changes: dict[str, Any] = {"servers": 1}
     if settings.table == "hashed":

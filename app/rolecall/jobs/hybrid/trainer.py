@@ -1,5 +1,5 @@
-"""A trainer: looks bags up at the servers, and trains a replica of the dense network under DistributedDataParallel, as
-the master commands.
+"""A trainer: looks bags up at the servers, and trains a replica of the dense network under DistributedDataParallel on
+command of the master.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Answers = list[torch.futures.Future[Any]]  # of all servers
 
 
 def run(context: Context[HybridSettings]) -> None:
-    """Carries out the master's commands, one after another, until the process is ended."""
+    """Carries out the commands of the master, one after another, until the process ends."""
     inbox = calls.INBOX.set(calls.Inbox())
-    # after RPC, which all ranks have joined by now: this waits for the trainers only
+    # all ranks have joined RPC, so this waits for the trainers only
     context.join_group("trainer", context.settings.step_timeout)
     with context.phase("loading"):
         samples = data.load(context.settings)
@@ -55,7 +55,7 @@ def run(context: Context[HybridSettings]) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """This trainer's `samples` in a step, their bags for each server, and rows of each that are looked up later."""
+    """This trainer's `samples` of a step, their bags for each server, and the rows of each for later steps."""
 
     samples: Samples
     arrays: Sequence[BagArrays | None]
@@ -70,11 +70,11 @@ class Trainer:
         self.data, self.device = samples, context.device
         self.trainers, self.servers = context.peers("trainer"), context.peers("ps")
         self.step = 0
-        self._seconds: Counter[str] = Counter()  # by phase, since they were counted
-        self._pooled: Answers = []  # to the newest exchange
+        self._seconds: Counter[str] = Counter()  # by phase, not yet in metrics
+        self._pooled: Answers = []  # of the newest exchange
 
     def join(self, command: messages.Join) -> None:
-        """Builds the replica, of all trainers at once."""
+        """Builds the replica; all trainers do so at the same time."""
         self.step = command.step
         dense = model.build_dense(self.settings, self.data.classes)
         if command.dense:
@@ -102,10 +102,10 @@ class Trainer:
                 vectors = self._sum(self._pooled).requires_grad_()
             with self._phase("dense"):
                 labels = share.samples.labels.to(self.device)
-                # DDP averages the trainers' gradients, and so do the servers: shares need not be equally large
+                # DDP and the servers average gradients over trainers, and the factor below weighs unequal shares
                 loss = functional.cross_entropy(self.replica(vectors), labels, reduction="sum")
             self.step += 1
-            # sent while the backward pass and its all-reduce go on
+            # sent during the backward pass and its all-reduce
             vectors.register_hook(functools.partial(self._exchange, following))
             with self._phase("backward"):
                 (loss * (len(self.trainers) / total)).backward()
@@ -120,17 +120,21 @@ class Trainer:
         return messages.StepsResult(float(sum_of_losses), self._dense_state() if command.with_dense else None)
 
     def _shares(self, split: Iterator[Samples]) -> Iterator[Share]:
-        """The steps' samples with what the servers are sent; where they read ahead, the rows of further steps too."""
+        """The samples of each step and the data for the servers; also rows of later steps if the servers read ahead."""
         depth, ahead = READ_AHEAD if self.settings.hot_rows else 0, deque[tuple[Samples, list[BagArrays]]]()
         while True:
             first = not ahead
-            taken = [(samples, [bags.to_arrays() for bags in self._route(samples)])
-                     for samples in itertools.islice(split, 1 + depth - len(ahead))]  # fmt: skip
+            taken = [
+                (samples, [bags.to_arrays() for bags in self._route(samples)])
+                for samples in itertools.islice(split, 1 + depth - len(ahead))
+            ]
             ahead.extend(taken)
             if not ahead:
                 return
-            later = [np.concatenate(rows) for rows in zip(*([arrays[0] for arrays in each] for _, each in
-                                                            taken[first:]), strict=True)]  # fmt: skip
+            later = [
+                np.concatenate(rows)
+                for rows in zip(*([arrays[0] for arrays in each] for _, each in taken[first:]), strict=True)
+            ]
             samples, arrays = ahead.popleft()
             yield Share(samples, arrays, later if later else [None] * len(self.servers))
 
@@ -139,16 +143,20 @@ class Trainer:
         values, none = None if gradient is None else gradient.cpu().numpy(), [None] * len(self.servers)
         arrays, rows = (following.arrays, following.later) if following else (none, none)
         self._pooled = [
-            self.context.call(server, calls.exchange, self.step, self.context.me.ordinal, values, share, later,
-                              timeout=self.settings.step_timeout)
+            self.context.call(
+                server,
+                calls.exchange,
+                messages.Exchange(self.step, self.context.me.ordinal, gradient=values, bags=share, later=later),
+                timeout=self.settings.step_timeout,
+            )
             for server, share, later in zip(self.servers, arrays, rows, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _route(self, samples: Samples) -> list[Bags]:
         return samples.bags.route(len(self.servers), self.settings.cells)
 
     def _sum(self, answers: Answers) -> Tensor:
-        """The servers' shares of pooled vectors, summed: [bags, width]. Raises what pooling raised at a server."""
+        """The sum [bags, width] of the servers' shares of pooled vectors. Raises the exception of a server."""
         shares = [answer.wait() for answer in answers]  # faster than `wait_all`
         for share in shares:
             if isinstance(share, Exception):
@@ -163,7 +171,7 @@ class Trainer:
         self._seconds[name] += timer.seconds  # type: ignore[assignment]
 
     def _count(self) -> None:
-        """Counts the phases' seconds: once a command, as a step takes milliseconds."""
+        """Adds the seconds of the phases to the metrics, once a command, because a step takes milliseconds."""
         for phase, seconds in self._seconds.items():
             counter = self.metrics.hybrid_stall_seconds if phase == "lookup" else self.metrics.hybrid_phase_seconds
             counter.labels(phase).inc(seconds)
@@ -172,7 +180,7 @@ class Trainer:
         self.metrics.hybrid_allreduce_seconds.set(float(logged.get("avg_backward_comm_time", 0)) / 1e9)
 
     def _dense_state(self) -> messages.DenseState:
-        """A copy of the dense network's state: RPC sends tensors later, when the next step may have changed them."""
+        """A copy of the state of the dense network, which the next step may change before RPC has sent it."""
         buffer = io.BytesIO()
         torch.save({"weights": self.dense.state_dict(), "optimizer": self.optimizer.state_dict()}, buffer)
         buffer.seek(0)
@@ -183,13 +191,13 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> int:
-        """How many of this trainer's share of the test samples are classified correctly."""
+        """The number of correctly classified samples in this trainer's share of the test samples."""
         place = self.trainers.index(self.context.me)
         correct, batches = 0, []
         for numbers in torch.arange(place, len(self.data.test), len(self.trainers)).split(messages.EVALUATION_BATCH):
             batch = self.data.test.take(numbers)
             batches.append((self._look_up(batch), batch.labels))
-            if len(batches) > 1:  # the next one is looked up meanwhile
+            if len(batches) > 1:  # while the next one is looked up
                 correct += self._correct(*batches.pop(0))
         return correct + sum(self._correct(*batch) for batch in batches)
 
@@ -205,7 +213,7 @@ class Trainer:
 
 
 def all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
-    """What DistributedDataParallel does with the gradients in `bucket`, by way of Python, where a trace shows it."""
+    """Averages the gradients in `bucket` as DistributedDataParallel does, but in Python, so that a trace shows it."""
     mean = bucket.buffer().div_(dist.get_world_size())
     work = dist.all_reduce(mean, async_op=True)
     return work.get_future().then(lambda reduced: reduced.value()[0])  # type: ignore[no-any-return]

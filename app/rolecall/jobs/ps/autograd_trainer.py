@@ -4,13 +4,15 @@ autograd runs backward through both processes, and the lead steps the one optimi
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, data, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart
 
 
 def run(context: Context[PsSettings]) -> None:
@@ -23,7 +25,8 @@ def run(context: Context[PsSettings]) -> None:
     remote = rpc.remote(lead, calls.server_model, timeout=settings.phase_timeout)
     device = context.device if lead in context.mapped else torch.device("cpu")
     key = GradientKey(name, 0)
-    assignment = context.call(lead, calls.exchange, key, 0, None, BatchReport(0, 0), timeout=deadline).wait().assignment
+    call = functools.partial(context.call, lead, timeout=deadline)
+    assignment = call(calls.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).wait().assignment
     while assignment.batches:
         for batch in assignment.batches:
             key = GradientKey(name, key.number + 1)
@@ -31,15 +34,12 @@ def run(context: Context[PsSettings]) -> None:
             inputs, targets = inputs.to(device), targets.to(device)
             with dist_autograd.context() as context_id:
                 with metrics.ps_compute_seconds.time():
-                    output = context.call(
-                        lead, calls.forward, remote, name, context_id, inputs, timeout=deadline
-                    ).wait()
+                    output = call(calls.forward, remote, name, context_id, inputs).wait()
                     loss = model.loss(output, targets)
                     dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
                 correct = int((output.argmax(1) == targets).sum())
                 report = BatchReport(0, len(batch), float(loss.detach()), correct)
                 with metrics.ps_wait_seconds.time():
-                    call = context.call(lead, calls.step, remote, key, context_id, report, timeout=deadline)
-                    assignment = call.wait().assignment
+                    assignment = call(calls.step, remote, key, context_id, report).wait().assignment
             metrics.ps_computed_samples.inc(len(batch))
             context.report_step(key.number)

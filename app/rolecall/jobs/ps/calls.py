@@ -9,7 +9,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from rolecall import RankObject
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard, Working
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, PartAnswer, UpdateShard, Working
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.server_model import ServerModel
 
@@ -24,12 +24,11 @@ ENDING: RankObject[queue.SimpleQueue[None]] = RankObject()  # a trainer's: an it
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def exchange(key: GradientKey, part: int, gradient: Tensor | None, report: BatchReport | None) -> Future[PartAnswer]:
-    """Hands over a part of a gradient, as it travels (see `wire.Sender`), or asks for parameters without a gradient.
-    The answer, with the part's new parameters, comes when it is the trainer's turn. Part 0 has the report, and its
-    answer the assignment.
+def exchange(message: GradientPart) -> Future[PartAnswer]:
+    """Hands over a part of a gradient. The answer, with the part's new parameters, comes when it is the trainer's turn.
+    The answer to part 0 has the assignment.
     """
-    return SERVER.get().receive(key, part, gradient, report)
+    return SERVER.get().receive(*message)
 
 
 def working(trainer: str, number: int) -> None:

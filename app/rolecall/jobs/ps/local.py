@@ -20,7 +20,7 @@ from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, PeerLostError
 from rolecall.jobs.ps import PsSettings, calls, data, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAnswer
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices, PartAnswer
 from rolecall.jobs.ps.wire import Receiver, Sender
 
 MAX_ROUND_SECONDS = 1e6  # of a call's deadline; TensorPipe counts milliseconds in 32 bits
@@ -169,7 +169,8 @@ class LocalReplica:
             first = report if index == 0 else None  # the lead has part 0
             if payload is not None:
                 self.metrics.ps_payload_bytes.labels("up").inc(payload.nbytes)
+            message = GradientPart(key, index, payload, first)
             self._exchange[index] = self.context.call(
-                self._servers[part.server], calls.exchange, key, index, payload, first, timeout=self._deadline
+                self._servers[part.server], calls.exchange, message, timeout=self._deadline
             )
         self.number += 1

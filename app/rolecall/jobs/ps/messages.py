@@ -1,4 +1,4 @@
-"""What travels between trainers and servers."""
+"""Messages between trainers and servers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ class BatchReport:
     buffers: tuple[Tensor, ...] = ()
 
 
+class GradientPart(NamedTuple):
+    """Part `part` of the gradient `key`, encoded by `wire.Sender`; None if the trainer asks for parameters. Part 0
+    has the report.
+    """
+
+    key: GradientKey
+    part: int
+    gradient: Tensor | None
+    report: BatchReport | None
+
+
 @dataclass(frozen=True)
 class UpdateShard:
     """The lead's order to every server, one at a time: drop what the trainers `lost` sent; apply the mean of the
@@ -51,8 +62,8 @@ class UpdateShard:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Batches for a trainer to compute, from parameters of `version` on; no batches: the end. `rate` is that of its own
-    optimizer, over LR (UPDATE_MODE=local).
+    """Batches for a trainer to compute, from parameters of `version` on; no batches: the end. `rate` times LR is
+    the learning rate of the trainer (UPDATE_MODE=local).
     """
 
     version: int
@@ -69,7 +80,7 @@ class Working(NamedTuple):
 
 
 class PartAnswer(NamedTuple):
-    """The answer to a part of a gradient: its new parameters as they travel (see `wire.Receiver`), or None if the
+    """The answer to a part of a gradient: its new parameters, encoded for `wire.Receiver`, or None if the
     trainer has them already or UPDATE_MODE=autograd keeps them at the server; and with part 0 the trainer's assignment.
     """
 

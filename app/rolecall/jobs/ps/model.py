@@ -89,17 +89,17 @@ def check(settings: PsSettings) -> None:
     """Checks MODEL and DATASET on two samples before a rank joins. Raises UsageError if they cannot work."""
     model = build(settings).eval()
     train, _ = data.load(settings)
-    where = f"MODEL={settings.model or 'ConvNet'} DATASET={settings.dataset}"
-    with UsageError.wrap(f"{where}: the data gives no batch"):
+    source = f"MODEL={settings.model or 'ConvNet'} DATASET={settings.dataset}"
+    with UsageError.wrap(f"{source}: the data gives no batch"):
         inputs, targets = train.batch(torch.arange(min(2, len(train))))
     shape = tuple(inputs.shape)
-    with UsageError.wrap(f"{where}: the model cannot take a batch of shape {shape}"), torch.no_grad():
+    with UsageError.wrap(f"{source}: the model cannot take a batch of shape {shape}"), torch.no_grad():
         output = model(inputs)
         float(loss(output, targets))
     if output.ndim != 2:
-        raise UsageError(f"{where}: the model's outputs have shape {tuple(output.shape)}, not (n, classes)")
+        raise UsageError(f"{source}: the model's outputs have shape {tuple(output.shape)}, not (n, classes)")
     if isinstance(train, data.Images) and output.shape[1] <= int(train.labels.max()):
-        raise UsageError(f"{where}: the model has {output.shape[1]} classes, the data go up to {train.labels.max()}")
+        raise UsageError(f"{source}: the model has {output.shape[1]} classes, the data go up to {train.labels.max()}")
     if settings.servers > count(model):
         raise UsageError(f"SERVERS={settings.servers}: more than the {count(model)} parameters to train")
 
@@ -130,7 +130,7 @@ def parts(model: nn.Module, settings: PsSettings) -> tuple[Part, ...]:
             begun = offset
         offset += parameter.numel()
     if total - begun < MIN_PART_ELEMENTS:
-        cuts.discard(begun)  # the rest is too small for a part of its own
+        cuts.discard(begun)  # the rest is too small for a separate part
     bounds = [total * server // servers for server in range(servers + 1)]
     edges = sorted({0, total, *cuts, *bounds})
     owners = {start: next(s for s in range(servers) if start < bounds[s + 1]) for start in edges[:-1]}

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs.ps import PsSettings, calls, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, Indices, PartAnswer
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices, PartAnswer
 from rolecall.jobs.ps.model import Part
 from rolecall.jobs.ps.wire import Receiver, Sender
 
@@ -130,10 +130,11 @@ class Replica:
         """Sends part `index` [elements] of the gradient to its server."""
         report = self._report if index == 0 else None  # the lead has part 0
         server, key = self._servers[self.parts[index].server], GradientKey(self.context.me.name, self.number)
+        message = GradientPart(key, index, gradient, report)
         sent = self._exchanges[-1]
         if gradient is not None:
             self.metrics.ps_payload_bytes.labels("up").inc(gradient.nbytes)
-        sent[index] = self.context.call(server, calls.exchange, key, index, gradient, report, timeout=self._deadline)
+        sent[index] = self.context.call(server, calls.exchange, message, timeout=self._deadline)
         if len(sent) == len(self.parts):
             self.number += 1
 
@@ -176,7 +177,7 @@ class Piece:
 
 
 def _needs(module: nn.Module, pieces: list[list[Piece]]) -> dict[nn.Module, set[int]]:
-    """The parts that each layer needs. A layer is a module with parameters of its own; it may also use those of the
+    """The parts that each layer needs. A layer is a module that has parameters itself; it may also use those of the
     modules within it without calling these.
     """
     parts: dict[nn.Parameter, set[int]] = {}

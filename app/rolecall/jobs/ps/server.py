@@ -18,7 +18,7 @@ from rolecall.jobs.ps.server_model import ServerModel
 from rolecall.jobs.ps.wire import Views, decode
 
 STEP = "step"  # Adam's count of updates, the one tensor of an optimizer that has no element for each parameter
-# tensors by optimizer; a momentum of differences has a name of its own, so it is never taken for one of gradients
+# tensors by optimizer; a momentum of differences has another name, so it is never loaded as one of gradients
 STATES = {"adam": {STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "local": {"outer_momentum_buffer"}}
 
 
@@ -111,7 +111,7 @@ class Shard:
         local = settings.update_mode == "local"
         self._lr = settings.outer_lr if local else settings.lr
         self._prefix = "outer_" if local else ""  # of the optimizer's tensors
-        # each part has memory of its own: RPC sends a tensor's whole memory
+        # each part has separate memory, because RPC sends a tensor's whole memory
         self._parameters = {
             index: nn.Parameter(torch.zeros(extent.stop - extent.start)) for index, extent in self.parts.items()
         }
@@ -183,7 +183,7 @@ class Shard:
         """Keeps a part of a gradient, as it travels. Returns whether all of this shard's parts of it are here."""
         with self._lock:
             if key.trainer in self._lost:
-                return False  # nobody waits for the answer
+                return False  # no caller waits for the answer
             received = self._received.setdefault(key, _Received())
             received.gradients[part], received.answers[part] = gradient, answer
             received.report = report or received.report

@@ -38,7 +38,7 @@ class ServerModel:
         self._version, self._flat = 0, torch.empty(0)
 
     def publish(self, version: int, flat: Tensor) -> None:
-        """The next passes begin with the parameters `flat` [total], which nobody may change."""
+        """The next passes begin with the parameters `flat` [total], which must not change."""
         with self._lock:
             self._version, self._flat = version, flat
 

@@ -1,7 +1,7 @@
 """Reinforcement learning: an agent (rank 0) learns from observers that step gymnasium environments.
 
 After "Implementing batch RPC processing using asynchronous executions" and "Getting started with distributed RPC
-framework" of the PyTorch tutorials; what differs and why is in docs/rl.md.
+framework" of the PyTorch tutorials. docs/rl.md lists the differences.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class RlSettings(Settings):
     )
     wrappers: Annotated[str, FromUser()] = Field(
         "",
-        description="package.module:function that wraps each environment; empty: images are converted to "
-        "grey, "
-        "scaled to 84 x 84 and stacked by four",
+        description="package.module:function that wraps each environment; empty: images are converted to grey, scaled "
+        "to 84 x 84 and stacked by four",
     )
     env_timeout: Seconds = Field(
         60.0, description="deadline of one step of the environments; an observer that exceeds it is replaced"
@@ -127,15 +126,6 @@ JOB = Job(
     metrics=METRICS,
     score="return",
     unit="steps",
-    pinned=(
-        "algorithm",
-        "env_id",
-        "wrappers",
-        "policy",
-        "memory",
-        "hidden_size",
-        "normalize",
-        "exploration",
-    ),
+    pinned=("algorithm", "env_id", "wrappers", "policy", "memory", "hidden_size", "normalize", "exploration"),
     layout=2,
 )

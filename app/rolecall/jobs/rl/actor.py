@@ -1,4 +1,4 @@
-"""Acting: from observations to actions, with what an environment's next action depends on besides.
+"""Chooses actions for observations, and records the trajectories of environments.
 
 Shapes: n are environments, ... an observation's own shape, A an action's, S a recurrent policy's state.
 """
@@ -20,8 +20,8 @@ from rolecall.jobs.rl.model import ActorCritic, to_tensor
 
 @dataclass
 class Memory:
-    """What is carried from step to step for n environments: `state` [n, S] (S is 0 without a recurrent policy), and
-    gSDE's `noise` [n, ...] or None. Where inference happens, there it is held.
+    """The values that n environments carry from step to step: `state` [n, S] (S is 0 without a recurrent policy), and
+    the `noise` [n, ...] of gSDE, or None. The rank that computes actions holds it.
     """
 
     state: Tensor
@@ -29,26 +29,26 @@ class Memory:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is carried."""
+        """Whether the environments carry no values."""
         return self.state.shape[1] == 0 and self.noise is None
 
 
 class Choice(NamedTuple):
-    """Actions [n, A], and the logarithms of the probabilities [n] float32 that they had."""
+    """Actions [n, A] and their log probabilities [n] float32."""
 
     actions: Array
     log_probabilities: Array
 
 
 class Actor:
-    """Acts with a model's policy."""
+    """Chooses actions with the policy of a model."""
 
     def __init__(self, model: ActorCritic, device: torch.device) -> None:
         self.model = model.to(device).eval()
         self.device = device
 
     def load(self, policy: PolicyState) -> None:
-        """Acts with this policy from now on."""
+        """Replaces the policy."""
         self.model.load_policy(policy)
 
     def remember(self, count: int) -> Memory:
@@ -57,7 +57,7 @@ class Actor:
         return Memory(state, self.model.actions.draw(count))
 
     def refresh(self, memory: Memory) -> None:
-        """Draws the noise anew, at a rollout's beginning: the policy has changed."""
+        """Draws new noise at the start of a rollout, because the policy has changed."""
         if memory.noise is not None:
             memory.noise = self.model.actions.draw(len(memory.state))
 
@@ -65,8 +65,8 @@ class Actor:
     def act(self, observations: Array, dones: Array, memories: Sequence[Memory]) -> Choice:
         """Samples an action for each of the observations [n, ...]; `dones` [n] are of the steps that led to them.
 
-        The memories are those of the environments in order, and are advanced. After an episode's last observation the
-        state is that of a beginning: the next observation is the next episode's first.
+        The memories are those of the environments in order, and are advanced. After the last observation of an episode
+        the state is the initial one, because the next observation is the first of the next episode.
         """
         rows = to_tensor(observations, self.device)
         if memories[0].empty:
@@ -86,7 +86,7 @@ class Actor:
 
     @torch.inference_mode()
     def best(self, observations: Array, dones: Array, memory: Memory) -> Array:
-        """The most probable action for each of the observations, otherwise as `act`."""
+        """The most probable action for each of the observations; otherwise as `act`."""
         parameters, state = self.model.act(to_tensor(observations, self.device), memory.state)
         goes_on = torch.from_numpy(dones == Done.CONTINUES).to(self.device)
         memory.state = state * goes_on[:, None]
@@ -97,7 +97,7 @@ class Actor:
 class Recorder:
     """Builds a `Trajectory` from the observations before and the actions of each step.
 
-    `memory` belongs to the environments, and `Actor.act` advances it. Its state is recorded every SEQUENCE_STEPS.
+    `Actor.act` advances the `memory` of the environments. Its state is recorded every SEQUENCE_STEPS.
     Shapes: n are the environments, ... an observation's own shape, A an action's.
     """
 
@@ -108,27 +108,31 @@ class Recorder:
         self._states: list[Array] = []
 
     def see(self, observations: Array, rewards: Array, dones: Array) -> None:
-        """Takes what the environments show now, [n, ...], and the rewards and dones [n] of the step that led here."""
+        """Records the newest observations [n, ...], and the rewards and dones [n] of the step that led to them."""
         if len(self._chosen) % messages.SEQUENCE_STEPS == 0:
             self._states.append(self.memory.state.cpu().numpy())
         self._seen.append((observations, rewards, dones))
 
     def choose(self, actions: Array, log_probabilities: Array) -> None:
-        """Takes the actions [n, A] for what was seen last, and their log probabilities [n]."""
+        """Records the actions [n, A] for the newest observations, and their log probabilities [n]."""
         self._chosen.append((actions, log_probabilities))
 
     def trajectory(self) -> Trajectory:
-        """All of it. Raises ValueError unless the observations after the last action were seen."""
+        """The recorded trajectory. Raises ValueError unless the observations after the last action were recorded."""
         steps = len(self._chosen)
         if not steps or len(self._seen) != steps + 1:
             raise ValueError(f"{len(self._seen)} observations for {steps} actions")
         observations, rewards, dones = (np.stack(column) for column in zip(*self._seen, strict=True))
         actions, log_probabilities = (np.stack(column) for column in zip(*self._chosen, strict=True))
-        # a row is experience unless the step that led to it ended an episode
-        experience = dones[:-1] == Done.CONTINUES
-        states = np.stack(self._states)
         return Trajectory(
-            observations, actions, log_probabilities, rewards[1:], dones[1:], experience, states, self.version
+            observations=observations,
+            actions=actions,
+            log_probabilities=log_probabilities,
+            rewards=rewards[1:],
+            dones=dones[1:],
+            experience=dones[:-1] == Done.CONTINUES,  # a step after the end of an episode only resets
+            states=np.stack(self._states),
+            version=self.version,
         )
 
 

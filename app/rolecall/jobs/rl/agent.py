@@ -23,9 +23,12 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
     choices = choose(settings, env.spaces)
     learner = Learner(model.build(settings, env.spaces, choices), settings, choices, context.device, context.threads)
     score = Score(env.threshold, settings.solved_by, env.longest)
-    # what shapes the model; a policy of one's own has no features to explore with
-    chosen = {"hidden_size": choices.hidden_size, "normalize": choices.normalize,
-              "exploration": None if settings.policy else choices.exploration}  # fmt: skip
+    # values that determine the shape of the model; a user's policy has no features for gSDE
+    chosen = {
+        "hidden_size": choices.hidden_size,
+        "normalize": choices.normalize,
+        "exploration": None if settings.policy else choices.exploration,
+    }
     state = context.restore({"learner": learner, "score": score, "samples": 0}, chosen)
     actor = Actor(model.build(settings, env.spaces, choices), context.device)
     sizes = envs.group_sizes(choices.num_envs, settings.inference)
@@ -38,14 +41,22 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
     def ended() -> bool:
         return score.solved or bool(settings.max_steps and state["samples"] >= settings.max_steps)
 
-    steps = context.steps(settings.max_iterations, until=ended, work=settings.max_steps or None, goal=env.threshold,
-                          env_id=settings.env_id, threshold=env.threshold, algorithm=settings.algorithm,
-                          inference=settings.inference, observers=len(context.peers("observer")))  # fmt: skip
+    steps = context.steps(
+        settings.max_iterations,
+        until=ended,
+        work=settings.max_steps or None,
+        goal=env.threshold,
+        env_id=settings.env_id,
+        threshold=env.threshold,
+        algorithm=settings.algorithm,
+        inference=settings.inference,
+        observers=len(context.peers("observer")),
+    )
     for iteration in steps:
         with context.timer() as timer:
             experience = rollouts.collect()
         if not experience.trajectories:
-            context.redo()  # every observer was lost
+            context.redo()  # all observers were lost
             continue
         if settings.pipeline:
             rollouts.start()
@@ -53,9 +64,9 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
         for trajectory in experience.trajectories:
             metrics.rl_policy_age_versions.observe(learner.version - trajectory.version)
         score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
-        told: dict[str, Any] = {"rl_update_passes": 0.0}
+        gauges: dict[str, Any] = {"rl_update_passes": 0.0}
         if not score.holds:
-            told = _learn(context, learner, experience.trajectories, progress())
+            gauges = _learn(context, learner, experience.trajectories, progress())
         state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
         if settings.algorithm == "reinforce" and not all(experience.episodes):
             context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
@@ -69,24 +80,29 @@ def run(context: Context[RlSettings]) -> dict[str, Any]:
             rl_return_running=score.running,
             rl_episode_steps=score.mean_length,
             rl_policy_version=learner.version,
-            **told,
+            **gauges,
         )
     rollouts.finish()
     if score.solved:
         message = f"Solved! {score}"
     else:
-        by_steps = settings.max_steps and state["samples"] >= settings.max_steps
-        where = f"MAX_STEPS={settings.max_steps}" if by_steps else f"MAX_ITERATIONS={settings.max_iterations}"
+        limit = f"MAX_STEPS={settings.max_steps}" if ended() else f"MAX_ITERATIONS={settings.max_iterations}"
         bar = "has no reward threshold" if env.threshold is None else f"solves at {env.threshold:g}"
-        message = f"Stopped at {where}. {score}; {settings.env_id} {bar}"
-    return context.finish(message, solved=score.solved, iterations=context.step, running_return=score.running,
-                          mean_return=score.mean or 0.0, env_steps=state["samples"])  # fmt: skip
+        message = f"Stopped at {limit}. {score}; {settings.env_id} {bar}"
+    return context.finish(
+        message,
+        solved=score.solved,
+        iterations=context.step,
+        running_return=score.running,
+        mean_return=score.mean or 0.0,
+        env_steps=state["samples"],
+    )
 
 
 def _learn(
     context: Context[RlSettings], learner: Learner, trajectories: Sequence[Trajectory], progress: float
 ) -> dict[str, float]:
-    """Updates the policy. Returns the gauges that tell of it."""
+    """Updates the policy. Returns the values of the gauges of the update."""
     with context.timer() as timer:
         update = learner.update(trajectories, progress)
     context.metrics.rl_update_seconds.observe(timer.seconds)
@@ -106,14 +122,14 @@ def _learn(
 
 
 class Experience(NamedTuple):
-    """What the observers did in an iteration: the episodes that ended at each, and the trajectories of all."""
+    """The result of an iteration's rollouts: the episodes that ended at each observer, and all trajectories."""
 
     episodes: list[list[Episode]]
     trajectories: list[Trajectory]
 
 
 class Rollouts:
-    """The observers' rollouts: requested, and waited for."""
+    """Requests rollouts from the observers, and waits for them."""
 
     def __init__(
         self, context: Context[RlSettings], learner: Learner, actor: Actor, spaces: Spaces, sizes: list[int]
@@ -131,30 +147,36 @@ class Rollouts:
         self._under_way: Iterator[tuple[Peer, Rollout]] | None = None
 
     def start(self) -> None:
-        """Requests the next rollouts, under the policy as it is now."""
-        context, policy = self.context, self.learner.policy_state()
-        here = context.settings.inference == "agent"  # the actions are made
-        if here:
+        """Requests the next rollouts under the current policy."""
+        context = self.context
+        policy = self.learner.policy_state()
+        groups: dict[Group, int] = {}
+        if context.settings.inference == "agent":
             self.actor.load(policy)
-        acting = context.peers("observer") if here else []
-        groups = {Group(peer.name, number): size for peer in acting for number, size in enumerate(self.sizes)}
+            for peer in context.peers("observer"):
+                groups.update({Group(peer.name, number): size for number, size in enumerate(self.sizes)})
         self.batcher.begin(groups, self.learner.version)
-        self._under_way = context.call_each("observer", calls.rollout, None if here else policy, self.learner.version,
-                                            timeout=context.settings.rollout_timeout)  # fmt: skip
+        self._under_way = context.call_each(
+            "observer",
+            calls.rollout,
+            policy if context.settings.inference == "observer" else None,
+            self.learner.version,
+            timeout=context.settings.rollout_timeout,
+        )
 
     def collect(self) -> Experience:
-        """Waits for the rollouts that were requested, or requests them. An observer that is lost is left out."""
+        """Waits for the rollouts, after requesting them if they are not under way. Leaves out lost observers."""
         if self._under_way is None:
             self.start()
         assert self._under_way is not None
         rollouts, self._under_way = dict(self._under_way), None
         episodes, trajectories = [], []
-        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a run can be repeated, whoever came first
+        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a fixed order makes a run repeatable
             episodes.append(rollouts[observer].episodes)
             trajectories += rollouts[observer].trajectories or self.batcher.trajectories(observer.name)
         return Experience(episodes, trajectories)
 
     def finish(self) -> None:
-        """Waits for rollouts that nobody learns from any more."""
+        """Waits for the rollouts that are under way, and drops them."""
         for _ in self._under_way or ():
             pass

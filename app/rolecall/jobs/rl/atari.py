@@ -1,8 +1,8 @@
-"""Atari's games: the Arcade Learning Environment steps them together, in C++, with their usual preprocessing.
+"""Atari games: the Arcade Learning Environment steps them in C++, with the usual preprocessing (Mnih et al. 2015).
 
-The last four frames, grey and of 84 x 84 pixels, each of them the maximum of the last two of four that an action is
-repeated for; up to 30 no-ops and, where a game needs it, the fire button at an episode's start (Mnih et al. 2015).
-Rewards are as they are, and a lost life is no end.
+An observation is the last four frames, grey and of 84 x 84 pixels. An action is repeated for four frames, and the
+maximum of the last two is kept. An episode starts with up to 30 no-ops and, if the game needs it, the fire button.
+Rewards are not clipped, and the loss of a life does not end an episode.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from gymnasium.vector import AutoresetMode
 
 from rolecall import UsageError
 
-SKIP = 4  # frames that an action is repeated for
-SCREEN = 84  # pixels a side
-STACK = 4  # frames
-NOOPS = 30  # most actions without effect at an episode's start
-# arguments that the vector implementation has as well
-KNOWN = {"game", "repeat_action_probability", "full_action_space", "frameskip", "max_num_frames_per_episode",
-         "continuous", "continuous_action_threshold"}  # fmt: skip
+FRAME_SKIP = 4  # frames that an action is repeated for
+SCREEN_PIXELS = 84  # of a side
+STACKED_FRAMES = 4
+MAX_NOOPS = 30  # at the start of an episode
+# arguments that the vector implementation takes too
+VECTOR_ARGUMENTS = {
+    "game",
+    "repeat_action_probability",
+    "full_action_space",
+    "frameskip",
+    "max_num_frames_per_episode",
+    "continuous",
+    "continuous_action_threshold",
+}
 
 
 def register(name: str) -> None:
-    """Registers the games where `name` may be one of them. Raises UsageError where it is, and ale-py is missing."""
+    """Registers the games if ale-py is installed. Raises UsageError if it is not and `name` is a game."""
     if importlib.util.find_spec("ale_py"):
         importlib.import_module("ale_py")
     elif name.startswith("ALE/"):
@@ -35,45 +42,46 @@ def register(name: str) -> None:
 
 
 def fits(spec: EnvSpec) -> bool:
-    """Whether `spec` is a game whose arguments the vector implementation takes."""
+    """Whether `spec` is a game, and the vector implementation takes its arguments."""
     return (
         spec.entry_point == "ale_py.env:AtariEnv"
-        and set(spec.kwargs) <= KNOWN
-        and type(spec.kwargs.get("frameskip", SKIP)) is int
+        and set(spec.kwargs) <= VECTOR_ARGUMENTS
+        and type(spec.kwargs.get("frameskip", FRAME_SKIP)) is int
         and spec.max_episode_steps is None
         and not spec.additional_wrappers
     )
 
 
 def vector(spec: EnvSpec, num_envs: int, threads: int) -> gymnasium.vector.VectorEnv[Any, Any, Any] | None:
-    """`num_envs` games that `threads` threads step; None where `spec` is no such game.
-
-    Ids without frame skipping skip as the others do: their name says that the emulator itself does not.
-    """
+    """`num_envs` games that `threads` threads step; None if `spec` does not fit."""
     if not fits(spec):
         return None
-    kwargs = spec.kwargs
-    frameskip = kwargs.get("frameskip", SKIP)
     envs = importlib.import_module("ale_py.vector_env").AtariVectorEnv(
         num_envs=num_envs,
         num_threads=min(threads, num_envs),
         reward_clipping=False,
         autoreset_mode=AutoresetMode.NEXT_STEP,
-        img_height=SCREEN,
-        img_width=SCREEN,
-        stack_num=STACK,
-        noop_max=NOOPS,
-        **{**kwargs, "frameskip": SKIP if frameskip == 1 else frameskip},
+        img_height=SCREEN_PIXELS,
+        img_width=SCREEN_PIXELS,
+        stack_num=STACKED_FRAMES,
+        noop_max=MAX_NOOPS,
+        **{**spec.kwargs, "frameskip": _frame_skip(spec)},
     )
     envs.spec = spec
     return envs  # type: ignore[no-any-return]
 
 
+def _frame_skip(spec: EnvSpec) -> int:
+    """Frames that an action is repeated for. Ids whose emulator repeats none get the usual number too."""
+    frame_skip: int = spec.kwargs.get("frameskip", FRAME_SKIP)
+    return FRAME_SKIP if frame_skip == 1 else frame_skip
+
+
 class Fire(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Presses the fire button at an episode's start, in games that have one."""
+    """Presses the fire button at the start of an episode, in games that have one."""
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        """As the environment's own, with a step more."""
+        """See `gymnasium.Env.reset`; makes one more step."""
         observation, info = self.env.reset(**arguments)
         meanings = self.get_wrapper_attr("get_action_meanings")()
         if len(meanings) > 1 and meanings[1] == "FIRE":
@@ -84,13 +92,12 @@ class Fire(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def single(spec: EnvSpec, **arguments: Any) -> gymnasium.Env[Any, Any]:
-    """One game with the same preprocessing, which can be rendered. Raises ImportError where OpenCV is missing."""
-    frameskip = spec.kwargs.get("frameskip", SKIP)
+    """One game with the same preprocessing, which can be rendered. Raises ImportError if OpenCV is missing."""
     env = gymnasium.make(spec, disable_env_checker=True, **{**arguments, "frameskip": 1})
     try:
         screen = gymnasium.wrappers.AtariPreprocessing(
-            env, noop_max=NOOPS, frame_skip=SKIP if frameskip == 1 else frameskip, screen_size=SCREEN
+            env, noop_max=MAX_NOOPS, frame_skip=_frame_skip(spec), screen_size=SCREEN_PIXELS
         )
     except gymnasium.error.DependencyNotInstalled:
         raise ImportError("images need OpenCV: pip install opencv-python-headless") from None
-    return gymnasium.wrappers.FrameStackObservation(Fire(screen), STACK)
+    return gymnasium.wrappers.FrameStackObservation(Fire(screen), STACKED_FRAMES)

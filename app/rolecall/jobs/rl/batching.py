@@ -1,4 +1,4 @@
-"""Batched inference at the agent: the observers' calls that are waiting go through the policy together.
+"""Batched inference at the agent: one forward pass answers all waiting calls of the observers.
 
 Shapes: n are the environments of a group, ... an observation's own shape, A an action's.
 """
@@ -19,13 +19,13 @@ from rolecall import PeerLostError
 from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.messages import Array, Trajectory, unpack
 
-MAX_BATCH = 4096  # observations: bounds the memory and the time of one forward pass
-BATCH_WAIT = 0.0002  # seconds: less than half a call's round trip, so a late group costs the others little
-Answer = bytes | Exception  # actions [n, A], or what the caller is to raise
+MAX_BATCH_OBSERVATIONS = 4096  # bounds the memory and the time of one forward pass
+BATCH_WAIT_SECONDS = 0.0002  # less than half the round trip of a call, so a late group delays the others little
+Answer = bytes | Exception  # actions [n, A], or the exception that the caller raises
 
 
 class Group(NamedTuple):
-    """A group of environments: the observer that steps it, and its number there."""
+    """A group of environments: its observer, and its number there."""
 
     observer: str
     number: int
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A group's call that waits for actions; observations [n, ...], and dones [n] of the step that led to them."""
+    """A call that waits for actions for observations [n, ...]; dones [n] are of the step that led to them."""
 
     group: Group
     recorder: Recorder
@@ -44,12 +44,12 @@ class PendingCall:
 
 
 class Batcher:
-    """Answers `submit` with actions, and records the trajectories that the calls make up.
+    """Answers `submit` with actions, and records the trajectories of the groups.
 
-    A batch takes the calls that are waiting, up to `max_batch` observations (no single call is split). It leaves when
-    it is full, when every group that is under way is waiting in it, or `wait` seconds after its first call came: nobody
-    waits for a slow or dead observer. The groups' memories are kept here from rollout to
-    rollout. `observe` is called with the size and the seconds of each forward pass.
+    A batch consists of waiting calls with up to `max_batch` observations; a single call is not split. It is computed
+    when it is full, when it has a call of every group whose rollout is under way, or `wait` seconds after its first
+    call, so that a slow or dead observer delays no other. The memories of the groups stay here from rollout to rollout.
+    `observe` is called with the size and the seconds of each forward pass.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Batcher:
         actor: Actor,
         shape: tuple[int, ...],
         dtype: Any,
-        max_batch: int = MAX_BATCH,
-        wait: float = BATCH_WAIT,
+        max_batch: int = MAX_BATCH_OBSERVATIONS,
+        wait: float = BATCH_WAIT_SECONDS,
         observe: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         self._actor, self._shape, self._dtype = actor, shape, dtype
@@ -73,8 +73,8 @@ class Batcher:
         self._thread.start()
 
     def begin(self, groups: Mapping[Group, int], version: int) -> None:
-        """Starts a rollout of `groups`, of so many environments each, under the policy of `version`; what is left of
-        the one before is dropped.
+        """Starts a rollout of `groups`, with their numbers of environments, under the policy of `version`. Drops the
+        rest of the previous rollout.
         """
         with self._condition:
             self._refuse(self._calls, PeerLostError("the rollout is over"))
@@ -88,7 +88,7 @@ class Batcher:
             self._finished = {}
 
     def drop(self, observer: str) -> None:
-        """Forgets `observer` and what its environments carried: its calls are refused from now on."""
+        """Drops `observer` and the memories of its groups: its calls are refused from now on."""
         with self._condition:
             for group in [group for group in self._recorders if group.observer == observer]:
                 del self._recorders[group], self._memories[group]
@@ -99,10 +99,10 @@ class Batcher:
             self._condition.notify()
 
     def submit(self, group: Group, message: bytes, last: bool) -> Future[Answer]:
-        """Takes a group's packed step; the answer is its actions [n, A] as bytes, or what the caller is to raise:
-        PeerLostError where the group is not part of the rollout, or the policy's error.
+        """Takes a packed step of a group. The answer is its actions [n, A] as bytes, or the exception that the caller
+        raises: PeerLostError if the group is not part of the rollout, or the error of the policy.
 
-        The `last` call of a rollout completes its trajectory and is answered at once, with nothing.
+        The `last` call of a rollout completes its trajectory, and the answer to it is empty.
         Raises ValueError for a message of another shape.
         """
         observations, rewards, dones = unpack(message, self._shape, self._dtype)
@@ -118,17 +118,19 @@ class Batcher:
                 self._finished[group] = recorder.trajectory()
                 answer.set_result(b"")
             else:
-                self._calls.append(PendingCall(group, recorder, observations, dones, answer, time.monotonic()))
+                self._calls.append(
+                    PendingCall(group, recorder, observations, dones, answer=answer, since=time.monotonic())
+                )
             self._condition.notify()
         return answer
 
     def trajectories(self, observer: str) -> list[Trajectory]:
-        """The finished trajectories of an observer's groups, in order of their numbers."""
+        """The finished trajectories of the groups of an observer, in the order of their numbers."""
         with self._condition:
             return [self._finished[group] for group in sorted(self._finished) if group.observer == observer]
 
     def close(self) -> None:
-        """Refuses what is waiting, and ends the thread."""
+        """Refuses the waiting calls, and ends the thread."""
         with self._condition:
             self._closed = True
             self._refuse(self._calls, PeerLostError("the agent has ended"))
@@ -142,13 +144,13 @@ class Batcher:
                 batch = self._next_batch()
             try:
                 self._answer(batch)
-            except Exception as error:  # the callers raise it, and end with it
+            except Exception as error:  # the callers raise it
                 self._refuse([call for call in batch if not call.answer.done()], error)
 
     def _next_batch(self) -> list[PendingCall]:
-        """Waits for a batch; empty where the calls were dropped, or once closed. The condition is held."""
+        """Waits for a batch; empty if the calls were dropped or the batcher is closed. Needs the condition."""
         while not self._calls and not self._closed:
-            self._condition.wait()  # bounded by `close`; no caller is waiting now
+            self._condition.wait()  # `close` ends it; no caller waits now
         leaves = self._calls[0].since + self._wait if self._calls else 0.0
         while self._calls and self._size() < self._max_batch and len(self._calls) < self._under_way():
             left = leaves - time.monotonic()
@@ -186,7 +188,7 @@ class Batcher:
                 if self._recorders.get(call.group) is call.recorder:
                     call.recorder.choose(chosen, log_probabilities[part])
                     answers.append((call.answer, chosen.tobytes()))
-                else:  # `begin` or `drop` came while the policy computed
+                else:  # `begin` or `drop` was called during the forward pass
                     self._refuse([call], PeerLostError("the rollout is over"))
         for answer, message in answers:
             answer.set_result(message)
@@ -194,4 +196,4 @@ class Batcher:
     @staticmethod
     def _refuse(calls: Iterable[PendingCall], error: Exception) -> None:
         for call in calls:
-            call.answer.set_result(error)  # RPC would pass an exception that was set on as a value all the same
+            call.answer.set_result(error)  # RPC would return an exception set by `set_exception` as a value too

@@ -1,4 +1,4 @@
-"""The functions that ranks call at one another over RPC, and the objects of this rank that they act on."""
+"""The functions that ranks call over RPC, and the objects that they use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ observe: RankObject[Callable[[PolicyState | None, int], Rollout]] = RankObject()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def act(observer: str, number: int, message: bytes, last: bool) -> Future[Answer]:
-    """Called at the agent, for each step of an observer's group. See `Batcher.submit`."""
-    return batcher.get().submit(Group(observer, number), message, last)
+def act(group: Group, message: bytes, last: bool) -> Future[Answer]:
+    """Called at the agent, for each step of a group. See `Batcher.submit`."""
+    return batcher.get().submit(group, message, last)
 
 
 @in_turn
 def rollout(policy: PolicyState | None, version: int) -> Rollout:
-    """Called at an observer, for each iteration. Without `policy`, which has `version`, it calls `act` for actions."""
+    """Called at an observer, for each iteration. Without a `policy`, the observer calls `act` for actions."""
     return observe.get()(policy, version)

@@ -1,7 +1,7 @@
 """Defaults of the settings that depend on the algorithm and the kind of spaces.
 
-The values were chosen by measurement over several environments of each kind (docs/rl.md). None depends on an
-environment's id.
+The values were chosen by measurements on several environments of each kind (docs/rl.md). None depends on the id of an
+environment.
 """
 
 from __future__ import annotations
@@ -34,84 +34,51 @@ class Choices:
     hidden_size: int
 
 
+# common values of PPO
+PPO = Choices(
+    num_envs=16,
+    rollout_steps=64,
+    epochs=10,
+    minibatches=8,
+    lr=1e-3,
+    gamma=0.99,
+    gae_lambda=0.95,
+    clip_ratio=0.2,
+    target_kl=0.01,
+    entropy_coef=0.0,
+    normalize=True,
+    exploration="gaussian",
+    hidden_size=64,
+)
 DEFAULTS: dict[Kind, Choices] = {
     # the tutorial's values
-    "reinforce": Choices(
+    "reinforce": replace(
+        PPO,
         num_envs=64,
-        rollout_steps=64,
         epochs=1,
         minibatches=4,
         lr=1e-2,
-        gamma=0.99,
         gae_lambda=1.0,
-        clip_ratio=0.2,
         target_kl=0.0,
-        entropy_coef=0.0,
         normalize=False,
-        exploration="gaussian",
         hidden_size=128,
     ),
-    "discrete": Choices(
-        num_envs=16,
-        rollout_steps=32,
-        epochs=10,
-        minibatches=4,
-        lr=1e-3,
-        gamma=0.999,
-        gae_lambda=0.95,
-        clip_ratio=0.2,
-        target_kl=0.01,
-        entropy_coef=0.0,
-        normalize=True,
-        exploration="gaussian",
-        hidden_size=64,
-    ),
-    # one number: wide noise that is held reaches states that no single action does
-    "scalar": Choices(
-        num_envs=8,
-        rollout_steps=128,
-        epochs=10,
-        minibatches=8,
-        lr=1e-3,
-        gamma=0.99,
-        gae_lambda=0.95,
-        clip_ratio=0.2,
-        target_kl=0.03,
-        entropy_coef=0.0,
-        normalize=True,
-        exploration="sde",
-        hidden_size=64,
-    ),
+    "discrete": replace(PPO, rollout_steps=32, minibatches=4, gamma=0.999),
+    # one number: wide noise that is held reaches states that no single action reaches
+    "scalar": replace(PPO, num_envs=8, rollout_steps=128, target_kl=0.03, exploration="sde"),
     # several numbers: wide noise hides the effect of each
-    "continuous": Choices(
-        num_envs=16,
-        rollout_steps=64,
-        epochs=10,
-        minibatches=8,
-        lr=1e-3,
-        gamma=0.995,
-        gae_lambda=0.95,
-        clip_ratio=0.2,
-        target_kl=0.01,
-        entropy_coef=0.0,
-        normalize=True,
-        exploration="gaussian",
-        hidden_size=64,
-    ),
-    # common values: the samples of two observers make minibatches of 256
-    "pixels": Choices(
+    "continuous": replace(PPO, gamma=0.995),
+    # the samples of two observers make minibatches of 256
+    "pixels": replace(
+        PPO,
         num_envs=8,
         rollout_steps=128,
         epochs=4,
-        minibatches=8,
         lr=2.5e-4,
-        gamma=0.99,
-        gae_lambda=0.95,
         clip_ratio=0.1,
         target_kl=0.0,
         entropy_coef=0.01,
         normalize=False,
-        exploration="gaussian",
         hidden_size=512,
     ),
 }
@@ -129,7 +96,7 @@ def kind(settings: RlSettings, spaces: Spaces) -> Kind:
 
 
 def choose(settings: RlSettings, spaces: Spaces) -> Choices:
-    """The settings that are given, and the table's values for the others."""
+    """The values of the given settings, and defaults for the others."""
     given = {field.name: getattr(settings, field.name) for field in fields(Choices)}
     given = {name: value for name, value in given.items() if value is not None}
     return replace(DEFAULTS[kind(settings, spaces)], **given)

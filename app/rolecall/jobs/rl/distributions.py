@@ -1,7 +1,8 @@
 """Distributions over actions, by the action space.
 
-A network gives `size` numbers for each observation, the distribution's parameters; what else it learns, such as a
-standard deviation, is the distribution's own. Shapes: m are observations, A an action's own shape, k its size.
+A network maps each observation to `size` numbers, the parameters of the distribution. Parameters that do not depend on
+the observation, such as a standard deviation, belong to the distribution. Shapes: m are observations, A is the shape of
+an action, k its size.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor, nn
 
-# at the start, for one action and for several, where much noise would drown what each of them does
-LOG_STD = (0.0, -1.0)
-LOG_STD_SDE = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.4 and 0.2
-LEAST_VARIANCE = 1e-6
+# initial values, for one action and for several: wide noise would hide the effect of each of several
+INITIAL_LOG_STD = (0.0, -1.0)
+INITIAL_SDE_LOG_STD = (-0.5, -3.0)  # of each feature: with 64 in (-1, 1), deviations of about 2.4 and 0.2
+MIN_VARIANCE = 1e-6
 
 
 class Distribution(nn.Module):
-    """What all have in common. `noise` [m, ...] is gSDE's and None for the others; see `draw`."""
+    """A distribution. `noise` [m, ...] is that of gSDE, and None for the others; see `draw`."""
 
     size: int
 
     def draw(self, count: int) -> Tensor | None:
-        """What `count` environments add to their actions until it is drawn again; None where each step has its own."""
+        """Noise that `count` environments hold until it is drawn again; None if each step has independent noise."""
         return None
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -53,25 +54,25 @@ class Categorical(Distribution):
         self.size = size
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """By the exponential race: argmin of Exp(1)/p is a sample of p."""
+        """An exponential race: the argmin of Exp(1)/p is a sample of p."""
         return (parameters - torch.empty_like(parameters).exponential_().log_()).argmax(-1)
 
     def best(self, parameters: Tensor) -> Tensor:
-        """The largest logit's."""
+        """The action with the largest logit."""
         return parameters.argmax(-1)
 
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        """Log-softmax at the action."""
+        """The log-softmax at the action."""
         return torch.log_softmax(parameters, -1).gather(-1, actions[..., None]).squeeze(-1)
 
     def entropy(self, parameters: Tensor) -> Tensor:
-        """Of the softmax."""
+        """The entropy of the softmax."""
         log_probabilities = torch.log_softmax(parameters, -1)
         return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
 class MultiCategorical(Distribution):
-    """Independent choices, one of `counts[i]` each; the logits stand one after the other."""
+    """Independent choices among `counts[i]` actions each; their logits are concatenated."""
 
     def __init__(self, counts: list[int]) -> None:
         super().__init__()
@@ -79,11 +80,11 @@ class MultiCategorical(Distribution):
         self._parts = [Categorical(count) for count in counts]  # without parameters
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Each choice apart."""
+        """A sample of each choice."""
         return self._each("sample", parameters)
 
     def best(self, parameters: Tensor) -> Tensor:
-        """Each choice's largest logit."""
+        """The largest logit of each choice."""
         return self._each("best", parameters)
 
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
@@ -102,44 +103,42 @@ class MultiCategorical(Distribution):
 
 
 class Bernoulli(Distribution):
-    """`size` independent switches, from the logits of 1."""
+    """`size` independent bits, from the logits of 1."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """1 with the logit's probability."""
+        """1 with the probability of the logit."""
         return (torch.rand_like(parameters) < parameters.sigmoid()).long()
 
     def best(self, parameters: Tensor) -> Tensor:
-        """1 where it is the more probable."""
+        """1 if it is more probable than 0."""
         return (parameters > 0).long()
 
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        """The sum over the switches."""
+        """The sum over the bits."""
         return -nn.functional.binary_cross_entropy_with_logits(parameters, actions.float(), reduction="none").sum(-1)
 
     def entropy(self, parameters: Tensor) -> Tensor:
-        """The sum over the switches."""
-        return nn.functional.binary_cross_entropy_with_logits(parameters, parameters.sigmoid(), reduction="none").sum(
-            -1
-        )
+        """The sum over the bits."""
+        probabilities = parameters.sigmoid()
+        return nn.functional.binary_cross_entropy_with_logits(parameters, probabilities, reduction="none").sum(-1)
 
 
 class Gaussian(Distribution):
-    """A diagonal Gaussian [k]: the network gives the mean; the deviation is the same for all observations.
-
-    The environment clips what is sampled: see `spaces`.
+    """A diagonal Gaussian [k]: the network computes the mean; the deviation is the same for all observations. See
+    `spaces` for the clipping of samples.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self.log_std = nn.Parameter(torch.full((size,), LOG_STD[size > 1]))
+        self.log_std = nn.Parameter(torch.full((size,), INITIAL_LOG_STD[size > 1]))
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Mean and noise."""
+        """The mean plus noise."""
         return parameters + self.log_std.exp() * torch.randn_like(parameters)
 
     def best(self, parameters: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ class Gaussian(Distribution):
         return parameters
 
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        """The density's logarithm."""
+        """The log density."""
         return _density(actions - parameters, self.log_std)
 
     def entropy(self, parameters: Tensor) -> Tensor:
@@ -158,14 +157,14 @@ class Gaussian(Distribution):
 class StateDependent(Distribution):
     """A diagonal Gaussian whose noise is a function of the state (gSDE; Raffin, Kober and Stulp 2021).
 
-    The network gives the mean [k] and features [f]; the noise is a random matrix times the features, and the same
-    matrix serves many steps: actions change as smoothly as the features do.
+    The network computes the mean [k] and features [f]; the noise is a random matrix times the features. The matrix is
+    held for many steps, so actions change as smoothly as the features.
     """
 
     def __init__(self, actions: int, features: int) -> None:
         super().__init__()
         self.split, self.size = [actions, features], actions + features
-        self.log_std = nn.Parameter(torch.full((features, actions), LOG_STD_SDE[actions > 1]))
+        self.log_std = nn.Parameter(torch.full((features, actions), INITIAL_SDE_LOG_STD[actions > 1]))
 
     def draw(self, count: int) -> Tensor | None:
         """One matrix [f, k] for each of `count` environments."""
@@ -174,7 +173,7 @@ class StateDependent(Distribution):
         return noise
 
     def sample(self, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Mean and noise [m, f, k] times the features."""
+        """The mean plus `noise` [m, f, k] times the features."""
         mean, features = parameters.split(self.split, -1)
         noise = self.draw(len(mean)) if noise is None else noise
         assert noise is not None
@@ -186,7 +185,7 @@ class StateDependent(Distribution):
         return parameters[..., : self.split[0]]
 
     def log_probability(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        """The density's logarithm, over the matrices that could have been drawn."""
+        """The log density over all matrices."""
         mean, log_std = self._moments(parameters)
         return _density(actions - mean, log_std)
 
@@ -197,7 +196,7 @@ class StateDependent(Distribution):
     def _moments(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
         mean, features = parameters.split(self.split, -1)
         variance: Tensor = features.square() @ (2 * self.log_std).exp()
-        return mean, 0.5 * (variance + LEAST_VARIANCE).log()
+        return mean, 0.5 * (variance + MIN_VARIANCE).log()
 
 
 def _density(difference: Tensor, log_std: Tensor) -> Tensor:
@@ -217,4 +216,4 @@ def distribution(space: Any, features: int = 0) -> Distribution:
         case Box():
             size = math.prod(space.shape)
             return StateDependent(size, features) if features else Gaussian(size)
-    raise ValueError(f"no distribution over {space}")  # `spaces` lets no others through
+    raise ValueError(f"no distribution over {space}")  # `spaces.read` refuses the others

@@ -1,6 +1,7 @@
-"""Environments: many of them as one, in gymnasium's next-step autoreset, with observations as they travel.
+"""Makes vectors of environments in gymnasium's next-step autoreset mode, with observations as they are sent.
 
-In this mode, the step after an episode's end resets: its action is ignored, its reward is 0, and it is no experience.
+In this mode, the step after the end of an episode resets: its action is ignored, its reward is 0, and it is no
+experience.
 
 Shapes: n are the environments of a group, ... an observation's own shape.
 """
@@ -26,19 +27,19 @@ from rolecall.jobs.rl import RlSettings, atari
 from rolecall.jobs.rl.messages import Array
 from rolecall.jobs.rl.spaces import Spaces, is_image, read, shown
 
-# Most steps of each environment to wait for an episode's end: far more than an episode of gymnasium's has, but an end
-# where an environment has none, so that a rollout is never endless.
+# of a rollout that waits for the end of an episode: most episodes are far shorter, but some have no end
 MAX_ROLLOUT_STEPS = 20_000
-SAYING = 1.0  # seconds for a line to standard error, whose reader may be stopped
-SCREEN = (84, 84)  # pixels, and the frames of a stack: Mnih et al. 2015
-STACK = 4
+WRITE_SECONDS = 1.0  # limit for a line to standard error, whose reader may be stopped
+SCREEN_PIXELS = (84, 84)  # Mnih et al. 2015
+STACKED_FRAMES = 4
 Env = gymnasium.Env[Any, Any]
 VectorEnv = gymnasium.vector.VectorEnv[Any, Any, Any]
 
 
 class Description(NamedTuple):
-    """An environment's spaces, the return at which it counts as solved, where it has one, and the most steps of an
-    episode, 0 where they are not bounded."""
+    """The spaces of an environment, the return at which it counts as solved, if it has one, and the maximum steps of an
+    episode, 0 if they are not bounded.
+    """
 
     spaces: Spaces
     threshold: float | None
@@ -46,14 +47,14 @@ class Description(NamedTuple):
 
 
 class WrongAnswerError(ValueError):
-    """What an environment returned is not what its spaces say; the text says what it is."""
+    """An environment returned a value that is not in its spaces; the text describes the value."""
 
 
 class Singles(gymnasium.vector.VectorEnv[Any, Any, Any]):
-    """Environments stepped one after the other, whose observations are of `space`. `at` is the one under way.
+    """Environments stepped one after the other, with observations of `space`. `at` is the number of the current one.
 
-    A step hands out arrays of its own. What an environment raises passes, and WrongAnswerError is raised for an
-    observation of another shape or of a dtype that `space` cannot hold.
+    Each step returns new arrays. Errors of an environment pass. WrongAnswerError is raised for an observation of
+    another shape or of a dtype that `space` cannot hold.
     """
 
     def __init__(self, envs: list[Env], space: Box) -> None:
@@ -68,7 +69,7 @@ class Singles(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._over = np.zeros(len(envs), np.bool_)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Environment number i with the seed `seed` + i."""
+        """Resets environment number i with the seed `seed` + i."""
         observations = np.empty((self.num_envs, *self._shape), self._dtype)
         for number, env in enumerate(self.envs):
             self.at = number
@@ -78,8 +79,8 @@ class Singles(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return observations, {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """Takes actions [n, ...]. Returns observations [n, ...], rewards [n] float64, what terminated and what was
-        truncated [n] bool.
+        """Takes actions [n, ...]. Returns observations [n, ...], rewards [n] float64, and which environments terminated
+        and which were truncated [n] bool.
         """
         n, over = self.num_envs, self._over
         observations = np.empty((n, *self._shape), self._dtype)
@@ -105,42 +106,36 @@ class Singles(gymnasium.vector.VectorEnv[Any, Any, Any]):
         observations[number] = observation
 
     def render(self) -> Any:
-        """The first environment's picture."""
+        """The picture of the first environment."""
         return self.envs[0].render()
 
     def close_extras(self, **_: Any) -> None:
-        """Closes them."""
+        """Closes the environments."""
         for env in self.envs:
             env.close()
 
 
-def make(settings: RlSettings, num_envs: int, render: bool = False) -> VectorEnv:
-    """`num_envs` environments stepped together, whose single observations are `describe(settings).spaces.observation`.
+def make(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[VectorEnv, Spaces]:
+    """`num_envs` environments that are stepped together, and their spaces.
 
-    With `render`, its `render()` is an RGB picture of the first one, [height, width, 3] uint8. Raises UsageError for an
-    id that does not exist, what cannot be made, or spaces that no policy is made for.
+    The environment's own vector implementation is used if it resets in the next step and its observations need no
+    change. A line on standard error tells if they are not made after ENV_TIMEOUT, because some load for minutes. With
+    `render`, the `render()` of the vector is an RGB picture of the first one, [height, width, 3] uint8.
+
+    Raises UsageError for an id that does not exist, environments that cannot be made, and spaces without a policy.
     """
-    return prepare(settings, num_envs, render)[0]
-
-
-def prepare(settings: RlSettings, num_envs: int, render: bool = False) -> tuple[VectorEnv, Spaces]:
-    """As `make`, with the environments' spaces.
-
-    The environment's own vector implementation is used where it resets in the next step and its observations need no
-    change. Where they are not made after ENV_TIMEOUT, a line on standard error says so: some load for minutes.
-    """
-    line = f"rolecall: ENV_ID={settings.env_id}: is not made after {settings.env_timeout:g} s, and is waited for\n"
+    line = f"rolecall: ENV_ID={settings.env_id}: is not made after {settings.env_timeout:g} s; still waiting\n"
     timer = threading.Timer(settings.env_timeout, sys.stderr.write, [line])
     timer.daemon = True
     timer.start()
     try:
-        return _prepare(settings, num_envs, render)
+        return _make(settings, num_envs, render)
     finally:
         timer.cancel()
-        timer.join(SAYING)
+        timer.join(WRITE_SECONDS)
 
 
-def _prepare(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
+def _make(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorEnv, Spaces]:
     name = f"ENV_ID={settings.env_id}"
     with UsageError.wrap(f"{name}: cannot be made"):
         spec = _spec_of(settings.env_id)
@@ -152,22 +147,22 @@ def _prepare(settings: RlSettings, num_envs: int, render: bool) -> tuple[VectorE
 
 
 def describe(settings: RlSettings) -> Description:
-    """What an environment is like. Raises UsageError as `make` does."""
-    envs, spaces = prepare(settings, 1)
+    """Describes ENV_ID. Raises UsageError as `make` does."""
+    envs, spaces = make(settings, 1)
     threshold, longest = (envs.spec.reward_threshold, envs.spec.max_episode_steps) if envs.spec else (None, None)
     envs.close()
     return Description(spaces, None if threshold is None else float(threshold), longest or 0)
 
 
 def group_sizes(num_envs: int, inference: str) -> list[int]:
-    """Environments in each group of an observer: two groups, so that one steps while the agent makes the other's
-    actions; one group where the observer makes them itself.
+    """Environments in each group of an observer: two groups, so that one steps while the agent computes the actions of
+    the other; one group if the observer computes them.
     """
     return [num_envs] if num_envs == 1 or inference == "observer" else [num_envs - num_envs // 2, num_envs // 2]
 
 
 def _spec_of(env_id: str) -> EnvSpec | None:
-    """The registered environment `env_id`, which may be of a module in the working directory; None for no such id."""
+    """The registered environment `env_id`, perhaps of a module in the working directory; None if there is none."""
     module, colon, name = env_id.rpartition(":")
     if colon:
         if str(Path.cwd()) not in sys.path:
@@ -182,7 +177,7 @@ def _spec_of(env_id: str) -> EnvSpec | None:
 
 
 def _vector(spec: EnvSpec, num_envs: int) -> VectorEnv | None:
-    """The environment's own vector implementation; None where it has none that can be used."""
+    """The environment's own vector implementation; None if it has none that can be used."""
     if spec.vector_entry_point is None:
         return None
     envs = gymnasium.make_vec(spec, num_envs=num_envs)
@@ -224,7 +219,7 @@ def _single(settings: RlSettings, spec: EnvSpec | str, render: bool) -> Env:
     mode: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
     if render and not settings.wrappers and isinstance(spec, EnvSpec) and atari.fits(spec):
         return atari.single(spec, **mode)
-    # what gymnasium's checker tests at the first step, `Envs` checks at every step
+    # `Envs` checks at every step what gymnasium's checker tests at the first
     env: Env = gymnasium.make(spec, disable_env_checker=True, **mode)
     if settings.wrappers:
         env = settings.build("wrappers", env)
@@ -243,11 +238,11 @@ def _is_rgb(space: Box) -> bool:
 
 
 def _stacked(env: Env) -> Env:
-    """Its last STACK pictures, small and grey: [STACK, *SCREEN]."""
+    """`env` with its newest pictures, small and grey: [STACKED_FRAMES, *SCREEN_PIXELS]."""
     wrappers = gymnasium.wrappers
     try:
-        # small first: a picture that is large takes longer to grey
-        small = wrappers.ResizeObservation(env, SCREEN)
+        # resized first, because a large picture takes longer to convert to grey
+        small = wrappers.ResizeObservation(env, SCREEN_PIXELS)
     except gymnasium.error.DependencyNotInstalled:
         raise ImportError("images need OpenCV: pip install opencv-python-headless") from None
-    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), STACK)
+    return wrappers.FrameStackObservation(wrappers.GrayscaleObservation(small), STACKED_FRAMES)

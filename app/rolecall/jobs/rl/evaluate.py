@@ -1,4 +1,4 @@
-"""`rolecall eval rl`: the returns of fresh episodes under a saved policy, and a video of one."""
+"""`rolecall eval rl`: the returns of new episodes under a saved policy, and a video of one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from rolecall.jobs.rl import RlSettings, model
 from rolecall.jobs.rl.actor import Actor
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Done
+from rolecall.jobs.rl.spaces import Spaces
 from rolecall.jobs.rl.stepping import Envs
 from rolecall.jobs.rl.video import FilmedEnv, Video
 from rolecall.jobs.support import choose_device, progress
 
-SEED_OFFSET = 1_000_003  # episodes that were not trained on
-TOGETHER = 100  # environments, at most
-MOST_STEPS = 30_000  # of an episode: more than ALE's 27,000, and an end where an environment has none
+SEED_OFFSET = 1_000_003  # gives episodes that were not trained on
+MAX_ENVIRONMENTS = 100  # stepped together
+MAX_EPISODE_STEPS = 30_000  # more than ALE's 27,000; ends episodes that would not end
 
 
 def evaluate(
@@ -34,20 +35,16 @@ def evaluate(
     ] = True,
     video: Annotated[Path | None, Field(description="show the first one in FILE.mp4 or FILE.gif")] = None,
 ) -> dict[str, float]:
-    """The returns and lengths of `episodes` fresh episodes.
+    """The returns and lengths of `episodes` new episodes.
 
-    Each has an environment of its own: of environments that go on, those with short episodes would count more. An
-    episode that has not ended after MOST_STEPS counts as it is then. Raises UsageError, and BrokenEnvError.
+    Each has a separate environment: if environments were used again, short episodes would count more. An episode that
+    has not ended after MAX_EPISODE_STEPS counts as it is then. Raises UsageError, and BrokenEnvError.
     """
-    with UsageError.wrap("the checkpoint holds no policy of rl", KeyError, TypeError):
-        weights = state["learner"]["model"]
     device, seed, played = choose_device(settings.device, "DEVICE"), settings.seed + SEED_OFFSET, list[Played]()
 
     def play(group: Envs) -> None:
-        torch.set_num_threads(settings.cpu_threads if group.spaces.pixels else 1)  # small operations wait for threads
-        trained = model.build(settings, group.spaces)
-        with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
-            trained.load_state_dict(weights)
+        torch.set_num_threads(settings.cpu_threads if group.spaces.pixels else 1)  # threads slow down small operations
+        trained = restore(settings, group.spaces, state)
         held = None if deterministic else choose(settings, group.spaces).rollout_steps
         played.append(_play(Actor(trained, device), group, held, advance))
         group.close()
@@ -58,8 +55,8 @@ def evaluate(
             with Video(video) as film:
                 play(FilmedEnv(settings, seed, film))
         first = len(played)
-        for number in range(first, episodes, TOGETHER):
-            play(Envs(settings, min(TOGETHER, episodes - number), seed + number, number))
+        for number in range(first, episodes, MAX_ENVIRONMENTS):
+            play(Envs(settings, min(MAX_ENVIRONMENTS, episodes - number), seed + number, number))
     returns, lengths, ended = (np.concatenate(column) for column in zip(*played, strict=True))
     return {
         "episodes": episodes,
@@ -72,6 +69,16 @@ def evaluate(
     }
 
 
+def restore(settings: RlSettings, spaces: Spaces, state: dict[str, Any]) -> model.ActorCritic:
+    """The model of a checkpoint's `state`. Raises UsageError."""
+    trained = model.build(settings, spaces)
+    with UsageError.wrap("the checkpoint holds no policy of rl", KeyError, TypeError):
+        weights = state["learner"]["model"]
+    with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
+        trained.load_state_dict(weights)
+    return trained
+
+
 class Played(NamedTuple):
     """One episode of each environment: its return [n] float64, its steps [n] int64, and whether it has ended [n]."""
 
@@ -81,10 +88,10 @@ class Played(NamedTuple):
 
 
 def _play(actor: Actor, group: Envs, held: int | None, advance: Callable[[float], None]) -> Played:
-    """Samples actions, whose noise is drawn anew after `held` steps; where that is None, takes the most probable."""
+    """Samples actions, with new noise every `held` steps, or takes the most probable actions if `held` is None."""
     n = len(group.dones)
     memory, returns, lengths, ended = actor.remember(n), np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.bool_)
-    for step in range(MOST_STEPS):
+    for step in range(MAX_EPISODE_STEPS):
         if held is None:
             actions = actor.best(group.observations, group.dones, memory)
         else:

@@ -1,4 +1,4 @@
-"""`rolecall export rl`: the policy from an environment's observations to its own actions, normalisation included."""
+"""`rolecall export rl`: the policy from observations to actions of the environment, normalisation included."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
 from torch import Tensor, nn
 
-from rolecall import Exported, UsageError
-from rolecall.jobs.rl import RlSettings, envs, model
-from rolecall.jobs.rl.evaluate import SEED_OFFSET
+from rolecall import Exported
+from rolecall.jobs.rl import RlSettings, envs
+from rolecall.jobs.rl.evaluate import SEED_OFFSET, restore
 from rolecall.jobs.rl.messages import Done
 from rolecall.jobs.rl.model import ActorCritic, to_tensor
 from rolecall.jobs.rl.spaces import Actions, Spaces, shown
 from rolecall.jobs.rl.stepping import Envs
 
-ENVIRONMENTS, STEPS = 8, 100  # that the exported policy is compared on
+ENVIRONMENTS, STEPS = 8, 100  # on which the exported policy is compared
 STATE, NEXT_STATE = "state", "next_state"
 
 
 class ExportedActions(nn.Module):
-    """`spaces.Actions` in torch: a policy's actions as those of `space`."""
+    """`spaces.Actions` in torch: converts actions of a policy to those of `space`."""
 
     scale: Tensor
     centre: Tensor
@@ -46,7 +46,7 @@ class ExportedActions(nn.Module):
             self.register_buffer(name, torch.from_numpy(np.array(values)))
 
     def forward(self, actions: Tensor) -> Tensor:
-        """Actions [batch, A], or [batch] of one choice, as the environment's own [batch, ...]."""
+        """Actions [batch, A], or [batch] of one choice, to those of the environment [batch, ...]."""
         if self.continuous:
             values = self.centre + self.scale * actions
             values = values.round() if self.whole else values
@@ -57,7 +57,7 @@ class ExportedActions(nn.Module):
 
 
 class ExportedPolicy(nn.Module):
-    """Observations to the most probable actions, and to the parameters of the actions' distribution."""
+    """Maps observations to the most probable actions, and to the parameters of the distribution of actions."""
 
     def __init__(self, trained: ActorCritic, spaces: Spaces) -> None:
         super().__init__()
@@ -76,22 +76,18 @@ class ExportedPolicy(nn.Module):
 
 
 class ExportedRecurrentPolicy(ExportedPolicy):
-    """As `ExportedPolicy`, with a state that goes in and comes out."""
+    """An `ExportedPolicy` with a state as input and output."""
 
     def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """With states [batch, S], of zeros at an episode's beginning."""
+        """See `ExportedPolicy.forward`; states [batch, S] are zeros at the start of an episode."""
         out = self.policy(self._prepared(observations), state)
         return self.actions(self.distribution.best(out[0])), out[0], out[-1]
 
 
 def export(settings: RlSettings, state: dict[str, Any]) -> Exported:
     """See `ExportedPolicy` and `ExportedRecurrentPolicy`. Raises UsageError as `evaluate` does."""
-    with UsageError.wrap("the checkpoint holds no policy of rl", KeyError, TypeError):
-        weights = state["learner"]["model"]
     spaces, cpu = envs.describe(settings).spaces, torch.device("cpu")
-    trained = model.build(settings, spaces).eval()
-    with UsageError.wrap("the checkpoint's policy does not fit this program", RuntimeError):
-        trained.load_state_dict(weights)
+    trained = restore(settings, spaces, state).eval()
     recurrent, as_the_environments = bool(trained.state_size), Actions(spaces.action)
 
     @torch.no_grad()
@@ -120,9 +116,17 @@ def export(settings: RlSettings, state: dict[str, Any]) -> Exported:
     zeros = np.zeros((2, *spaces.observation.shape), spaces.observation.dtype)
     example = inputs(to_tensor(zeros, cpu), torch.zeros(2, trained.state_size))
     return Exported(
-        kind(trained, spaces), example, ["actions", "parameters", *([NEXT_STATE] if recurrent else [])],
-        {name: {0: "batch"} for name in names}, batches, reference,
-        f"that of the environment {settings.env_id}, whose experience the data are",
-        {"environment": settings.env_id, "observation_space": shown(spaces.observation),
-         "action_space": shown(spaces.action), "distribution": type(trained.actions).__name__},
-    )  # fmt: skip
+        kind(trained, spaces),
+        example,
+        ["actions", "parameters", *([NEXT_STATE] if recurrent else [])],
+        dynamic={name: {0: "batch"} for name in names},
+        data=batches,
+        reference=reference,
+        licence=f"that of the environment {settings.env_id}, whose experience the data are",
+        extra={
+            "environment": settings.env_id,
+            "observation_space": shown(spaces.observation),
+            "action_space": shown(spaces.action),
+            "distribution": type(trained.actions).__name__,
+        },
+    )

@@ -38,27 +38,27 @@ MAX_GRAD_NORM = 0.5  # global norm that gradients are clipped to
 
 
 class Update(NamedTuple):
-    """An update's means over its optimizer steps.
+    """Means over the optimizer steps of an update.
 
-    The entropy of the policy and the KL divergence from the policy that acted are in nats; `clipped` is the share of
-    samples whose ratio was beyond CLIP_RATIO, `explained` the share of the returns' variance that the values explain,
-    `passes` the optimizer steps in parts of those of one pass.
+    The entropy of the policy and the KL divergence from the policy that acted are in nats. `clipped` is the share of
+    samples whose ratio was beyond CLIP_RATIO, `explained` the share of the variance of the returns that the values
+    explain, `passes` the number of optimizer steps over that of one pass.
     """
 
-    policy_loss: float
-    value_loss: float
-    entropy: float
-    kl: float
-    clipped: float
-    explained: float
-    passes: float
+    policy_loss: float = 0.0
+    value_loss: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    clipped: float = 0.0
+    explained: float = 0.0
+    passes: float = 0.0
 
 
 class Learner:
-    """Holds the model, in evaluation mode, and its optimizer; `update` takes one iteration's trajectories.
+    """Holds the model, in evaluation mode, and its optimizer; `update` takes the trajectories of an iteration.
 
-    `threads` threads compute chunks in parallel. Unlike torch's own threads, which synchronise after every operation,
-    they synchronise once a step, and lose little on a busy machine.
+    `threads` threads compute chunks in parallel. They synchronise once a step, unlike torch's own threads, which
+    synchronise after every operation and are slow on a busy machine.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Learner:
         self._shuffle = torch.Generator().manual_seed(settings.seed)
 
     def update(self, trajectories: Sequence[Trajectory], progress: float = 0.0) -> Update:
-        """Makes one iteration's update: EPOCHS passes of MINIBATCHES optimizer steps, fewer where the policy
-        diverges, or where the advantages are noise.
+        """Makes the update of an iteration: EPOCHS passes of MINIBATCHES optimizer steps, fewer if the policy diverges
+        or the advantages are noise.
 
-        `progress` from 0 to 1 is how far the training is; the bound of the adaptive learning rate depends on it.
+        `progress` is the completed share of the training, 0 to 1, which bounds the adaptive learning rate.
         """
         if self.model.normalizer is not None:
             for trajectory in trajectories:
@@ -89,23 +89,22 @@ class Learner:
             samples = join([self._samples(trajectory) for trajectory in trajectories])
         used = samples.used
         if not used.any():  # every environment only reset: nothing to learn
-            return Update(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return Update()
         explained = _explained(samples.returns[used], samples.values[used])
         advantages = samples.returns - samples.values
         deviation, mean = torch.std_mean(advantages[used], unbiased=False)
-        # normalised, noise weighs as much as a signal: a policy that cannot improve would wander away by TARGET_KL
+        # normalised noise weighs as much as a signal, and would move a policy that cannot improve by TARGET_KL
         signal = float(deviation / (MIN_SIGNAL * samples.returns[used].square().mean().sqrt() + 1e-8))
         informed = min(1.0, signal**2) if self.choices.target_kl else 1.0
         self._target_kl = self.choices.target_kl * informed
         self._normalise(samples.returns[used])
-        samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, what the loss takes
+        samples.values = (advantages - mean) / (deviation + 1e-8)  # from here on, the advantages of the loss
         samples.returns = (samples.returns - self._mean) / self._scale
         self._max_rate = max(MAX_LR, self.choices.lr) * min(1.0, (1 - progress) / LR_DECAY_SHARE)
         sums, steps = self._passes(samples, max(1, math.ceil(self.choices.epochs * informed)))
         self.version += 1
-        policy_loss, value_loss, entropy, kl, clipped = (sums / max(steps, 1)).tolist()
-        passes = steps / self._minibatches(samples)
-        return Update(policy_loss, value_loss, entropy, kl, clipped, explained, passes)
+        means = Update(*(sums / max(steps, 1)).tolist())
+        return means._replace(explained=explained, passes=steps / self._minibatches(samples))
 
     def _passes(self, samples: Samples, count: int) -> tuple[Tensor, int]:
         """The optimizer steps of `count` passes. Returns the sums of `_loss`'s parts [5], and the number of steps."""
@@ -113,7 +112,7 @@ class Learner:
         sums, steps = torch.zeros(5, device=self.device), 0
         minibatches = self._minibatches(samples)
         bounds = [len(samples) * place // minibatches for place in range(minibatches + 1)]
-        drift = 0.0  # from the policy that acted before the first step: with PIPELINE, the update before this one
+        drift = 0.0  # KL divergence from the policy that acted before the first step: with PIPELINE, of the last update
         for _ in range(count):
             shuffled = samples[torch.randperm(len(samples), generator=self._shuffle).to(self.device)]
             parts = sums
@@ -130,18 +129,16 @@ class Learner:
         return sums, steps
 
     def _is_too_far(self, kl: float) -> bool:
-        """Whether the passes end, after one whose last minibatch had diverged by `kl`. Adapts the learning rate."""
-        target = self._target_kl
-        if self.choices.target_kl:  # Schulman et al. 2017 adapt a penalty in this way
-            rate = self.rate * (
-                1 / LR_CHANGE_FACTOR
-                if kl > target * KL_TOLERANCE_FACTOR
-                else LR_CHANGE_FACTOR
-                if kl < target / KL_TOLERANCE_FACTOR
-                else 1
-            )
-            self._set_rate(min(max(rate, min(MIN_LR, self.choices.lr)), self._max_rate))
-        return bool(self.choices.target_kl) and kl > target * KL_STOP_FACTOR
+        """Whether the passes end after one whose last minibatch diverged by `kl`. Adapts the learning rate."""
+        target, rate = self._target_kl, self.rate
+        if not self.choices.target_kl:
+            return False
+        if kl > target * KL_TOLERANCE_FACTOR:  # Schulman et al. 2017 adapt a penalty in this way
+            rate /= LR_CHANGE_FACTOR
+        elif kl < target / KL_TOLERANCE_FACTOR:
+            rate *= LR_CHANGE_FACTOR
+        self._set_rate(min(max(rate, min(MIN_LR, self.choices.lr)), self._max_rate))
+        return kl > target * KL_STOP_FACTOR
 
     @property
     def rate(self) -> float:
@@ -156,7 +153,7 @@ class Learner:
         return min(self.choices.minibatches, len(samples))
 
     def _samples(self, trajectory: Trajectory) -> Samples:
-        """A trajectory's experience, with the values that the model gives it. Nothing is normalised yet."""
+        """The experience of a trajectory with the values of the model; not normalised."""
         gamma, decay = self.choices.gamma, self.choices.gae_lambda
         if self.model.state_size:
             return sequences_of(trajectory, self._values_of_sequences, gamma, decay, self.device)
@@ -181,13 +178,13 @@ class Learner:
         return torch.cat(list(self._map(values, parts))) * self._scale + self._mean
 
     def _chunk(self, observations: Tensor, count: int) -> int:
-        """Units in one pass of a thread, of `count` that are to be passed."""
+        """Units in one forward pass of a thread, for `count` units in total."""
         steps = observations.shape[1] if self.model.state_size else 1
         least = max(1, MIN_CHUNK_VALUES * len(observations) // observations.numel())
         return max(1, min(CHUNK_SAMPLES // steps or 1, max(least, -(-count // self._threads))))
 
     def _gradient(self, part: Samples) -> Tensor:
-        """Sets the parameters' gradients of the loss over a minibatch. Returns `_loss`'s parts [5]."""
+        """Sets the gradients of the loss over a minibatch. Returns the parts [5] of `_loss`."""
         size, count = self._chunk(part.observations, len(part)), float(part.used.sum())
         if size >= len(part):
             gradients, parts = self._loss(part, count)
@@ -202,8 +199,8 @@ class Learner:
         return torch.stack([parts for _, parts in losses]).sum(0)
 
     def _loss(self, part: Samples, count: float) -> tuple[Sequence[Tensor | None], Tensor]:
-        """The loss summed over a part's samples, over `count`: its gradients; and, summed likewise, the policy's loss,
-        the value's, the entropy, the KL divergence and the clipped [5].
+        """The gradients of the loss and its parts [5]: policy loss, value loss, entropy, KL divergence and clipped
+        samples. Each is the sum over the samples of `part`, divided by `count`.
         """
         actions, advantages, returns, before = part.actions, part.values, part.returns, part.log_probabilities
         if self.model.state_size:
@@ -227,13 +224,13 @@ class Learner:
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         with torch.no_grad():
             entropy = self.model.actions.entropy(parameters).sum() / count
-            kl = (ratio - 1 - difference).sum() / count  # Schulman's estimate: never below 0, small variance
+            kl = (ratio - 1 - difference).sum() / count  # Schulman's estimate: never negative, small variance
             beyond = (ratio != clipped).sum() / count
             return gradients, torch.stack((policy_loss, value_loss, entropy, kl, beyond)).detach()
 
     def _normalise(self, returns: Tensor) -> None:
-        """Counts the returns [m] in the mean and variance that values are normalised by, and has the value's layer say
-        the same as before of each observation (PopArt; van Hasselt et al. 2016).
+        """Adds the returns [m] to the mean and variance that normalise values, and rescales the value layer, so that
+        the value of each observation stays the same (PopArt; van Hasselt et al. 2016).
         """
         mean, scale = self._mean, self._scale
         decay = RETURN_STATISTICS_DECAY if self.version else 0.0
@@ -250,13 +247,13 @@ class Learner:
         return float(max(self._square - self._mean**2, 1e-6) ** 0.5)
 
     def policy_state(self) -> PolicyState:
-        """The policy without its baseline, on the CPU, for those who act."""
+        """The policy without its baseline, on the CPU."""
         state = self.model.policy_state()
-        # RPC reads tensors while they are sent, and with PIPELINE the next update writes to the model's meanwhile
+        # RPC reads tensors while it sends them, and with PIPELINE the next update changes the model then
         return {name: value.clone() for name, value in state.items()} if self.settings.pipeline else state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it takes to continue exactly from here."""
+        """The state from which training continues exactly."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -278,6 +275,6 @@ class Learner:
 
 
 def _explained(returns: Tensor, values: Tensor) -> float:
-    """The share of the returns' variance [m] that the values [m] explain; 0 where the returns do not vary."""
+    """The share of the variance of the returns [m] that the values [m] explain; 0 if the returns do not vary."""
     variance = float(returns.var(unbiased=False))
     return 1 - float((returns - values).var(unbiased=False)) / variance if variance > np.finfo(np.float32).tiny else 0.0

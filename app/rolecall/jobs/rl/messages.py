@@ -1,4 +1,4 @@
-"""What travels between the ranks.
+"""Messages between the ranks.
 
 Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape, A an action's.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 Array = NDArray[Any]
 SEQUENCE_STEPS = 16  # steps through which gradients flow back in a recurrent policy
-PolicyState = dict[str, Tensor]  # what it takes to act: parameters and buffers, by name
+PolicyState = dict[str, Tensor]  # parameters and buffers of a policy by name
 
 
 class Done:
-    """Whether a step ends its episode, and how. Arrays called `dones` hold these codes as uint8."""
+    """Whether and how a step ends its episode. Arrays called `dones` hold these codes as uint8."""
 
-    # not an enum: numpy takes microseconds, at every step, to convert its members
+    # not an enum, whose members numpy takes microseconds to convert at every step
     CONTINUES = 0
     TERMINATED = 1
     TRUNCATED = 2
@@ -28,12 +28,12 @@ class Done:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What one group of environments did in a rollout, under the policy of `version`.
+    """A rollout of one group of environments under the policy of `version`.
 
     observations [T+1, n, ...]; actions [T, n, A] as the policy samples them (int64 counted from 0, or float32);
-    log_probabilities [T, n] float32, those that the actions had when they were sampled; rewards [T, n] float32; dones
-    [T, n] uint8; experience [T, n] bool, False for the step after an episode's end, which only resets; states [s, n, S]
-    float32, a recurrent policy's at steps 0, SEQUENCE_STEPS, ... up to T, with S = 0 for other policies.
+    log_probabilities [T, n] float32 of the actions when they were sampled; rewards [T, n] float32; dones [T, n] uint8;
+    experience [T, n] bool, False for the step after the end of an episode, which only resets; states [s, n, S] float32
+    of a recurrent policy at steps 0, SEQUENCE_STEPS, ... up to T, with S = 0 for other policies.
     """
 
     observations: Array
@@ -47,15 +47,8 @@ class Trajectory:
 
     @property
     def samples(self) -> int:
-        """The environment steps that are experience."""
+        """The number of environment steps that are experience."""
         return int(self.experience.sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        arrays = (self.observations, self.actions, self.log_probabilities, self.rewards, self.dones, self.experience,
-                  self.states)  # fmt: skip
-        return sum(array.nbytes for array in arrays)
 
 
 class Episode(NamedTuple):
@@ -67,24 +60,18 @@ class Episode(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """An observer's answer: the episodes that ended, and the trajectories of its groups.
-
-    With INFERENCE=agent there are no trajectories: the agent has recorded them.
+    """The answer of an observer: the episodes that ended, and the trajectories of its groups. With INFERENCE=agent
+    there are no trajectories, because the agent records them.
     """
 
     episodes: list[Episode]
     trajectories: list[Trajectory]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays, for the metrics of the call."""
-        return sum(trajectory.nbytes for trajectory in self.trajectories)
-
 
 def pack(observations: Array, rewards: Array, dones: Array) -> bytes:
     """One step of a group: observations [n, ...], rewards [n] float32 and dones [n] uint8 as one message.
 
-    Bytes travel through RPC faster than small tensors do.
+    RPC sends bytes faster than small tensors.
     """
     return b"".join((rewards.tobytes(), observations.tobytes(), dones.tobytes()))
 

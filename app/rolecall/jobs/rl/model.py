@@ -1,4 +1,4 @@
-"""The model: a policy from observations to the parameters of the actions' distribution, and a value beside it.
+"""The model: a policy from observations to the parameters of the distribution of actions, and a value.
 
 Shapes: m are observations, ... an observation's own shape, p the distribution's parameters, S a recurrent policy's
 state, L the steps of a sequence, b sequences.
@@ -24,7 +24,7 @@ BASELINE = "baseline."
 
 
 class ActorCritic(nn.Module):
-    """A policy and its baseline. `baseline` is None where the policy itself returns a value."""
+    """A policy and its baseline. `baseline` is None if the policy itself returns a value."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ActorCritic(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Numbers that a recurrent policy carries from step to step; 0 for the others."""
+        """Size of the state of a recurrent policy; 0 for others."""
         return int(getattr(self.policy, "state_size", 0))
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class ActorCritic(nn.Module):
 
     @property
     def value_layer(self) -> nn.Linear | None:
-        """The last layer of the default networks' value; None of a user's."""
+        """The last layer of the value of the default networks; None for a user's."""
         if isinstance(self.policy, networks.Shared):
             layer: nn.Module = self.policy.value
         else:
@@ -64,7 +64,7 @@ class ActorCritic(nn.Module):
         return layer if isinstance(layer, nn.Linear) else None
 
     def act(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Parameters [m, p] for observations [m, ...], and the state [m, S] after them. The baseline has no part."""
+        """Parameters [m, p] for observations [m, ...], and the next state [m, S]. Does not use the baseline."""
         if not self.state_size:
             out = self.policy(self._prepared(observations))
             return (out if isinstance(out, Tensor) else out[0]), state
@@ -72,8 +72,8 @@ class ActorCritic(nn.Module):
         return out[0], out[-1]
 
     def unroll(self, observations: Tensor, state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Parameters [L, b, p] and normalised values [L, b] of observations [L, b, ...], from state [b, S] on; the
-        state is zero again after a step that `ends` [L, b] an episode.
+        """Parameters [L, b, p] and normalised values [L, b] of observations [L, b, ...], from state [b, S] on. The
+        state is reset to zeros after a step that `ends` [L, b] an episode.
         """
         observations = self._prepared(observations)
         if isinstance(self.policy, networks.Recurrent):
@@ -82,28 +82,28 @@ class ActorCritic(nn.Module):
         every, several = [], []
         for step, ended in zip(observations, ends, strict=True):
             parameters, *value, state = self.policy(step, state)
-            value = value or [self.baseline(step)]  # type: ignore[misc]  # there is one where the policy has no value
+            value = value or [self.baseline(step)]  # type: ignore[misc]  # a policy without a value has a baseline
             every.append(parameters)
             several.append(value[0].reshape(-1))
             state = state * (~ended)[:, None].to(state.dtype)
         return torch.stack(every), torch.stack(several)
 
     def _prepared(self, observations: Tensor) -> Tensor:
-        """As float32 and normalised."""
+        """The observations as float32 and normalised."""
         observations = observations.float()
         return observations if self.normalizer is None else self.normalizer(observations)
 
     def policy_state(self) -> PolicyState:
-        """What it takes to act, on the CPU, without the baseline. The tensors may be the model's own."""
+        """The policy without the baseline, on the CPU. The tensors may be those of the model."""
         return {name: value.cpu() for name, value in self.state_dict().items() if not name.startswith(BASELINE)}
 
     def load_policy(self, state: PolicyState) -> None:
-        """Acts with this `policy_state` from now on."""
-        self.load_state_dict(state, strict=False)  # without the baseline
+        """Loads a `policy_state`."""
+        self.load_state_dict(state, strict=False)  # it has no baseline
 
 
 def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) -> ActorCritic:
-    """The model for these spaces, initialised from SEED. Raises UsageError where POLICY does not give one."""
+    """The model for these spaces, initialised from SEED. Raises UsageError if POLICY gives none."""
     choices = choices or choose(settings, spaces)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -134,7 +134,7 @@ def build(settings: RlSettings, spaces: Spaces, choices: Choices | None = None) 
 def _baseline(spaces: Spaces, choices: Choices, settings: RlSettings) -> nn.Module:
     size = math.prod(spaces.observation.shape)
     if settings.algorithm == "reinforce" and not spaces.pixels:
-        # half as wide: two iterations in 70 more on CartPole, for a quarter less work in each update
+        # half as wide: CartPole takes 2 iterations in 70 more, and an update a quarter less time
         return networks.tutorial(size, max(1, choices.hidden_size // 2), 1)
     body, features = networks.encoder(spaces, choices.hidden_size)
     return nn.Sequential(body, networks.initialised(nn.Linear(features, 1), 1.0))
@@ -155,7 +155,7 @@ def _users(
         raise UsageError(f"POLICY={settings.policy}: makes a {type(policy).__name__}, not a torch module")
     actions, size = distribution(spaces.action), getattr(policy, "state_size", 0)
     if not isinstance(size, int) or size < 0:
-        raise UsageError(f"POLICY={settings.policy}: its state_size is {size!r}, not a number of numbers")
+        raise UsageError(f"POLICY={settings.policy}: its state_size is {size!r}, not a number")
     with UsageError.wrap(f"POLICY={settings.policy}: raised an error"), torch.no_grad():
         observations = torch.zeros(2, *spaces.observation.shape)
         out = policy.eval()(*([observations, torch.zeros(2, size)] if size else [observations]))
@@ -168,24 +168,24 @@ def _users(
 
 
 def _problem(out: Any, parameters: int, state: int) -> str:
-    """What is wrong with a policy's answer to 2 observations; empty where nothing is."""
+    """The problem with a policy's answer to 2 observations; empty if there is none."""
     several = isinstance(out, (tuple, list))
     given, *rest = out if several and len(out) else (out,)
     if not isinstance(given, Tensor) or (not rest and (state or several)):
         wanted = "(parameters, state) or (parameters, value, state)" if state else "parameters or (parameters, value)"
         return f"returns a {type(out).__name__}, not {wanted}"
     if not all(torch.isfinite(each).all() for each in (given, *rest) if isinstance(each, Tensor)):
-        return "makes numbers that are not finite of observations of zeros"
+        return "returns numbers that are not finite for observations of zeros"
     if given.shape != (2, parameters) or not given.is_floating_point():
-        return f"makes parameters of shape {tuple(given.shape)} and type {given.dtype} for 2 observations"
+        return f"returns parameters of shape {tuple(given.shape)} and type {given.dtype} for 2 observations"
     if state:
         last = rest.pop()
         if not isinstance(last, Tensor) or last.shape != (2, state):
             return f"returns a state {_shape(last)} for 2 observations, not of shape (2, {state})"
     if len(rest) > 1:
-        return f"returns {len(out)} things"
+        return f"returns {len(out)} values"
     if rest and not (isinstance(rest[0], Tensor) and rest[0].shape in ((2,), (2, 1)) and rest[0].is_floating_point()):
-        return f"makes beside its parameters a value {_shape(rest[0])} for 2 observations, not one number each"
+        return f"returns, beside its parameters, a value {_shape(rest[0])} for 2 observations, not one number each"
     return ""
 
 
@@ -194,14 +194,14 @@ def _shape(value: Any) -> str:
 
 
 def to_tensor(observations: Array, device: torch.device) -> Tensor:
-    """Observations as float32; bytes, such as pixels, stay bytes until a network takes them."""
+    """Observations as float32; bytes, such as pixels, stay bytes until a network converts them."""
     if observations.dtype not in (np.float32, np.uint8):
         observations = observations.astype(np.float32)
     elif not observations.flags.writeable:
-        observations = observations.copy()  # torch warns of memory that it could not write to
+        observations = observations.copy()  # torch warns of memory that is read-only
     return torch.from_numpy(observations).to(device)
 
 
 def check(settings: RlSettings) -> None:
-    """Refuses what can never work, before anything starts. Raises UsageError."""
+    """Checks ENV_ID and POLICY before the job starts. Raises UsageError."""
     build(settings, envs.describe(settings).spaces)

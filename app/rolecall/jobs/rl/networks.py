@@ -1,4 +1,4 @@
-"""The default policy's parts: normalisation, perceptrons, the convolutions for images, and recurrent cells.
+"""The parts of the default policy: normalisation, perceptrons, convolutions for images, and recurrent cells.
 
 Shapes: m are observations, ... an observation's own shape, f features, L the steps of a sequence, b sequences.
 """
@@ -14,25 +14,26 @@ from torch import Tensor, nn
 
 from rolecall.jobs.rl.spaces import Part, Spaces, is_bounded
 
-BOUND = 10.0  # of a normalised observation
-PIXEL = 255.0
+MAX_NORMALIZED = 10.0  # bound of a normalised observation
+MAX_PIXEL = 255.0
 FILTERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride: Mnih et al. 2015
 
 
 class Rows(nn.Module):
-    """Each observation as one row; nn.Flatten refuses observations that are single numbers."""
+    """Flattens each observation; unlike nn.Flatten, also observations that are single numbers."""
 
     def forward(self, observations: Tensor) -> Tensor:
         """Observations [m, ...] as [m, size]."""
-        return observations.reshape(observations.shape[0], -1)  # torch.export takes len() for a constant
+        return observations.reshape(observations.shape[0], -1)  # len() is a constant for torch.export
 
 
 class Normalizer(nn.Module):
-    """Normalises each number of an observation of `space` by its mean and variance over all that were seen, but for the
+    """Normalises each number of an observation of `space` by its mean and variance over all observations, but not the
     images among its `parts`.
 
-    Before the first update they are those of a uniform distribution between the number's bounds, where it has any: a
-    number that hardly moves, as the velocity of MountainCarContinuous-v0 (within 0.07), counts in the first rollout.
+    The initial mean and variance are those of a uniform distribution between the bounds of the number, if it has any.
+    So a number with small bounds, such as the velocity of MountainCarContinuous-v0 (within 0.07), counts in the first
+    rollout.
     """
 
     mean: Tensor
@@ -47,22 +48,25 @@ class Normalizer(nn.Module):
         self.register_buffer("mean", torch.where(bounded, low + spread / 2, 0.0).float())
         self.register_buffer("variance", torch.where(bounded, spread.square() / 12, 1.0).float())
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        # of the parts, and whether each is an image
+        # the indices of each part, and whether it is an image
         places: list[tuple[Any, bool]] = [((..., slice(part.start, part.stop)), part.image) for part in parts]
         self._places = places or [(..., False)]
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Of the same shape, within BOUND where it is no image."""
-        pieces = [observations[place] if image else self._normal(observations[place], place)
-                  for place, image in self._places]  # fmt: skip
+        """Normalised observations of the same shape, within MAX_NORMALIZED."""
+        pieces = [
+            observations[place] if image else self._normal(observations[place], place) for place, image in self._places
+        ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     def _normal(self, numbers: Tensor, place: Any) -> Tensor:
-        return ((numbers - self.mean[place]) * (self.variance[place] + 1e-8).rsqrt()).clamp(-BOUND, BOUND)
+        return ((numbers - self.mean[place]) * (self.variance[place] + 1e-8).rsqrt()).clamp(
+            -MAX_NORMALIZED, MAX_NORMALIZED
+        )
 
     @torch.no_grad()
     def update(self, observations: Tensor) -> None:
-        """Counts these [m, ...] too (Chan, Golub and LeVeque 1979)."""
+        """Adds `observations` [m, ...] to the mean and variance (Chan, Golub and LeVeque 1979)."""
         if not len(observations):
             return
         before, count = self.count, float(len(observations))
@@ -70,7 +74,7 @@ class Normalizer(nn.Module):
         for place, image in self._places:
             if image:
                 continue
-            new, old = observations[place].double(), self.mean[place].double()  # a bound's centre may be far away
+            new, old = observations[place].double(), self.mean[place].double()  # the centre of the bounds may be large
             difference, variance = new.mean(0) - old, new.var(0, unbiased=False)
             squares = self.variance[place] * before + variance * count + difference.square() * before * count / total
             self.mean[place] = (old + difference * count / total).to(self.mean.dtype)
@@ -99,7 +103,7 @@ def perceptron(inputs: int, hidden: int, layers: int) -> nn.Sequential:
 
 
 class Convolutions(nn.Module):
-    """The three convolutions of Mnih et al. 2015 and a linear layer: images [m, ...] of one shape to [m, features]."""
+    """Three convolutions (Mnih et al. 2015) and a linear layer: images [m, ...] of one shape to [m, features]."""
 
     def __init__(self, shape: tuple[int, ...], features: int) -> None:
         super().__init__()
@@ -114,8 +118,8 @@ class Convolutions(nn.Module):
         self.body = nn.Sequential(*parts, nn.Flatten(), linear, nn.ReLU(inplace=True))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Values from 0 to 255."""
-        images = images.float() / PIXEL
+        """Features of images with values from 0 to 255."""
+        images = images.float() / MAX_PIXEL
         if self.grey:
             images = images[:, None]
         elif self.last:
@@ -125,7 +129,7 @@ class Convolutions(nn.Module):
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether the last of an image's three dimensions is its smallest one."""
+    """Whether the last of the three dimensions of an image is the smallest."""
     return len(shape) == 3 and shape[2] < min(shape[:2])
 
 
@@ -136,7 +140,7 @@ def _channels_first(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Mixed(nn.Module):
-    """Images and other parts of a flat observation, each encoded apart: [m, size] to [m, features]."""
+    """Separate encoders for the images and the other parts of a flat observation: [m, size] to [m, features]."""
 
     def __init__(self, parts: tuple[Part, ...], features: int, hidden: int) -> None:
         super().__init__()
@@ -148,7 +152,7 @@ class Mixed(nn.Module):
         self.size = features * len(images) + (hidden if others else 0)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Of the parts in order."""
+        """Features of the images in order, then of the other parts."""
         pieces = [observations[:, part.start : part.stop] for part in self.parts]
         images = [piece.unflatten(1, part.shape) for piece, part in zip(pieces, self.parts, strict=True) if part.image]
         out = [network(image) for network, image in zip(self.images, images, strict=True)]
@@ -158,11 +162,11 @@ class Mixed(nn.Module):
         return torch.cat(out, 1)
 
 
-MIXED_HIDDEN = 64  # of what is no image, beside images
+MIXED_HIDDEN = 64  # width of the encoder of the parts that are no images
 
 
 def encoder(spaces: Spaces, hidden: int) -> tuple[nn.Module, int]:
-    """The network from observations to features, and how many these are."""
+    """The network from observations to features, and the number of features."""
     if spaces.image:
         return Convolutions(spaces.observation.shape, hidden), hidden
     if spaces.pixels:
@@ -172,23 +176,23 @@ def encoder(spaces: Spaces, hidden: int) -> tuple[nn.Module, int]:
 
 
 class Output(nn.Module):
-    """The actions' parameters from features; with `passed`, the features after them (gSDE's)."""
+    """Maps features to the parameters of the distribution of actions, and, with `passed`, the features (for gSDE)."""
 
     def __init__(self, features: int, parameters: int, passed: bool) -> None:
         super().__init__()
-        # small: at the start, every action is about as probable
+        # small weights make all actions about equally probable at the start
         self.layer = initialised(nn.Linear(features, parameters), 0.01)
         self.passed = passed
 
     def forward(self, features: Tensor) -> Tensor:
         """[m, f] to [m, parameters] or [m, parameters + f]."""
         out: Tensor = self.layer(features)
-        # the noise's deviation is learned, not the features for it
+        # the deviation of the noise is learned, not its features
         return torch.cat((out, features.detach()), -1) if self.passed else out
 
 
 class Shared(nn.Module):
-    """Features that the policy and the value share: observations to (parameters, value)."""
+    """A policy and a value that share features: maps observations to (parameters, value)."""
 
     def __init__(self, body: nn.Module, features: int, output: Output) -> None:
         super().__init__()
@@ -196,13 +200,13 @@ class Shared(nn.Module):
         self.value = initialised(nn.Linear(features, 1), 1.0)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Observations [m, ...]."""
+        """Parameters and values of observations [m, ...]."""
         features = self.body(observations)
         return self.output(features), self.value(features)
 
 
 class Recurrent(Shared):
-    """As `Shared`, with an LSTM cell between: (observations, state) to (parameters, value, state).
+    """A `Shared` with an LSTM cell: maps (observations, state) to (parameters, value, state).
 
     The state [m, state_size] is the output followed by the cell; it is initially zeros.
     """
@@ -219,14 +223,14 @@ class Recurrent(Shared):
         self.state_size = 2 * hidden
 
     def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """One step."""
+        """One step of each environment."""
         state = self._advance(self.body(observations), state)
         seen = state[:, : self.hidden]
         return self.output(seen), self.value(seen), state
 
     def unroll(self, observations: Tensor, state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Observations [L, b, ...] from state [b, state_size] on, which is zero again after a step that `ends` [L, b].
-        Returns parameters [L, b, ...], values [L, b] and the last state.
+        """Steps over observations [L, b, ...] from state [b, state_size] on, which is reset after a step that `ends`
+        [L, b]. Returns parameters [L, b, ...], values [L, b] and the last state.
         """
         steps = self.body(observations.flatten(0, 1)).unflatten(0, ends.shape)
         kept = (~ends).to(state.dtype)[..., None]

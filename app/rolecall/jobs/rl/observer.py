@@ -1,4 +1,4 @@
-"""The observer: steps environments at the agent's request, with actions from the agent or from the policy it was sent.
+"""The observer: steps environments when the agent requests it, with actions of the agent or of a policy that it got.
 
 Shapes: n are the environments of a group.
 """
@@ -16,32 +16,35 @@ from torch.futures import Future
 from rolecall import Context
 from rolecall.jobs.rl import RlSettings, calls, envs, model
 from rolecall.jobs.rl.actor import Actor, Memory, Recorder
+from rolecall.jobs.rl.batching import Group
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.messages import Array, Episode, PolicyState, Rollout, Trajectory, pack
 from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
 
 
 def run(context: Context[RlSettings]) -> None:
-    """Makes the environments, and steps them from now on whenever the agent calls."""
+    """Makes the environments; calls of the agent step them from now on."""
     calls.observe.set(Observer(context).rollout)
 
 
 class Observer:
-    """The groups of environments, and the policy where it acts here."""
+    """The groups of environments, and the policy if this rank computes actions."""
 
     def __init__(self, context: Context[RlSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
         self.choices = choose(self.settings, envs.describe(self.settings).spaces)
         sizes = envs.group_sizes(self.choices.num_envs, self.settings.inference)
-        self.groups = [Envs(self.settings, size, context.seed(place), first=sum(sizes[:place]), on_hang=context.fail)
-                       for place, size in enumerate(sizes)]  # fmt: skip
+        self.groups = [
+            Envs(self.settings, size, context.seed(place), first=sum(sizes[:place]), on_hang=context.fail)
+            for place, size in enumerate(sizes)
+        ]
         self.spaces = self.groups[0].spaces
 
     def rollout(self, policy: PolicyState | None, version: int) -> Rollout:
-        """One rollout under the policy of `version`, which is given or else at the agent."""
+        """One rollout under the policy of `version`; without a `policy`, the agent has it."""
         try:
             return self._rollout(policy, version)
-        except BrokenEnvError as error:  # one line says which; its own traceback is for those who look
+        except BrokenEnvError as error:  # its text is one line; the traceback of its cause is for debugging
             self.context.logger.debug(str(error), exc_info=error.__cause__ or False)
             raise
 
@@ -59,7 +62,7 @@ class Observer:
         return Rollout(episodes, trajectories)
 
     def _step_with_agent(self) -> None:
-        """A rollout whose actions the agent makes. While it makes one group's, the other group steps."""
+        """A rollout with actions of the agent. While the agent computes those of one group, the other group steps."""
         waiting = [self._request(number, last=False) for number in range(len(self.groups))]
         for last in self._steps():
             for number, group in enumerate(self.groups):
@@ -71,19 +74,19 @@ class Observer:
 
     def _request(self, number: int, last: bool) -> Future[Any]:
         """Calls the agent for the actions of group `number`."""
-        group, me = self.groups[number], self.context.me.name
+        group, key = self.groups[number], Group(self.context.me.name, number)
         message = pack(group.observations, group.rewards, group.dones)
-        return self.context.call(self.context.members[0], calls.act, me, number, message, last)  # type: ignore[no-any-return]
+        return self.context.call(self.context.members[0], calls.act, key, message, last)  # type: ignore[no-any-return]
 
     def _actions(self, answer: Future[Any]) -> Array:
-        """The actions [n, A] that the agent answered. Raises what it answered instead."""
+        """The actions [n, A] of the agent's answer. Raises the exception if the answer is one."""
         value = answer.wait()
         if isinstance(value, Exception):
             raise value
         return np.frombuffer(value, self.spaces.action_dtype).reshape(-1, *self.spaces.action_shape)
 
     def _step_with_actor(self, version: int) -> list[Trajectory]:
-        """A rollout whose actions are made here. Returns the groups' trajectories."""
+        """A rollout with actions that this rank computes. Returns the trajectories of the groups."""
         for memory in self._memories:
             self._actor.refresh(memory)
         recorders = [Recorder(version, memory) for memory in self._memories]
@@ -102,10 +105,10 @@ class Observer:
         return [recorder.trajectory() for recorder in recorders]
 
     def _steps(self) -> Iterator[bool]:
-        """Yields for each step of a rollout, before it is made, whether it is the last one.
+        """Yields before each step of a rollout whether it is the last one.
 
-        There are ROLLOUT_STEPS. The tutorial's policy gradient learns from whole returns: further steps are made until
-        an episode has ended, up to MAX_ROLLOUT_STEPS.
+        A rollout has ROLLOUT_STEPS. The tutorial's policy gradient learns from whole returns, so its rollouts go on
+        until an episode has ended, up to MAX_ROLLOUT_STEPS.
         """
         last = False
         for step in itertools.count(1):

@@ -1,8 +1,8 @@
-"""An iteration's experience as columns to learn from.
+"""The samples of an iteration, in columns.
 
-Shapes: T are the steps of a rollout, n the environments of a group, ... an observation's own shape, A an action's, S a
-recurrent policy's state, L the steps of a sequence. The columns are over u units: a unit is a step, or, for a recurrent
-policy, a sequence of L steps; [u*] is then [u, L].
+Shapes: T are the steps of a rollout, n the environments of a group, ... is the shape of an observation, A of an action,
+S of the state of a recurrent policy, L are the steps of a sequence. The columns have u units: a unit is a step, or, for
+a recurrent policy, a sequence of L steps; [u*] is then [u, L].
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rolecall.jobs.rl.model import to_tensor
 @dataclass
 class Samples:
     """observations [u*, ...], actions [u*, A]; returns, values and log probabilities (of the policy that acted) [u*];
-    used [u*] bool, False for what is no experience; states [u, S] before the sequences; ends [u*] bool, after which the
-    state begins anew.
+    used [u*] bool, False for steps that are no experience; states [u, S] before the sequences; ends [u*] bool, after
+    which the state is reset.
     """
 
     observations: Tensor
@@ -43,31 +43,29 @@ class Samples:
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """All of them, in order."""
-        return (self.observations, self.actions, self.returns, self.values, self.log_probabilities, self.used,
-                self.states, self.ends)  # fmt: skip
+        """All columns in order."""
+        return tuple(vars(self).values())
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """One after the other."""
+    """The concatenation of `parts`."""
     if len(parts) == 1:
         return parts[0]
     return Samples(*(torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)))
 
 
 def lambda_returns(trajectory: Trajectory, values: Array, gamma: float, decay: float) -> Array:
-    """The return [T, n] of each step; less the step's value, it is GAE's advantage (Schulman et al. 2016) with the
-    lambda `decay`. With a decay of 1 it is the sum of discounted rewards up to the episode's end.
+    """The return [T, n] of each step; minus the value of the step, it is the advantage of GAE (Schulman et al. 2016)
+    with the lambda `decay`. With a decay of 1 it is the sum of discounted rewards up to the end of the episode.
 
-    `values` [T+1, n] are the critic's estimates for the observations. Where an episode continues beyond the rollout,
-    or was truncated, the estimate there stands for the rewards that would have followed. Where it terminated, none
-    follow. The step after an end is no experience; its return is the estimate for the truncated episode's last
-    observation.
+    `values` [T+1, n] are the critic's estimates for the observations. If an episode continues beyond the rollout or was
+    truncated, the estimate stands for the rewards that would have followed. If it terminated, none follow. The step
+    after an end is no experience; its return is the estimate for the last observation of the truncated episode.
     """
     returns = np.empty_like(trajectory.rewards)
     after = values[-1]
     for step in range(len(returns) - 1, -1, -1):
-        # with a decay of 1 the values in between count nothing, whatever they are
+        # with a decay of 1 the values in between have no weight, even if they are infinite
         mixed = after if decay == 1 else decay * after + (1 - decay) * values[step + 1]
         tail = np.where(trajectory.dones[step] == Done.TERMINATED, 0.0, mixed)
         after = np.where(trajectory.experience[step], trajectory.rewards[step] + gamma * tail, values[step])
@@ -78,23 +76,23 @@ def lambda_returns(trajectory: Trajectory, values: Array, gamma: float, decay: f
 def steps_of(
     trajectory: Trajectory, value: Callable[[Tensor], Tensor], gamma: float, decay: float, device: torch.device
 ) -> Samples:
-    """The trajectory's experience step by step. `value` maps observations [m, ...] to estimates [m] of the return."""
+    """The experience of a trajectory, in steps. `value` maps observations [m, ...] to estimates [m] of the return."""
     steps, n = trajectory.rewards.shape
     rows = to_tensor(trajectory.observations, device).flatten(0, 1)
     values = value(rows)
     returns = lambda_returns(trajectory, values.view(steps + 1, n).cpu().numpy(), gamma, decay)
     used = torch.from_numpy(trajectory.experience).flatten().to(device).nonzero().squeeze(-1)
-    columns = (
-        rows,
-        torch.from_numpy(trajectory.actions).flatten(0, 1).to(device),
-        torch.from_numpy(returns).flatten().to(device),
-        values,
-        torch.from_numpy(trajectory.log_probabilities).flatten().to(device),
+    every = torch.ones(len(used), dtype=torch.bool, device=device)
+    return Samples(
+        observations=rows[used],
+        actions=torch.from_numpy(trajectory.actions).flatten(0, 1).to(device)[used],
+        returns=torch.from_numpy(returns).flatten().to(device)[used],
+        values=values[used],
+        log_probabilities=torch.from_numpy(trajectory.log_probabilities).flatten().to(device)[used],
+        used=every,
+        states=torch.zeros(len(used), 0, device=device),
+        ends=~every,
     )
-    count = len(used)
-    every, none = torch.ones(count, dtype=torch.bool, device=device), torch.zeros(count, 0, device=device)
-    rows, actions, expected, values, log_probabilities = (column[used] for column in columns)
-    return Samples(rows, actions, expected, values, log_probabilities, every, none, ~every)
 
 
 def sequences_of(
@@ -104,17 +102,17 @@ def sequences_of(
     decay: float,
     device: torch.device,
 ) -> Samples:
-    """The trajectory in sequences of SEQUENCE_STEPS, each with the state that the policy had before it.
+    """A trajectory in sequences of SEQUENCE_STEPS, each with the state of the policy before it.
 
     `value` maps observations [u, L, ...], states [u, S] and ends [u, L] to estimates [u, L] of the return. Sequences
     without any experience are left out.
     """
     steps, n = trajectory.rewards.shape
     count = len(trajectory.states)
-    length = min(messages.SEQUENCE_STEPS, steps + 1)  # one sequence then; the steps beyond would be zeros
+    length = min(messages.SEQUENCE_STEPS, steps + 1)  # a longer sequence would be padded with zeros
 
     def cut(column: Array) -> Array:
-        """[up to T+1, n, ...] as [u, L, ...], with zeros at the end."""
+        """Reshapes [up to T+1, n, ...] to [u, L, ...], padded with zeros."""
         padded = np.zeros((count * length, *column.shape[1:]), column.dtype)
         padded[: len(column)] = column
         by_sequence = padded.reshape(count, length, *column.shape[1:]).swapaxes(1, 2)
@@ -128,13 +126,13 @@ def sequences_of(
     by_step = values.cpu().numpy().reshape(count, n, length).swapaxes(1, 2).reshape(count * length, n)
     returns = lambda_returns(trajectory, by_step[: steps + 1], gamma, decay)
     whole = Samples(
-        observations,
-        torch.from_numpy(cut(trajectory.actions)).to(device),
-        torch.from_numpy(cut(returns)).to(device),
-        values,
-        torch.from_numpy(cut(trajectory.log_probabilities)).to(device),
-        torch.from_numpy(experience).to(device),
-        states,
-        ends,
+        observations=observations,
+        actions=torch.from_numpy(cut(trajectory.actions)).to(device),
+        returns=torch.from_numpy(cut(returns)).to(device),
+        values=values,
+        log_probabilities=torch.from_numpy(cut(trajectory.log_probabilities)).to(device),
+        used=torch.from_numpy(experience).to(device),
+        states=states,
+        ends=ends,
     )
     return whole[whole.used.any(1).nonzero().squeeze(-1)]

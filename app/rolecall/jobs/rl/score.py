@@ -1,4 +1,4 @@
-"""How good the policy is: the mean return of the last episodes, and the tutorial's running reward."""
+"""The score of the policy: the mean return of the last episodes, or the tutorial's running reward."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from rolecall.jobs.rl.messages import Episode
 
-EPISODES = 100  # gymnasium's thresholds are means over so many
-GOOD = 20  # the last of them: where each reaches the threshold, the others only have to be counted
+MEAN_EPISODES = 100  # gymnasium's thresholds are means over 100 episodes
+HOLD_EPISODES = 20  # the policy is held if each of the last 20 reaches the threshold
 
 
 class Score:
-    """`last` is the worst observer's mean return in the newest iteration, `running` the tutorial's running reward,
-    `updates` counts the iterations in which an episode ended.
+    """`last` is the mean return of the worst observer in the newest iteration, `running` the tutorial's running reward,
+    and `updates` the number of iterations in which an episode ended.
 
-    Short episodes are the first to end. So nothing is solved by `episodes` before each environment has made as many
-    steps as the `longest` episode takes; after a restart, all of them begin anew.
+    Short episodes end first. So SOLVED_BY=episodes needs as many steps of each environment as the `longest` episode may
+    have; after a restart, all environments begin again.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Score:
         self.steps = 0  # of each environment
         self.last = self.running = 0.0
         self.updates = 0
-        self.returns: deque[float] = deque(maxlen=EPISODES)
-        self.lengths: deque[int] = deque(maxlen=EPISODES)
-        self.observers: deque[int] = deque(maxlen=EPISODES)  # whose they are, by their numbers in the iteration
+        self.returns: deque[float] = deque(maxlen=MEAN_EPISODES)
+        self.lengths: deque[int] = deque(maxlen=MEAN_EPISODES)
+        self.observers: deque[int] = deque(maxlen=MEAN_EPISODES)  # number of the observer in its iteration
 
     def add(self, observers: Sequence[Sequence[Episode]], steps: int = 0) -> None:
-        """Takes the episodes that ended in an iteration of so many `steps`, of each observer."""
+        """Adds the episodes of each observer that ended in an iteration of `steps` steps."""
         self.steps += steps
         means = [float(np.mean([episode.total for episode in episodes])) for episodes in observers if episodes]
         for number, episode in _merged(observers):
@@ -45,18 +45,18 @@ class Score:
             return
         self.last = min(means)
         if not self.updates and self.threshold is not None and self.threshold <= 0:
-            self.running = self.last  # from the tutorial's 0 it would count as solved at once
+            self.running = self.last  # the tutorial's initial 0 would count as solved
         self.running = 0.95 * self.running + 0.05 * self.last
         self.updates += 1
 
     @property
     def mean(self) -> float | None:
-        """The mean return of the last episodes, up to EPISODES; None before the first."""
+        """The mean return of the last episodes; None before the first."""
         return float(np.mean(self.returns)) if self.returns else None
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """The lowest and the highest of the observers' mean returns, of the same episodes; None before the first."""
+        """The lowest and the highest mean return of an observer in the last episodes; None before the first."""
         returns = defaultdict[int, list[float]](list)
         for number, total in zip(self.observers, self.returns, strict=True):
             returns[number].append(total)
@@ -65,31 +65,31 @@ class Score:
 
     @property
     def mean_length(self) -> float:
-        """Their mean length, in steps."""
+        """The mean length of the last episodes, in steps."""
         return float(np.mean(self.lengths)) if self.lengths else 0.0
 
     @property
     def value(self) -> float | None:
-        """What is to reach the threshold; None before the first episode has ended."""
+        """The value that is compared with the threshold; None before the first episode has ended."""
         return self.running if self.solved_by == "running" and self.updates else self.mean
 
     @property
     def solved(self) -> bool:
-        """Whether the threshold is reached; the running reward is to pass it, as in the tutorial."""
+        """Whether the mean reaches the threshold, or the running reward exceeds it, as in the tutorial."""
         if self.threshold is None or self.solved_by == "never" or not self.updates:
             return False
         if self.solved_by == "running":
             return self.running > self.threshold
-        if len(self.returns) < EPISODES or self.steps < self.longest:
+        if len(self.returns) < MEAN_EPISODES or self.steps < self.longest:
             return False
-        return float(np.mean(self.returns)) >= self.threshold
+        return self.mean is not None and self.mean >= self.threshold
 
     @property
     def holds(self) -> bool:
-        """Whether the policy stays as it is: the last GOOD episodes each reach the threshold that ends the training."""
-        if self.threshold is None or self.solved_by != "episodes" or len(self.returns) < GOOD:
+        """Whether the policy is not updated, because the last HOLD_EPISODES episodes each reach the threshold."""
+        if self.threshold is None or self.solved_by != "episodes" or len(self.returns) < HOLD_EPISODES:
             return False
-        return min(list(self.returns)[-GOOD:]) >= self.threshold
+        return min(list(self.returns)[-HOLD_EPISODES:]) >= self.threshold
 
     def __str__(self) -> str:
         if self.solved_by == "running":
@@ -99,7 +99,7 @@ class Score:
         return f"Mean return of the last {len(self.returns)} episodes is {self.mean:.2f}"
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the threshold, what is to reach it, and the environments' steps."""
+        """The results, without the settings and the steps of the environments."""
         columns = {"returns": [*self.returns], "lengths": [*self.lengths], "observers": [*self.observers]}
         return {"last": self.last, "running": self.running, "updates": self.updates, **columns}
 
@@ -114,8 +114,8 @@ class Score:
 
 
 def _merged(observers: Sequence[Sequence[Episode]]) -> list[tuple[int, Episode]]:
-    """The observers' episodes, each with its observer's number, about in the order in which they ended: whatever is
-    forgotten first, is forgotten of all observers.
+    """The episodes and the numbers of their observers, about in the order in which they ended, so that the oldest
+    episodes of all observers leave the mean first.
     """
     ends = [
         ((place + 1) / len(episodes), number, episode)

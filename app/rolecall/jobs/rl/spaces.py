@@ -1,6 +1,6 @@
-"""An environment's spaces: how its observations travel, and how a policy's actions become its own.
+"""The spaces of an environment: the form in which observations are sent, and the conversion of a policy's actions.
 
-Shapes: n are environments, A an action's own shape as the policy has it, k the numbers of an action that is an array.
+Shapes: n are environments, A is the shape of a policy's action, k the numbers of an action that is an array.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rolecall import UsageError
 from rolecall.jobs.rl.messages import Array
 
 Space = gymnasium.Space[Any]
-SIDE = 36  # pixels: what the three convolutions of the default policy need
-MOST_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
-BOUNDLESS = 1e18  # a bound as large as this stands for none
-LENGTH = 200  # characters of a space in an error
+MIN_IMAGE_PIXELS = 36  # of a side: the three convolutions of the default policy need as many
+MAX_DISCRETE_VALUES = 100_000  # of a Discrete observation, which becomes as many numbers
+UNBOUNDED = 1e18  # larger bounds mean that there is none
+MAX_SPACE_LENGTH = 200  # characters of a space in an error
 
 
 class Part(NamedTuple):
-    """The numbers from `start` to `stop` of a flat observation: an image of `shape`, or something else."""
+    """The numbers from `start` to `stop` of a flat observation, which are an image of `shape` or other numbers."""
 
     start: int
     stop: int
@@ -34,9 +34,9 @@ class Part(NamedTuple):
 
 
 class Spaces(NamedTuple):
-    """`observation` is that of one environment, as it travels: a Box as it is, or everything else as a flat float32
-    vector. `action` is the environment's own. Where a Dict or a Tuple with images was flattened, `parts` says which
-    numbers of the vector are an image's, from 0 to 255, and which are not; otherwise it is empty.
+    """`observation` is the space of an observation as it is sent: a Box unchanged, others as a flat float32 vector.
+    `action` is that of the environment. `parts` are the parts of a flattened Dict or Tuple with images, whose values
+    are 0 to 255; otherwise it is empty.
     """
 
     observation: Box
@@ -50,12 +50,12 @@ class Spaces(NamedTuple):
 
     @property
     def pixels(self) -> bool:
-        """Whether there is an image in the observation."""
+        """Whether the observation contains an image."""
         return self.image or any(part.image for part in self.parts)
 
     @property
     def numbers(self) -> bool:
-        """Whether there is anything but images in the observation."""
+        """Whether the observation contains other numbers than images."""
         return not self.image and (not self.parts or any(not part.image for part in self.parts))
 
     @property
@@ -70,32 +70,32 @@ class Spaces(NamedTuple):
 
     @property
     def action_dtype(self) -> type[np.int64] | type[np.float32]:
-        """Of actions as they travel."""
+        """The dtype of a policy's actions."""
         return np.float32 if self.continuous else np.int64
 
 
 def is_bounded(space: Box) -> Array:
-    """Which numbers of `space` [...] bool have a bound on both sides: one of integers says it where `low` cannot."""
+    """Which numbers of `space` have two bounds [...] bool. The bounds of integers cannot express that there is none."""
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    both: Array = space.bounded_below & space.bounded_above & (low > -BOUNDLESS) & (high < BOUNDLESS)
+    both: Array = space.bounded_below & space.bounded_above & (low > -UNBOUNDED) & (high < UNBOUNDED)
     return both
 
 
 def is_image(space: Space) -> bool:
-    """Whether `space` is one of images: uint8, of two dimensions or three, both sides at least SIDE pixels. The third
-    dimension, the channels, is the last one where that is the smallest, and the first one otherwise.
+    """Whether `space` has images: uint8, two or three dimensions, both sides at least MIN_IMAGE_PIXELS. The dimension
+    of the channels is the last if it is the smallest, otherwise the first.
 
-    A Box of floats is no image, even in [0, 1]: nothing tells it from any other array of numbers.
+    A Box of floats is no image, even in [0, 1], because it could be any other array of numbers.
     """
     if not isinstance(space, Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
         return False
     shape = space.shape
     last = len(shape) == 3 and shape[2] < min(shape[:2])
-    return min(shape[:2] if last else shape[-2:]) >= SIDE
+    return min(shape[:2] if last else shape[-2:]) >= MIN_IMAGE_PIXELS
 
 
 def read(observation: Space, action: Space, name: str) -> Spaces:
-    """The spaces of an environment, which errors call `name`. Raises UsageError for those that no policy is made for.
+    """The spaces of an environment, which errors call `name`. Raises UsageError for spaces without a policy.
 
     Observations: Box, Discrete, MultiDiscrete and MultiBinary, and Dict and Tuple of these, as gymnasium flattens them.
     Actions: Discrete, MultiDiscrete, MultiBinary and Box.
@@ -105,8 +105,8 @@ def read(observation: Space, action: Space, name: str) -> Spaces:
             problem = f"has no network for observations of {shown(leaf)}"
         elif not gymnasium.spaces.flatdim(leaf):
             problem = f"has observations without a number, {shown(leaf)}"
-        elif not isinstance(leaf, Box) and gymnasium.spaces.flatdim(leaf) > MOST_VALUES:
-            problem = f"has observations of over {MOST_VALUES:,} values, {shown(leaf)}"
+        elif not isinstance(leaf, Box) and gymnasium.spaces.flatdim(leaf) > MAX_DISCRETE_VALUES:
+            problem = f"has observations of over {MAX_DISCRETE_VALUES:,} values, {shown(leaf)}"
         else:
             continue
         whole = "" if leaf is observation else f" in {shown(observation)}"
@@ -121,7 +121,7 @@ def read(observation: Space, action: Space, name: str) -> Spaces:
     if isinstance(observation, Box):
         return Spaces(observation, action)
     flat = flatten_space(observation)
-    assert isinstance(flat, Box)  # as all leaves are
+    assert isinstance(flat, Box)  # because the leaves are
     with np.errstate(over="ignore"):  # a bound of float64 may be infinite in float32
         vector = Box(flat.low.astype(np.float32), flat.high.astype(np.float32), dtype=np.float32)
     parts = tuple(_parts(observation))
@@ -129,7 +129,7 @@ def read(observation: Space, action: Space, name: str) -> Spaces:
 
 
 def _leaves(space: Space) -> Iterator[Space]:
-    """What `space` consists of, in the order in which gymnasium flattens it; an empty one, which it cannot, is one."""
+    """The leaves of `space` in gymnasium's order of flattening; an empty Dict or Tuple is a leaf."""
     if isinstance(space, Dict | Tuple) and len(space.spaces):
         for inner in space.spaces.values() if isinstance(space, Dict) else space.spaces:
             yield from _leaves(inner)
@@ -138,7 +138,7 @@ def _leaves(space: Space) -> Iterator[Space]:
 
 
 def _parts(space: Space) -> Iterator[Part]:
-    """The images in the flat vector, and what lies between them."""
+    """The images in the flat vector, and the numbers between them."""
     start = stop = 0
     for leaf in _leaves(space):
         size = gymnasium.spaces.flatdim(leaf)
@@ -155,14 +155,14 @@ def _parts(space: Space) -> Iterator[Part]:
 def shown(space: Any) -> str:
     """A space in one line."""
     text = " ".join(str(space).split())
-    return text if len(text) <= LENGTH else f"{text[:LENGTH]}..."
+    return text if len(text) <= MAX_SPACE_LENGTH else f"{text[:MAX_SPACE_LENGTH]}..."
 
 
 class Actions:
-    """Makes a policy's actions those of `space`: they are counted from its start, scaled to its bounds and clipped.
+    """Converts a policy's actions to those of `space`: adds the start of `space`, scales to its bounds and clips.
 
-    A policy's actions are int64, counted from 0; or, of a Box, float32, where [-1, 1] is what lies between the two
-    bounds of a number. A number without a bound on both sides is passed as it is, clipped to the one it may have.
+    A policy's actions are int64, counted from 0, or, for a Box, float32, of which [-1, 1] maps to the bounds of the
+    number. A number without two bounds is not scaled, and clipped to one bound if it has one.
     """
 
     def __init__(self, space: Space) -> None:
@@ -172,7 +172,7 @@ class Actions:
         if isinstance(space, Box):
             low, high = (bound.reshape(-1).astype(np.float64) for bound in (space.low, space.high))
             bounded = is_bounded(space).reshape(-1)
-            with np.errstate(invalid="ignore", over="ignore"):  # of those that have none
+            with np.errstate(invalid="ignore", over="ignore"):  # of unbounded numbers
                 self._half = np.where(bounded, high / 2 - low / 2, 1.0)
                 self._centre = np.where(bounded, high / 2 + low / 2, 0.0)
             self._low, self._high = low, high
@@ -181,19 +181,14 @@ class Actions:
             self._start = space.start
 
     def numbers(self) -> dict[str, Array]:
-        """Of a Box: what actions are multiplied by, what is added, and the two bounds, each [k] float64."""
+        """The scale, centre and bounds of a Box, each [k] float64."""
         return {"scale": self._half, "centre": self._centre, "low": self._low, "high": self._high}
 
     def __call__(self, actions: Array) -> Array:
-        """Actions [n, *A] as the environment's own [n, ...], of its dtype, in an array that it may write to."""
+        """Converts actions [n, *A] to those of the environment [n, ...], in a writable array of its dtype."""
         if self._scaled:
             values = self._centre + self._half * actions.reshape(len(actions), -1)
             actions = np.clip(np.rint(values) if self._whole else values, self._low, self._high)
         elif self._start is not None:
             actions = actions.reshape(len(actions), *self._shape) + self._start
         return actions.reshape(len(actions), *self._shape).astype(self._dtype)
-
-
-def to_env(space: Space, actions: Array) -> Array:
-    """Actions [n, *A] of a policy as those of `space`: see `Actions`."""
-    return Actions(space)(actions)

@@ -1,4 +1,4 @@
-"""A group of environments that go on from rollout to rollout, and what is said of one that breaks or hangs.
+"""A group of environments that continue from rollout to rollout, and the errors of those that break or hang.
 
 Shapes: n are the environments of a group, ... an observation's own shape, A an action's own shape.
 """
@@ -22,36 +22,36 @@ from rolecall.jobs.rl.envs import Singles, WrongAnswerError
 from rolecall.jobs.rl.messages import Array, Done
 from rolecall.jobs.rl.spaces import Actions
 
-MOST_SEED = 2**31 - 2**17  # environment number i has the seed + i, and libraries in C++ take 31 bits
-LOOK = 1.0  # seconds between two looks at what is under way, at most
-PAUSE = 1.0  # seconds that a look may be late; later, this process was suspended
-LENGTH = 300  # characters of what an environment raised
-ABANDONED = 3  # exit code of a process that ends because of an environment
+MAX_SEED = 2**31 - 2**17  # environment number i has the seed + i, and libraries in C++ take 31 bits
+MAX_CHECK_SECONDS = 1.0  # between two checks for a hanging step
+SUSPENDED_SECONDS = 1.0  # if a check is later, this process was suspended
+MAX_ERROR_LENGTH = 300  # characters of an environment's error
+HANG_EXIT_CODE = 3  # of a process that ends because an environment hangs
 
 
 class BrokenEnvError(ProgramError):
-    """An environment raised, or returned what is no observation or no reward: the text is one line that names it, its
-    step and its seed. What it raised is the cause.
+    """An environment raised an error, or returned an invalid observation or reward. The text is one line that names the
+    environment, its step and its seed. The cause is the error of the environment.
     """
 
 
 def abandon(line: str) -> None:
-    """Ends this process at once, with `line`: its main thread is in an environment that does not return."""
+    """Ends this process, whose main thread is in an environment that does not return, with `line`."""
     sys.stderr.write(f"rolecall: {line}\n")
     sys.stderr.flush()
-    os._exit(ABANDONED)
+    os._exit(HANG_EXIT_CODE)
 
 
 class Envs:
-    """`num_envs` environments, of which the first is number `first` of its observer, reset with `seed`.
+    """`num_envs` environments, reset with `seed`; the first is number `first` of its observer.
 
-    `observations` [n, ...] are what they show now, in arrays that are not written to again; `rewards` [n] float32 and
-    `dones` [n] uint8 are of the last step. `returns` and `lengths` are of the episodes completed since `take_episodes`.
+    `observations` [n, ...] are the newest, in arrays that are not changed later; `rewards` [n] float32 and `dones` [n]
+    uint8 are of the last step. `returns` and `lengths` are of the episodes completed since `take_episodes`.
 
-    Where a step or a reset has not returned after ENV_TIMEOUT, `on_hang` is called with a line that says so, in another
-    thread; by default it ends the process. With `render`, `picture` shows the first environment.
+    If a step or a reset has not returned after ENV_TIMEOUT, another thread calls `on_hang` with a line about it; by
+    default it ends the process. With `render`, `picture` shows the first environment.
 
-    Raises UsageError where they cannot be made, and BrokenEnvError where their first reset fails.
+    Raises UsageError if the environments cannot be made, and BrokenEnvError if their first reset fails.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Envs:
         on_hang: Callable[[str], None] = abandon,
         render: bool = False,
     ) -> None:
-        self._envs, self.spaces = envs.prepare(settings, num_envs, render)
-        self.env_id, self.first, self.seed = settings.env_id, first, seed % MOST_SEED
+        self._envs, self.spaces = envs.make(settings, num_envs, render)
+        self.env_id, self.first, self.seed = settings.env_id, first, seed % MAX_SEED
         self._timeout, self._actions = settings.env_timeout, Actions(self.spaces.action)
         space = self.spaces.observation
         self._shape, self._dtype = (num_envs, *space.shape), space.dtype
@@ -73,15 +73,16 @@ class Envs:
         self.returns: list[float] = []
         self.lengths: list[int] = []
         self._going = np.zeros(num_envs, np.uint8)  # the dones of a step that ends no episode
-        self._ended: Array = np.zeros(0, np.int64)  # the numbers of those whose episode the last step has ended
+        self._ended: Array = np.zeros(0, np.int64)  # numbers of the environments whose episode the last step ended
         self._return = np.zeros(num_envs, np.float64)
         self._steps = 0  # of the group
-        self._start = np.zeros(num_envs, np.int64)  # the group's steps before an episode's first one
+        self._start = np.zeros(num_envs, np.int64)  # steps of the group before the first one of the episode
         self._episode = np.ones(num_envs, np.int64)  # its number
         self._since = math.inf  # when the step under way began
         self._closed = threading.Event()
-        threading.Thread(target=_watch, args=(weakref.ref(self), self._closed, self._timeout, on_hang),
-                         daemon=True).start()  # fmt: skip
+        threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._closed, self._timeout, on_hang), daemon=True
+        ).start()
         self._since = time.monotonic()
         try:
             self._show(self._envs.reset(seed=self.seed)[0])
@@ -91,7 +92,7 @@ class Envs:
             self._since = math.inf
 
     def step(self, actions: Array) -> None:
-        """Takes `actions` [n, *A], a policy's. Raises BrokenEnvError."""
+        """Steps with a policy's `actions` [n, *A]. Raises BrokenEnvError."""
         self._since = time.monotonic()
         try:
             self._steps += 1
@@ -104,14 +105,14 @@ class Envs:
             self._since = math.inf
 
     def take_episodes(self) -> list[tuple[float, int]]:
-        """The return and the steps of each episode completed since the last call."""
+        """The return and the length of each episode completed since the last call."""
         episodes = list(zip(self.returns, self.lengths, strict=True))
         self.returns, self.lengths = [], []
         return episodes
 
     def picture(self) -> Array:
-        """The first environment, [height, width, 3] uint8. Raises UsageError where it shows none."""
-        advice = "where a package is missing, pip install 'rolecall[video]'"
+        """The picture of the first environment [height, width, 3] uint8. Raises UsageError if it has none."""
+        advice = "if a package is missing, pip install 'rolecall[video]'"
         with UsageError.wrap(f"ENV_ID={self.env_id}: cannot be rendered", advice=advice):
             frame = np.asarray(self._envs.render())
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
@@ -129,7 +130,7 @@ class Envs:
             raise WrongAnswerError(f"observations of shape {seen.shape}, not {self._shape}")
         if seen.dtype != self._dtype and not np.can_cast(seen.dtype, self._dtype, "same_kind"):
             raise WrongAnswerError(f"observations of dtype {seen.dtype}, not {self._dtype}")
-        if not isinstance(self._envs, Singles):  # it may hand out its own buffer
+        if not isinstance(self._envs, Singles):  # others may return a buffer that they use again
             seen = np.array(seen, self._dtype)
         if self._dtype.kind == "f" and not is_finite(seen):
             broken = np.flatnonzero(~np.isfinite(seen).reshape(len(seen), -1).all(1))
@@ -141,7 +142,7 @@ class Envs:
         if not paid.shape == over.shape == self.dones.shape:
             raise WrongAnswerError(f"rewards of shape {paid.shape} and ends of {over.shape}, not {self.dones.shape}")
         if self._ended.size:
-            paid[self._ended] = 0  # what the step that resets pays is no reward
+            paid[self._ended] = 0  # the step that resets has no reward
             self._start[self._ended] = self._steps
         if not is_finite(paid):
             broken = np.flatnonzero(~np.isfinite(paid))
@@ -159,22 +160,22 @@ class Envs:
         self._return[ended] = 0
         self._episode[ended] += 1
 
-    # ---- what is said of one that breaks
+    # ---- errors
 
     def _refuse(self, broken: Array, what: str) -> None:
         raise BrokenEnvError(self._line(what, int(broken[0])))
 
     def _fail(self, error: BaseException) -> None:
-        """Raises `error` as what it is for the user."""
-        if isinstance(error, UsageError | BrokenEnvError):  # a library may make its environments at the first reset
+        """Raises `error` as an error for the user."""
+        if isinstance(error, UsageError | BrokenEnvError):  # some libraries make their environments at the first reset
             raise error
         if isinstance(error, WrongAnswerError):
             raise BrokenEnvError(self._line(f"returned {error}")) from None
-        text = (str(error).strip().splitlines() or [""])[0][:LENGTH]
+        text = (str(error).strip().splitlines() or [""])[0][:MAX_ERROR_LENGTH]
         raise BrokenEnvError(self._line(f"raised {type(error).__name__}: {text}".removesuffix(": "))) from error
 
     def _line(self, what: str, number: int | None = None) -> str:
-        """One line: which environment, where in its episode, and what; without a number, of the one under way."""
+        """One line with the environment, its step and `what`; without a `number`, about the current environment."""
         singles, n = isinstance(self._envs, Singles), len(self.dones)
         if number is None:
             number = self._envs.at if isinstance(self._envs, Singles) else 0 if n == 1 else None
@@ -188,7 +189,7 @@ class Envs:
         return f"ENV_ID={self.env_id}: {who}, {where}, {seed}: {what}"
 
     def hangs(self, awake: float) -> str:
-        """A line where the step under way has taken too long, since `awake` at the earliest; empty where it has not."""
+        """A line if the current step, counted from `awake` at the earliest, takes too long; otherwise empty."""
         if time.monotonic() - max(self._since, awake) <= self._timeout:
             return ""
         return self._line(f"has not returned within ENV_TIMEOUT={self._timeout:g} s")
@@ -197,19 +198,19 @@ class Envs:
 def is_finite(numbers: Array) -> bool:
     """Whether all numbers of an array of floats are finite."""
     flat = numbers.ravel("K")
-    # half the time of isfinite, and no warning; the squares of large numbers may be infinite, though
+    # takes half the time of isfinite, and raises no warning; but the squares of large numbers may be infinite
     return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(flat).all())
 
 
 def _watch(group: weakref.ref[Envs], closed: threading.Event, timeout: float, on_hang: Callable[[str], None]) -> None:
-    """Calls `on_hang` once a step of the group hangs. While this process is suspended no time passes."""
-    period = min(LOOK, timeout / 4)
+    """Calls `on_hang` once a step of the group hangs. Time in which this process is suspended does not count."""
+    period = min(MAX_CHECK_SECONDS, timeout / 4)
     looked = awake = time.monotonic()
     while not closed.wait(period):
         now, watched = time.monotonic(), group()
         if watched is None:
             return
-        awake, looked = now if now - looked > period + PAUSE else awake, now
+        awake, looked = now if now - looked > period + SUSPENDED_SECONDS else awake, now
         if line := watched.hangs(awake):
             on_hang(line)
             return

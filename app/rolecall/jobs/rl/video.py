@@ -1,4 +1,4 @@
-"""A video of an episode: the pictures of its environment, written by imageio's ffmpeg as they come."""
+"""A video of an episode: the pictures of its environment, written one by one with imageio's ffmpeg."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rolecall.jobs.rl import RlSettings
 from rolecall.jobs.rl.messages import Array
 from rolecall.jobs.rl.stepping import Envs
 
-RATE = 30  # pictures a second, where the environment says nothing
-# a palette for each picture: one for all would have to wait for the last
+DEFAULT_FPS = 30  # if the environment has none
+# each picture has its own palette, because a common one would have to wait for the last picture
 PALETTES = "split[one][two];[one]palettegen=stats_mode=single[palette];[two][palette]paletteuse=new=1"
 CODECS: dict[str, dict[str, Any]] = {
     ".mp4": {"codec": "libx264"},
@@ -25,38 +25,37 @@ CODECS: dict[str, dict[str, Any]] = {
 
 
 class FilmedEnv(Envs):
-    """One environment, each of whose pictures goes to `video`. Raises UsageError where it shows none."""
+    """One environment whose pictures are added to `video`. Raises UsageError if it has none."""
 
     def __init__(self, settings: RlSettings, seed: int, video: Video) -> None:
         self._video = video
-        with warnings.catch_warnings():  # of what the error says
+        with warnings.catch_warnings():  # the error has their text
             warnings.simplefilter("ignore")
             try:
                 super().__init__(settings, 1, seed, render=True)
                 first = self.picture()
             except UsageError as error:
                 raise UsageError(f"--video: {error}") from error
-        video.begin(first, float(self._envs.metadata.get("render_fps") or RATE))
+        video.begin(first, float(self._envs.metadata.get("render_fps") or DEFAULT_FPS))
 
     def step(self, actions: Array) -> None:
-        """Takes `actions` [1, *A]. Raises BrokenEnvError, and UsageError where the video cannot be written."""
+        """Steps with `actions` [1, *A]. Raises BrokenEnvError, and UsageError if the video cannot be written."""
         super().step(actions)
         self._video.add(self.picture())
 
 
 class Video:
-    """The file `path`, .mp4 or .gif, of what `begin` and `add` are given; a context, at whose end it is complete. Where
-    that raises, there is none.
+    """Writes pictures to the file `path`, .mp4 or .gif, which exists once the `with` block has ended without an error.
 
-    Raises UsageError for another name, where imageio is missing, and where the file cannot be written.
+    Raises UsageError for another suffix, if imageio is missing, and if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.suffix.lower() not in CODECS:
-            raise UsageError(f"--video: {path} is no video; give a name that ends in {' or '.join(CODECS)}")
+            raise UsageError(f"--video: {path} is no video; the name must end in {' or '.join(CODECS)}")
         if not path.parent.is_dir():
-            raise UsageError(f"--video: {path.parent} is no folder; make it first")
+            raise UsageError(f"--video: {path.parent} is no folder; create it")
         try:
             self._library = importlib.import_module("imageio_ffmpeg")
         except ImportError as error:
@@ -65,18 +64,22 @@ class Video:
         self._writer: Generator[None, Any, None] | None = None
 
     def begin(self, picture: Array, rate: float) -> None:
-        """The first picture [height, width, 3] uint8, of `rate` a second."""
+        """Starts the video with a picture [height, width, 3] uint8, at `rate` pictures a second."""
         height, width = (side + side % 2 for side in picture.shape[:2])
         with self._writing():
             self._writer = self._library.write_frames(
-                str(self._partial), (width, height), fps=rate, macro_block_size=1, ffmpeg_log_level="error",
+                str(self._partial),
+                (width, height),
+                fps=rate,
+                macro_block_size=1,
+                ffmpeg_log_level="error",
                 **CODECS[self.path.suffix.lower()],
-            )  # fmt: skip
+            )
             next(self._writer)
         self.add(picture)
 
     def add(self, picture: Array) -> None:
-        """The next picture, of the same size. MP4 takes even sizes only: the last row or column is repeated."""
+        """Adds a picture of the same size. MP4 needs even sizes, so the last row or column may be repeated."""
         assert self._writer is not None
         edges = [(0, picture.shape[0] % 2), (0, picture.shape[1] % 2), (0, 0)]
         with self._writing():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,26 +50,25 @@ def linear_cross_entropy(
     Losses with the same `sums` must go through one backward pass, as a plain sum: the first of them returns the
     gradients of weight and bias of all.
     """
-    loss: Tensor = _Loss.apply(hidden, weight, bias, targets, scale, torch.is_grad_enabled(), pool, sums)
+    differentiate = torch.is_grad_enabled()  # always disabled within `_Loss.forward`
+    loss: Tensor = _Loss.apply(hidden, weight, bias, targets, _Options(scale, differentiate, pool, sums))
     return loss
+
+
+class _Options(NamedTuple):
+    scale: float
+    differentiate: bool
+    pool: LossThreads | None
+    sums: GradientSums | None
 
 
 class _Loss(torch.autograd.Function):
     """The forward pass computes the gradients too; the backward pass only returns them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        targets: Tensor,
-        scale: float,
-        differentiate: bool,
-        pool: LossThreads | None,
-        sums: GradientSums | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, options: _Options) -> Tensor:
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach()
+        scale, differentiate, pool, sums = options
         if differentiate:
             sums = GradientSums() if sums is None else sums
             ctx.first = not sums.grads
@@ -79,7 +78,7 @@ class _Loss(torch.autograd.Function):
         for begin in range(0, len(hidden), CHUNK_TOKENS):
             part = slice(begin, begin + CHUNK_TOKENS)
             grads = (ctx.grad[part], *ctx.sums.grads) if differentiate else ()
-            total += _block(hidden[part], weight, bias, targets[part], scale, grads, pool)
+            total += _block(hidden[part], weight, bias, targets[part], scale, grads=grads, pool=pool)
         return total.mul_(scale)
 
     @staticmethod
@@ -90,7 +89,7 @@ class _Loss(torch.autograd.Function):
             ctx.sums.grads = ()  # autograd does not copy a tensor that has no other reference
         if float(outer[0]) != 1.0:
             grads = [grad * outer[0] for grad in grads]
-        return (*grads, *[None] * (8 - len(grads)))
+        return (*grads, *[None] * (5 - len(grads)))
 
 
 @torch.no_grad()

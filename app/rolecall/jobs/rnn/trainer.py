@@ -42,10 +42,10 @@ class TextDescription:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UsageError if `state` is of another text."""
-        if state["digest"] != self.digest:
+        if (state["digest"], state["vocabulary"]) != (self.digest, list(self.vocabulary.words)):  # bytes had none
             raise UsageError(
-                f"CORPUS={self.corpus}: the newest checkpoint was trained on another text; restore that text, or set "
-                "another CHECKPOINT_DIR"
+                f"CORPUS={self.corpus}: the newest checkpoint was trained on another text, or on bytes; restore that "
+                "text, or set another CHECKPOINT_DIR"
             )
 
 

@@ -1,6 +1,6 @@
 """An unmodified torch.distributed.rpc program: every rank runs the same file, or calls the same function of it.
 
-What such a program may expect is in docs/script.md.
+docs/script.md describes the environment of the program.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rolecall import Job, PerRank, Role, Settings
 
 
 class ScriptSettings(Settings):
-    """The variables of `script`."""
+    """The settings of `script`."""
 
     script: PerRank[str] = Field(
         "", description="the program: FILE.py (run as __main__), FILE.py:FUNCTION or package.module:FUNCTION"

@@ -1,6 +1,6 @@
-"""How the program ends in every rank: by returning, or by SIGTERM, which rank 0 passes on when a drain is ordered.
+"""The end of the program in every rank: by its return, or by SIGTERM, which a drain sends to all ranks.
 
-The ranks tell each other in the generation's store.
+The ranks exchange their states in the store of the generation.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from rolecall.jobs.script import ScriptSettings
 
 DRAIN = "drain"
 RETURNED, STOPPED = "returned", "stopped"
-PERIOD = timedelta(minutes=10)  # of a wait that has no deadline: the gang ends the process
-PATIENCE = 0.75  # fraction of DRAIN_TIMEOUT after which a program that SIGTERM does not end is left alone
+WAIT_PERIOD = timedelta(minutes=10)  # waits are repeated without a deadline, because the gang ends the process
+SIGTERM_SHARE = 0.75  # of DRAIN_TIMEOUT, for which the rank waits for the program to end after SIGTERM
 
 
 class Ending:
-    """The end of this rank's program, and of the others'. From now on a drain is SIGTERM for the program.
+    """The end of the program in this rank and the others. A drain sends SIGTERM to the program from now on.
 
-    Raises torch's DistError where rank 0's worker is gone.
+    Raises torch's DistError if the worker of rank 0 is gone.
     """
 
     def __init__(self, context: Context[ScriptSettings]) -> None:
         self._context, self._rank, self._world_size = context, context.me.rank, len(context.members)
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self._stopped = False  # SIGTERM has reached the program
+        self._stopped = False  # SIGTERM was sent to the program
         self._over = threading.Event()
         self._store, waiting = (PrefixStore("ending", context.store.clone()) for _ in range(2))
         threading.Thread(target=self._obey_drain, args=(waiting,), name="drain", daemon=True).start()
 
     def end(self) -> bool:
-        """The program of this rank has ended. Returns False where that was known."""
+        """Records that the program of this rank has ended. Returns False if that was recorded before."""
         with self._lock:
             if self._over.is_set():
                 return False
@@ -53,7 +53,7 @@ class Ending:
         return self._over.is_set()
 
     def summary(self) -> dict[str, Any] | None:
-        """Waits until the program has ended in every rank. None where SIGTERM has ended one: the job has drained."""
+        """Waits until the program has ended in every rank. None if SIGTERM ended one: the job has drained."""
         keys = [f"ended-{rank}" for rank in range(self._world_size)]
         _wait(self._store, keys)
         if any(self._store.get(key) != RETURNED.encode() for key in keys):
@@ -69,21 +69,21 @@ class Ending:
             else:
                 _wait(store, [DRAIN])
             self._stop()
-        except DistError:  # rank 0's worker is gone, and the gang ends this one
+        except DistError:  # the worker of rank 0 is gone, and the gang ends this process
             return
 
     def _stop(self) -> None:
-        """SIGTERM. A program without a handler ends there and then, one with a handler in its own time; what it still
-        does after that, until its process is killed when all ranks' programs have ended, does not count.
+        """Sends SIGTERM. A program without a handler ends immediately, one with a handler may take time. An error after
+        that does not count; the process is killed once the programs of all ranks have ended.
         """
         with self._lock:
             if self.has_ended:
                 return
             self._stopped = True
-        self._context.logger.info("SIGTERM to the program")
+        self._context.logger.info("SIGTERM sent to the program")
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)
-            seconds = PATIENCE * self._context.settings.drain_timeout
+            seconds = SIGTERM_SHARE * self._context.settings.drain_timeout
             if not self._over.wait(seconds):
                 self._context.logger.warning("the program did not end after SIGTERM", seconds=seconds)
         if self.end() and self._rank == 0:
@@ -93,6 +93,6 @@ class Ending:
 def _wait(store: Store, keys: list[str]) -> None:
     while True:
         try:
-            return store.wait(keys, PERIOD)
+            return store.wait(keys, WAIT_PERIOD)
         except DistStoreError:  # not yet
             continue

@@ -1,4 +1,4 @@
-"""A rank: runs the program, has SIGTERM reach it, and ends the job when every rank's program has returned."""
+"""A rank: runs the program, and ends the job when the program has returned in every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rolecall.jobs.script.ending import Ending
 
 
 def check(settings: ScriptSettings) -> None:
-    """Raises UsageError where the program is missing or cannot be loaded."""
+    """Raises UsageError if the program is missing or cannot be loaded."""
     Program(settings.script, settings.script_args).check(settings, settings.ranks)
 
 
@@ -27,7 +27,7 @@ def run(context: Context[ScriptSettings]) -> dict[str, Any] | None:
         try:
             program.run(context)
         except ProgramError:
-            if not ending.has_ended:  # otherwise SIGTERM ended it, and what it did since does not count
+            if not ending.has_ended:  # otherwise SIGTERM ended it, and later errors do not count
                 raise
         if not ending.end():
             threading.Event().wait()  # `Ending` ends this process

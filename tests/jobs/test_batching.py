@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from rolecall import PeerLostError
+from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Choice, Memory, Recorder
 from rolecall.jobs.rl.batching import Answer, Batcher, Group
 from rolecall.jobs.rl.messages import Array, Done, pack
@@ -155,16 +156,6 @@ def test_calls_that_come_during_a_forward_go_together_in_the_next(make: MakeBatc
     assert policy.sizes == [2, 6]
 
 
-def test_groups_of_other_sizes_get_their_own_actions(make: MakeBatcher, policy: Policy) -> None:
-    sizes = {A: 3, B: 1, C: 5}
-    batcher = make([])
-    batcher.begin(sizes, 0)
-    answers = {group: batcher.submit(group, message(size, size), False) for group, size in sizes.items()}
-    for group, size in sizes.items():
-        assert actions(answers[group]) == [10 * number for number in range(size, 2 * size)]
-    assert policy.sizes == [9]
-
-
 @pytest.mark.parametrize(("max_batch", "sizes"), [(1, [2, 2, 2, 2]), (2, [2, 2, 2, 2]), (5, [2, 4, 2]), (6, [2, 6])])
 def test_no_more_than_max_batch_go_together(
     make: MakeBatcher, policy: Policy, max_batch: int, sizes: list[int]
@@ -241,12 +232,6 @@ def test_drop_fails_the_waiting_calls_and_refuses_new_ones(make: MakeBatcher, po
     assert actions(other) == [0, 10]
     assert actions(batcher.submit(D, message(1), False)) == [10, 20]
     assert policy.sizes == [2, 2]
-
-
-def test_a_name_that_begins_like_another_is_another(make: MakeBatcher) -> None:
-    batcher = make([Group("observer_1", 0), Group("observer_11", 0)], wait=0)
-    batcher.drop("observer_1")
-    assert actions(batcher.submit(Group("observer_11", 0), message(1), False)) == [10, 20]
 
 
 def test_drop_takes_a_finished_trajectory_back(make: MakeBatcher) -> None:
@@ -362,11 +347,12 @@ class Caller:
 
 @pytest.mark.parametrize(("wait", "max_batch"), [(0, 1000), (0.001, 1000), (0.001, 4)])
 def test_trajectories_are_what_was_submitted_and_answered(
-    make: MakeBatcher, policy: Policy, wait: float, max_batch: int
+    make: MakeBatcher, policy: Policy, monkeypatch: pytest.MonkeyPatch, wait: float, max_batch: int
 ) -> None:
     """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts, with the states
     carried over.
     """
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 4)
     observed: list[int] = []
     batcher = make([], wait=wait, max_batch=max_batch, observe=lambda size, seconds: observed.append(size))
     sizes = {group: 1 + number for number, group in enumerate((A, B, C, D))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,11 +39,6 @@ def test_the_row_goes_by_the_kind_of_spaces(observation: Space, action: Space, a
     settings, spaces = RlSettings(algorithm=algorithm), spaces_of(observation, action)
     assert kind(settings, spaces) == expected
     assert choose(settings, spaces) == DEFAULTS[expected]
-
-
-def test_no_environments_id_decides() -> None:
-    spaces = spaces_of(VECTOR, Discrete(2))
-    assert len({choose(RlSettings(env_id=name), spaces) for name in ("CartPole-v1", "ALE/Pong-v5", "a:B-v0")}) == 1
 
 
 GIVEN: dict[str, Any] = {
@@ -88,13 +83,3 @@ def test_the_tables_values_are_ones_that_could_be_given(row: Kind) -> None:
     for name, value in asdict(DEFAULTS[row]).items():
         field = RlSettings.model_fields[name]
         TypeAdapter(field.rebuild_annotation()).validate_python(value, strict=True)
-
-
-def test_every_kind_has_its_row() -> None:
-    assert set(DEFAULTS) == set(get_args(Kind))
-
-
-def test_the_tutorials_row_is_the_tutorials() -> None:
-    row = DEFAULTS["reinforce"]
-    assert (row.epochs, row.gae_lambda, row.entropy_coef, row.target_kl) == (1, 1.0, 0.0, 0.0)
-    assert (row.normalize, row.target_kl) == (False, 0.0)

@@ -30,8 +30,16 @@ class Calls:
         self.sent: dict[int, Tensor] = {}
         self.held: dict[int, int] = {}
 
-    def call(self, to: str, function: Callable[..., Any], key: Any, part: int, gradient: Tensor, report: BatchReport,
-             timeout: float) -> MagicMock:  # fmt: skip
+    def call(
+        self,
+        to: str,
+        function: Callable[..., Any],
+        key: Any,
+        part: int,
+        gradient: Tensor,
+        report: BatchReport,
+        timeout: float,
+    ) -> MagicMock:
         self.sent[part], self.held[part] = gradient, gradient.untyped_storage().nbytes()
         return MagicMock()
 

@@ -12,7 +12,7 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor
 
-from rolecall.jobs.rl import messages, model
+from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Actor, Recorder
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
@@ -29,7 +29,6 @@ from tests.jobs.rl_parts import (
     flat,
     make,
     random_trajectory,
-    settings_of,
     spaces_of,
 )
 
@@ -158,15 +157,6 @@ def test_the_state_begins_anew_after_what_only_resets(monkeypatch: pytest.Monkey
     assert np.array_equal(observations[:21], trajectory.observations)
 
 
-def test_a_sequence_without_experience_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 2)
-    trajectory = random_trajectory(1, 4, 2, state=2)
-    trajectory.experience[2:, 1] = False
-    samples = sequences(trajectory)
-    assert len(samples) == 3
-    assert bool(samples.used.any(1).all())
-
-
 @pytest.mark.parametrize("length", [1, 3, 7, 64])
 def test_the_returns_do_not_depend_on_the_length(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(messages, "SEQUENCE_STEPS", length)
@@ -224,7 +214,11 @@ def test_what_was_recorded_is_replayed(
         output.layer.get_parameter("weight").mul_(500)
     deviations = []
     for trajectories in record(where, learner, action):
-        samples = join([learner._samples(trajectory) for trajectory in trajectories])
+        if memory == "none":
+            parts = [steps_of(trajectory, value, 0.9, 0.8, CPU) for trajectory in trajectories]
+        else:
+            parts = [sequences(trajectory) for trajectory in trajectories]
+        samples = join(parts)
         if memory == "none":
             parameters, _ = learner.model(samples.observations)
         else:
@@ -267,7 +261,7 @@ def test_both_ways_record_the_same_states() -> None:
 def test_a_trajectory_needs_the_observations_after_its_last_action() -> None:
     learner = make()
     memory = Actor(learner.model, CPU).remember(2)
-    recorder = Recorder(3, memory, 4)
+    recorder = Recorder(3, memory)
     with pytest.raises(ValueError, match="0 observations for 0 actions"):
         recorder.trajectory()
     seen = np.zeros((2, 4), np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint8)
@@ -279,10 +273,11 @@ def test_a_trajectory_needs_the_observations_after_its_last_action() -> None:
     assert recorder.trajectory().version == 3
 
 
-def test_a_trajectorys_columns() -> None:
+def test_a_trajectorys_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """What belongs to a step stands in its row: the reward and the end that its action led to."""
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 2)
     memory = Actor(make().model, CPU).remember(1)
-    recorder = Recorder(0, memory, 2)
+    recorder = Recorder(0, memory)
     dones = [Done.TRUNCATED, Done.CONTINUES, Done.TERMINATED, Done.CONTINUES]
     for step, done in enumerate(dones):
         recorder.see(np.full((1, 4), step, np.float32), np.array([10 * step], np.float32), np.array([done], np.uint8))
@@ -297,7 +292,3 @@ def test_a_trajectorys_columns() -> None:
     assert trajectory.experience.tolist() == [[False], [True], [False]]
     assert trajectory.states.shape == (2, 1, 0)
     assert trajectory.nbytes == sum(column.nbytes for column in arrays(trajectory))
-
-
-def test_settings_of_a_model_without_memory_have_no_states() -> None:
-    assert model.build(settings_of(), spaces_of()).state_size == 0

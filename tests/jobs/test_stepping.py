@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -380,11 +379,3 @@ def test_without_anything_else_the_process_ends(monkeypatch: pytest.MonkeyPatch,
     stepping.abandon("ENV_ID=X: hangs")
     assert codes == [stepping.ABANDONED]
     assert capfd.readouterr().err == "rolecall: ENV_ID=X: hangs\n"
-
-
-def test_no_step_under_way_hangs() -> None:
-    group = Envs(setup("Vector-v0"), 4, 5)
-    assert group.hangs(awake=-1e9) == ""
-    group._since = time.monotonic() - 61
-    assert group.hangs(awake=-1e9).endswith("has not returned within ENV_TIMEOUT=60 s")
-    assert group.hangs(awake=time.monotonic()) == ""

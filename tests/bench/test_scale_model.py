@@ -100,7 +100,7 @@ def test_inner_steps_hide_the_exchange() -> None:
     assert Simulation(COSTS, local).run(6) == pytest.approx(local.trainers / 3.0, rel=0.02)
 
 
-def test_servers_have_cores_of_their_own_where_there_are_enough() -> None:
+def test_servers_have_their_own_cores_if_there_are_enough() -> None:
     assert layout(1, [0, 1]) == ([[0]], [1])
     assert layout(4, [0, 1]) == ([[0]] * 4, [1])
     assert layout(2, [0, 1, 2, 3]) == ([[0], [1]], [2, 3])

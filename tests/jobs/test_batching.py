@@ -171,7 +171,7 @@ def test_no_more_than_max_batch_go_together(
     assert policy.sizes == sizes
 
 
-def test_a_full_batch_waits_for_nobody(make: MakeBatcher, policy: Policy) -> None:
+def test_a_full_batch_leaves_at_once(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C, D], max_batch=4)
     answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     assert [actions(answer) for answer in answers] == [[0, 10]] * 2
@@ -181,14 +181,14 @@ def test_a_full_batch_waits_for_nobody(make: MakeBatcher, policy: Policy) -> Non
 # ---- the deadline, and groups that do not call
 
 
-def test_a_silent_group_holds_nobody_up_beyond_the_deadline(make: MakeBatcher, policy: Policy) -> None:
+def test_a_silent_group_delays_others_until_the_deadline_only(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B], wait=0.05)
     for step in range(3):
         assert actions(batcher.submit(A, message(step), False)) == [10 * step, 10 * step + 10]
     assert policy.sizes == [2, 2, 2]
 
 
-def test_a_dropped_group_holds_nobody_up_at_all(make: MakeBatcher, policy: Policy) -> None:
+def test_a_dropped_group_delays_no_other(make: MakeBatcher, policy: Policy) -> None:
     batcher = make([A, B, C, D])
     answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     batcher.drop("observer_1")
@@ -256,7 +256,7 @@ def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: M
 
 
 @pytest.mark.parametrize("group", [Group("observer_9", 0), Group("observer_0", 2), Group("agent_0", 0)])
-def test_a_stranger_is_refused(make: MakeBatcher, group: Group) -> None:
+def test_an_unknown_group_is_refused(make: MakeBatcher, group: Group) -> None:
     assert "not part of this rollout" in refusal(make([A, B]).submit(group, message(0), False))
 
 

@@ -60,7 +60,7 @@ GIVEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("row", DEFAULTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_given_wins_even_where_it_is_nothing(row: Kind, name: str) -> None:
+def test_given_values_win_even_if_they_are_zero(row: Kind, name: str) -> None:
     observation = PICTURE if row == "pixels" else VECTOR
     action = {"continuous": CONTROLS, "scalar": LEVER}.get(row, Discrete(2))
     algorithm = "reinforce" if row == "reinforce" else "ppo"

@@ -169,7 +169,7 @@ def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     table.close()
 
 
-def test_what_freeing_a_slot_raises_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_of_freeing_a_slot_reaches_the_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path, 4)
     table.fill()
     monkeypatch.setattr(table.hot.scratch, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
@@ -193,7 +193,7 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         open_scratch(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
 
 
-def test_scratch_has_no_name_so_runs_cannot_meet(tmp_path: Path) -> None:
+def test_scratch_of_two_runs_is_apart(tmp_path: Path) -> None:
     one, two = Scratch(tmp_path, 10, 2), Scratch(tmp_path, 10, 2)
     places = one.append(torch.arange(10), torch.ones(10, 2))
     assert one.read(places).all()
@@ -421,7 +421,7 @@ def test_a_file_system_without_hard_links_copies(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_disk_that_fails_or_hangs_where_it_is_asked_holds_up_no_step(
+def test_a_disk_that_fails_or_hangs_delays_no_step(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, hangs: bool
 ) -> None:
     first, released, exists = gang(1, rpc_timeout=1.0), threading.Event(), Path.exists

@@ -233,7 +233,7 @@ def test_a_disk_that_hangs_is_named_and_its_memory_not_used_again(data: int, mon
             reads.read(np.zeros(1, dtype=np.int64))
 
 
-def test_a_kernel_that_forbids_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_kernel_reads_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelReads, "_checked", MagicMock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     with structlog.testing.capture_logs() as lines:
         scratch = Scratch(tmp_path, 10, 2)

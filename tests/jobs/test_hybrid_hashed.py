@@ -231,7 +231,7 @@ def test_batches_of_the_least_recently_used_go() -> None:
     assert alive[40:321].all()
 
 
-def test_rows_whose_time_is_over_are_removed_though_nobody_looks_them_up() -> None:
+def test_expired_rows_are_removed_without_a_lookup() -> None:
     (table,) = build(1, ttl=70)
     for _ in range(2):
         make_step([table], [1, 2, 3])

@@ -82,7 +82,7 @@ def test_bytes_become_numbers_up_to_1() -> None:
     assert [(float(values.min()), float(values.max())) for values in seen] == [(1.0, 1.0), (pytest.approx(0.2),) * 2]
 
 
-def test_the_channels_are_last_only_where_they_are_the_fewest() -> None:
+def test_channels_are_last_if_they_are_the_fewest() -> None:
     assert channels_last((84, 84, 3))
     assert not channels_last((4, 84, 84))
     assert not channels_last((84, 84))

@@ -109,9 +109,7 @@ def test_what_stands_in_a_row_that_resets_is_never_used(
 
 @given(rollouts(), FACTORS)
 @settings(deadline=None, max_examples=40)
-def test_whole_returns_take_values_only_where_an_episode_was_cut_off(
-    rollout: tuple[Trajectory, Array], gamma: float
-) -> None:
+def test_whole_returns_take_values_only_of_truncated_episodes(rollout: tuple[Trajectory, Array], gamma: float) -> None:
     """A decay of 1, as the tutorial's policy gradient has it."""
     trajectory, values = rollout
     kept = trajectory.experience

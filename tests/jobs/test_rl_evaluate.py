@@ -208,7 +208,7 @@ def test_each_episode_has_an_environment_and_a_seed_of_its_own(episodes: int) ->
     assert Counted.count <= episodes + 2  # those that only say what their spaces are
 
 
-def test_one_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_episodes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "MOST_STEPS", 9)
     result = evaluated(setup("Endless-v1"), episodes=4)
     assert (result["unfinished_episodes"], result["mean_return"], result["mean_length"]) == (4, 9, 9)
@@ -356,7 +356,7 @@ def test_without_imageio_a_line_says_what_to_install(tmp_path: Path, monkeypatch
         ("nowhere/a.gif", "--video: nowhere is no folder; make it first"),
     ],
 )
-def test_where_no_video_can_be_is_said_before_anything_is_played(name: str, line: str) -> None:
+def test_a_bad_video_path_is_refused_before_the_first_episode(name: str, line: str) -> None:
     with pytest.raises(UsageError) as refused:
         evaluated(setup(), video=Path(name))
     assert str(refused.value) == line

@@ -143,8 +143,9 @@ def registered() -> Iterator[None]:
     gymnasium.register("Never-v0", Unready, kwargs={"resets": 0})
     gymnasium.register("Once-v0", Unready, kwargs={"resets": 1})
     gymnasium.register("Waits-v0", Waits)
+    own = set(gymnasium.registry) - before
     yield
-    for name in set(gymnasium.registry) - before:
+    for name in own:
         del gymnasium.registry[name]
 
 

@@ -168,7 +168,7 @@ def test_another_job_at_rank_0s_port_is_refused(lead: Lead, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("member", "text"), [("worker_1", "is not that of lead_0"), (RANK_0, "nothing serves control")]
 )
-def test_the_handshake_says_who_answers_in_place_of_the_coordinator(member: str, text: str, tmp_path: Path) -> None:
+def test_handshake_names_what_answers_for_the_coordinator(member: str, text: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     tunnel = Tunnel(member, port, port)
     try:
@@ -254,7 +254,7 @@ def test_without_tls_rank_0_is_asked_for_its_fingerprint(lead: Lead, tmp_path: P
         ({"state": "failed"}, "problem"),
     ],
 )
-def test_the_gangs_state_is_told(gang: dict[str, Any], state: str, lead: Lead, tmp_path: Path) -> None:
+def test_state_of_the_gang_is_reported(gang: dict[str, Any], state: str, lead: Lead, tmp_path: Path) -> None:
     with lead.answering(gang=gang):
         assert look("rank 0", lead.subject(tmp_path)).state == state
 

@@ -65,7 +65,7 @@ def test_lengths_and_gaps_are_within_their_bounds() -> None:
         assert 0 <= event.gap <= 8.0
 
 
-def test_nothing_is_cut_without_a_network_and_nobody_joins_a_fixed_job() -> None:
+def test_no_cuts_without_a_network_and_no_joins_in_a_fixed_job() -> None:
     assert not [event for event in plan(1, 100, 2.0, SHAPE, cuts=False) if event.kind == "cut"]
     assert not [event for event in plan(1, 100, 2.0, FIXED) if event.kind in ("join", "leave")]
 
@@ -174,7 +174,7 @@ def test_taking_a_killed_elastic_rank_in_again_is_a_drain() -> None:
 @pytest.mark.parametrize(
     ("kind", "noticed"), [("stop worker", 2.0), ("stop supervisor", 6.0), ("stop rank", 6.0), ("cut", 6.0)]
 )
-def test_who_notices_a_silent_rank(kind: str, noticed: float) -> None:
+def test_a_silent_rank_is_noticed(kind: str, noticed: float) -> None:
     strike = replace(KILLED, event=Event(1, kind, ("observer-0",), 1.0, 8.0), over=9.0, settled=12.0)
     notices = [(0.5, "agent-0 earlier"), (3.0, "observer-0 of itself"), (7.0, "agent-0 of the other")]
     found = measure(strike, Recording(samples((0.5, 1, 10), (1.5, 1, 11)), {"observer-0": [0.0]}, notices), SHAPE)
@@ -211,9 +211,7 @@ def test_a_slow_disk_costs_no_lease() -> None:
         ({"used": torch.tensor([0, 4], dtype=torch.uint8)}, {}, "samples are used of the epochs after the last, 7"),
     ],
 )
-def test_sums_of_samples_that_are_not_exact_are_told(
-    ledger: dict[str, Any], summary: dict[str, Any], wrong: str
-) -> None:
+def test_inexact_sums_of_samples_are_reported(ledger: dict[str, Any], summary: dict[str, Any], wrong: str) -> None:
     none = torch.zeros(2, dtype=torch.uint8)
     ledger = {"epoch": 7, "version": 9, "samples": 10, "used": none, "following": none, **ledger}
     assert jobs.counted(ledger, {"epochs": 7, "updates": 9, "samples": 70, **summary}) == wrong

@@ -109,8 +109,10 @@ def test_a_link_is_refused_for_its_rate_its_delay_or_its_loss() -> None:
     assert checked(lossy, bits_per_s=5e6).holds  # TCP does not fill a link that loses packets
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None or not Path("/dev/net/tun").exists(),
-                    reason="needs root, the program ip and TUN devices")  # fmt: skip
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None or not Path("/dev/net/tun").exists(),
+    reason="needs root, the program ip and TUN devices",
+)
 def test_a_real_link_holds_its_rate_and_its_delay_and_leaves_nothing() -> None:
     measured = check.check(LINKS["20mbit"], seconds=1.5, datagrams=200)
     promised = measured.link

@@ -11,10 +11,21 @@ from bench.scale_model import Costs, Plan, Work, formula
 from bench.scale_simulation import Queue, Simulation
 
 COSTS = Costs(
-    call_s=6e-5, serve_s=6e-5, tensor_s=2e-5, send_byte_s=3e-10, receive_byte_s=3e-10, tunnel_message_s=1e-4,
-    tunnel_byte_s=1e-9, apply_s=5e-10, step_s=1e-9, ledger_s=2e-5, ledger_trainer_s=1e-7, order_key_s=2e-6,
-    complete_key_s=2e-6, arrived_key_s=1e-6,
-)  # fmt: skip
+    call_s=6e-5,
+    serve_s=6e-5,
+    tensor_s=2e-5,
+    send_byte_s=3e-10,
+    receive_byte_s=3e-10,
+    tunnel_message_s=1e-4,
+    tunnel_byte_s=1e-9,
+    apply_s=5e-10,
+    step_s=1e-9,
+    ledger_s=2e-5,
+    ledger_trainer_s=1e-7,
+    order_key_s=2e-6,
+    complete_key_s=2e-6,
+    arrived_key_s=1e-6,
+)
 SMALL = Plan(20, 4, 1_200_000, compute_s=0.03, link_bits_s=1e10, delay_s=1e-4)
 HERE = Plan(8, 1, 1_200_000, tls=False, server_cores=1, trainer_cores=1)
 
@@ -89,7 +100,7 @@ def test_inner_steps_hide_the_exchange() -> None:
     assert Simulation(COSTS, local).run(6) == pytest.approx(local.trainers / 3.0, rel=0.02)
 
 
-def test_servers_have_cores_of_their_own_where_there_are_enough() -> None:
+def test_servers_have_their_own_cores_if_there_are_enough() -> None:
     assert layout(1, [0, 1]) == ([[0]], [1])
     assert layout(4, [0, 1]) == ([[0]] * 4, [1])
     assert layout(2, [0, 1, 2, 3]) == ([[0], [1]], [2, 3])

@@ -37,9 +37,15 @@ def main() -> int:
     try:
         namespaces = _start(network, console)
         with Progress(
-            SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("events"),
-            console=console, transient=True, disable=not console.is_terminal,
-        ) as progress:  # fmt: skip
+            SpinnerColumn(),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("events"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        ) as progress:
             task = progress.add_task("", total=arguments.kills)
 
             def say(line: str) -> None:
@@ -111,12 +117,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=jobs.SOAKS, default="rl")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
-    parser.add_argument("--gap", type=float, default=2.0, metavar="S",
-                        help="mean seconds from a recovery to the next event (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE",
-                        help="a setting of the job, e.g. UPDATE_MODE=local; repeatable")  # fmt: skip
-    parser.add_argument("--load", type=int, default=0, metavar="N",
-                        help="processes that keep the machine busy beside it: its figures under load")  # fmt: skip
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="mean seconds from a recovery to the next event (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        type=_setting,
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the job, e.g. UPDATE_MODE=local; repeatable",
+    )
+    parser.add_argument(
+        "--load",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that keep the machine busy beside it: its figures under load",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     return parser
 

@@ -54,20 +54,36 @@ def checks(soak: Soak) -> list[Check]:
         _median("rank 0's worker killed: kill to next step", worker, WORKER_BAR),
         _median("supervisor or rank killed: restart to next step", restart, RESTART_BAR),
         _median("elastic rank killed: longest pause of the others", pause, PAUSE_BAR),
-        Check("silent peers noticed, worst", _seconds(max(silent, default=math.nan)), f"<= {NOTICE_BAR:g} s",
-              max(silent) <= NOTICE_BAR if silent else None),
-        Check("steps beside an elastic rank that keeps dying young", f"{young.share:.2f}" if young else "-",
-              f">= {YOUNG_BAR:g} of those undisturbed", young.share >= YOUNG_BAR if young else None),
+        Check(
+            "silent peers noticed, worst",
+            _seconds(max(silent, default=math.nan)),
+            f"<= {NOTICE_BAR:g} s",
+            max(silent) <= NOTICE_BAR if silent else None,
+        ),
+        Check(
+            "steps beside an elastic rank that keeps dying young",
+            f"{young.share:.2f}" if young else "-",
+            f">= {YOUNG_BAR:g} of those undisturbed",
+            young.share >= YOUNG_BAR if young else None,
+        ),
         Check("events without a next step", ", ".join(stuck) or "none", "none", not stuck),
-        Check("leases lost and requests unanswered while a disk was slow", str(sum(m.leases_lost for m in slow)), "0",
-              not any(m.leases_lost for m in slow) if slow else None),
+        Check(
+            "leases lost and requests unanswered while a disk was slow",
+            str(sum(m.leases_lost for m in slow)),
+            "0",
+            not any(m.leases_lost for m in slow) if slow else None,
+        ),
         Check("steps lost by drains, joins and leaves", str(drained), "0", drained == 0),
         Check("ranks that ended otherwise than was done to them", ", ".join(strange) or "none", "none", not strange),
-        Check("exit codes of the drain and the finish", ", ".join(map(str, sorted(codes))) or "none", "0",
-              codes == {0} and bool(result.finish_codes)),
+        Check(
+            "exit codes of the drain and the finish",
+            ", ".join(map(str, sorted(codes))) or "none",
+            "0",
+            codes == {0} and bool(result.finish_codes),
+        ),
         Check("result", result.judged or "none", "right", result.right),
         Check("processes left", ", ".join(result.leftovers) or "none", "none", not result.leftovers),
-    ]  # fmt: skip
+    ]
 
 
 def _median(what: str, found: Summary, bar: float) -> Check:
@@ -88,8 +104,20 @@ def show(soak: Soak, found: list[Check], console: Console) -> None:
 
 def _events(measured: list[Measured]) -> Table:
     table = Table(title="From an event to the next step, in seconds", title_justify="left")
-    for column in ("kind", "whom", "events", "generations ended", "recoveries", "median", "p95", "worst",
-                   "after restart", "longest pause", "noticed", "steps lost"):  # fmt: skip
+    for column in (
+        "kind",
+        "whom",
+        "events",
+        "generations ended",
+        "recoveries",
+        "median",
+        "p95",
+        "worst",
+        "after restart",
+        "longest pause",
+        "noticed",
+        "steps lost",
+    ):
         table.add_column(column, justify="left" if column in ("kind", "whom") else "right")
     for kind in KINDS:
         for target in TARGETS:

@@ -79,4 +79,6 @@ def make(
 
 
 def value(metric: Any) -> float:
-    return float(metric._value.get())
+    """Of a metric without labels, or with given ones."""
+    (family,) = metric.collect()
+    return float(family.samples[0].value)

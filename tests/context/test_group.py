@@ -117,7 +117,7 @@ def test_lost_answer_yields_the_error(context: Context, wire: Wire, supervisor: 
     assert wire.stuck == {"observer_0": str(LATE)}
 
 
-def test_a_stuck_peer_that_cannot_be_told_is_lost(context: Context, wire: Wire, supervisor: Supervisor) -> None:
+def test_a_stuck_peer_out_of_reach_is_lost(context: Context, wire: Wire, supervisor: Supervisor) -> None:
     wire.reached = False
     answers = context.call_all("observer", double, 4)
     wire.answer("observer_0", LATE)
@@ -136,7 +136,7 @@ def test_a_closed_connection_gives_up_a_member_of_an_elastic_role(
 
 
 @pytest.mark.parametrize("error", [GONE, LATE])
-def test_lost_raise_raises_the_error_and_gives_up_nobody(
+def test_lost_raise_raises_the_error_and_loses_no_peer(
     context: Context, wire: Wire, supervisor: Supervisor, error: Exception
 ) -> None:
     answers = context.call_each("observer", double, 4, lost="raise")
@@ -174,7 +174,7 @@ def test_peer_lost_by_the_gang_is_not_waited_for(
     wire.answer("observer_0", 8)  # too late, and no harm
 
 
-def test_remote_error_is_raised_and_gives_up_nobody(context: Context, wire: Wire, supervisor: Supervisor) -> None:
+def test_remote_error_is_raised_and_loses_no_peer(context: Context, wire: Wire, supervisor: Supervisor) -> None:
     answers = context.call_all("observer", double, 4)
     wire.answer("observer_0", RemoteError("observer_0 raised ValueError: no such number"))
     with pytest.raises(RemoteError, match="no such number"):

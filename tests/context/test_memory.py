@@ -27,6 +27,7 @@ print((process.memory_info().rss - before) // 2**20)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 @pytest.mark.parametrize(("most", "least", "limit"), [(2**29, 60, 70), (2**21, 0, 4)])
 def test_so_much_is_kept_and_no_more(most: int, least: int, limit: int) -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKS.format(most=most)], capture_output=True, text=True, timeout=60,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS.format(most=most)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert least <= int(done.stdout) <= limit

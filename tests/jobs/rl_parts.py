@@ -42,9 +42,18 @@ def spaces_of(observation: Space = VECTOR, action: Space = TWO) -> Spaces:
 
 
 PLAIN: dict[str, Any] = {
-    "hidden_size": 16, "normalize": False, "exploration": "gaussian", "gamma": 0.99, "gae_lambda": 0.95, "epochs": 1,
-    "minibatches": 4, "lr": 0.01, "clip_ratio": 0.2, "target_kl": 0.0, "entropy_coef": 0.0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "normalize": False,
+    "exploration": "gaussian",
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "epochs": 1,
+    "minibatches": 4,
+    "lr": 0.01,
+    "clip_ratio": 0.2,
+    "target_kl": 0.0,
+    "entropy_coef": 0.0,
+}
 
 
 def settings_of(**given: Any) -> RlSettings:

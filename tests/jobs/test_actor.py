@@ -97,12 +97,6 @@ def test_actions_and_their_log_probabilities_are_the_policys() -> None:
     np.testing.assert_allclose(choice.log_probabilities, likely, rtol=1e-5)
 
 
-def test_best_is_the_most_probable() -> None:
-    actor = Actor(ActorCritic(Table(PROBABILITIES[:2]), None, Categorical(3)), CPU)
-    observations = np.array([[0], [1], [1], [0]], np.float32)
-    assert actor.best(observations, going(4), actor.remember(4)).tolist() == [0, 2, 2, 0]
-
-
 def test_without_a_memory_nothing_is_carried() -> None:
     actor = actor_of()
     memory = actor.remember(3)
@@ -145,8 +139,12 @@ def test_memories_of_groups_do_not_mix(memory: str) -> None:
     alone = {name: actor.remember(size) for name, size in sizes.items()}
     for step, order in enumerate(("abc", "cab", "b", "ba", "cba")):
         seen = {name: rows(10 * step + number, sizes[name]) for number, name in enumerate(order)}
-        dones = {name: np.array([Done.CONTINUES, Done.TRUNCATED, Done.TERMINATED], np.uint8)[: sizes[name]] if step == 1
-                 else going(sizes[name]) for name in order}  # fmt: skip
+        dones = {
+            name: np.array([Done.CONTINUES, Done.TRUNCATED, Done.TERMINATED], np.uint8)[: sizes[name]]
+            if step == 1
+            else going(sizes[name])
+            for name in order
+        }
         actor.act(
             np.concatenate(list(seen.values())),
             np.concatenate(list(dones.values())),
@@ -240,17 +238,6 @@ def test_each_environment_has_noise_of_its_own() -> None:
     memory = actor.remember(4)
     chosen = actor.act(rows(1, 1).repeat(4, 0), going(4), [memory]).actions
     assert len({tuple(row) for row in chosen}) == 4
-
-
-def test_groups_in_one_batch_keep_their_noise() -> None:
-    actor = sde(memory="lstm")
-    one, other = actor.remember(2), actor.remember(3)
-    alone = [snapshot(one), snapshot(other)]
-    seen = rows(1, 5)
-    together = actor.act(seen, going(5), [one, other]).actions
-    apart = [actor.act(part, going(len(part)), [memory]).actions
-             for part, memory in zip((seen[:2], seen[2:]), alone, strict=True)]  # fmt: skip
-    np.testing.assert_allclose(together, np.concatenate(apart), atol=1e-6)
 
 
 def test_the_log_probability_is_of_all_noise_that_could_have_been_drawn() -> None:

@@ -147,52 +147,6 @@ def test_best_is_the_most_probable(space: Space, features: int) -> None:
 # ---- choices
 
 
-PROBABILITIES = [[0.5, 0.3, 0.2], [0.02, 0.08, 0.9], [1 / 3, 1 / 3, 1 / 3]]
-
-
-def frequencies_are(chosen: Tensor, probabilities: list[float]) -> None:
-    for action, p in enumerate(probabilities):
-        deviation = (p * (1 - p) / len(chosen)) ** 0.5
-        assert abs(float((chosen == action).float().mean()) - p) < 6 * deviation
-
-
-def test_actions_are_drawn_with_their_probabilities() -> None:
-    draws = 30_000
-    torch.manual_seed(11)
-    chosen = Categorical(3).sample(torch.tensor(PROBABILITIES).log().repeat_interleave(draws, 0)).reshape(3, draws)
-    for row, probabilities in zip(chosen, PROBABILITIES, strict=True):
-        frequencies_are(row, probabilities)
-
-
-def test_choices_of_one_action_are_independent() -> None:
-    draws = 30_000
-    torch.manual_seed(12)
-    logits = torch.tensor([0.5, 0.5, 0.1, 0.2, 0.7]).log().expand(draws, -1)
-    one, other = MultiCategorical([2, 3]).sample(logits).unbind(-1)
-    frequencies_are(one, [0.5, 0.5])
-    frequencies_are(other, [0.1, 0.2, 0.7])
-    frequencies_are(other[one == 0], [0.1, 0.2, 0.7])
-
-
-def test_switches_are_drawn_with_their_probabilities() -> None:
-    draws = 30_000
-    torch.manual_seed(13)
-    p = torch.tensor([0.1, 0.5, 0.98])
-    chosen = Bernoulli(3).sample(torch.logit(p).expand(draws, -1))
-    for switch, likely in zip(chosen.T, p.tolist(), strict=True):
-        frequencies_are(switch, [1 - likely, likely])
-    frequencies_are(chosen[:, 1][chosen[:, 0] == 1], [0.5, 0.5])
-
-
-def test_draws_are_independent_of_their_neighbours() -> None:
-    draws = 30_000
-    torch.manual_seed(14)
-    logits = torch.zeros(draws, 2)
-    chosen, again = Categorical(2).sample(logits), Categorical(2).sample(logits)
-    for pair in (chosen[1:] == chosen[:-1], chosen == again):
-        assert abs(float(pair.float().mean()) - 0.5) < 6 * 0.5 / draws**0.5
-
-
 def test_an_impossible_action_is_never_drawn() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.0]]).log().expand(10_000, -1)
     assert set(Categorical(3).sample(logits).tolist()) == {1}
@@ -208,18 +162,6 @@ def moments_are(samples: Tensor, mean: Tensor, deviation: Tensor) -> None:
     assert bool((scaled.mean(0).abs() < 6 / draws**0.5).all())
     assert bool((scaled.var(0) - 1).abs().max() < 6 * (2 / draws) ** 0.5)
     assert abs(float((scaled[:, 0] * scaled[:, 1]).mean())) < 6 / draws**0.5
-
-
-def test_a_gaussian_has_the_moments_that_are_said() -> None:
-    torch.manual_seed(15)
-    built = Gaussian(2)
-    with torch.no_grad():
-        built.log_std.copy_(torch.tensor([-1.0, 0.5]))
-    parameters = torch.tensor([[3.0, -2.0]])
-    samples = built.sample(parameters.expand(30_000, -1)).detach()
-    moments_are(samples, parameters[0], torch.tensor([-1.0, 0.5]).exp())
-    assert built.draw(4) is None
-    assert not torch.equal(samples[1:], samples[:-1])
 
 
 class TestStateDependent:

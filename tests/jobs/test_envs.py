@@ -1,8 +1,7 @@
-"""Environments: which are made and how, autoreset masks, dones, episodes, and the message of a step."""
+"""Environments: which are made and how, autoreset masks, dones, episodes and pictures."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import sys
 import textwrap
@@ -13,18 +12,15 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
-import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Text
 from gymnasium.vector import AutoresetMode
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from rolecall.errors import UsageError
-from rolecall.jobs.rl import RlSettings, atari, envs
+from rolecall.jobs.rl import RlSettings, envs
 from rolecall.jobs.rl.envs import Singles
-from rolecall.jobs.rl.messages import Done, pack, unpack
+from rolecall.jobs.rl.messages import Done
 from rolecall.jobs.rl.stepping import Envs
 
 BOTH = 3  # an environment may say that it terminated and was truncated
@@ -62,7 +58,6 @@ class Scripted(gymnasium.Env[Any, Any]):
 
     observation_space = OBSERVATIONS
     action_space = Discrete(3, start=START)
-    actions: ClassVar[list[Any]] = []
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
@@ -70,7 +65,6 @@ class Scripted(gymnasium.Env[Any, Any]):
         return np.array(self.script.reset(), np.float32), {}
 
     def step(self, action: Any) -> Any:
-        self.actions.append(action)
         shown, reward, end = self.script.step()
         return np.array(shown, np.float32), reward, end in (Done.TERMINATED, BOTH), end in (Done.TRUNCATED, BOTH), {}
 
@@ -159,7 +153,6 @@ def registered() -> Iterator[None]:
     gymnasium.register("SameStep-v0", Scripted, vector_entry_point=SameStepVector)
     gymnasium.register("Silent-v0", Scripted, vector_entry_point=SilentVector)
     gymnasium.register("OnlySameStep-v0", vector_entry_point=SameStepVector)
-    gymnasium.register("Limited-v0", Scripted, max_episode_steps=2)
     gymnasium.register("Unmade-v0", Broken)
     gymnasium.register("Pictures-v0", Pictures)
     gymnasium.register("Growing-v0", Growing)
@@ -169,8 +162,9 @@ def registered() -> Iterator[None]:
         ("Orders-v0", OBSERVATIONS, Dict(word=Discrete(2))),
     ]:
         gymnasium.register(name, OtherSpaces, kwargs={"observation": observation, "action": action})
+    own = set(gymnasium.registry) - before
     yield
-    for name in set(gymnasium.registry) - before:
+    for name in own:
         del gymnasium.registry[name]
 
 
@@ -238,18 +232,6 @@ def test_a_trajectory_is_what_happened(env_id: str, split: int) -> None:
 
 
 @EVERY_WAY
-def test_the_step_after_an_end_is_no_experience_and_pays_nothing(env_id: str) -> None:
-    trajectory = roll(group_of(env_id, 3), 30)
-    ended = trajectory.dones[:-1] != Done.CONTINUES
-    assert ended.any()
-    assert np.array_equal(~trajectory.experience[1:], ended)
-    assert trajectory.experience[0].all()
-    assert not trajectory.rewards[~trajectory.experience].any()
-    assert (trajectory.rewards[trajectory.experience] > 0).all()
-    assert not trajectory.dones[~trajectory.experience].any()
-
-
-@EVERY_WAY
 def test_episodes_are_whole_across_rollouts(env_id: str) -> None:
     group = group_of(env_id, 3)
     taken = []
@@ -271,7 +253,7 @@ def test_episodes_are_whole_across_rollouts(env_id: str) -> None:
 
 
 @EVERY_WAY
-def test_what_was_seen_stays_as_it_was(env_id: str) -> None:
+def test_arrays_of_earlier_steps_do_not_change(env_id: str) -> None:
     group = group_of(env_id, 3)
     seen = []
     for _ in range(6):
@@ -280,8 +262,8 @@ def test_what_was_seen_stays_as_it_was(env_id: str) -> None:
     assert all(np.array_equal(array, before) for step in seen for array, before in step)
 
 
-def test_a_vector_implementation_is_used_only_where_it_resets_in_the_next_step() -> None:
-    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2)[0].unwrapped, ScriptedVector)
+def test_a_vector_implementation_is_used_only_if_it_resets_in_the_next_step() -> None:
+    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2).unwrapped, ScriptedVector)
     for name in ("Scripted-v0", "SameStep-v0", "Silent-v0"):
         group, _ = envs.make(setup(name), 2)
         assert isinstance(group, Singles)
@@ -290,7 +272,7 @@ def test_a_vector_implementation_is_used_only_where_it_resets_in_the_next_step()
 
 
 @pytest.mark.parametrize("shown", [Box(0, 255, (120, 100, 3), np.uint8), Dict(word=Discrete(2))], ids=str)
-def test_a_vector_implementation_is_used_only_where_its_observations_need_no_change(
+def test_a_vector_implementation_is_used_only_if_its_observations_need_no_change(
     shown: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedVector, "single_observation_space", shown)
@@ -304,34 +286,6 @@ def test_a_reset_forgets_episodes_that_were_over() -> None:
     group.reset(seed=0)
     _, rewards, *_ = group.step(np.full(3, START))
     assert rewards.tolist() == [1, 1, 1]
-
-
-def test_an_id_without_a_version_is_the_newest() -> None:
-    newest = envs.make(setup("CartPole"), 2)[0].unwrapped
-    assert type(newest) is type(envs.make(setup("CartPole-v1"), 2)[0].unwrapped)
-    assert not isinstance(newest, Singles)
-
-
-def test_the_time_limit_truncates() -> None:
-    rolled = roll(group_of("Limited-v0", 1), 3)
-    assert rolled.dones[:, 0].tolist() == [Done.CONTINUES, Done.TRUNCATED, Done.CONTINUES]
-    assert rolled.experience[:, 0].tolist() == [True, True, False]
-
-
-def test_actions_count_from_the_spaces_start() -> None:
-    Scripted.actions.clear()
-    group = group_of("Scripted-v0", 1, 2)
-    for action in (0, 2, 1):
-        group.step(np.array([action]))
-    assert Scripted.actions == [START, START + 2, START + 1]
-    assert all(Scripted.action_space.contains(action) for action in Scripted.actions)
-    assert group.spaces == (OBSERVATIONS, Discrete(3, start=START), ())
-
-
-def test_shapes_and_types() -> None:
-    rolled = roll(group_of("Scripted-v0", 3), 5)
-    assert [column.shape for column in rolled] == [(6, 3, 2), (5, 3), (5, 3), (5, 3)]
-    assert [column.dtype for column in rolled] == [np.float32, np.float32, np.uint8, np.bool_]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
@@ -364,19 +318,30 @@ def test_groups(count: int, inference: str, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "env_id",
-    ["NoSuchThing-v0", "Scripted-v99", "no such id", "no_such_module:Scripted-v0", ":", ":Scripted-v0", "a:b:c",
-     ".relative:Scripted-v0", "Unmade-v0", "OnlySameStep-v0"],
-)  # fmt: skip
-def test_what_cannot_be_made_is_refused(env_id: str) -> None:
-    with pytest.raises(UsageError) as refusal:
+    [
+        "NoSuchThing-v0",
+        "Scripted-v99",
+        "no such id",
+        "no_such_module:Scripted-v0",
+        ":",
+        ":Scripted-v0",
+        "a:b:c",
+        ".relative:Scripted-v0",
+        "OnlySameStep-v0",
+        "Unmade-v0",
+        "raises_when_imported:X-v0",
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused(
+    env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_when_imported.py").write_text("undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = {"Unmade-v0": "the simulator has no licence", "raises_when_imported:X-v0": "undefined_name"}
+    with pytest.raises(UsageError, match=reason.get(env_id, "")) as refusal:
         envs.make(setup(env_id), 2)
     assert f"ENV_ID={env_id}:" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_the_reason_of_an_environment_that_raises_is_shown() -> None:
-    with pytest.raises(UsageError, match=r"ENV_ID=Unmade-v0.*the simulator has no licence"):
-        envs.make(setup("Unmade-v0"), 2)
 
 
 def test_one_that_loads_for_long_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,14 +385,7 @@ def test_a_module_to_import_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert envs.describe(setup("registers_an_environment:Imported-v0")).threshold == 3
 
 
-def test_a_module_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "raises_when_imported.py").write_text("undefined_name\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match=r"ENV_ID=raises_when_imported:X-v0.*undefined_name"):
-        envs.make(setup("raises_when_imported:X-v0"), 1)
-
-
-def test_the_threshold_where_there_is_one() -> None:
+def test_threshold_of_an_environment() -> None:
     assert envs.describe(setup("Scripted-v0")).threshold == 12.5
     assert envs.describe(setup("ScriptedVector-v0")).threshold is None
     assert envs.describe(setup("CartPole-v1")).threshold == 475
@@ -521,7 +479,7 @@ def test_other_pictures_stay_as_they_are(shape: tuple[int, ...]) -> None:
     assert group.observations.dtype == np.uint8
 
 
-def test_pictures_stay_as_they_are_where_the_user_wraps() -> None:
+def test_pictures_stay_as_they_are_if_the_user_wraps() -> None:
     group = group_of("Pictures-v0", 2, wrappers=f"{__name__}:doubled")
     assert group.observations.shape == (2, 120, 100, 3)
 
@@ -562,126 +520,3 @@ def test_an_environment_that_draws_no_picture_is_named(
     group = Envs(setup("Pictures-v0"), 1, 0, render=True)
     with pytest.raises(UsageError, match=f"^ENV_ID=Pictures-v0: {problem}$"):
         group.picture()
-
-
-# ---- Atari's games
-
-
-@pytest.mark.parametrize("env_id", ["ALE/Pong-v5", "PongNoFrameskip-v4"])
-def test_games_are_stepped_together(env_id: str) -> None:
-    group = group_of(env_id, 2, seed=2**32 - 1)
-    assert not isinstance(group._envs, Singles)
-    assert (group.spaces.observation.shape, group.spaces.observation.dtype) == ((4, 84, 84), np.uint8)
-    assert group.spaces.image
-    assert group.spaces.action == Discrete(6)
-    first = group.observations
-    for _ in range(3):
-        group.step(np.array([2, 3]))
-    assert group.observations.shape == (2, 4, 84, 84)
-    assert not np.array_equal(first, group.observations)
-    frames = [group._envs.step(np.array([2, 3]))[4]["episode_frame_number"] for _ in range(2)]
-    assert (frames[1] - frames[0]).tolist() == [4, 4]
-    group.close()
-
-
-def test_a_game_that_is_rendered_looks_the_same() -> None:
-    together, apart = group_of("ALE/Breakout-v5", 1), Envs(setup("ALE/Breakout-v5"), 1, 0, render=True)
-    assert isinstance(apart._envs, Singles)
-    assert apart.spaces == together.spaces
-    for _ in range(4):  # the stack is of four frames of the game itself
-        for group in (together, apart):
-            group.step(np.array([0]))
-    difference = np.abs(together.observations[0, -1].astype(int) - apart.observations[0, -1])
-    assert difference[20:70].mean() < 3  # the ball is elsewhere
-    assert apart.picture().shape == (210, 160, 3)
-    apart.close()
-    together.close()
-
-
-def test_rewards_of_games_are_not_clipped() -> None:
-    group = group_of("ALE/SpaceInvaders-v5", 4)
-    paid = set()
-    for step in range(150):
-        group.step(np.full(4, 1 + 3 * (step % 2)))
-        paid |= set(group.rewards.tolist())
-    assert max(paid) > 1
-    group.close()
-
-
-def test_games_with_other_arguments_are_made_one_by_one() -> None:
-    spec = gymnasium.registry["ALE/Pong-v5"]
-    assert atari.fits(spec)
-    gymnasium.register("Memory-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "obs_type": "ram"})
-    try:
-        group = group_of("Memory-v0", 1)
-    finally:
-        del gymnasium.registry["Memory-v0"]
-    assert isinstance(group._envs, Singles)
-    assert group.observations.shape == (1, 128)
-    group.close()
-
-
-def test_what_games_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"^ENV_ID=ALE/Nothing-v5: needs the package ale-py: pip install ale-py"):
-        envs.make(setup("ALE/Nothing-v5"), 1)
-
-
-# ---- environments of other packages
-
-
-@pytest.mark.parametrize(
-    ("package", "env_id", "observation", "action"),
-    [
-        ("Box2D", "LunarLander-v3", (8,), ()),
-        ("Box2D", "BipedalWalker-v3", (24,), (4,)),
-        ("mujoco", "HalfCheetah-v5", (17,), (6,)),
-        ("mujoco", "Walker2d-v5", (17,), (6,)),
-    ],
-)
-def test_environments_of_other_packages(
-    package: str, env_id: str, observation: tuple[int, ...], action: tuple[int, ...]
-) -> None:
-    pytest.importorskip(package)
-    group = group_of(env_id, 2)
-    assert (group.spaces.observation.shape, group.spaces.action_shape) == (observation, action)
-    for _ in range(3):
-        group.step(np.ones((2, *action), group.spaces.action_dtype))
-    assert group.observations.shape == (2, *observation)
-    group.close()
-
-
-# ---- the message of a step
-
-DTYPES = st.sampled_from([np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64])
-SHAPES = st.one_of(st.just(()), hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=5))
-
-
-@given(st.data(), DTYPES, SHAPES, st.integers(1, 6))
-@settings(deadline=None, max_examples=200)
-def test_unpack_is_the_inverse_of_pack(data: st.DataObject, dtype: Any, shape: tuple[int, ...], count: int) -> None:
-    observations = data.draw(hnp.arrays(dtype, (count, *shape)))
-    rewards = data.draw(hnp.arrays(np.float32, count))
-    dones = data.draw(hnp.arrays(np.uint8, count, elements=st.integers(0, 2)))
-    got = unpack(pack(observations, rewards, dones), shape, dtype)
-    for received, sent in zip(got, (observations, rewards, dones), strict=True):
-        assert (received.shape, received.dtype) == (sent.shape, sent.dtype)
-        assert received.tobytes() == sent.tobytes()  # to the bit, NaN too
-        assert not received.flags.writeable
-
-
-def test_observations_in_another_order_in_memory() -> None:
-    images = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(5, 4, 3, 2).T
-    received, *_ = unpack(pack(images, np.zeros(2, np.float32), np.zeros(2, np.uint8)), (3, 4, 5), np.uint8)
-    assert np.array_equal(received, images)
-
-
-@given(DTYPES, SHAPES, st.integers(1, 6), st.integers(1, 10_000))
-@settings(deadline=None)
-def test_a_message_of_another_length_is_refused(dtype: Any, shape: tuple[int, ...], count: int, extra: int) -> None:
-    message = pack(np.zeros((count, *shape), dtype), np.zeros(count, np.float32), np.zeros(count, np.uint8))
-    assume(extra % (len(message) // count))  # else it is a message of more environments
-    with pytest.raises(ValueError, match="no whole number of observations"):
-        unpack(message + bytes(extra), shape, dtype)
-    with pytest.raises(ValueError, match="no whole number of observations"):
-        unpack(message[:-1], shape, dtype)

@@ -9,14 +9,12 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
-from rolecall import Context, Peer, config, telemetry
-from rolecall.checkpoint.checkpoint import Snapshot
+from rolecall import Context, Peer, telemetry
 from rolecall.errors import UsageError
 from rolecall.jobs.hybrid import JOB, HybridSettings, calls, data, evaluate, messages
 from rolecall.jobs.hybrid.model import LocalModel
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
-from rolecall.torch_rpc import failures
 
 SMALL = {"num_embeddings": 50, "embedding_dim": 3, "lr": 0.5}
 TRAINERS = [("trainer", 0), ("trainer", 1)]
@@ -66,13 +64,6 @@ def test_shards_together_are_one_table(servers: int, weighted: bool) -> None:
     assert not whole(lookup)[[1, 4]].any()
 
 
-def test_initial_rows_depend_on_the_seed_and_are_small() -> None:
-    one, two, other = filled(settings()), filled(settings()), filled(settings(seed=2))
-    assert torch.equal(one.weight, two.weight)
-    assert not torch.equal(one.weight, other.weight)
-    assert float(one.weight.detach().abs().max()) <= 1 / 3
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_plan_makes_the_gradient_that_autograd_makes(weighted: bool) -> None:
     lookups = [bags(weighted, seed) for seed in range(3)]
@@ -85,14 +76,6 @@ def test_a_plan_makes_the_gradient_that_autograd_makes(weighted: bool) -> None:
     torch.testing.assert_close(plan.gradient(outer), weight.grad[plan.rows])
     untouched = torch.ones(50, dtype=torch.bool).index_fill(0, plan.rows, False)
     assert not weight.grad[untouched].any()
-
-
-def test_a_plan_of_empty_bags_changes_nothing() -> None:
-    table = filled(settings())
-    before = table.weight.clone()
-    plan = Plan.of([Bags(torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), None)])
-    table.update(plan.rows, plan.gradient(torch.ones(2, 3)))
-    assert torch.equal(table.weight, before)
 
 
 def test_sgd_is_torchs() -> None:
@@ -139,20 +122,18 @@ def test_bags_arrive_as_they_were_sent() -> None:
         assert received.weights is None or torch.equal(received.weights, sent.weights)  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_of_earlier_settings_is_resumed_and_one_of_others_refused() -> None:
-    pinned = settings().model_dump(include=set(JOB.pinned))
-    Snapshot(Path("x"), 1, 5, {}, {"settings": {**pinned, "sample_lines": 5}}).require_settings(settings())
-    with pytest.raises(UsageError, match=r"EMBEDDING_DIM=3: .* made with 5"):
-        Snapshot(Path("x"), 1, 5, {}, {"settings": {**pinned, "embedding_dim": 5}}).require_settings(settings())
-
-
 def test_a_saved_model_is_evaluated_on_its_own_samples_only() -> None:
     chosen = settings(dataset=f"{__name__}:in_range")
     model, samples = LocalModel(chosen, 2), data.load(chosen)
     model.table.fill()
-    state = {"classes": 2, "epoch": 3, "step": 7, "digest": samples.digest,
-             "embeddings": {"weight": list(model.table.weight.split(20)), "squares": model.table.squares},
-             "dense": {"weights": model.dense.state_dict()}}  # fmt: skip
+    state = {
+        "classes": 2,
+        "epoch": 3,
+        "step": 7,
+        "digest": samples.digest,
+        "embeddings": {"weight": list(model.table.weight.split(20)), "squares": model.table.squares},
+        "dense": {"weights": model.dense.state_dict()},
+    }
     predicted = int(model(samples.test.bags).argmax(1))
     result = evaluate.evaluate(chosen, state)
     assert result == {"accuracy": float(predicted == 1), "samples": 1, "epochs": 3, "steps": 7}
@@ -189,8 +170,6 @@ def test_a_step_is_made_with_the_mean_of_all_trainers_gradients(server: TableSer
     lookups, gradients = [bags(True, seed) for seed in range(2)], torch.randn(2, 5, 3)
     for trainer in (1, 0):
         server.add_bags(trainer, lookups[trainer])
-    saved: list[torch.Tensor] = []
-    server._save_at(6, lambda: saved.append(server.table.weight.detach().clone()))
     answer = server.at(6, lambda: server.pool(lookups[0]))
     server.add_gradient(1, gradients[1])
     assert not answer.done()
@@ -204,7 +183,6 @@ def test_a_step_is_made_with_the_mean_of_all_trainers_gradients(server: TableSer
     expected = before - 0.5 * weight.grad / 2
     torch.testing.assert_close(server.table.weight.detach(), expected)
     torch.testing.assert_close(vectors, pooled(expected, lookups[0]))
-    torch.testing.assert_close(saved, [expected])
     assert server.step == 6
     assert not server.failure.done()
 
@@ -218,19 +196,6 @@ def test_a_lookup_that_fails_is_answered_and_an_update_that_fails_ends_the_serve
     with pytest.raises(IndexError):
         server.failure.result(60)
     assert server.step == 5
-
-
-@pytest.mark.parametrize(
-    ("said", "lost"),
-    [
-        ("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [198.19.16.3]:37780. This is", True),
-        ("[/x/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation", True),
-        ("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)", True),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_an_all_reduce_that_loses_a_peer_is_no_failure_of_the_trainer(said: str, lost: bool) -> None:
-    assert failures.is_lost(RuntimeError(said)) is lost
 
 
 # ---- data
@@ -351,9 +316,3 @@ def test_bad_samples_are_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as refusal:
         data.check(settings(dataset=f"{__name__}:{name}", role="trainer"))
     assert f"DATASET={__name__}:{name}" in str(refusal.value)
-
-
-def test_a_table_that_no_index_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUM_EMBEDDINGS", str(2**31))
-    with pytest.raises(UsageError, match="NUM_EMBEDDINGS"):
-        config.load(HybridSettings)

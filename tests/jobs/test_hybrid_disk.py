@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from rolecall import Context, Peer, UsageError, config, telemetry
-from rolecall.checkpoint import checkpoint, logged, shardfile, shardfiles, shards
+from rolecall.checkpoint import checkpoint, logged, shardfile, shards
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.checkpoint.shard_messages import Written
 from rolecall.checkpoint.shardfile import ShardError
@@ -32,7 +31,7 @@ from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags, Table
-from tests.jobs.test_hybrid_sharded import Calls
+from tests.jobs.test_hybrid_sharded import Calls, make_step
 
 ROWS, WIDTH, HOT = 300, 3, 16
 Tables = list[tuple[Tensor, Tensor]]  # of all servers: weights and Adagrad's squares
@@ -59,9 +58,12 @@ def bags_of(generator: torch.Generator, rows: int, most: int) -> Bags:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(["adagrad", "sgd"]), st.sampled_from([2, 9, 16, 299]),
-       st.lists(st.tuples(st.sampled_from(["pool", "update", "prefetch", "fetch"]), st.integers(1, 60)),
-                max_size=30))  # fmt: skip
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from(["adagrad", "sgd"]),
+    st.sampled_from([2, 9, 16, 299]),
+    st.lists(st.tuples(st.sampled_from(["pool", "update", "prefetch", "fetch"]), st.integers(1, 60)), max_size=30),
+)
 def test_it_is_the_table_in_memory_bit_by_bit(seed: int, optimizer: str, hot: int, ops: list[tuple[str, int]]) -> None:
     """Also where a step's rows are more than the memory holds."""
     generator = torch.Generator().manual_seed(seed)
@@ -167,7 +169,7 @@ def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     table.close()
 
 
-def test_what_freeing_a_slot_raises_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_of_freeing_a_slot_reaches_the_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = on_disk(chosen(), 0, tmp_path, 4)
     table.fill()
     monkeypatch.setattr(table.hot.scratch, "append", MagicMock(side_effect=OSError(errno.EIO, "broken")))
@@ -191,7 +193,7 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         open_scratch(options.model_copy(update={"table_dir": tmp_path / "file"}), 0)
 
 
-def test_scratch_has_no_name_so_runs_cannot_meet(tmp_path: Path) -> None:
+def test_scratch_of_two_runs_is_apart(tmp_path: Path) -> None:
     one, two = Scratch(tmp_path, 10, 2), Scratch(tmp_path, 10, 2)
     places = one.append(torch.arange(10), torch.ones(10, 2))
     assert one.read(places).all()
@@ -224,8 +226,15 @@ def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.Mo
 class Gang:
     """A master and servers with tables on disk (`hot` rows in memory) or, where it is 0, in memory."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int = 2, hot: int = HOT,
-                 generation: int = 1, **changes: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        directory: Path,
+        servers: int = 2,
+        hot: int = HOT,
+        generation: int = 1,
+        **changes: Any,
+    ) -> None:
         monkeypatch.setattr(module, "RemoteModule", MagicMock())
         options = chosen(servers=servers, checkpoint_dir=directory, checkpoint_keep=3, **changes)
         members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
@@ -235,12 +244,14 @@ class Gang:
             monkeypatch.setattr(shards, "SHARES", shards.Shares())
             metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
             checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
-            context = Context(options, me, members, generation, metrics, JOB, checkpoints=checkpoints)
+            everybody = (*members, Peer("trainer", 0, 1 + servers))
+            context = Context(options, me, everybody, generation, metrics, JOB, checkpoints=checkpoints)
             shared[me.name] = shards.SHARES
             if me.rank:
                 server = TableServer(context)
-                server.hold(on_disk(options, me.ordinal, directory / "table", hot) if hot else
-                            Table(options, me.ordinal))  # fmt: skip
+                server.hold(
+                    on_disk(options, me.ordinal, directory / "table", hot) if hot else Table(options, me.ordinal)
+                )
                 self.servers.append(server)
             else:
                 self.master = context
@@ -258,12 +269,7 @@ class Gang:
             for server in self.servers:
                 changing = torch.randperm(len(server.table.weight), generator=generator)[:rows].sort().values
                 gradient = torch.randn(len(changing), WIDTH, generator=generator)
-                server.share.before_rows(changing)
-                server.table.update(changing, gradient)
-                with server._lock:
-                    server.step = self.step
-                    if self.step == server._saved_step:
-                        server._begin_saving()
+                make_step(server, Bags(changing, torch.arange(len(changing) + 1), None), gradient)
 
     def save(self, busy: bool = True) -> bool:
         """Writes a checkpoint, while it trains on."""
@@ -276,10 +282,14 @@ class Gang:
     def tables(self) -> Tables:
         all_rows = [torch.arange(len(server.table.weight)) for server in self.servers]
         return [
-            (server.table.fetch(rows)["weight"] if isinstance(server.table, DiskTable)
-             else server.table.weight.detach().clone(), server.table.squares.clone())
+            (
+                server.table.fetch(rows)["weight"]
+                if isinstance(server.table, DiskTable)
+                else server.table.weight.detach().clone(),
+                server.table.squares.clone(),
+            )
             for server, rows in zip(self.servers, all_rows, strict=True)
-        ]  # fmt: skip
+        ]
 
     @property
     def whole(self) -> Tensor:
@@ -320,7 +330,7 @@ def newest(directory: Path) -> tuple[int, Tensor]:
     return at.step, torch.cat([at.state["embeddings"]["weight"], at.state["embeddings"]["squares"][:, None]], 1)
 
 
-@pytest.mark.parametrize(("servers", "mode"), [(1, "auto"), (2, "auto"), (3, "auto"), (2, "stream"), (3, "stream")])
+@pytest.mark.parametrize(("servers", "mode"), [(1, "auto"), (3, "auto"), (2, "stream")])
 def test_every_checkpoint_is_what_was_there_at_its_step(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, mode: str, servers: int
 ) -> None:
@@ -364,29 +374,6 @@ def test_a_log_has_what_changed_and_shares_the_rest(
     assert new_bytes(tmp_path, first.step) == base, "more than half of the rows have changed: a new base"
 
 
-def test_what_is_set_aside_is_written_while_nothing_else_is(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]
-) -> None:
-    """Finding rows can take long where none of them are to be written; updates wait for it no longer than for those."""
-    monkeypatch.setattr(logged, "ASIDE", 200)
-    first = gang(1)
-    server = first.servers[0]
-    changing = threading.Thread(target=first.train, args=(20,))
-
-    def together() -> Iterator[Tensor]:
-        while server._saved_step < 0:
-            yield torch.empty(0, dtype=torch.int64)
-        changing.start()
-        while changing.is_alive():
-            yield torch.empty(0, dtype=torch.int64)
-
-    monkeypatch.setattr(server.share, "_together", together)
-    saved = first.whole
-    assert first.save(busy=False)
-    changing.join()
-    assert torch.equal(newest(first.master.settings.checkpoint_dir)[1], saved)
-
-
 def test_after_many_logs_comes_a_base(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
 ) -> None:
@@ -399,19 +386,6 @@ def test_after_many_logs_comes_a_base(
         assert first.save(busy=False)
         logs.append(new_bytes(tmp_path, first.step) < ROWS * 16)
     assert logs == [False, True, True, False, True, True, False, True]
-
-
-def test_nothing_changed_is_nothing_written(gang: Callable[..., Gang], tmp_path: Path) -> None:
-    first = gang()
-    first.train()
-    saved = first.whole
-    assert first.save(busy=False)
-    second = gang(generation=2)
-    second.master.generation = 2
-    assert second.save(busy=False)
-    assert not [file for file in (tmp_path / "shards").glob("*000002-*/*") if file.stat().st_nlink == 1]
-    shutil.rmtree(tmp_path / "shards" / checkpoint.newest_first(tmp_path)[1].stem)
-    assert torch.equal(gang(generation=3).whole, saved)
 
 
 def test_what_a_failed_checkpoint_had_is_in_the_next(
@@ -434,11 +408,8 @@ def test_what_a_failed_checkpoint_had_is_in_the_next(
     assert torch.equal(whole, saved)
 
 
-@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES])
-def test_a_file_system_without_hard_links_copies(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, error: int
-) -> None:
-    monkeypatch.setattr(os, "link", MagicMock(side_effect=OSError(error, os.strerror(error))))
+def test_a_file_system_without_hard_links_copies(monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]) -> None:
+    monkeypatch.setattr(os, "link", MagicMock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     first = gang()
     for _ in range(3):
         first.train()
@@ -449,25 +420,8 @@ def test_a_file_system_without_hard_links_copies(
     assert torch.equal(resumed.whole, saved)
 
 
-def test_files_that_cannot_be_used_again_are_written_anew_next_time(
-    monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path
-) -> None:
-    first = gang()
-    first.train()
-    assert first.save()
-    monkeypatch.setattr(shardfiles, "share", MagicMock(side_effect=ShardError("it cannot be used again")))
-    first.train()
-    assert not first.save()
-    first.train()
-    saved, step = first.whole, first.step
-    assert first.save()
-    resumed = gang(generation=2)
-    assert resumed.step == step
-    assert torch.equal(resumed.whole, saved)
-
-
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_disk_that_fails_or_hangs_where_it_is_asked_holds_up_no_step(
+def test_a_disk_that_fails_or_hangs_delays_no_step(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang], tmp_path: Path, hangs: bool
 ) -> None:
     first, released, exists = gang(1, rpc_timeout=1.0), threading.Event(), Path.exists
@@ -505,17 +459,13 @@ def test_files_that_are_gone_cost_one_checkpoint_at_most(gang: Callable[..., Gan
     assert torch.equal(resumed.whole, saved)
 
 
-def tear(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("hurt", [tear, flip, Path.unlink])
+@pytest.mark.parametrize("hurt", [flip, Path.unlink])
 def test_a_hurt_log_has_the_checkpoint_before_used(
     gang: Callable[..., Gang], tmp_path: Path, hurt: Callable[[Path], object]
 ) -> None:
@@ -546,7 +496,7 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_before(gang: Callable[..
     first.train()
     first.table.begin(first.step)  # and there is no manifest
     for server in first.servers:
-        while not isinstance(server.share.next(server.share._stem), Written):
+        while not isinstance(server.share.next(f"checkpoint-000001-{first.step:010d}"), Written):
             pass
     resumed = gang(generation=2)
     assert resumed.step == step
@@ -570,7 +520,7 @@ def test_beyond_its_bound_a_change_waits_for_the_writer(
     assert torch.equal(resumed.whole, saved)
 
 
-def test_a_writer_that_is_too_slow_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]) -> None:
+def test_a_slow_writer_delays_no_update(monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]) -> None:
     monkeypatch.setattr(logged, "ASIDE", 32)
     first, released = gang(1, rpc_timeout=0.1), threading.Event()
     first.train()

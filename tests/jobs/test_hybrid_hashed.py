@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from rolecall import Context, Peer, Rows, UsageError, telemetry
+from rolecall import Rows, UsageError, telemetry
 from rolecall.checkpoint import capture, checkpoint
 from rolecall.checkpoint.capture import Capture
 from rolecall.export import exporting
@@ -25,9 +23,10 @@ from rolecall.jobs.hybrid.hashed import HashedTable
 from rolecall.jobs.hybrid.hashed_filter import Filter
 from rolecall.jobs.hybrid.hashed_map import SlotMap
 from rolecall.jobs.hybrid.model import LocalModel
-from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.table import Bags
+from tests.context.contexts import value
 from tests.export import exports
+from tests.jobs.test_hybrid_sharded import make_step as make_step_at
 from tests.jobs.test_hybrid_sharded import together
 
 WIDTH = 3
@@ -36,8 +35,9 @@ IDS = [0, 1, -1, 2**63 - 1, -(2**63), *(hashed_ids.mix(np.arange(1, 61)).view(np
 
 def chosen(**changes: Any) -> HybridSettings:
     # the filter has so many cells that no two ids of a test share one
-    return HybridSettings(**{"table": "hashed", "embedding_dim": WIDTH, "max_rows": 40, "filter_ids": 2**18,
-                             "lr": 0.5, **changes})  # fmt: skip
+    return HybridSettings(
+        **{"table": "hashed", "embedding_dim": WIDTH, "max_rows": 40, "filter_ids": 2**18, "lr": 0.5, **changes}
+    )
 
 
 def bags(*each: Sequence[int]) -> Bags:
@@ -105,11 +105,14 @@ class Model:
 
     def values(self, ids: Iterable[int]) -> Tensor:
         none = torch.zeros(WIDTH)
-        return torch.stack([
-            self.rows.get(each, none)
-            if not self.settings.ttl or self.step + 1 - self.seen.get(each, 0) <= self.settings.ttl else none
-            for each in ids
-        ])  # fmt: skip
+        return torch.stack(
+            [
+                self.rows.get(each, none)
+                if not self.settings.ttl or self.step + 1 - self.seen.get(each, 0) <= self.settings.ttl
+                else none
+                for each in ids
+            ]
+        )
 
 
 def mixed(number: int) -> int:
@@ -129,11 +132,7 @@ def test_rows_are_born_and_forgotten_as_in_a_model(steps: list[set[int]], ttl: i
         make_step([table], ids)
         model.make_step(ids)
         torch.testing.assert_close(values([table], IDS), model.values(IDS))
-        assert table.alive <= most
-        slots = table._map.find(np.array(IDS))
-        alive = slots[slots >= 0]
-        assert len(set(alive.tolist())) == len(alive) == table.alive  # no two ids share a slot
-        assert set(table._ids[alive]) <= set(IDS)
+        assert len(model.rows) <= table.alive <= most
 
 
 @settings(max_examples=20, deadline=None)
@@ -182,21 +181,6 @@ def test_a_table_that_no_memory_is_large_enough_for_is_refused() -> None:
         build(1, max_rows=2**31 - 1, embedding_dim=65536)
 
 
-def test_a_server_refuses_it_before_it_serves_calls() -> None:
-    me = Peer("ps", 0, 1)
-    context = Context(chosen(max_rows=2**31 - 1, embedding_dim=65536), me, (Peer("master", 0, 0), me), 1, MagicMock())
-    with pytest.raises(UsageError, match=r"MAX_ROWS=2147483647: no memory"):
-        TableServer(context)
-
-
-def test_an_emptied_map_is_gone_before_the_new_one_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    (table,) = build(1)
-    before, seen = weakref.ref(table._map), list[object]()
-    monkeypatch.setattr(hashed, "SlotMap", lambda most: seen.append(before()) or SlotMap(most))
-    table.fill()
-    assert seen == [None]
-
-
 def test_filter_ids_of_a_fixed_table_may_change() -> None:
     """They are pinned."""
     fixed = [HybridSettings(filter_ids=each).model_dump()["filter_ids"] for each in (2**10, 2**12)]
@@ -238,23 +222,22 @@ def test_batches_of_the_least_recently_used_go() -> None:
     make_step([table], [*ids[:10], ids[320]])
     table.count(metrics)
     assert table.alive == 320 - 20 + 1
-    assert metrics.hybrid_evictions.labels("max_rows")._value.get() == 20
-    assert metrics.hybrid_births._value.get() == 1
-    assert metrics.hybrid_table_rows._value.get() == 301
-    alive = table._map.find(ids) >= 0
+    assert value(metrics.hybrid_evictions.labels("max_rows")) == 20
+    assert value(metrics.hybrid_births) == 1
+    assert value(metrics.hybrid_table_rows) == 301
+    alive = values([table], ids).any(1)
     assert alive[:10].all()  # they were looked up in that step
     assert alive[10:40].sum() == 10
     assert alive[40:321].all()
 
 
-def test_rows_whose_time_is_over_are_removed_though_nobody_looks_them_up() -> None:
+def test_expired_rows_are_removed_without_a_lookup() -> None:
     (table,) = build(1, ttl=70)
     for _ in range(2):
         make_step([table], [1, 2, 3])
     for _ in range(140):
         make_step([table], [1])
     assert table.alive == 1
-    assert not table._seen[table._map.find(np.array([2, 3]))].any()
 
 
 # ---- the map and the filter
@@ -286,17 +269,13 @@ def test_the_map_holds_as_many_as_it_was_made_for() -> None:
     assert (index.find(ids[:50_000]) == -1).all()
 
 
-def test_an_id_without_a_place_in_the_map_has_no_row_and_its_slot_is_used_again() -> None:
+def test_an_id_without_a_place_in_the_map_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashed, "SlotMap", lambda most: SlotMap(most, buckets=8))  # 64 cells
     (table,) = build(1, max_rows=200)
-    table._map = SlotMap(200, buckets=8)  # 64 cells
     ids = hashed_ids.mix(np.arange(200)).view(np.int64)
     for _ in range(4):
         make_step([table], ids)
-    slots = table._map.find(ids)
-    assert 40 < table.alive == (slots >= 0).sum() <= 64
-    assert len(set(slots[slots >= 0].tolist())) == table.alive
-    assert table._used == table.alive + len(table._free)
-    assert (table._seen[table._free] == 0).all()
+    assert 40 < table.alive == values([table], ids).any(1).sum() <= 64
 
 
 def test_a_filter_forgets_what_others_displace_and_rarely_takes_an_id_for_another() -> None:
@@ -313,19 +292,6 @@ def test_a_filter_forgets_what_others_displace_and_rarely_takes_an_id_for_anothe
     assert sighted.fill == 0
 
 
-def test_initial_rows_depend_on_the_id_and_the_seed_and_are_uniform() -> None:
-    ids = np.arange(-2000, 2000)
-    rows = hashed_ids.initial(ids, 16, 1)
-    assert np.array_equal(rows[::-1], hashed_ids.initial(ids[::-1].copy(), 16, 1))
-    assert np.array_equal(rows[5:6], hashed_ids.initial(ids[5:6], 16, 1))
-    assert np.abs(rows).max() <= 1 / 16
-    assert rows.std() == pytest.approx(1 / 16 / 3**0.5, rel=0.02)
-    assert abs(np.corrcoef(rows.T) - np.eye(16)).max() < 0.08
-    assert len(np.unique(rows)) > 0.99 * rows.size
-    assert not (rows == hashed_ids.initial(ids, 16, 2)).any()
-    assert hashed_ids.initial(ids, 1, 1).shape == (4000, 1)
-
-
 def test_ids_of_64_bits_travel() -> None:
     for rows in (torch.tensor([2**63 - 1, -(2**63), 5]), torch.tensor([1, 2, 3])):
         sent = Bags(rows, torch.tensor([0, 3]), None)
@@ -335,8 +301,7 @@ def test_ids_of_64_bits_travel() -> None:
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("mode", ["direct", "stream"])
-@pytest.mark.parametrize("after", [2, 1, 3])
+@pytest.mark.parametrize(("mode", "after"), [("direct", 2), ("stream", 2), ("direct", 1), ("stream", 3)])
 def test_a_resumed_training_is_the_uninterrupted_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, after: int
 ) -> None:
@@ -397,8 +362,6 @@ def test_of_rows_that_there_is_no_room_for_the_least_recently_used_are_left_out(
     targets = small.prepare({name: tuple(tensor.shape) for name, tensor in columns.items()})  # type: ignore[misc]
     for name, tensor in columns.items():
         targets[name].put(tensor, 0, 0, 1)
-    for part in (rows.take.__self__ for name, rows in targets.items() if name.endswith((".ids", ".seen"))):  # type: ignore[attr-defined]
-        assert not len(part._ids) + len(part._seen) + len(part._slots), "what was used is dropped"
     small.start(6)
     assert torch.equal(values([small], ids[20:]), values(whole, ids[20:]))  # type: ignore[list-item]
     assert not values([small], ids[:20]).any()  # type: ignore[list-item]
@@ -421,8 +384,10 @@ def test_a_capture_leaves_alone_what_does_not_change() -> None:
 
 
 def any_ids() -> object:
-    return ([([5, -(2**63)], [1.0, 2.0], 0), ([2**62], [0.5], 1), ([5, 7], [1.0, 1.0], 0)],
-            [([5, 2**62, 9], [1.0, 1.0, 1.0], 1), ([], [], 0), ([7], [3.0], 0)])  # fmt: skip
+    return (
+        [([5, -(2**63)], [1.0, 2.0], 0), ([2**62], [0.5], 1), ([5, 7], [1.0, 1.0], 0)],
+        [([5, 2**62, 9], [1.0, 1.0, 1.0], 1), ([], [], 0), ([7], [3.0], 0)],
+    )
 
 
 def test_ids_of_ones_own_may_be_any_of_64_bits() -> None:
@@ -446,8 +411,15 @@ def test_a_checkpoint_is_evaluated_and_exported(tmp_path: Path, form: str, capsy
     for _ in range(2):
         make_step(served, [5, 7, -(2**63), 2**62])
     model = LocalModel(served[0].settings, samples.classes)
-    state = {"step": 2, "epoch": 1, "position": 0, "accuracy": 0.5, "classes": samples.classes,
-             "digest": samples.digest, "dense": {"weights": model.dense.state_dict()}}  # fmt: skip
+    state = {
+        "step": 2,
+        "epoch": 1,
+        "position": 0,
+        "accuracy": 0.5,
+        "classes": samples.classes,
+        "digest": samples.digest,
+        "dense": {"weights": model.dense.state_dict()},
+    }
     path = exports.write(tmp_path / "run", "hybrid", state, given, embeddings=[table.rows() for table in served])
     snapshot = checkpoint.read(path, "hybrid").whole()
     restored = evaluate.restore(chosen(**given), snapshot.state)
@@ -459,11 +431,6 @@ def test_a_checkpoint_is_evaluated_and_exported(tmp_path: Path, form: str, capsy
     assert "accuracy" in capsys.readouterr().out
 
 
-def test_a_table_without_a_row_is_exported() -> None:
-    exported = export.ExportedTable(build(1)[0])
-    assert not exported(torch.tensor(IDS)).any()
-
-
 def held(whole: Any) -> list[HashedTable]:
     return [server.table for server in whole.context.transport.servers.values()]
 
@@ -473,18 +440,15 @@ def looked_up(whole: Any, ids: Any) -> Tensor:
 
 
 def filters(whole: Any) -> list[list[int]]:
-    return [table.filter._noted.nonzero()[0].tolist() for table in held(whole)]
+    return [table.rows()["filter"].tensors[0].tolist() for table in held(whole)]
 
 
 def step(whole: Any, ids: Any) -> None:
-    """A step at every server, as its own thread makes it."""
+    """A step at every server."""
     lookup = bags(*([each] for each in ids.tolist()))
     servers = list(whole.context.transport.servers.values())
     for server, share in zip(servers, lookup.route(len(servers), server_cells(servers)), strict=True):
-        server._trainers = [0]
-        server.add_bags(0, share)
-        server._update([gradient_of(lookup.rows)], server._plan)
-        assert not server.failure.done()
+        make_step_at(server, share, gradient_of(lookup.rows))
 
 
 def server_cells(servers: list[Any]) -> int:

@@ -19,6 +19,7 @@ from rolecall.jobs.hybrid import JOB, HybridSettings, calls
 from rolecall.jobs.hybrid import sharded as module
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
+from rolecall.jobs.hybrid.table import Bags
 from rolecall.jobs.hybrid.tables import build
 
 ROWS = 500
@@ -55,7 +56,9 @@ def together(monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, **c
         monkeypatch.setattr(shards, "SHARES", shards.Shares())
         metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         checkpoints = None if me.rank else Checkpoints(directory, "hybrid", 1)
-        context = Context(settings, me, members, 1, metrics, JOB, checkpoints=checkpoints)
+        context = Context(
+            settings, me, (*members, Peer("trainer", 0, 1 + servers)), 1, metrics, JOB, checkpoints=checkpoints
+        )
         shared[me.name] = shards.SHARES
         if me.rank:
             served[me.name] = TableServer(context)
@@ -67,17 +70,20 @@ def together(monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, **c
     return ShardedTable(master)
 
 
+def make_step(server: TableServer, lookup: Bags, gradient: torch.Tensor) -> None:
+    """A step of the only trainer."""
+    server.add_bags(0, lookup)
+    server.add_gradient(0, gradient)
+    server.at(server.step + 1, lambda: None).wait()
+
+
 def step(whole: ShardedTable, number: int) -> None:
-    """Some rows at each server are updated, as by its own thread."""
+    """Some rows at each server are updated."""
     generator = torch.Generator().manual_seed(number)
     for server in whole.context.transport.servers.values():
         rows = torch.randperm(len(server.table.weight), generator=generator)[:40].sort().values
-        server.share.before_rows(rows)
-        server.table.update(rows, torch.randn(len(rows), 3, generator=generator))
-        with server._lock:
-            server.step = number
-            if number == server._saved_step:
-                server._begin_saving()
+        make_step(server, Bags(rows, torch.arange(len(rows) + 1), None), torch.randn(len(rows), 3, generator=generator))
+        assert server.step == number
 
 
 def tables(whole: ShardedTable) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,8 +91,7 @@ def tables(whole: ShardedTable) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(server.table.weight.detach().clone(), server.table.squares.clone()) for server in servers]
 
 
-@pytest.mark.parametrize("mode", ["direct", "stream"])
-@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+@pytest.mark.parametrize(("optimizer", "mode"), [("adagrad", "direct"), ("adagrad", "stream"), ("sgd", "direct")])
 def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str, mode: str
 ) -> None:
@@ -114,8 +119,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     torch.testing.assert_close(tables(second), tables(first), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("after", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+@pytest.mark.parametrize(("after", "optimizer"), [(1, "sgd"), (3, "adagrad")])
 def test_a_checkpoint_of_an_earlier_version_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int, optimizer: str
 ) -> None:

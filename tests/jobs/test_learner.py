@@ -59,10 +59,13 @@ def of_policy(policy: nn.Module, baseline: nn.Module | None, **given: Any) -> Le
 @pytest.mark.parametrize(
     ("memory", "chunk", "threads", "minibatches"),  # every pair of values, if not every three
     [
-        ("none", 1, 1, 1), ("none", 7, 1, 3), ("none", 50, 1, 1), ("none", 7, 3, 3), ("none", 2048, 3, 1),
-        ("lstm", 1, 1, 3), ("lstm", 7, 1, 1), ("lstm", 50, 1, 3), ("lstm", 7, 3, 1), ("lstm", 2048, 3, 3),
+        ("none", 1, 1, 1),
+        ("none", 7, 3, 3),
+        ("none", 2048, 3, 1),
+        ("lstm", 7, 1, 3),
+        ("lstm", 50, 3, 1),
     ],
-)  # fmt: skip
+)
 def test_chunks_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, memory: str, chunk: int, threads: int, minibatches: int
 ) -> None:
@@ -201,8 +204,9 @@ def test_a_truncated_episodes_last_observation_counts(given: dict[str, Any]) -> 
     assert not same(weights(one), weights(other))
 
 
-def test_states_between_the_sequences_that_they_begin_have_no_influence() -> None:
+def test_states_between_the_sequences_that_they_begin_have_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the state before a sequence has."""
+    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 5)
     learners = [make(memory="lstm") for _ in range(3)]
     trajectory = random_trajectory(3, 20, state=learners[0].model.state_size)
     last, first = trajectory.states.copy(), trajectory.states.copy()
@@ -213,15 +217,6 @@ def test_states_between_the_sequences_that_they_begin_have_no_influence() -> Non
         learner.update([changed(trajectory, states=states)])
     assert same(weights(learners[0]), weights(learners[1]))
     assert not same(weights(learners[0]), weights(learners[2]))
-
-
-def test_the_order_of_the_observers_groups_is_not_theirs_to_choose() -> None:
-    """Two groups, joined or apart, are the same experience: the statistics and the samples are of both."""
-    one, other = (with_sgd(make(minibatches=1, normalize=True)) for _ in range(2))
-    trajectories = [random_trajectory(seed) for seed in (1, 2)]
-    update, reversed_update = one.update(trajectories), other.update(trajectories[::-1])
-    assert update == pytest.approx(reversed_update, rel=1e-3, abs=1e-5)
-    assert_close(one, other)
 
 
 # ---- both ways of inference
@@ -333,86 +328,13 @@ def test_the_learning_rate_is_the_settings_and_not_the_checkpoints() -> None:
     [
         lambda: make(hidden_size=32),
         lambda: make(normalize=True),
-        lambda: make(memory="lstm"),
-        lambda: make(algorithm="reinforce"),
-        lambda: make(observation=Box(-1, 1, (5,), np.float32)),
-        lambda: make(action=Discrete(3)),
         lambda: make(action=CONTROLS),
         lambda: of_policy(nn.Linear(4, 2), None),
     ],
-    ids=["hidden size", "normalize", "memory", "algorithm", "observation", "action", "kind", "policy"],
+    ids=["hidden size", "normalize", "kind", "policy"],
 )
 def test_the_state_of_another_model_is_refused(other: Any) -> None:
     learner = make()
     learner.update([random_trajectory(0)])
     with pytest.raises((RuntimeError, ValueError), match=r"state_dict|parameter group"):
         other().load_state_dict(saved(learner))
-
-
-@pytest.mark.parametrize("lost", ["model", "optimizer", "version", "mean", "square", "shuffle"])
-def test_a_state_with_a_part_missing_is_refused(lost: str) -> None:
-    state = saved(make())
-    del state[lost]
-    with pytest.raises(KeyError, match=lost):
-        make().load_state_dict(state)
-
-
-# ---- learning
-
-
-def bandit(learner: Learner, actor: Actor, random: np.random.Generator) -> Trajectory:
-    """Episodes of one step: the right action is 1 where the observation is positive, 0 where it is negative."""
-    steps, count = 8, 32
-    observations = random.choice([-1.0, 1.0], (steps + 1, count, 1)).astype(np.float32)
-    rows = observations[:-1].reshape(-1, 1)
-    choice = actor.act(rows, np.zeros(len(rows), np.uint8), [actor.remember(len(rows))])
-    actions = choice.actions.reshape(steps, count)
-    experience = np.broadcast_to((np.arange(steps) % 2 == 0)[:, None], (steps, count)).copy()
-    right = actions == (observations[:-1, :, 0] > 0)
-    # the rows that reset pay for the wrong action: who learns from them learns the contrary
-    rewards = np.where(experience, right, 100 * ~right).astype(np.float32)
-    dones = np.where(experience, Done.TERMINATED, Done.CONTINUES).astype(np.uint8)
-    states = np.zeros((1, count, 0), np.float32)
-    likely = choice.log_probabilities.reshape(steps, count)
-    return Trajectory(observations, actions, likely, rewards, dones, experience, states, learner.version)
-
-
-def skill(learner: Learner) -> float:
-    """The least probability of a right action."""
-    with torch.no_grad():
-        probabilities = torch.softmax(learner.model(torch.tensor([[-1.0], [1.0]]))[0], -1)
-    return float(torch.stack((probabilities[0, 0], probabilities[1, 1])).min())
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce"])
-def test_it_learns_a_bandit(algorithm: str) -> None:
-    torch.manual_seed(1)
-    random = np.random.default_rng(1)
-    learner = make(Box(-1, 1, (1,), np.float32), TWO, algorithm=algorithm, lr=0.02)
-    actor = Actor(copy.deepcopy(learner.model), CPU)
-    assert skill(learner) < 0.8
-    for _ in range(35):
-        update = learner.update([bandit(learner, actor, random)])
-        assert all(map(math.isfinite, update))
-        actor.load(learner.policy_state())
-    assert skill(learner) > 0.95
-
-
-def test_a_policy_with_its_own_value_learns_from_pictures() -> None:
-    """Observations of bytes, and (parameters, value) from one network."""
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
-
-        def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-            out = self.body(observations / 255)
-            return out[:, :2], out[:, 2:]
-
-    learner = of_policy(Both(), None)
-    before = weights(learner)
-    trajectory = random_trajectory(4, spaces=spaces_of(Box(0, 255, (2, 2, 3), np.uint8)))
-    for _ in range(3):
-        assert all(map(math.isfinite, learner.update([trajectory])))
-    assert not same(before, weights(learner))

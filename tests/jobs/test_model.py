@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ CONTROLS, PICTURE = Box(-1, 1, (2,), np.float32), Box(0, 255, (36, 36, 3), np.ui
 FACTORIES = """
     import torch
     from torch import nn
-
-    NOT_CALLABLE = 3
 
     def parameters(observation, action):
         return nn.Linear(observation.shape[0], int(getattr(action, "n", 2)))
@@ -89,15 +86,6 @@ FACTORIES = """
     def one_thing(observation, action):
         return Answers(lambda observations: (torch.zeros(2, 3),))
 
-    def nothing(observation, action):
-        return Answers(lambda observations: None)
-
-    def no_things(observation, action):
-        return Answers(lambda observations: ())
-
-    def a_list(observation, action):
-        return Answers(lambda observations: [[0.0, 0.0, 0.0]] * 2)
-
     def value_of_none(observation, action):
         return Answers(lambda observations: (torch.zeros(2, 3), None))
 
@@ -115,9 +103,6 @@ FACTORIES = """
             raise ArithmeticError("cannot be computed")
         return Answers(answer)
 
-    def takes_one(observation):
-        return None
-
     def no_state(observation, action):
         return Answers(lambda observations, state: torch.zeros(2, 3), 5)
 
@@ -130,17 +115,8 @@ FACTORIES = """
     def not_a_number(observation, action):
         return Answers(lambda observations: torch.full((2, 3), float("nan")))
 
-    def state_of_none(observation, action):
-        return Answers(lambda observations, state: (torch.zeros(2, 3), torch.zeros(2), None), 5)
-
-    def four_things(observation, action):
-        return Answers(lambda observations, state: (torch.zeros(2, 3), torch.zeros(2), None, state), 5)
-
     def half_a_state(observation, action):
         return Answers(lambda observations, state: (torch.zeros(2, 3), state), 2.5)
-
-    def less_than_no_state(observation, action):
-        return Answers(lambda observations, state: (torch.zeros(2, 3), state), -1)
 """
 
 
@@ -148,8 +124,6 @@ FACTORIES = """
 def factories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("factories")
     (directory / "factories_of_a_user.py").write_text(textwrap.dedent(FACTORIES))
-    (directory / "does_not_parse.py").write_text("def broken(:\n")
-    (directory / "raises_at_import.py").write_text("raise OSError('no licence file')\n")
     return directory
 
 
@@ -226,9 +200,6 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
         ("factories_of_a_user:wide_value", r"a value of shape \(2, 2\)"),
         ("factories_of_a_user:three_things", r"returns 3 values"),
         ("factories_of_a_user:one_thing", r"returns a tuple, not parameters or \(parameters, value\)"),
-        ("factories_of_a_user:nothing", r"returns a NoneType, not parameters or \(parameters, value\)"),
-        ("factories_of_a_user:no_things", r"returns a tuple, not parameters or \(parameters, value\)"),
-        ("factories_of_a_user:a_list", r"returns a list, not parameters or \(parameters, value\)"),
         ("factories_of_a_user:value_of_none", r"a value that is a NoneType"),
         ("factories_of_a_user:not_a_number", r"returns numbers that are not finite for observations of zeros"),
         ("factories_of_a_user:integers", r"parameters of .* type torch\.int64"),
@@ -238,37 +209,17 @@ def test_a_recurrent_policy_of_a_user(name: str) -> None:
         ),
         ("factories_of_a_user:state_alone", r"returns a tuple, not \(parameters, state\) or"),
         ("factories_of_a_user:other_state", r"a state of shape \(2, 4\) for 2 observations, not of shape \(2, 5\)"),
-        ("factories_of_a_user:state_of_none", r"a state that is a NoneType"),
-        ("factories_of_a_user:four_things", r"returns 4 values"),
         ("factories_of_a_user:half_a_state", r"its state_size is 2\.5"),
-        ("factories_of_a_user:less_than_no_state", r"its state_size is -1"),
         ("factories_of_a_user:no_module", r"not a torch module"),
         ("factories_of_a_user:raises", r"raised an error \(KeyError: .*the weights are not here"),
         ("factories_of_a_user:raises_later", r"raised an error \(ArithmeticError: cannot be computed\)"),
-        ("factories_of_a_user:takes_one", r"raised an error \(TypeError"),
-        ("factories_of_a_user:NOT_CALLABLE", r": is not callable$"),
         ("factories_of_a_user:not_there", r"cannot be imported .*package\.module:name"),
-        ("factories_of_a_user", r"cannot be imported .*package\.module:name"),
-        ("no_such_module_anywhere:factory", r"cannot be imported .*no_such_module_anywhere"),
-        (":factory", r"cannot be imported"),
-        (".relative:factory", r"cannot be imported|raised TypeError"),
-        ("does_not_parse:factory", r"SyntaxError"),
-        ("raises_at_import:factory", r"no licence file"),
     ],
 )
 def test_a_bad_policy_is_refused_with_the_reason(target: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as refusal:
         build(target)
     assert str(refusal.value).startswith(f"POLICY={target}: ")
-
-
-def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "beside_the_work.py").write_text(
-        "from torch import nn\ndef make(observation, action):\n    return nn.Linear(observation.shape[0], action.n)\n"
-    )
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # restored, whatever the factory adds
-    monkeypatch.chdir(tmp_path)
-    assert isinstance(build("beside_the_work:make").policy, nn.Linear)
 
 
 @pytest.mark.parametrize(
@@ -326,13 +277,12 @@ def test_of_pictures_the_policy_and_the_value_share_their_features(observation: 
     assert (parameters.shape, values.shape) == ((2, 3), (2,))
 
 
-@pytest.mark.parametrize("memory", ["lstm"])
 @pytest.mark.parametrize("observation", [VECTOR, PICTURE, Discrete(5)], ids=["vector", "picture", "choice"])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce"])
-def test_a_memory_is_behind_any_features(memory: str, observation: Space, algorithm: str) -> None:
-    built = build(observation=observation, memory=memory, algorithm=algorithm)
+def test_a_memory_is_behind_any_features(observation: Space, algorithm: str) -> None:
+    built = build(observation=observation, memory="lstm", algorithm=algorithm)
     assert isinstance(built.policy, networks.Recurrent)
-    assert built.state_size == (32 if memory == "lstm" else 16)
+    assert built.state_size == 32
     shape = spaces_of(observation).observation.shape
     state, ends = torch.zeros(2, built.state_size), torch.zeros(3, 2, dtype=torch.bool)
     parameters, values = built.unroll(torch.rand(3, 2, *shape), state, ends)
@@ -389,13 +339,6 @@ def test_observations_are_normalised_for_policy_and_value() -> None:
     state, ends = torch.zeros(7, recurrent.state_size), torch.zeros(1, 7, dtype=torch.bool)
     unrolled, _ = recurrent.unroll(observations[None], state, ends)
     torch.testing.assert_close(unrolled[0], recurrent.act(observations, state)[0])
-
-
-def test_bytes_and_numbers_are_the_same_observations() -> None:
-    built = build(observation=Box(0, 255, (2, 3), np.uint8))
-    seen = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
-    one, other = (built(model.to_tensor(seen.astype(kind), CPU))[0] for kind in (np.uint8, np.float64))
-    assert torch.equal(one, other)
 
 
 def test_the_seed_decides_the_weights_and_nothing_else() -> None:

@@ -18,8 +18,6 @@ from rolecall.jobs.rl.networks import (
     Normalizer,
     Output,
     Recurrent,
-    Rows,
-    Shared,
     channels_last,
     encoder,
     initialised,
@@ -55,8 +53,11 @@ def test_it_is_the_network_of_mnih_et_al() -> None:
     network = Convolutions((4, 84, 84), 512)
     layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert [tuple(layer.weight.shape) for layer in layers] == [
-        (32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 64 * 7 * 7)
-    ]  # fmt: skip
+        (32, 4, 8, 8),
+        (64, 32, 4, 4),
+        (64, 64, 3, 3),
+        (512, 64 * 7 * 7),
+    ]
     assert [layer.stride for layer in layers if isinstance(layer, nn.Conv2d)] == [(4, 4), (2, 2), (1, 1)]
     sizes = [32 * 4 * 64, 64 * 32 * 16, 64 * 64 * 9, 512 * 3136]
     assert sum(parameter.numel() for parameter in network.parameters()) == sum(sizes) + 32 + 64 + 64 + 512
@@ -81,7 +82,7 @@ def test_bytes_become_numbers_up_to_1() -> None:
     assert [(float(values.min()), float(values.max())) for values in seen] == [(1.0, 1.0), (pytest.approx(0.2),) * 2]
 
 
-def test_the_channels_are_last_only_where_they_are_the_fewest() -> None:
+def test_channels_are_last_if_they_are_the_fewest() -> None:
     assert channels_last((84, 84, 3))
     assert not channels_last((4, 84, 84))
     assert not channels_last((84, 84))
@@ -114,13 +115,6 @@ def test_mixed_parts_are_encoded_apart() -> None:
     assert torch.equal(out[:, 16:], network.rest(torch.cat((mode, place), 1)))
 
 
-def test_several_images_alone() -> None:
-    spaces = spaces_of(Tuple((Box(0, 255, (36, 36), np.uint8), Box(0, 255, (36, 40), np.uint8))))
-    network = Mixed(spaces.parts, features=8, hidden=5)
-    assert network.rest is None
-    assert network(torch.zeros(2, *spaces.observation.shape)).shape == (2, 16)
-
-
 @pytest.mark.parametrize(
     ("observation", "kind", "features"),
     [
@@ -141,11 +135,6 @@ def test_each_kind_of_observation_has_its_encoder(observation: Box, kind: type, 
 
 
 # ---- vectors
-
-
-def test_any_shape_is_one_row() -> None:
-    assert Rows()(torch.zeros(3)).shape == (3, 1)
-    assert Rows()(torch.zeros(3, 2, 4)).shape == (3, 8)
 
 
 def linear(network: nn.Module) -> list[tuple[int, int]]:
@@ -187,16 +176,6 @@ def test_passed_features_follow_the_parameters_and_have_no_gradient() -> None:
     assert gradient.any()
 
 
-def test_the_policy_and_the_value_share_their_features() -> None:
-    network = Shared(perceptron(3, 8, 1), 8, Output(8, 2, passed=False))
-    observations = torch.randn(4, 3)
-    parameters, value = network(observations)
-    assert (parameters.shape, value.shape) == ((4, 2), (4, 1))
-    features = network.body(observations)
-    assert torch.equal(value, network.value(features))
-    assert torch.equal(parameters, network.output(features))
-
-
 # ---- normalisation
 
 
@@ -220,17 +199,6 @@ def test_statistics_are_those_of_all_batches(shape: tuple[int, ...]) -> None:
     assert out.shape == everything.shape
     np.testing.assert_allclose(out.mean(0).numpy(), 0, atol=1e-3)
     np.testing.assert_allclose(out.var(0, unbiased=False).numpy(), 1, rtol=1e-3)
-
-
-def test_one_update_is_as_good_as_many() -> None:
-    """Whether one observer's experience comes first or another's, or all at once, makes no difference."""
-    rows = torch.randn(60, 3) * 5 + 100
-    once, twice = Normalizer(unbounded(3)), Normalizer(unbounded(3))
-    once.update(rows)
-    for part in rows.split((50, 10)):
-        twice.update(part)
-    for name in ("mean", "variance", "count"):
-        torch.testing.assert_close(once.get_buffer(name), twice.get_buffer(name), rtol=1e-5, atol=1e-5)
 
 
 def test_before_any_observation_the_bounds_say_the_scale() -> None:
@@ -275,14 +243,6 @@ def test_images_are_not_normalised_and_what_is_beside_them_is() -> None:
     assert torch.equal(out[:, 2:6], rows[:, 2:6])
 
 
-def test_without_bounds_nothing_changes_before_any_observation() -> None:
-    normalizer, rows = Normalizer(unbounded(3)), torch.randn(5, 3)
-    torch.testing.assert_close(normalizer(rows), rows)
-    normalizer.update(torch.zeros(0, 3))
-    torch.testing.assert_close(normalizer(rows), rows)
-    assert float(normalizer.count) == 0
-
-
 def test_a_number_far_from_all_others_is_bounded_and_a_constant_is_finite() -> None:
     normalizer = Normalizer(unbounded(2))
     normalizer.update(torch.cat((torch.randn(100, 1), torch.full((100, 1), 5.0)), 1))
@@ -324,18 +284,6 @@ def test_a_sequence_equals_its_steps() -> None:
     assert not last[2].any()
 
 
-def test_a_state_begins_anew_after_an_end() -> None:
-    network = recurrent()
-    observations, ends = torch.randn(6, 1, 4), torch.zeros(6, 1, dtype=torch.bool)
-    zeros = torch.zeros(1, network.state_size)
-    ends[2] = True
-    whole, _, _ = network.unroll(observations, torch.randn(1, network.state_size), ends)
-    fresh, _, _ = network.unroll(observations[3:], zeros, ends[3:])
-    torch.testing.assert_close(whole[3:], fresh)
-    on, _, _ = network.unroll(observations, zeros, torch.zeros_like(ends))
-    assert not torch.allclose(on[3:], fresh)  # it remembers, as long as nothing ends
-
-
 def test_gradients_do_not_pass_an_end() -> None:
     network = recurrent()
     observations = torch.randn(6, 1, 4, requires_grad=True)
@@ -364,9 +312,3 @@ def test_recurrent_weights_are_orthogonal_and_biases_zero() -> None:
     assert weight.shape == (24, 6)
     assert not cell.bias_hh.any()
     assert not cell.bias_ih.any()
-
-
-def test_its_parameters_start_small() -> None:
-    network = recurrent(32)
-    parameters, _, _ = network(torch.randn(50, 4), torch.randn(50, 64))
-    assert float(parameters.detach().abs().max()) < 0.1 * math.sqrt(32)

@@ -20,7 +20,7 @@ from rolecall.jobs.rl.distributions import StateDependent
 from rolecall.jobs.rl.learner import Learner, Update
 from rolecall.jobs.rl.messages import Array, Done, Trajectory
 from rolecall.jobs.rl.spaces import Space
-from tests.jobs.rl_parts import CPU, TWO, changed, make, random_trajectory, spaces_of, weights, with_sgd
+from tests.jobs.rl_parts import TWO, changed, make, random_trajectory, spaces_of, weights, with_sgd
 
 VECTOR, CONTROLS, CHOICES = Box(-10, 10, (4,), np.float32), Box(-1, 1, (2,), np.float32), MultiDiscrete([2, 3])
 RATE = 0.3
@@ -79,7 +79,9 @@ class Reference:
                 continue
             if step % self.length == 0:  # gradients do not flow back beyond
                 state = torch.from_numpy(trajectory.states[step // self.length, env])[None]
-            parameters, value, state = self.model.policy(self.model._prepared(observation), state)
+            if self.model.normalizer is not None:
+                observation = self.model.normalizer(observation)
+            parameters, value, state = self.model.policy(observation, state)
             out.append((parameters[0], value[0, 0]))
             if step and trajectory.dones[step - 1, env] != Done.CONTINUES:
                 state = torch.zeros_like(state)
@@ -135,16 +137,22 @@ class Reference:
                 drift = drift if steps_taken else parts[3]
                 sums += parts
                 steps_taken += 1
-            if choices.target_kl:
-                kl = (parts[3] - drift) / choices.target_kl
-                factor = rl_learner.LR_CHANGE_FACTOR ** (int(kl < 1 / 2) - int(kl > 2))
-                self.rate = min(self.rate * factor, choices.lr)
-                if kl > rl_learner.KL_STOP_FACTOR:
-                    break
+            if choices.target_kl and self.adapts(parts[3] - drift):
+                break
         self.updates += 1
         names = ("policy_loss", "value_loss", "entropy", "kl", "clipped")
         metrics = dict(zip(names, (sums / steps_taken).tolist(), strict=True))
         return {**metrics, "explained": explained, "passes": steps_taken / minibatches}
+
+    def adapts(self, kl: float) -> bool:
+        """The learning rate of the next pass (Schulman et al. 2017). Whether there is none."""
+        target, (group,) = self.choices.target_kl, self.optimizer.param_groups
+        if kl > rl_learner.KL_TOLERANCE_FACTOR * target:
+            group["lr"] /= rl_learner.LR_CHANGE_FACTOR
+        elif kl < target / rl_learner.KL_TOLERANCE_FACTOR:
+            group["lr"] *= rl_learner.LR_CHANGE_FACTOR
+        group["lr"] = min(group["lr"], max(rl_learner.MAX_LR, self.choices.lr))
+        return kl > rl_learner.KL_STOP_FACTOR * target
 
     def step(
         self,
@@ -182,8 +190,6 @@ class Reference:
         self.optimizer.zero_grad()
         (mean[0] + rl_learner.VALUE_COEF * mean[1] - self.choices.entropy_coef * mean[2]).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), rl_learner.MAX_GRAD_NORM)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
         self.optimizer.step()
         out: Array = mean.detach().numpy().astype(float)
         return out
@@ -269,16 +275,6 @@ def test_an_update_is_the_papers(action: Space, settings: dict[str, Any]) -> Non
         assert update.kl > 1e-3
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.02, 1e6], ids=["clipped", "whole"])
-def test_gradients_are_bounded(monkeypatch: pytest.MonkeyPatch, max_grad_norm: float) -> None:
-    monkeypatch.setattr(rl_learner, "MAX_GRAD_NORM", max_grad_norm)
-    learner = make(lr=RATE, minibatches=1)
-    before = torch.cat([value.flatten() for value in weights(learner)])
-    assert_same_updates(learner, TWO, 1)
-    moved = float((torch.cat([value.flatten() for value in weights(learner)]) - before).norm())
-    assert (moved < RATE * 0.0201) == (max_grad_norm == 0.02)
-
-
 # ---- how far an update goes
 
 
@@ -287,27 +283,20 @@ def one_sided(steps: int = 64, count: int = 16) -> Trajectory:
     shape = (steps, count)
     actions = np.arange(steps * count).reshape(shape) % 2
     return Trajectory(
-        np.ones((steps + 1, count, 4), np.float32), actions, np.full(shape, -math.log(2), np.float32),
-        actions.astype(np.float32), np.zeros(shape, np.uint8), np.ones(shape, bool),
-        np.zeros((1, count, 0), np.float32), 0,
-    )  # fmt: skip
+        np.ones((steps + 1, count, 4), np.float32),
+        actions,
+        np.full(shape, -math.log(2), np.float32),
+        actions.astype(np.float32),
+        np.zeros(shape, np.uint8),
+        np.ones(shape, bool),
+        np.zeros((1, count, 0), np.float32),
+        0,
+    )
 
 
 def probability(learner: Learner) -> float:
     """Of action 1."""
     return float(torch.softmax(learner.model(torch.ones(1, 4))[0], -1)[0, 1].detach())
-
-
-@pytest.mark.parametrize(("clip_ratio", "least", "most"), [(0.05, 0.03, 0.1), (100.0, 0.4, 1.01)])
-def test_the_clipped_ratio_bounds_the_policys_change(
-    monkeypatch: pytest.MonkeyPatch, clip_ratio: float, least: float, most: float
-) -> None:
-    """Each of the many optimizer steps alone is small."""
-    monkeypatch.setattr(rl_learner, "MAX_GRAD_NORM", 0.05)
-    learner = with_sgd(make(minibatches=64, epochs=4, clip_ratio=clip_ratio, lr=0.5, gamma=0))
-    assert probability(learner) == pytest.approx(0.5, abs=0.01)
-    learner.update([one_sided()])
-    assert least < probability(learner) / 0.5 - 1 < most
 
 
 def test_a_target_ends_the_passes_early() -> None:
@@ -321,14 +310,6 @@ def test_a_target_ends_the_passes_early() -> None:
     assert short.kl < update.kl
     assert probability(bounded) < probability(free)
     assert_same_updates(make(target_kl=0.02, epochs=6, lr=1.0), TWO)
-
-
-@pytest.mark.parametrize(("kl", "factor"), [(0.05, 1 / 1.5), (0.02, 1.0), (0.005, 1.5), (0.0, 1.5)])
-def test_the_adaptive_rate_follows_the_divergence(kl: float, factor: float) -> None:
-    learner = make(lr=1e-4, target_kl=0.02)
-    assert not learner._is_too_far(kl)
-    assert learner.rate == pytest.approx(1e-4 * factor)
-    assert learner._is_too_far(0.1)
 
 
 def acted(learner: Learner, seed: int, noise: float) -> Trajectory:
@@ -355,9 +336,8 @@ def test_policy_stays_if_all_returns_are_alike() -> None:
             one, other = (model(rows)[0].log_softmax(-1) for model in (before, learner.model))
         return float((one.exp() * (one - other)).sum(-1).mean()), learner
 
-    (free, varied), (held, alike) = wanders(100.0), wanders(0.01)
+    (free, _), (held, alike) = wanders(100.0), wanders(0.01)
     assert held < free / 20
-    assert varied._target_kl == 0.01  # above the noise nothing changes
     assert alike.update([acted(alike, 1, 0.01)]).passes == 1
     rate = alike.rate
     again = alike.update([acted(alike, 1, 100.0)])  # failures are a signal again
@@ -386,15 +366,6 @@ def test_the_adaptive_rate_changes_after_each_pass() -> None:
     assert learner.rate == pytest.approx(1e-4 * rl_learner.LR_CHANGE_FACTOR**3)
 
 
-@pytest.mark.parametrize("lr", [1e-4, 1e-7, 0.1])
-def test_the_adaptive_rate_has_its_bounds_and_a_given_one_is_within(lr: float) -> None:
-    learner = make(lr=lr, target_kl=0.01)
-    for kl, bound in ((1.0, min(lr, rl_learner.MIN_LR)), (0.0, max(lr, rl_learner.MAX_LR))):
-        for _ in range(50):
-            learner._is_too_far(kl)
-        assert learner.rate == bound
-
-
 def test_the_most_of_the_adaptive_rate_falls() -> None:
     """With a high rate, policies of the end differ much from one another."""
     learner = make(lr=1e-4, target_kl=100.0, epochs=20)
@@ -403,27 +374,13 @@ def test_the_most_of_the_adaptive_rate_falls() -> None:
         assert learner.rate == pytest.approx(left * rl_learner.MAX_LR)
 
 
-def test_the_entropy_bonus_keeps_the_policy_undecided() -> None:
-    free, held = (
-        make(entropy_coef=coefficient, epochs=8, lr=0.03, clip_ratio=100.0, gamma=0) for coefficient in (0.0, 1.0)
-    )
-    for learner in (free, held):
-        for _ in range(3):
-            learner.update([one_sided()])
-    assert probability(free) > 0.9
-    assert 0.5 < probability(held) < 0.9
-
-
-def test_entropy_is_in_nats() -> None:
-    learner = make(action=Discrete(3), lr=1e-9, minibatches=2)
-    with torch.no_grad():
-        for parameter in learner.model.policy.parameters():
-            parameter.zero_()
-    spaces = spaces_of(VECTOR, Discrete(3))
-    assert learner.update([random_trajectory(1, spaces=spaces)]).entropy == pytest.approx(math.log(3), rel=1e-4)
-
-
 # ---- values
+
+
+def scale_of(learner: Learner) -> float:
+    """The deviation of returns by which values are normalised."""
+    state = learner.state_dict()
+    return math.sqrt(max(state["square"] - state["mean"] ** 2, 1e-6))
 
 
 @pytest.mark.parametrize("settings", [{}, {"memory": "lstm"}, {"algorithm": "reinforce"}], ids=str)
@@ -440,26 +397,16 @@ def test_values_mean_the_same_after_their_scale_has_changed(settings: dict[str, 
                 raw = learner.model.unroll(observations, states, ends)[1].flatten()
             else:
                 raw = learner.model.value(observations.flatten(0, 1))
-        return raw * learner._scale + learner._mean
+        return raw * scale_of(learner) + learner.state_dict()["mean"]
 
     learner.update([random_trajectory(1, state=state)])
-    before, scale = values(), learner._scale
+    before, scale = values(), scale_of(learner)
     for number in range(5):
         trajectory = random_trajectory(number, state=state)
         learner.update([changed(trajectory, rewards=trajectory.rewards * 1000 + 500)])
-    assert learner._scale > 100 * scale
+    assert scale_of(learner) > 100 * scale
     torch.testing.assert_close(values(), before, rtol=1e-3, atol=1e-2)
     assert float(before.std()) > 0.01
-
-
-def test_the_first_returns_set_the_scale() -> None:
-    learner = make(gamma=0.0)
-    trajectory = random_trajectory(1)
-    rewards = trajectory.rewards * 7 + 100
-    learner.update([changed(trajectory, rewards=rewards)])
-    used = rewards[trajectory.experience]
-    assert learner._mean == pytest.approx(used.mean(), rel=1e-4)
-    assert learner._scale == pytest.approx(used.std(), rel=1e-3)
 
 
 def test_the_explained_variance() -> None:
@@ -474,33 +421,3 @@ def test_the_explained_variance() -> None:
     assert 0.9 < update.explained <= 1
     constant = changed(trajectory, rewards=np.full_like(trajectory.rewards, 2.0))
     assert make(gamma=0.0).update([constant]).explained == 0.0
-
-
-def test_returns_of_any_size_are_learned() -> None:
-    """The optimizer sees none of their scale: the policy's changes are the same."""
-    one, other = make(gamma=0.9, epochs=3), make(gamma=0.9, epochs=3)
-    for number in range(3):
-        trajectory = random_trajectory(number)
-        update = one.update([trajectory])
-        larger = other.update([changed(trajectory, rewards=trajectory.rewards * 1e4)])
-        if number == 0:  # the values of the first are not yet scaled
-            state = copy.deepcopy(one.state_dict())
-            other.load_state_dict({**state, "mean": one._mean * 1e4, "square": one._square * 1e8})
-        else:
-            assert larger._asdict() == pytest.approx(update._asdict(), rel=2e-2, abs=1e-4)
-
-
-def test_a_normalizer_counts_the_experience_of_all() -> None:
-    learner = make(normalize=True)
-    rows = []
-    for number in range(3):
-        trajectories = [random_trajectory(number), random_trajectory(number + 10, 5, 2)]
-        learner.update(trajectories)
-        rows += [t.observations[:-1][t.experience] for t in trajectories]
-    normalizer, seen = learner.model.normalizer, np.concatenate(rows)
-    assert normalizer is not None
-    assert float(normalizer.count) == len(seen)
-    np.testing.assert_allclose(normalizer.mean.numpy(), seen.mean(0), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(normalizer.variance.numpy(), seen.var(0), rtol=1e-4)
-    assert "normalizer.mean" in learner.policy_state()
-    assert learner.device == CPU

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from rolecall import UsageError
 from rolecall.jobs.ps import PsSettings, data
@@ -20,30 +19,6 @@ def settings_of(**changed: Any) -> PsSettings:
 
 
 # ---- digits
-
-
-def test_digits_are_split_for_good() -> None:
-    train, test = data.digits()
-    again, _ = data.load(settings_of(dataset="digits", seed=5))
-    assert (len(train), len(test)) == (1438, 359)
-    assert isinstance(again, data.Images)
-    assert torch.equal(train.pixels, again.pixels)
-
-
-def test_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    scaled = functional.interpolate(
-        torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16, size=(28, 28), mode="bilinear"
-    )
-    pictures: dict[bytes, list[int]] = {}
-    for picture, label in zip(scaled, bunch.target, strict=True):
-        pictures.setdefault(picture.numpy().tobytes(), []).append(int(label))
-    for split in data.digits():
-        for picture, label in zip(split.pixels, split.labels, strict=True):
-            pictures[picture.numpy().tobytes()].remove(int(label))  # disjoint: none is there twice
-    assert not any(pictures.values()), "none is left out"
 
 
 def test_digits_are_normalised() -> None:

@@ -20,6 +20,7 @@ from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientPart, Par
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.replica import Replica
 from rolecall.jobs.ps.server import Server
+from tests.context.contexts import value
 from tests.integration import learning
 from tests.jobs.test_ps_local import Servers as LocalServers
 from tests.jobs.test_ps_local import replicas
@@ -56,7 +57,7 @@ class Gang:
         for context in contexts.values():
             context.transport = self
         self.replicas = {me.name: Replica(contexts[me.name]) for me in members if me.role == "trainer"}
-        self.version = 0
+        self.version, self.blank = 0, torch.zeros(1, 784 if factory is logistic else 20)
         for replica in self.replicas.values():
             replica.ask()
         self.update(list(self.replicas), {})
@@ -72,14 +73,15 @@ class Gang:
         """An update from the newest gradients of those in `weights`, answered to the trainers `names`, who take it."""
         newest = {name: Key(name, self.replicas[name].number - 1) for name in names}
         self.version += bool(weights)
-        order = UpdateShard(self.version, {newest[name]: weight for name, weight in weights.items()}, rate,
-                            tuple(newest.values()))  # fmt: skip
+        order = UpdateShard(
+            self.version, {newest[name]: weight for name, weight in weights.items()}, rate, tuple(newest.values())
+        )
         assignments = {key: Assignment(self.version, []) for key in newest.values()}
         for server in self.servers.values():
             server.update(order, assignments)
         for name in names:
             self.replicas[name].take()
-            self.replicas[name]._await(set(self.replicas[name]._incoming))
+            self.replicas[name].forward(self.blank)  # waits for the parameters
 
     def gradient(self, name: str, inputs: Tensor, targets: Tensor) -> None:
         """The trainer `name` computes a gradient and sends it."""
@@ -91,7 +93,7 @@ class Gang:
         return torch.cat([server.shard.flat for server in self.servers.values()])
 
     def bytes(self, direction: str) -> float:
-        return float(self.metrics.ps_payload_bytes.labels(direction)._value.get())
+        return value(self.metrics.ps_payload_bytes.labels(direction))
 
 
 def held_of(trainers: Iterable[Replica | LocalReplica]) -> Tensor:
@@ -159,7 +161,7 @@ def test_two_gradients_that_are_answered_at_once_bring_the_parameters(wire: dict
         server.update(UpdateShard(1, {keys[1]: 1.0}, 1.0, keys), {key: Assignment(1, []) for key in keys})
     for _ in keys:
         replica.take()
-        replica._await(set(replica._incoming))
+        replica.forward(gang.blank)
     moved = (gang.flat - before).norm()
     assert moved > 0
     assert (learning.flatten(replica.model) - gang.flat).norm() < (0.8 if wire else 1e-6) * moved

@@ -204,7 +204,7 @@ MODES = [
 SIZES = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(1, 4))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0), SIZES, st.sampled_from(MODES), st.integers(1, 6), st.sampled_from([0, 0.03, 0.2]), st.booleans())
 @example(0, (2, 1, 3), MODES[0], 6, 0.2, False)
 @example(1, (40, 3, 2), MODES[1], 6, 0, False)
@@ -217,9 +217,15 @@ def test_every_sample_is_used_once_an_epoch(
     run.finish(loss, 0.02 if restarts else 0)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0), SIZES, st.tuples(st.integers(1, 7), st.integers(1, 2)), st.integers(1, 6),
-       st.sampled_from([0, 0.03, 0.2]), st.booleans())  # fmt: skip
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0),
+    SIZES,
+    st.tuples(st.integers(1, 7), st.integers(1, 2)),
+    st.integers(1, 6),
+    st.sampled_from([0, 0.03, 0.2]),
+    st.booleans(),
+)
 def test_local_uses_every_sample_once_an_epoch_with_rounds_that_end_early(
     seed: int, sizes: tuple[int, int, int], shape: tuple[int, int], trainers: int, loss: float, partial: bool
 ) -> None:

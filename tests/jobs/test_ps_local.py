@@ -185,48 +185,6 @@ def test_rounds_are_those_of_plain_torch(chosen: dict[str, Any]) -> None:
             torch.testing.assert_close(local_of(replica), learning.flatten(reference.model), **close)
 
 
-def test_without_outer_momentum_a_step_a_round_is_plain_sgd_with_the_mean() -> None:
-    s = settings_of(inner_steps=1, outer_lr=1, outer_momentum=0, momentum=0, max_staleness=0)
-    names = ["trainer_0", "trainer_1"]
-    servers = Servers(s, names)
-    several, one = replicas(servers), learning.small()
-    learning.unflatten(servers.start, one)
-    optimizer = torch.optim.SGD(one.parameters(), s.lr)
-    inputs, targets = learning.blobs()[0].tensors
-    for number in range(1, 10):
-        batches = [
-            torch.arange(12 * number - 12, 12 * number - 4) % 90,
-            torch.arange(12 * number - 4, 12 * number) % 90,
-        ]
-        for replica, batch in zip(several, batches, strict=True):
-            replica.step(inputs[batch], targets[batch])
-            replica.send(BatchReport(replica.version, len(batch)))
-        keys = [Key(name, number) for name in names]
-        servers.carry_out(dict(zip(keys, (8 / 12, 4 / 12), strict=True)), {key: [] for key in keys})
-        for replica in several:
-            replica.take(wait=True)
-        union = torch.cat(batches)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(one(inputs[union]), targets[union]).backward()
-        optimizer.step()
-        torch.testing.assert_close(servers.flat, learning.flatten(one), rtol=1e-5, atol=1e-6)
-
-
-def test_the_learning_rate_of_the_inner_steps_is_that_of_the_assignment() -> None:
-    s = settings_of(momentum=0)
-    inputs, targets = learning.blobs()[0].tensors
-    moved = []
-    for rate in (1.0, 0.25):
-        servers = Servers(s, ["trainer_0"])
-        replica = LocalReplica(servers.context("trainer_0"))
-        replica.ask()
-        servers.carry_out({}, {Key("trainer_0", 0): []}, rate)
-        replica.take(wait=True)
-        replica.step(inputs[:8], targets[:8])
-        moved.append(local_of(replica) - servers.start)
-    torch.testing.assert_close(moved[1], moved[0] / 4, rtol=1e-3, atol=1e-7)
-
-
 @pytest.mark.parametrize("chosen", [{"wire_dtype": "int8"}, {"wire_dtype": "int4"}])
 def test_compressed_all_replicas_hold_the_same_and_come_to_what_the_servers_have(chosen: dict[str, Any]) -> None:
     names = ["trainer_0", "trainer_1"]
@@ -271,8 +229,16 @@ def trained(monkeypatch: pytest.MonkeyPatch, look: float, drained_after: int = -
     monkeypatch.setattr(learning, "SECONDS", 0)
     monkeypatch.setattr(calls, "ENDING", RankObject())  # is set once a process
     monkeypatch.setattr(local, "time", Clock(look))
-    counting = {"model": HERE + "Counter", "dataset": HERE + "numbers", "lr": 1, "momentum": 0, "outer_lr": 1,
-                "outer_momentum": 0, "batch_size": 4, "epochs": 3}  # fmt: skip
+    counting = {
+        "model": HERE + "Counter",
+        "dataset": HERE + "numbers",
+        "lr": 1,
+        "momentum": 0,
+        "outer_lr": 1,
+        "outer_momentum": 0,
+        "batch_size": 4,
+        "epochs": 3,
+    }
     s = settings_of(**{**counting, **changed})
     ledger = make_ledger(s, learning.SAMPLES, ["trainer_0"])
     servers = Servers(s, ["trainer_0"], ledger)

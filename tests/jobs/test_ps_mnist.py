@@ -114,12 +114,6 @@ def test_damaged_files_are_refused(directory: Path, damage: Any, problem: str) -
     assert problem in refusal(directory)
 
 
-def test_files_without_samples_are_refused(directory: Path) -> None:
-    (directory / "MNIST" / "raw" / NAMES[2]).write_bytes(idx(np.zeros((0, 28, 28))))
-    (directory / "MNIST" / "raw" / NAMES[3]).write_bytes(idx(np.zeros(0)))
-    refusal(directory)
-
-
 def test_a_damaged_gz_is_refused(directory: Path) -> None:
     path = pack(directory / "MNIST" / "raw" / NAMES[0])
     path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)  # the checksum

@@ -100,8 +100,10 @@ def test_a_failed_report_is_logged_and_the_next_one_follows() -> None:
 def test_threads_report_each_gradient_once_and_in_their_order() -> None:
     reports, transport = make()
     threads, each = 8, 400
-    adding = [threading.Thread(target=lambda name=name: [reports.add(Key(name, number)) for number in range(each)])
-              for name in map(str, range(threads))]  # fmt: skip
+    adding = [
+        threading.Thread(target=lambda name=name: [reports.add(Key(name, number)) for number in range(each)])
+        for name in map(str, range(threads))
+    ]
     for thread in adding:
         thread.start()
     while sum(map(len, transport.keys)) < threads * each or not transport.answers.empty():

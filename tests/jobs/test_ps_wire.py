@@ -64,13 +64,6 @@ def test_a_value_that_is_not_finite_makes_its_block_not_finite_now_and_next(dtyp
         assert not decoded.split(BLOCK_ELEMENTS)[at // BLOCK_ELEMENTS].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", PACKED)
-def test_zeros_stay_zeros(dtype: str) -> None:
-    values = torch.zeros(600)
-    values[300] = 1e-40  # denormal: too small for a scale
-    assert not pack(values, dtype)[1].any()
-
-
 # ---- error feedback
 
 
@@ -81,8 +74,12 @@ def test_float32_travels_as_it_is() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 700), st.lists(st.sampled_from([0.0, 1e-12, 1e-3, 1.0, 1e3]), min_size=1, max_size=12),
-       st.integers(0, 10**6), st.sampled_from(PACKED))  # fmt: skip
+@given(
+    st.integers(1, 700),
+    st.lists(st.sampled_from([0.0, 1e-12, 1e-3, 1.0, 1e3]), min_size=1, max_size=12),
+    st.integers(0, 10**6),
+    st.sampled_from(PACKED),
+)
 def test_sent_and_held_add_up_to_the_gradients(size: int, scales: list[float], seed: int, dtype: str) -> None:
     sender, total, sent = Sender(size, dtype), torch.zeros(size).double(), torch.zeros(size).double()
     magnitude = 0.0
@@ -94,14 +91,6 @@ def test_sent_and_held_add_up_to_the_gradients(size: int, scales: list[float], s
         total, magnitude = total + gradient, magnitude + float(gradient.abs().max())
     # each of a few float32 additions a step rounds once
     assert (total - sent - sender.held).abs().max() <= 4 * len(scales) * ROUNDING * magnitude
-
-
-@pytest.mark.parametrize("dtype", PACKED)
-def test_rounding_errors_do_not_add_up(dtype: str) -> None:
-    gradient, sender, sent, steps = normal(500), Sender(500, dtype), torch.zeros(500), 300
-    for _ in range(steps):
-        sent += decode(sender.encode(gradient), 500, dtype)
-    assert (sent / steps - gradient).abs().max() <= 4 * gradient.abs().max() / steps
 
 
 def test_a_payload_does_not_change_with_the_next_gradient() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 from tests.jobs.rl_parts import Ranks
@@ -68,7 +67,7 @@ class Beside(Side):
         return (float(action[0] == self.right) + float(action[1] == self.switch)) / 2
 
 
-for kind in (Told, Side, Beside):
+for kind in (Told, Beside):
     gymnasium.register(f"Learns-{kind.__name__}-v0", kind)
 
 
@@ -78,9 +77,8 @@ def train(steps: int, **settings: Any) -> list[float]:
         return ranks.learn(steps)
 
 
-@pytest.mark.parametrize("inference", ["agent", "observer"])
-def test_cart_pole(inference: str) -> None:
-    returns = train(15_000, env_id="CartPole-v1", inference=inference)
+def test_cart_pole() -> None:
+    returns = train(15_000, env_id="CartPole-v1", inference="agent")
     assert np.mean(returns[:20]) < 50
     assert np.mean(returns[-20:]) > 150
 
@@ -92,24 +90,21 @@ def test_cart_pole_by_the_tutorials_algorithm() -> None:
     assert np.mean(returns[-50:]) > 100
 
 
-@pytest.mark.parametrize(("exploration", "steps"), [("gaussian", 20_000), ("sde", 28_000)])
-def test_pendulum(exploration: str, steps: int) -> None:
-    returns = train(steps, env_id="Pendulum-v1", exploration=exploration)
+def test_pendulum() -> None:
+    returns = train(28_000, env_id="Pendulum-v1", exploration="sde")
     assert np.mean(returns[:20]) < -1000
     assert np.mean(returns[-20:]) > -800
 
 
-@pytest.mark.parametrize(("memory", "remembers"), [("lstm", True), ("none", False)])
-def test_what_is_told_first_is_asked_last(memory: str, remembers: bool) -> None:
-    returns = train(4_000, env_id="Learns-Told-v0", memory=memory, num_envs=32, rollout_steps=16)
+def test_a_memory_remembers_the_first_observation() -> None:
+    """Without it, half of the answers are right."""
+    returns = train(4_000, env_id="Learns-Told-v0", memory="lstm", num_envs=32, rollout_steps=16)
     assert 0.4 < np.mean(returns[:200]) < 0.7
-    assert (np.mean(returns[-200:]) > 0.9) == remembers
-    assert remembers or np.mean(returns[-200:]) < 0.65
+    assert np.mean(returns[-200:]) > 0.9
 
 
-@pytest.mark.parametrize(("name", "enough"), [("Side", 3.6), ("Beside", 3.0)])
-def test_pictures(name: str, enough: float) -> None:
-    """Of four; alone, and beside something else."""
-    returns = train(2_500, env_id=f"Learns-{name}-v0", hidden_size=32, rollout_steps=32, lr=1e-3)
+def test_pictures_beside_numbers() -> None:
+    """Of four."""
+    returns = train(2_500, env_id="Learns-Beside-v0", hidden_size=32, rollout_steps=32, lr=1e-3)
     assert np.mean(returns[:50]) < 2.8
-    assert np.mean(returns[-50:]) > enough
+    assert np.mean(returns[-50:]) > 3.0

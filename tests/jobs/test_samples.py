@@ -12,7 +12,7 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import Tensor
 
-from rolecall.jobs.rl import messages, model
+from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Actor, Recorder
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Done, Trajectory
@@ -28,7 +28,6 @@ from tests.jobs.rl_parts import (
     flat,
     make,
     random_trajectory,
-    settings_of,
     spaces_of,
 )
 
@@ -157,15 +156,6 @@ def test_the_state_begins_anew_after_what_only_resets(monkeypatch: pytest.Monkey
     assert np.array_equal(observations[:21], trajectory.observations)
 
 
-def test_a_sequence_without_experience_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SEQUENCE_STEPS", 2)
-    trajectory = random_trajectory(1, 4, 2, state=2)
-    trajectory.experience[2:, 1] = False
-    samples = sequences(trajectory)
-    assert len(samples) == 3
-    assert bool(samples.used.any(1).all())
-
-
 @pytest.mark.parametrize("length", [1, 3, 7, 64])
 def test_the_returns_do_not_depend_on_the_length(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(messages, "SEQUENCE_STEPS", length)
@@ -223,7 +213,11 @@ def test_what_was_recorded_is_replayed(
         output.layer.get_parameter("weight").mul_(500)
     deviations = []
     for trajectories in record(where, learner, action):
-        samples = join([learner._samples(trajectory) for trajectory in trajectories])
+        if memory == "none":
+            parts = [steps_of(trajectory, value, 0.9, 0.8, CPU) for trajectory in trajectories]
+        else:
+            parts = [sequences(trajectory) for trajectory in trajectories]
+        samples = join(parts)
         if memory == "none":
             parameters, _ = learner.model(samples.observations)
         else:
@@ -296,7 +290,4 @@ def test_a_trajectorys_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trajectory.dones.tolist() == [[Done.CONTINUES], [Done.TERMINATED], [Done.CONTINUES]]
     assert trajectory.experience.tolist() == [[False], [True], [False]]
     assert trajectory.states.shape == (2, 1, 0)
-
-
-def test_settings_of_a_model_without_memory_have_no_states() -> None:
-    assert model.build(settings_of(), spaces_of()).state_size == 0
+    assert trajectory.nbytes == sum(column.nbytes for column in arrays(trajectory))

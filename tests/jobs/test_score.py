@@ -158,7 +158,7 @@ def test_before_the_first_episode_there_is_no_value(solved_by: Literal["episodes
     assert score.value == (50.0 if solved_by == "episodes" else score.running)
 
 
-def test_what_is_said_of_it() -> None:
+def test_text_of_a_score() -> None:
     assert str(Score(1.0, "episodes")) == "No episode has ended"
     score, running = Score(1.0, "episodes"), Score(1.0, "running")
     for each in (score, running):

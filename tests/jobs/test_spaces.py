@@ -127,10 +127,6 @@ def test_the_images_of_a_flat_vector_are_named() -> None:
         assert np.array_equal(vector[part.start : part.stop].reshape(part.shape), image)
 
 
-def test_a_single_image_in_a_dict() -> None:
-    assert of(Dict(eye=PICTURE)).parts == (Part(0, 6000, PICTURE.shape, True),)
-
-
 @pytest.mark.parametrize(
     "space",
     [
@@ -163,10 +159,18 @@ def test_other_observations_are_refused_by_name(space: Space[Any]) -> None:
 
 @pytest.mark.parametrize(
     "space",
-    [Text(5), Dict(a=TWO), Tuple((TWO, VECTOR)), Sequence(TWO), Graph(VECTOR, None), OneOf([TWO, VECTOR]),
-     Box(-1, 1, (0,)), Box(-1, 1, (3, 0))],
+    [
+        Text(5),
+        Dict(a=TWO),
+        Tuple((TWO, VECTOR)),
+        Sequence(TWO),
+        Graph(VECTOR, None),
+        OneOf([TWO, VECTOR]),
+        Box(-1, 1, (0,)),
+        Box(-1, 1, (3, 0)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_actions_are_refused_by_name(space: Space[Any]) -> None:
     with pytest.raises(UsageError, match=f"^{NAME}: rl has no policy for actions of {type(space).__name__}"):
         of(VECTOR, space)
@@ -215,11 +219,6 @@ def test_choices_count_from_the_spaces_start() -> None:
     assert converted(square, np.array([[1, 2, 3, 4]])).tolist() == [[[1, 12], [23, 34]]]
 
 
-def test_binary_actions_take_their_shape() -> None:
-    taken = converted(MultiBinary((2, 2)), np.array([[0, 1, 1, 0]]))
-    assert (taken.tolist(), taken.dtype) == ([[[0, 1], [1, 0]]], np.int8)
-
-
 def test_a_box_is_scaled_to_its_bounds_and_clipped() -> None:
     space = Box(np.array([-2.0, 0.0, 10.0]), np.array([2.0, 1.0, 30.0]), dtype=np.float32)
     points = np.array([[-1, -1, -1], [0, 0, 0], [1, 1, 1], [0.5, 0.5, 0.5], [-9, 9, 1.01]], np.float32)
@@ -236,11 +235,6 @@ def test_integers_without_a_bound_have_none() -> None:
     for low, high in ((-np.inf, np.inf), (-np.inf, 5), (0, np.inf)):
         taken = converted(Box(low, high, (1,), np.int32), np.array([[3.2], [7.7], [-2.0]], np.float32))
         assert taken[:, 0].tolist() == [3, min(8, high), max(-2, low)]
-
-
-def test_truth_values_are_rounded() -> None:
-    taken = converted(Box(0, 1, (4,), np.bool_), np.array([[-9.0, -0.1, 0.1, 9.0]], np.float32))
-    assert (taken.tolist(), taken.dtype) == ([[False, False, True, True]], np.bool_)
 
 
 def test_whole_numbers_are_rounded() -> None:
@@ -270,8 +264,14 @@ def test_no_action_is_out_of_bounds(data: st.DataObject, dtype: Any, size: int) 
 
 def test_actions_do_not_change_what_they_are_given() -> None:
     """Nor does an environment that writes to its action."""
-    for space in (Discrete(3), Discrete(3, start=1), MultiDiscrete([2, 2]), MultiDiscrete([2, 2], start=[1, 1]),
-                  MultiBinary(2), Box(-3, 3, (2,))):  # fmt: skip
+    for space in (
+        Discrete(3),
+        Discrete(3, start=1),
+        MultiDiscrete([2, 2]),
+        MultiDiscrete([2, 2], start=[1, 1]),
+        MultiBinary(2),
+        Box(-3, 3, (2,)),
+    ):
         shape = of(VECTOR, space).action_shape
         given_actions = np.ones((2, *shape), of(VECTOR, space).action_dtype)
         before = given_actions.copy()

@@ -126,8 +126,9 @@ def metrics_of(role: str, job: str = JOB) -> Server:
     return Server(serve)
 
 
-@pytest.mark.parametrize(("role", "job", "state"), [("worker", JOB, "ok"), ("lead", JOB, "problem"),
-                                                    ("worker", "other", "problem")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("role", "job", "state"), [("worker", JOB, "ok"), ("lead", JOB, "problem"), ("worker", "other", "problem")]
+)
 def test_ports_may_be_held_by_this_rank_only(role: str, job: str, state: str, tmp_path: Path) -> None:
     served = metrics_of(role, job)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -167,7 +168,7 @@ def test_another_job_at_rank_0s_port_is_refused(lead: Lead, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("member", "text"), [("worker_1", "is not that of lead_0"), (RANK_0, "nothing serves control")]
 )
-def test_the_handshake_says_who_answers_in_place_of_the_coordinator(member: str, text: str, tmp_path: Path) -> None:
+def test_handshake_names_what_answers_for_the_coordinator(member: str, text: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     tunnel = Tunnel(member, port, port)
     try:
@@ -247,10 +248,13 @@ def test_without_tls_rank_0_is_asked_for_its_fingerprint(lead: Lead, tmp_path: P
 
 @pytest.mark.parametrize(
     ("gang", "state"),
-    [({"state": "running"}, "ok"), ({"state": "gathering", "missing": ["worker (0 of 2 in)"]}, "warning"),
-     ({"state": "failed"}, "problem")],
-)  # fmt: skip
-def test_the_gangs_state_is_told(gang: dict[str, Any], state: str, lead: Lead, tmp_path: Path) -> None:
+    [
+        ({"state": "running"}, "ok"),
+        ({"state": "gathering", "missing": ["worker (0 of 2 in)"]}, "warning"),
+        ({"state": "failed"}, "problem"),
+    ],
+)
+def test_state_of_the_gang_is_reported(gang: dict[str, Any], state: str, lead: Lead, tmp_path: Path) -> None:
     with lead.answering(gang=gang):
         assert look("rank 0", lead.subject(tmp_path)).state == state
 
@@ -264,9 +268,13 @@ def test_settings_that_differ_are_named_with_both_values(lead: Lead, tmp_path: P
 
 @pytest.mark.parametrize(
     ("ahead", "state", "text"),
-    [(0.0, "ok", "ms"), (30.0, "warning", "30.0 s behind this one"), (-30.0, "warning", "30.0 s ahead of this one"),
-     (7200.0, "problem", "7200.0 s behind this one")],
-)  # fmt: skip
+    [
+        (0.0, "ok", "ms"),
+        (30.0, "warning", "30.0 s behind this one"),
+        (-30.0, "warning", "30.0 s ahead of this one"),
+        (7200.0, "problem", "7200.0 s behind this one"),
+    ],
+)
 def test_clocks_that_differ_by_seconds_are_a_warning_and_by_hours_a_problem(
     lead: Lead, tmp_path: Path, ahead: float, state: str, text: str
 ) -> None:
@@ -279,9 +287,13 @@ def test_clocks_that_differ_by_seconds_are_a_warning_and_by_hours_a_problem(
 
 @pytest.mark.parametrize(
     ("there", "state"),
-    [({"rolecall": "0.0.9"}, "problem"), ({"torch": "2.0.1"}, "warning"), ({"python": "3.9.1"}, "warning"),
-     ({"torch": diagnosis.versions()["torch"].partition("+")[0] + "+cu130"}, "ok")],
-)  # fmt: skip
+    [
+        ({"rolecall": "0.0.9"}, "problem"),
+        ({"torch": "2.0.1"}, "warning"),
+        ({"python": "3.9.1"}, "warning"),
+        ({"torch": diagnosis.versions()["torch"].partition("+")[0] + "+cu130"}, "ok"),
+    ],
+)
 def test_versions_must_fit_in_their_first_two_numbers(
     lead: Lead, tmp_path: Path, there: dict[str, str], state: str
 ) -> None:
@@ -336,8 +348,14 @@ def test_the_command_reports_a_problem_and_ends_with_2(
     lead: Lead, environment: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port, metrics = free_ports(2)
-    for name, value in {"PORT": port, "METRICS_PORT": metrics, "CHECKPOINT_DIR": tmp_path, "ROLE": "observer",
-                        "MASTER_PORT": lead.port, "BIND_ADDR": "127.0.0.1"}.items():  # fmt: skip
+    for name, value in {
+        "PORT": port,
+        "METRICS_PORT": metrics,
+        "CHECKPOINT_DIR": tmp_path,
+        "ROLE": "observer",
+        "MASTER_PORT": lead.port,
+        "BIND_ADDR": "127.0.0.1",
+    }.items():
         environment.setenv(name, str(value))
     found = told(capsys, 2)
     assert {name for name, one in found.items() if one["state"] == "problem"} == {"token", "TLS handshake"}
@@ -363,9 +381,13 @@ def test_without_a_ranks_environment_only_the_machine_is_examined(
 
 @pytest.mark.parametrize(
     ("variables", "text"),
-    [({"LR": "fast", "PORT": "0"}, "LR='fast'"), ({"JOB": "nothing"}, "nothing"), ({"LEASE_SECONDS": "-1"}, "LEASE"),
-     ({"JOB_TOKEN": "short"}, "JOB_TOKEN=***")],
-)  # fmt: skip
+    [
+        ({"LR": "fast", "PORT": "0"}, "LR='fast'"),
+        ({"JOB": "nothing"}, "nothing"),
+        ({"LEASE_SECONDS": "-1"}, "LEASE"),
+        ({"JOB_TOKEN": "short"}, "JOB_TOKEN=***"),
+    ],
+)
 def test_wrong_settings_are_the_only_problem(
     variables: dict[str, str], text: str, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,12 +200,23 @@ def test_a_full_disk_and_few_open_files(tmp_path: Path) -> None:
         prefix = ["unshare", "--mount", "sh", "-c", fill]
         mountable = not subprocess.run([*prefix[:4], f"mount -t tmpfs none {full}"], check=False, timeout=20).returncode
     known = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
-    environment = {**known, "JOB_TOKEN": TOKEN, "ROLE": "agent", "CHECKPOINT_DIR": str(full), "PORT": str(metrics[0]),
-                   "METRICS_PORT": str(metrics[1])}  # fmt: skip
+    environment = {
+        **known,
+        "JOB_TOKEN": TOKEN,
+        "ROLE": "agent",
+        "CHECKPOINT_DIR": str(full),
+        "PORT": str(metrics[0]),
+        "METRICS_PORT": str(metrics[1]),
+    }
     done = subprocess.run(
-        prefix if mountable else ["sh", "-c", command], env=environment, timeout=60, capture_output=True, text=True,
-        check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
-    )  # fmt: skip
+        prefix if mountable else ["sh", "-c", command],
+        env=environment,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+    )
     told = json.loads(done.stdout)
     wrong = {check["name"]: check["text"] for check in told["checks"] if check["state"] == "problem"}
     assert done.returncode == 2, done.stderr
@@ -240,7 +251,7 @@ GIB = 2**30
         ({"memory_max": str(GIB // 4)}, "warning", "a rank that has imported torch takes"),
         ({"memory_events": "oom 3\noom_kill 2"}, "warning", "the kernel has killed 2 processes"),
     ],
-)  # fmt: skip
+)
 def test_memory(numbers: dict[str, str], state: str, text: str, tmp_path: Path) -> None:
     one = subject(tmp_path)
     container(tmp_path, one, **numbers)
@@ -294,9 +305,15 @@ H200 = "echo 'NVIDIA H200, 550.54.15'"
     ],
 )
 def test_driver_and_torchs_build_must_fit(
-    device: str, cuda: str, smi: str, visible: str | None, state: str, text: str, tmp_path: Path,
+    device: str,
+    cuda: str,
+    smi: str,
+    visible: str | None,
+    state: str,
+    text: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     if smi:

@@ -18,10 +18,12 @@ from structlog.typing import EventDict
 from rolecall.config import Settings
 from rolecall.declare.task import Task
 from rolecall.errors import UsageError
-from rolecall.observe.sinks import choice, feed
-from rolecall.observe.sinks.build import build
+from rolecall.observe.sinks import build as building
+from rolecall.observe.sinks import feed
+from rolecall.observe.sinks.build import build, choose, is_installed
 from rolecall.observe.sinks.feed import Feed, Sinks
-from rolecall.observe.sinks.points import FIRST, NAMED, SPACING, Held, Item, Points
+from rolecall.observe.sinks.held import Held
+from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Points
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
 from rolecall.rank.supervisor_pipe import SupervisorPipe
@@ -39,7 +41,7 @@ DEADLINE = 150.0  # a fail-safe
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names = {"tensorboard", "mlflow"}
-    monkeypatch.setattr(choice, "is_installed", names.__contains__)
+    monkeypatch.setattr(building, "is_installed", names.__contains__)
     return names
 
 
@@ -54,12 +56,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ],
 )
 def test_sinks_are_chosen(setting: str, chosen: tuple[str, ...]) -> None:
-    assert choice.choose(setting) == chosen
+    assert choose(setting) == chosen
 
 
 def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
     installed.remove("tensorboard")
-    assert choice.choose("auto") == ()
+    assert choose("auto") == ()
 
 
 @pytest.mark.usefixtures("installed")
@@ -73,21 +75,21 @@ def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
 )
 def test_a_sink_that_cannot_be_is_refused(setting: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        choice.choose(setting)
+        choose(setting)
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb leaves a folder of its name in the directory that a program runs in."""
     (tmp_path / "wandering").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not choice.is_installed("wandering")
+    assert not is_installed("wandering")
     (tmp_path / "wandering" / "__init__.py").touch()
-    assert choice.is_installed("wandering")
+    assert is_installed("wandering")
 
 
 def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And its library's own variables do, with defaults that need no network."""
-    monkeypatch.setattr(choice, "is_installed", lambda name: True)
+    monkeypatch.setattr(building, "is_installed", lambda name: True)
     for name in ("JOB_TOKEN", "PASSWORD"):
         monkeypatch.setenv(name, "a-secret-of-more-than-128-bits")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
@@ -145,16 +147,16 @@ def test_a_long_curve_is_thinned_and_has_its_end() -> None:
     curves, taken = Points(), list[Item]()
     for first in range(0, 200_000, 20_000):
         taken += curves.take(steps(*range(first, first + 20_000), at=float(first)), 0)
-    assert [item[2] for item in taken[: FIRST + 5]] == [*range(FIRST + 5)]  # 10,000 points in, nothing is left out yet
-    assert SPACING < len(taken) < 5 * SPACING
+    assert [item[2] for item in taken[: FULL_POINTS + 5]] == [*range(FULL_POINTS + 5)]  # 10,000 points in, nothing is left out yet
+    assert MIN_SPACING < len(taken) < 5 * MIN_SPACING
     assert [item[2] for item in taken[-1:] + curves.rest()][-1] == 199_999
     assert curves.rest() == []
 
 
 def test_a_start_passes_on_what_it_covers() -> None:
     curves = Points()
-    curves.take(steps(*range(SPACING + FIRST)), 0)
-    many = SPACING + FIRST
+    curves.take(steps(*range(MIN_SPACING + FULL_POINTS)), 0)
+    many = MIN_SPACING + FULL_POINTS
     at = many + 0.5
     assert curves.take([("loss", many, float(many), 0.0), ("loss", many + 1, at, 1.0)], 0)[-1][2] == many
     again = curves.take([("start", many + 1, at + 1, 2)], 0)
@@ -260,9 +262,9 @@ def covered_by(step: int) -> Callable[[], Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "PERIOD", 0.02)
-    monkeypatch.setattr(feed, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(feed, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(feed, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(feed, "MIN_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(feed, "MAX_RETRY_SECONDS", 0.02)
 
 
 SINK = """
@@ -347,7 +349,7 @@ def test_a_sink_that_is_broken_harms_nothing(
     tmp_path: Path, how: str, problem: str, logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is ended, started anew as often as it likes, and complained of once."""
-    monkeypatch.setattr(feed, "ANSWER", 1.0)
+    monkeypatch.setattr(feed, "REQUEST_SECONDS", 1.0)
 
     async def run() -> None:
         one, seen = fake(tmp_path, how), set[int]()
@@ -387,7 +389,7 @@ def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> No
 
 
 def test_what_no_sink_takes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MOST", 10)
+    monkeypatch.setattr(feed, "MAX_ITEMS", 10)
 
     async def run() -> None:
         one = fake(tmp_path)
@@ -416,12 +418,12 @@ def test_a_run_without_training_starts_no_sink(tmp_path: Path) -> None:
 
 def test_a_new_run_has_sinks_of_its_own(tmp_path: Path) -> None:
     """RESUME=0 moves an earlier run's folders aside."""
-    for name in choice.KINDS:
+    for name in building.KINDS:
         (tmp_path / name).mkdir()
     aside = rundir.set_aside(tmp_path, 3, 1.0)
     assert aside is not None
-    assert {path.name for path in aside.iterdir()} == {*choice.KINDS}
-    assert not [name for name in choice.KINDS if (tmp_path / name).exists()]
+    assert {path.name for path in aside.iterdir()} == {*building.KINDS}
+    assert not [name for name in building.KINDS if (tmp_path / name).exists()]
 
 
 # ---- the real ones
@@ -430,7 +432,7 @@ SUMMARY = {"state": "finished", "curve": {"final": 112.0, "best": None}, "settin
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", choice.KINDS)
+@pytest.mark.parametrize("name", building.KINDS)
 def test_a_run_that_is_killed_has_each_step_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
 ) -> None:
@@ -439,8 +441,8 @@ def test_a_run_that_is_killed_has_each_step_once(
     for variable in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the test's own client
-    monkeypatch.setattr(feed, "TICK", 0.1)
-    monkeypatch.setattr(feed, "ANSWER", DEADLINE)  # a library's import takes long on a busy machine
+    monkeypatch.setattr(feed, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(feed, "REQUEST_SECONDS", DEADLINE)  # a library's import takes long on a busy machine
     curve, newest = sink_readers.CURVES[name], [0]
 
     async def covered() -> int:

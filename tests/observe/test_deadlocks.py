@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rolecall.gang.protocol import RPC_THREADS
 from rolecall.observe.stacks import deadlocks, stack_report
-from rolecall.observe.stacks.deadlocks import Call, Picture, Rank, Wait
+from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank, Wait
 from rolecall.record.stacks import Frame, State, Thread
+from rolecall.torch_rpc.limits import RPC_THREADS
 
 RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
 WAIT = Frame("wait_all", "torch/futures/__init__.py", 334, "for fut in torch._C._collect_all(futures):")
@@ -40,7 +40,7 @@ def at_work(name: str = "trainer 9") -> Rank:
     return Rank(name, (main(state="computes"),))
 
 
-def look(*ranks: Rank) -> Picture:
+def look(*ranks: Rank) -> Conclusions:
     return deadlocks.look(ranks)
 
 
@@ -133,7 +133,7 @@ def test_a_condition_may_be_fulfilled_by_any_rank_that_is_at_work() -> None:
     assert look(trainer, two, at_work()).deadlocks == ()
     # nothing goes on anywhere
     assert look(trainer, back).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
-    assert [*stack_report.conclusions(look(trainer, server))][-1] == "standstill: nothing goes on in any rank"
+    assert [*stack_report.conclusions(look(trainer, server))][-1] == "standstill: no rank has any activity"
 
 
 def test_an_answer_that_comes_later_may_come_from_any_rank_that_is_at_work() -> None:
@@ -307,7 +307,7 @@ def test_a_thread_serves_the_outermost_function_of_the_jobs(frames: Any, name: s
             "waits for its RankObject to be",
         ),
         ({"threads": "no list"}, "ps 0: its reply cannot be read; run the same version in every rank"),
-        ({}, "nobody waits long for another rank"),
+        ({}, "no rank waits long for another"),
     ],
 )
 def test_the_report_says(values: dict[str, Any], text: str) -> None:

@@ -18,7 +18,7 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.observe import report
 from rolecall.observe.page import command, leftover, render, state
 from rolecall.observe.page.rates import Rates
-from rolecall.observe.page.state import Gang, Titles
+from rolecall.observe.page.state import GangView, Titles
 from rolecall.record import rundir
 from rolecall.record.history import History
 
@@ -31,9 +31,9 @@ def shown(text: str = EVIL) -> dict[str, Any]:
     run.record([("start", 0, 0.0, 1), ("score", 1, 1.0, 2.0)])
     run.end_generation("failed", 1, text)
     titles = Titles(text, text, text, text, version=text)
-    gang = Gang("failed", text, missing=(text,))
-    return state.of_gang(titles, [RoleSpec("lead", 1, 1, 1, elastic=False)], gang, run, Rates(), {text: text}, 1.0,
-                         {"state": text, "result": {text: text}})  # fmt: skip
+    gang = GangView("failed", text, missing=(text,))
+    roles, summary = [RoleSpec("lead", 1, 1, 1, elastic=False)], {"state": text, "result": {text: text}}
+    return state.of_gang(titles, roles, gang, run, Rates(), settings={text: text}, now=1.0, summary=summary)
 
 
 SHOWN = shown()

@@ -18,7 +18,7 @@ from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
 from rolecall.observe import report
 from rolecall.observe.page import leftover, rates, state
 from rolecall.observe.page.rates import LogEvent, Rates, quantile
-from rolecall.observe.page.state import Gang, Member, Titles
+from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
 from rolecall.rank.queries import Replies
 from rolecall.record import history, rundir
@@ -30,8 +30,8 @@ TITLES = Titles("rl", "learns", "return", "steps")
 NOW = 2000.0
 
 
-def works(generation: int = 2, **values: Any) -> Member:
-    return Member(WorkerStatus(generation, "running", **values), heard=0.25, node="here:8000")
+def works(generation: int = 2, **values: Any) -> MemberView:
+    return MemberView(WorkerStatus(generation, "running", **values), heard=0.25, node="here:8000")
 
 
 def trained() -> History:
@@ -45,13 +45,14 @@ def trained() -> History:
     return run
 
 
-def shown(gang: Gang, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
+def shown(gang: GangView, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
     """The state, as a browser reads it."""
-    made = state.of_gang(TITLES, ROLES, gang, run or trained(), counted or Rates(), {"SEED": 1}, NOW, **values)
+    run, rates = run or trained(), counted or Rates()
+    made = state.of_gang(TITLES, ROLES, gang, run, rates, settings={"SEED": 1}, now=NOW, **values)
     return json.loads(json.dumps(made, allow_nan=False))
 
 
-def words(gang: Gang) -> dict[str, tuple[str, str]]:
+def words(gang: GangView) -> dict[str, tuple[str, str]]:
     return {rank["name"]: (rank["health"], rank["word"]) for rank in shown(gang)["ranks"]}
 
 
@@ -59,9 +60,9 @@ def words(gang: Gang) -> dict[str, tuple[str, str]]:
 
 
 def test_each_rank_has_a_word_for_its_state() -> None:
-    gang = Gang(
+    gang = GangView(
         "running", number=2, ranks=(AGENT, FIRST, SECOND), lost={SECOND: "killed"},
-        members={AGENT: works(phase="saving"), FIRST: works(), SECOND: Member(WorkerStatus(2, "ended", "crashed"))},
+        members={AGENT: works(phase="saving"), FIRST: works(), SECOND: MemberView(WorkerStatus(2, "ended", "crashed"))},
     )  # fmt: skip
     assert words(gang) == {
         "agent 0": ("good", "saving"), "observer 0": ("good", "running"), "observer 1": ("bad", "crashed"),
@@ -70,30 +71,30 @@ def test_each_rank_has_a_word_for_its_state() -> None:
 
 
 @pytest.mark.parametrize(("member", "expected"), [
-    (Member(), ("idle", "waiting")),
-    (Member(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
-    (Member(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
-    (Member(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
-    (Member(WorkerStatus(2, "ended", "finished")), ("good", "finished")),
-    (Member(WorkerStatus(2, "ended", "stuck")), ("bad", "stuck")),
-    (Member(WorkerStatus(2, "ended", "lost")), ("bad", "lost")),
+    (MemberView(), ("idle", "waiting")),
+    (MemberView(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
+    (MemberView(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
+    (MemberView(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
+    (MemberView(WorkerStatus(2, "ended", "finished")), ("good", "finished")),
+    (MemberView(WorkerStatus(2, "ended", "stuck")), ("bad", "stuck")),
+    (MemberView(WorkerStatus(2, "ended", "lost")), ("bad", "lost")),
 ])  # fmt: skip
-def test_a_members_word(member: Member, expected: tuple[str, str]) -> None:
-    assert words(Gang("running", members={FIRST: member}))["observer 0"] == expected
+def test_a_members_word(member: MemberView, expected: tuple[str, str]) -> None:
+    assert words(GangView("running", members={FIRST: member}))["observer 0"] == expected
 
 
 def test_ranks_that_are_not_there() -> None:
-    assert words(Gang("gathering")) == {
+    assert words(GangView("gathering")) == {
         "agent 0": ("bad", "missing"), "observer 0": ("bad", "missing"), "observer 1": ("idle", "not started"),
         "observer 2": ("idle", "not started"),
     }  # fmt: skip
-    silent = Gang("running", ranks=(AGENT, FIRST), lost={FIRST: "silent"}, members={AGENT: works()})
+    silent = GangView("running", ranks=(AGENT, FIRST), lost={FIRST: "silent"}, members={AGENT: works()})
     assert words(silent)["observer 0"] == ("bad", "lost: silent")
-    assert set(words(Gang("finished")).values()) == {("idle", "has left")}
+    assert set(words(GangView("finished")).values()) == {("idle", "has left")}
 
 
 def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
-    gang = Gang("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
+    gang = GangView("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
     names = [rank["name"] for rank in shown(gang)["ranks"]]
     assert names == ["agent 0", "observer 0", "observer 1", "observer 2", "observer 5", "observer 10"]
 
@@ -102,7 +103,7 @@ def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
 
 
 def test_generations_say_why_they_ended() -> None:
-    first, second = shown(Gang("running", number=2))["generations"]
+    first, second = shown(GangView("running", number=2))["generations"]
     assert (first["number"], first["step"], first["cause"], first["reason"]) == (
         1, 0, "crashed", "ValueError: <b>broken</b>",
     )  # fmt: skip
@@ -127,12 +128,14 @@ def test_a_generation_that_never_trained_and_one_of_a_killed_rank_0_are_told_too
 
 
 def test_before_any_training_there_is_little_to_show() -> None:
-    one = shown(Gang("gathering"), History())
+    one = shown(GangView("gathering"), History())
     assert (one["generations"], one["step"], one["began"], one["per_second"]) == ([], 0, None, None)
 
 
 def test_the_state_has_what_the_page_shows() -> None:
-    one = shown(Gang("gathering", "observer 0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}})
+    one = shown(
+        GangView("gathering", "observer 0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}}
+    )
     assert (one["state"], one["missing"], one["generation"], one["step"]) == ("gathering", ["2 observer"], 2, 12)
     assert one["curve"]["goal"] == 475.0
     assert one["curve"]["score"][-1] == [12, 14.0, 12.0]
@@ -144,14 +147,14 @@ def test_the_state_has_what_the_page_shows() -> None:
 def test_values_that_json_does_not_have_are_left_out() -> None:
     run = trained()
     run.goal = math.inf
-    assert shown(Gang("running"), run)["curve"]["goal"] is None
+    assert shown(GangView("running"), run)["curve"]["goal"] is None
 
 
 def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
     points = [history.Point(step, step / 10, 1 / 3) for step in range(1, 5001)]
     newest = history.Point(5003, 501.0, 7.0)
     thinned = state.thin(points, newest)
-    assert len(thinned) == state.MOST_POINTS + 1
+    assert len(thinned) == state.MAX_POINTS + 1
     assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
     assert thinned[0][2] == 0.333333
     assert state.thin(points[:2], points[1]) == [[1, 0.1, 0.333333], [2, 0.2, 0.333333]]
@@ -212,7 +215,7 @@ def test_a_reply_that_is_no_report_is_a_problem_of_that_rank_alone(wrong: Any) -
     take(counted, {FIRST: wrong, SECOND: reply(1.0, 1)})
     assert list(counted.problems) == [FIRST]
     assert counted.newest(SECOND) is not None
-    ranks = shown(Gang("running", members={FIRST: works(), SECOND: works()}), counted=counted)["ranks"]
+    ranks = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["ranks"]
     assert [bool(rank.get("problem")) for rank in ranks] == [False, True, False, False]
 
 
@@ -247,11 +250,11 @@ def test_errors_of_all_ranks_come_in_order_and_limited() -> None:
         FIRST: {**reply(1.0, 1), "log": [[30.0, "error", "late"], [10.0, "warning", "first"]]},
         SECOND: {**reply(1.0, 1), "log": [[20.0, "error", "x" * 9999]]},
     })  # fmt: skip
-    errors = shown(Gang("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
+    errors = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
     assert [(each["rank"], each["time"]) for each in errors] == [
         ("observer 0", 10.0), ("observer 1", 20.0), ("observer 0", 30.0),
     ]  # fmt: skip
-    assert len(errors[1]["text"]) == rates.MOST_TEXT
+    assert len(errors[1]["text"]) == rates.MAX_TEXT
 
 
 # ---- what a supervisor reports

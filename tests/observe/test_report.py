@@ -108,7 +108,7 @@ def test_a_run_that_has_not_come_far_has_a_summary_too() -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a picture takes is not what is tested here, and a busy machine takes longer."""
-    monkeypatch.setattr(report, "DRAWING", 200.0)
+    monkeypatch.setattr(report, "DRAW_SECONDS", 200.0)
 
 
 def left(directory: Path, run: History, summary: dict[str, Any]) -> Path:
@@ -175,7 +175,7 @@ def test_what_keeps_it_from_being_drawn_is_reported(tmp_path: Path, monkeypatch:
     left(tmp_path, *trained())
     (tmp_path / rundir.SUMMARY).unlink()
     assert rundir.SUMMARY in draw(tmp_path)
-    monkeypatch.setattr(report, "DRAWING", 0.01)
+    monkeypatch.setattr(report, "DRAW_SECONDS", 0.01)
     assert draw(tmp_path) == "it took over 0.01 s"
     assert not (tmp_path / rundir.CURVE).exists()
 

@@ -147,7 +147,9 @@ def test_a_long_curve_is_thinned_and_has_its_end() -> None:
     curves, taken = Points(), list[Item]()
     for first in range(0, 200_000, 20_000):
         taken += curves.take(steps(*range(first, first + 20_000), at=float(first)), 0)
-    assert [item[2] for item in taken[: FULL_POINTS + 5]] == [*range(FULL_POINTS + 5)]  # 10,000 points in, nothing is left out yet
+    assert [item[2] for item in taken[: FULL_POINTS + 5]] == [
+        *range(FULL_POINTS + 5)
+    ]  # 10,000 points in, nothing is left out yet
     assert MIN_SPACING < len(taken) < 5 * MIN_SPACING
     assert [item[2] for item in taken[-1:] + curves.rest()][-1] == 199_999
     assert curves.rest() == []

@@ -321,7 +321,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(command, "ask_now", ask)
     assert command.run(["host:9400", "lead-0"]) == 0
     assert asked == [("host:9400", "stacks", {}, command.TIMEOUT_SECONDS)]
-    assert capsys.readouterr().out == "lead 0: a\n\nnobody waits long for another rank\n"
+    assert capsys.readouterr().out == "lead 0: a\n\nno rank waits long for another\n"
     assert command.run(["host:9400", "--json"]) == 0
     assert '"my worker 1"' in capsys.readouterr().out
     with pytest.raises(UsageError, match="RANK 'ps-0': no such rank in the gang"):

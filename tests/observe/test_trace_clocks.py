@@ -12,7 +12,7 @@ from rolecall.errors import UsageError
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.clocks import DRIFT, WINDOW_NS, Clocks
 from rolecall.record import records
-from rolecall.record.records import Process, Span
+from rolecall.record.records import Process, SpanRecord
 from tests.observe.traces import MS, UNIX, Worker, call, write
 
 SECOND = 1000 * MS
@@ -158,7 +158,7 @@ def test_a_torn_last_line_is_skipped_and_a_damaged_file_is_named(tmp_path: Path)
 def test_a_record_is_read_as_it_was_written() -> None:
     process = Worker("trainer", 3, rank=4, offset=12).process
     assert records.parse(records.line(process)) == process
-    span = Span("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
+    span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
     assert records.parse(records.line(span)) == span
     for line in ("", "[]", '["process", {"job": 1}]', '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]',
                  '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]', '["process", {}]', "[" * 100_000):  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolecall.errors import UsageError
-from rolecall.observe.trace import perfetto, trace_file
+from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.perfetto import Moment
 from rolecall.record import records
@@ -142,7 +142,7 @@ def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None
     first, second = Worker("ps"), Worker("ps", generation=2, pid=4001)
     first.span("step", 1000 * MS, 3900 * MS)
     second.span("step", 5000 * MS, 7000 * MS)
-    events = file_of(tmp_path, [first, second], trace_file.moments(run))["traceEvents"]
+    events = file_of(tmp_path, [first, second], perfetto.moments(run))["traceEvents"]
     check(events)
     generations = [one for one in events if one["name"].startswith("generation") and one["ph"] == "X"]
     assert [(one["name"], round(one["dur"] / 1e6, 1)) for one in generations] == [("generation 1", 3.0)]
@@ -159,13 +159,12 @@ def test_a_run_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     write(folder, *training())
     (tmp_path / "history.jsonl").write_text("")
-    written = trace_file.write(Calls(records.read(folder)), tmp_path / "out.json", trace_file.history_beside(folder))
-    assert written.spans == 38
-    assert written.problems == []
+    spans = perfetto.write_file(Calls(records.read(folder)), tmp_path / "out.json", perfetto.history_beside(folder))
+    assert spans == 38
     check(json.loads((tmp_path / "out.json").read_text())["traceEvents"])
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="cannot be written"):
-        trace_file.write(Calls(records.read(folder)), tmp_path / "folder")
+        perfetto.write_file(Calls(records.read(folder)), tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -168,7 +168,7 @@ def test_rank_0_comes_first() -> None:
     )
     assert shown.job == "rl"
     assert [target.rank for target in shown.targets] == ["agent 0", "observer 9", "observer 10", "x:3"]
-    assert shown.first is shown.targets[0]
+    assert shown.rank0 is shown.targets[0]
     text = drawn(shown)
     assert "rolecall rl" in text
     assert "gang running  step 7" in text
@@ -179,8 +179,8 @@ def test_rank_0_comes_first() -> None:
 
 def test_of_several_servers_the_first_is_rank_0() -> None:
     shown = polled(rank("b", "ps", "ps", "1"), rank("c", "ps", "trainer", "0"), rank("a", "ps", "ps", "0", "draining"))
-    assert shown.first is not None
-    assert shown.first.name == "a"
+    assert shown.rank0 is not None
+    assert shown.rank0.name == "a"
 
 
 def test_a_users_job_is_shown_as_rank_0_describes_it() -> None:
@@ -200,7 +200,7 @@ def test_a_rank_without_a_place_goes_by_its_name() -> None:
 
 def test_without_rank_0_there_is_what_there_is() -> None:
     shown = polled(rank("c", "rnn", "trainer", "0", score=38.5, left_seconds=7.0))
-    assert shown.first is None
+    assert shown.rank0 is None
     text = drawn(shown)
     assert "rank 0 not reached" in text
     assert "score 38.5" in text  # what the job calls it is known to rank 0
@@ -236,14 +236,14 @@ def test_the_curve_of_a_long_run_has_a_bounded_number_of_points() -> None:
     shown = polled(agent)
 
     async def go_on() -> None:
-        for number in range(1, 5 * display.MOST_POINTS):
+        for number in range(1, 5 * display.MAX_POINTS):
             agent.samples[PREFIX + "score", ()] = float(number)
             await shown.poll(None)  # type: ignore[arg-type]
 
     asyncio.run(go_on())
-    assert display.MOST_POINTS / 2 < len(shown.points) <= display.MOST_POINTS
+    assert display.MAX_POINTS / 2 < len(shown.points) <= display.MAX_POINTS
     assert shown.points == sorted(shown.points)
-    assert (shown.points[0], shown.points[-1]) == (0, 5 * display.MOST_POINTS - 1)
+    assert (shown.points[0], shown.points[-1]) == (0, 5 * display.MAX_POINTS - 1)
 
 
 def test_a_ranks_phase_is_beside_its_state() -> None:

@@ -228,7 +228,7 @@ def test_rows_are_appended_not_written_again(tmp_path: Path) -> None:
 
 
 def test_a_file_of_too_many_lines_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MOST_LINES", 20)
+    monkeypatch.setattr(journal, "MAX_LINES", 20)
     kept = Journal(tmp_path, Disk())
     save(kept, kept.history.record([*generation(1, 0, 0.0), *steps(1)]))
     for _ in range(200):  # a rank that comes and goes

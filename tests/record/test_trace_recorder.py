@@ -15,7 +15,7 @@ import pytest
 
 from rolecall.record import recorder as module
 from rolecall.record.recorder import NOTHING, Recorder, plain, under
-from rolecall.record.records import Process, Span, parse
+from rolecall.record.records import Process, SpanRecord, parse
 from rolecall.record.span_file import file_name
 
 ABOUT = {"job": "rl", "role": "ps", "ordinal": 1, "rank": 2, "generation": 3}
@@ -34,10 +34,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     gc.enable()
 
 
-def read(path: Path) -> tuple[Process, list[Span]]:
+def read(path: Path) -> tuple[Process, list[SpanRecord]]:
     first, *rest = map(parse, path.read_text().splitlines())
     assert isinstance(first, Process)
-    return first, [span for span in rest if isinstance(span, Span)]
+    return first, [span for span in rest if isinstance(span, SpanRecord)]
 
 
 def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Recorder, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Records the activity of a worker in the file of its process, one JSON array a line; `records` describes them.
+"""Records the activity of a worker in a file; `records` describes its lines.
 
 A span that has ended stays in memory until the recorder's thread writes it. While nothing is recorded, the only cost is
 to check `recorder.on`.
@@ -98,7 +98,7 @@ NOTHING = Nothing()
 
 
 class Recorder:
-    """Writes this process's spans to a file of at most `MOST` bytes a request. Any thread may use it."""
+    """Writes this process's spans to a file of at most MAX_FILE_BYTES a request. Any thread may use it."""
 
     def __init__(self) -> None:
         self.on = False  # what begins now is recorded
@@ -129,7 +129,7 @@ class Recorder:
             if self._file is None or self._file.path != path:
                 self._close()
                 self._file, self.me = SpanFile(path, about), f"{about['role']} {about['ordinal']}"
-                # far from those of any other process
+                # no other process has the same IDs
                 self._ids, self.started = itertools.count(random.SystemRandom().getrandbits(63)), self._file.began
             self._file.allow(max_bytes)
             until = float("inf") if seconds is None else time.monotonic() + seconds
@@ -182,7 +182,7 @@ class Recorder:
                 parent = ""
             else:
                 parent, trace = above.id, above.trace
-        return Span(self, name, kind, parent, attributes, trace)
+        return Span(self, name, kind, parent=parent, attributes=attributes, trace=trace)
 
     def span(self, name: str, /, **attributes: Any) -> Span | Nothing:
         """A span for a `with` block, or nothing while nothing is recorded."""

@@ -41,7 +41,7 @@ class FeedError(Exception):
 
 
 class Feed:
-    """One sink. `about` is the argument of its module's `begin`; `covered` returns the step of the newest checkpoint. No
+    """One sink. `about` is the argument of its module's `begin`; `covered` returns the newest checkpoint's step. No
     method raises, or blocks."""
 
     def __init__(self, name: str, about: dict[str, Any], environment: Mapping[str, str], covered: Covered) -> None:
@@ -149,8 +149,8 @@ class Feed:
             )
 
     async def end(self, state: str, summary: dict[str, Any] | None, limit: float) -> None:
-        """Sends the rest and the end of the run: `state` is finished, failed or stopped. Kills the process after at most
-        `limit` seconds."""
+        """Sends the rest and the end of the run: `state` is finished, failed or stopped. Then kills the process, at the
+        latest after `limit` seconds."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -85,7 +85,7 @@ def test_code_that_a_checkpoint_names_does_not_run(
     code, said = command(words[0], job, *words[1:], "--checkpoint", str(path))
     assert code == USAGE
     flag = f"--{name.replace('_', '-')}={value}"
-    assert said.startswith(f"rolecall: {path.name}: names code or a file of its own, {name.upper()}={value}; ")
+    assert said.startswith(f"rolecall: {path.name}: names code or a file, {name.upper()}={value}; ")
     assert said.endswith(f"{flag}\n")
     assert not Path("ran").exists()
     code, said = command(words[0], job, *words[1:], "--checkpoint", str(path), flag)
@@ -138,7 +138,7 @@ def test_a_harmless_value_is_taken(own: Callable[..., Any], value: str) -> None:
 
 @pytest.mark.parametrize("value", ["rounded", "round\n", 5, None, ["round"]])
 def test_another_is_the_users_to_give(own: Callable[..., Any], value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own({"shape": value}).startswith(f"rolecall: {forged.NAME}: names code or a file of its own, SHAPE=")
+    assert own({"shape": value}).startswith(f"rolecall: {forged.NAME}: names code or a file, SHAPE=")
     result, said = own({"shape": value}, "--shape", "of mine")
     assert result["shape"] == len("of mine")
     assert said == f"rolecall: SHAPE=of mine is used: {forged.NAME} was made with {fields.shown(value)}\n"

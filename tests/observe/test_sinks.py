@@ -138,8 +138,9 @@ def test_steps_that_are_made_again_are_points_again() -> None:
     curves = Points()
     curves.take(steps(1, 2, 3, 4), 0)
     assert [item[0:3] for item in curves.take([("start", 2, 9.0, 2), *steps(2, 3, at=10)], 0)] == [
-        ["start", 2, 2], ["point", "loss", 3],
-    ]  # fmt: skip
+        ["start", 2, 2],
+        ["point", "loss", 3],
+    ]
 
 
 def test_a_long_curve_is_thinned_and_has_its_end() -> None:
@@ -182,7 +183,7 @@ def test_a_held_point_waits_for_its_checkpoint() -> None:
     assert due(held, 4) == [(3, 103.0), (4, 104.0)]
 
 
-def test_no_held_point_waits_for_ever() -> None:
+def test_held_point_is_written_after_its_patience() -> None:
     """Of a job without checkpoints; its steps, made again, do not appear again."""
     held = Held({}, patience=60)
     held.take(points(1, 2, 3, unix=1000.0))
@@ -215,9 +216,10 @@ class Told(contexts.Supervisor):
         self.values.append((name, step, value))
 
 
-@pytest.mark.parametrize(("sinks", "told"), [("auto", [("temperature", 3, 8.5), ("depth", 3, 2.0), ("epoch", 3, 1)]),
-                                             ("none", [])])  # fmt: skip
-def test_named_values_are_told_where_there_are_sinks(tmp_path: Path, sinks: str, told: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("sinks", "told"), [("auto", [("temperature", 3, 8.5), ("depth", 3, 2.0), ("epoch", 3, 1)]), ("none", [])]
+)
+def test_named_values_are_sent_if_there_are_sinks(tmp_path: Path, sinks: str, told: list[Any]) -> None:
     supervisor = Told()
     context = contexts.make(tmp_path, supervisor, sinks=sinks)
     context.log(3, epoch=1, score=0.5, temperature=8.5, depth=2)
@@ -390,7 +392,7 @@ def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> No
     assert [item[:2] for item in written(tmp_path)] == [["point", "loss"], ["end", "stopped"]]
 
 
-def test_what_no_sink_takes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_of_a_sink_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_ITEMS", 10)
 
     async def run() -> None:
@@ -418,7 +420,7 @@ def test_a_run_without_training_starts_no_sink(tmp_path: Path) -> None:
     assert not (tmp_path / "sink").exists()
 
 
-def test_a_new_run_has_sinks_of_its_own(tmp_path: Path) -> None:
+def test_new_run_sets_earlier_sinks_aside(tmp_path: Path) -> None:
     """RESUME=0 moves an earlier run's folders aside."""
     for name in building.KINDS:
         (tmp_path / name).mkdir()
@@ -435,7 +437,7 @@ SUMMARY = {"state": "finished", "curve": {"final": 112.0, "best": None}, "settin
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", building.KINDS)
-def test_a_run_that_is_killed_has_each_step_once(
+def test_killed_run_has_each_step_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
 ) -> None:
     """Its worker is killed after step 4 and goes on from step 2; rank 0 after step 10, and goes on from step 5."""
@@ -479,9 +481,8 @@ def test_a_run_that_is_killed_has_each_step_once(
     asyncio.run(killed())
     asyncio.run(resumed())
     assert [event for event in logged if event.get("sink")] == []
-    assert curve(tmp_path, "loss") == [
-        (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), *((step, 100.0 + step) for step in range(6, 13)),
-    ]  # fmt: skip
+    values = {1: 1.0, 2: 2.0, 3: 13.0, 4: 14.0, 5: 15.0} | {step: 100.0 + step for step in range(6, 13)}
+    assert curve(tmp_path, "loss") == [*values.items()]
     assert curve(tmp_path, "entropy") == [(12, 12.0)]
     LOOK[name](tmp_path)
     assert_gone()
@@ -519,16 +520,20 @@ def look_at_wandb(directory: Path) -> None:
     rows = [row["_step"] for row in sink_readers.wandb_rows(directory)]
     assert rows == [*range(12)]  # over both folders: with a step that is there already, the service drops a row
     assert len({record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}) == 1
-    config = {item.key: item.value_json for record in records
-              for item in (*record.config.update, *record.run.config.update)}  # fmt: skip
+    config = {
+        item.key: item.value_json for record in records for item in (*record.config.update, *record.run.config.update)
+    }
     assert config["LR"] == "0.1"
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.metric.glob_name}
     assert axes == {"*": "step"}
-    summary = {item.key or ".".join(item.nested_key): item.value_json for record in records
-               for item in record.summary.update}  # fmt: skip
+    summary = {
+        item.key or ".".join(item.nested_key): item.value_json for record in records for item in record.summary.update
+    }
     assert float(summary["curve.final"]) == 112
 
 
 LOOK: dict[str, Callable[[Path], None]] = {
-    "tensorboard": look_at_tensorboard, "mlflow": look_at_mlflow, "wandb": look_at_wandb,
-}  # fmt: skip
+    "tensorboard": look_at_tensorboard,
+    "mlflow": look_at_mlflow,
+    "wandb": look_at_wandb,
+}

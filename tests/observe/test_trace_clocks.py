@@ -26,6 +26,13 @@ CALLS = st.lists(
 )
 
 
+def observe(clocks: Clocks, caller: Worker, called: Worker, times: tuple[int, int, int, int]) -> None:
+    """A round trip, whose `times` are those of its sending, arrival, answer and return."""
+    sent, came, left, back = times
+    there = {"came": called.clock(came), "left": called.clock(left)}
+    clocks.observe(caller.process, called.process, sent=caller.clock(sent), back=caller.clock(back), **there)
+
+
 @settings(deadline=None, max_examples=100)
 @given(offsets=st.tuples(OFFSETS, OFFSETS, OFFSETS), drifts=st.tuples(DRIFTS, DRIFTS, DRIFTS), calls=CALLS)
 def test_the_stated_error_holds(
@@ -37,10 +44,7 @@ def test_the_stated_error_holds(
         first, second = workers[caller], workers[called]
         came = sent + there
         times = sent, came, came + handler, came + handler + back
-        clocks.observe(
-            first.process, second.process, first.clock(sent), *(second.clock(time) for time in times[1:3]),
-            first.clock(times[3]),
-        )  # fmt: skip
+        observe(clocks, first, second, times)
     clocks.solve()
     spread, pairs = [sent for _, sent, *_ in calls], {tuple(sorted(pair)) for pair, *_ in calls}
     for worker in workers:
@@ -119,8 +123,7 @@ def test_a_rank_is_reached_by_way_of_another_where_that_is_better_known() -> Non
     for first, second, delay in ((0, 1, 10_000), (1, 2, 10_000), (0, 2, 4 * MS)):
         one, other = workers[first], workers[second]
         times = (0, delay, 2 * delay, 3 * delay)
-        clocks.observe(one.process, other.process, one.clock(times[0]), other.clock(times[1]), other.clock(times[2]),
-                       one.clock(times[3]))  # fmt: skip
+        observe(clocks, one, other, times)
     clocks.solve()
     alignment = clocks.alignment(workers[2].process)
     assert alignment.via == "ps-1"
@@ -160,8 +163,9 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert records.parse(records.line(process)) == process
     span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
     assert records.parse(records.line(span)) == span
-    for line in ("", "[]", '["process", {"job": 1}]', '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]',
-                 '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]', '["process", {}]', "[" * 100_000):  # fmt: skip
+    odd = '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]'
+    negative = '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]'
+    for line in ("", "[]", '["process", {"job": 1}]', odd, negative, '["process", {}]', "[" * 100_000):
         with pytest.raises(ValueError, match=r"record|process|line|Expecting"):
             records.parse(line)
 

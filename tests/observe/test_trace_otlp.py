@@ -225,10 +225,8 @@ def test_rank_0_exports_what_it_collects_once(tmp_path: Path, monkeypatch: pytes
 
     sink = Sink()
     monkeypatch.setattr(Collector, "export", no_file)
-    collector = Collector(
-        folder=tmp_path / "trace", members=lambda: [("ps", 0)], ask=ask, disk=disk, over=lambda: True,
-        open_exporter=lambda: cast(Exporter, sink),
-    )  # fmt: skip
+    folder, exporter = tmp_path / "trace", cast(Exporter, sink)
+    collector = Collector(folder, lambda: [("ps", 0)], ask, disk, lambda: True, lambda: exporter)
 
     async def run() -> None:
         running = asyncio.create_task(collector.run())

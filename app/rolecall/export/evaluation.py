@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> int:
     first, _ = _parser(full=False).parse_known_args(words)
     if first.job is None:
-        _parser().parse_args(words)  # gives help, or says that JOB is missing
+        _parser().parse_args(words)  # prints help, or that JOB is missing
     job, name = registry.get(first.job), registry.name_of(first.job)
     called = "evaluate" if first.prompt is None else "complete"
     function = _function(job, name, called)
@@ -96,7 +96,7 @@ def _options(function: Callable[..., Any], name: str, reserved: Collection[str])
     for parameter in parameters:
         if parameter.name in reserved:
             raise UsageError(f"{name}: {saved.flag(parameter.name)} means something else; choose another name")
-    with UsageError.wrap(f"{name}: what the options of {function.__name__} are is not to be told from its types"):
+    with UsageError.wrap(f"{name}: the types of {function.__name__} do not determine its options"):
         hints = get_type_hints(function, include_extras=True) if parameters else {}
         described: dict[str, Any] = {
             each.name: (hints.get(each.name, str), ... if each.default is each.empty else each.default)

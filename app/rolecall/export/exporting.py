@@ -26,7 +26,7 @@ from rolecall.record import rundir
 
 
 def run(words: Sequence[str]) -> int:
-    """Exports what `words` name. Returns the exit code: FAILED where the file's outputs are not the checkpoint's.
+    """Exports what `words` name. Returns the exit code: FAILED if the file's outputs are not the checkpoint's.
     Raises UsageError, and SystemExit as argparse does.
     """
     return saved.guarded(lambda: _run(words))
@@ -127,7 +127,7 @@ def _unfinished(output: Path, given: Path) -> Iterator[Path]:
 
 
 def _exported(one: Saved) -> Exported:
-    """What the job's `export` returns for the checkpoint. Raises UsageError if it cannot be exported."""
+    """The result of the job's `export` for the checkpoint. Raises UsageError if it cannot be exported."""
     assert one.job.export is not None
     name = one.name
     with one.errors():

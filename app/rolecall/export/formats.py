@@ -48,7 +48,7 @@ class Format:
             )
 
     def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
-        """Writes the model to `path`, with `facts` in the file. Raises whatever the format's library raises."""
+        """Writes the model to `path`, with `facts` in the file. May raise any error of the format's library."""
         raise NotImplementedError
 
     def load(self, exported: Exported, path: Path) -> Run | None:

@@ -135,7 +135,7 @@ def _taken(job: Job, settings: Settings, snapshot: Snapshot) -> dict[str, Any]:
         elif not given:
             value = fields.shown(before)
             advice = f"if you trust it, give it yourself: {flag(name)}={shlex.quote(value)}"
-            raise UsageError(f"{file}: names code or a file of its own, {name.upper()}={value}; {advice}")
+            raise UsageError(f"{file}: names code or a file, {name.upper()}={value}; {advice}")
         elif now != before:
             said = f"{name.upper()}={now} is used: {file} was made with {fields.shown(before)}"
         if said:

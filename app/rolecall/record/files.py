@@ -67,7 +67,7 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
             temporary.replace(path)
             sync_directory(path.parent)
         except OSError:
-            with contextlib.suppress(OSError):  # the write's own error says more
+            with contextlib.suppress(OSError):  # the write's error is more useful
                 temporary.unlink(missing_ok=True)
             raise
 

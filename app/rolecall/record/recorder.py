@@ -146,7 +146,7 @@ class Recorder:
         self.flush()
 
     def close(self) -> None:
-        """As `stop`, and closes the file: a later `start` makes it anew."""
+        """As `stop`, and closes the file: a later `start` makes a new one."""
         self.stop()
         with self._lock:
             self._close()
@@ -159,7 +159,7 @@ class Recorder:
     def _forget(self) -> None:
         """In a process that was forked from this one: only this one writes to its file."""
         global _threads
-        _threads = threading.local()  # the forking thread has another number here
+        _threads = threading.local()  # the forking thread has another number now
         self.on, self._thread, self._lock = False, None, threading.Lock()
         self._spans = deque()
         self._close()

@@ -78,7 +78,7 @@ class SpanRecord:
 
 @dataclass
 class Recording:
-    """The file of one process. Its spans are read anew by each iteration, so that a large one needs no memory."""
+    """The file of one process. Each iteration reads the file, so that a large one needs no memory."""
 
     process: Process
     path: Path

@@ -42,7 +42,7 @@ class SpanFile:
             raise
 
     def allow(self, size: int) -> None:
-        """It may grow by `size` bytes from here."""
+        """Allows `size` more bytes."""
         self._left, self.full = size, False
 
     def write(self, lines: Iterable[str], last: str) -> None:

@@ -118,7 +118,7 @@ class Rates:
                 continue
             reports = self.reports.setdefault(key, deque(maxlen=WINDOW_REPORTS))
             if reports and (report.started != reports[-1].started or report.at <= reports[-1].at):
-                reports.clear()  # its counters began anew
+                reports.clear()  # its counters restarted
             reports.append(report)
 
     def newest(self, key: Key) -> Report | None:

@@ -38,7 +38,7 @@ class Titles:
 
 @dataclass(frozen=True)
 class MemberView:
-    """A rank in the gang: its worker, the seconds since its last heartbeat, and where it runs."""
+    """A rank in the gang: its worker, the seconds since its last heartbeat, and its node."""
 
     worker: WorkerStatus = field(default_factory=WorkerStatus)
     heard: float = 0.0
@@ -226,7 +226,7 @@ def generations(history: History) -> list[dict[str, Any]]:
 
 
 def _rank(key: Key, gang: GangView, rates: Rates, over: bool, needed: bool) -> dict[str, Any]:
-    """One rank: `health` is good, idle or bad, and `word` says why."""
+    """One rank: `health` is good, idle or bad; `word` is the reason."""
     member, report = gang.members.get(key), rates.newest(key)
     health, word = _state(key, gang, over, needed)
     row: dict[str, Any] = {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": word, "health": health}

@@ -19,8 +19,8 @@ MAX_POINTS = 1000  # in one call of the library
 
 @dataclass
 class State:
-    """What a sink's folder keeps between processes: the run's ID in the library, the newest step written of each curve,
-    and how many rows (steps) were written."""
+    """The state that a sink's folder keeps between processes: the run's ID in the library, the newest step written of
+    each curve, and how many rows (steps) were written."""
 
     run: str = ""
     last: dict[str, int] = field(default_factory=dict)

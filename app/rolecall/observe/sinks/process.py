@@ -26,7 +26,7 @@ MAX_ERROR = 500  # characters of an error
 
 
 class Sink(Protocol):
-    """What `begin(about)` of a sink's module returns. Both methods may raise anything."""
+    """The result of `begin(about)` of a sink's module. Both methods may raise anything."""
 
     def write(self, items: list[Item], covered: int) -> None:
         """Writes `items`, some of which may have been written before; checkpoints cover the steps up to `covered`.

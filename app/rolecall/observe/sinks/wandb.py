@@ -1,4 +1,4 @@
-"""A run of Weights & Biases, in CHECKPOINT_DIR/wandb, offline unless WANDB_MODE says otherwise.
+"""A run of Weights & Biases, in CHECKPOINT_DIR/wandb, offline unless WANDB_MODE is set.
 
 A resumed run has the same ID, and, offline, another folder. `wandb sync` joins them: the library's own steps, which
 number the rows, continue in the next folder. The curves' axis is the metric `step`.

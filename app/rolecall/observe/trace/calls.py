@@ -77,7 +77,7 @@ class Calls:
 
     @property
     def fastest(self) -> dict[Route, int]:
-        """What the network takes in the calls of a method between two ranks, by size: the fastest round trip, in ns."""
+        """The fastest round trip, in ns, of each method between two ranks, by size: the time of the network."""
         return self._fastest
 
     def matched(self, id: str) -> bool:

@@ -93,7 +93,7 @@ def _seconds(text: str) -> float:
 def _show(
     trace: records.Trace, run: History | None, output: Path | None, arguments: argparse.Namespace, console: Console
 ) -> int:
-    """Writes the file and prints what is asked for."""
+    """Writes the file and prints the results."""
     if not trace.recordings:
         problem = trace.problems[0] if trace.problems else NO_TRACE
         raise UsageError(f"TARGET {arguments.target!r}: {problem}")
@@ -128,7 +128,7 @@ class Live:
     def __init__(self, target: str, folder: Path, console: Console) -> None:
         self.target, self.folder, self.console = target, folder, console
         self._turns = asyncio.Semaphore(MAX_PENDING_REQUESTS)
-        self._cursors: dict[str, Reply] = {}  # by rank: where its data goes on
+        self._cursors: dict[str, Reply] = {}  # by rank: the place of its next data
         self._problems: dict[str, str] = {}
 
     async def record(self, seconds: float) -> None:

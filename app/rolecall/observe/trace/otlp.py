@@ -54,7 +54,7 @@ class Exporter:
         self._resources: dict[Process, Resource] = {}
 
     def export_lines(self, process: dict[str, Any], lines: str) -> None:
-        """Queues the spans in these lines of a file; `process` is what its first line says."""
+        """Queues the spans in these lines of a file; `process` has the values of its first line."""
         try:
             one = records.process_of(process)
         except ValueError as error:

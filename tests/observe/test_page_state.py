@@ -70,18 +70,18 @@ def test_each_rank_has_a_word_for_its_state() -> None:
     }
 
 
-STATES = {
-    MemberView(): ("idle", "waiting"),
-    MemberView(WorkerStatus(2, "starting", phase="loading")): ("idle", "loading"),
-    MemberView(WorkerStatus(2, "running"), leaving=True): ("idle", "leaving"),
-    MemberView(WorkerStatus(2, "ended", "drained")): ("idle", "drained"),
-    MemberView(WorkerStatus(2, "ended", "finished")): ("good", "finished"),
-    MemberView(WorkerStatus(2, "ended", "stuck")): ("bad", "stuck"),
-    MemberView(WorkerStatus(2, "ended", "lost")): ("bad", "lost"),
-}
+STATES = [
+    (MemberView(), ("idle", "waiting")),
+    (MemberView(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
+    (MemberView(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
+    (MemberView(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
+    (MemberView(WorkerStatus(2, "ended", "finished")), ("good", "finished")),
+    (MemberView(WorkerStatus(2, "ended", "stuck")), ("bad", "stuck")),
+    (MemberView(WorkerStatus(2, "ended", "lost")), ("bad", "lost")),
+]
 
 
-@pytest.mark.parametrize(("member", "expected"), STATES.items())
+@pytest.mark.parametrize(("member", "expected"), STATES)
 def test_a_members_word(member: MemberView, expected: tuple[str, str]) -> None:
     assert words(GangView("running", members={FIRST: member}))["observer 0"] == expected
 

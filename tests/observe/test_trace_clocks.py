@@ -13,7 +13,7 @@ from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.clocks import DRIFT, WINDOW_NS, Clocks
 from rolecall.record import records
 from rolecall.record.records import Process, SpanRecord
-from tests.observe.traces import MS, UNIX, Worker, call, write
+from tests.observe.traces import MS, UNIX, Worker, call, line, write
 
 SECOND = 1000 * MS
 OFFSETS = st.integers(0, 10**16)
@@ -160,14 +160,14 @@ def test_a_torn_last_line_is_skipped_and_a_damaged_file_is_named(tmp_path: Path)
 
 def test_a_record_is_read_as_it_was_written() -> None:
     process = Worker("trainer", 3, rank=4, offset=12).process
-    assert records.parse(records.line(process)) == process
+    assert records.parse(line(process)) == process
     span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
-    assert records.parse(records.line(span)) == span
+    assert records.parse(line(span)) == span
     odd = '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]'
     negative = '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]'
-    for line in ("", "[]", '["process", {"job": 1}]', odd, negative, '["process", {}]', "[" * 100_000):
+    for damaged in ("", "[]", '["process", {"job": 1}]', odd, negative, '["process", {}]', "[" * 100_000):
         with pytest.raises(ValueError, match=r"record|process|line|Expecting"):
-            records.parse(line)
+            records.parse(damaged)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

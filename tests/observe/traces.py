@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolecall.record import records
+from rolecall.record import records, span_file
 from rolecall.record.records import Kind, Process, SpanRecord, Trace
 
 MS = 1_000_000  # ns
@@ -84,10 +84,17 @@ def call(
     return client
 
 
+def line(record: Process | SpanRecord) -> bytes:
+    """The line that a recorder writes."""
+    if isinstance(record, Process):
+        return span_file.line("process", asdict(record)).encode()
+    return span_file.line("span", *astuple(record)).encode()
+
+
 def write(folder: Path, *workers: Worker) -> Trace:
     """Writes the files of these workers; returns the trace."""
     folder.mkdir(exist_ok=True)
     for worker in workers:
         path = folder / f"{worker.role}-{worker.ordinal}-{worker.generation}.jsonl"
-        path.write_bytes(b"".join(map(records.line, [worker.process, *worker.spans])))
+        path.write_bytes(b"".join(map(line, [worker.process, *worker.spans])))
     return records.read(folder)

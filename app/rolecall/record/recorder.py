@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rolecall import telemetry
+from rolecall.record.records import Kind
 from rolecall.record.span_file import SpanFile, line
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -28,7 +29,6 @@ MAX_PENDING_SPANS = 100_000  # in memory, between two writes
 WRITE_PERIOD_SECONDS = 0.5
 MIN_GC_NS = 1_000_000  # shorter garbage collections are no spans
 MAX_TEXT = 500  # characters of a text in a span's attributes
-Kind = Literal["client", "server", "internal", "event"]
 Waiting = tuple[str, str, str, str, int, int, int, dict[str, Any], str]  # a span that has ended, as its record has it
 _current: ContextVar[Span | None] = ContextVar("span", default=None)
 _threads = threading.local()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -162,12 +162,6 @@ def spans_of(lines: Iterable[bytes | str]) -> Iterator[SpanRecord]:
 
 TEXTS = ("job", "role", "host")  # of a process; the other fields are numbers
 SPAN = (str, str, str, str, int, int, int, dict, str)  # the types of a span's fields
-
-
-def line(record: Process | SpanRecord) -> bytes:
-    """The line that `parse` reads, with its end."""
-    values = ["process", asdict(record)] if isinstance(record, Process) else ["span", *astuple(record)]
-    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
 def read(folder: Path) -> Trace:

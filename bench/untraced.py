@@ -5,6 +5,7 @@ with. `JOB=bench.untraced:PS` and so on; the import replaces the methods in this
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,7 +69,7 @@ def call(self: Any, to: str, function: Callable[..., Any], *args: Any, timeout: 
 @contextlib.contextmanager
 def phase(self: Any, name: Any) -> Iterator[None]:
     """`Watchdog.phase`."""
-    entry = Entry(name, self._clock(), watchdog.threading.get_ident())
+    entry = Entry(name, self._clock(), threading.get_ident())
     with self._lock:
         self._phases.append(entry)
     try:

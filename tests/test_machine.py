@@ -92,10 +92,10 @@ def test_a_run_warns_of_other_people_in_one_line(
     assert local.run(describe.describe("rnn")) == 0
     warnings = [line for line in capfd.readouterr().out.splitlines() if "warning" in line]
     assert len(warnings) == bool(names)
-    assert all("(alice, bob, carol and 2 more)" in line and local.OTHERS in line for line in warnings)
+    assert all("(alice, bob, carol and 2 more)" in line and local.OTHER_USERS_DOC in line for line in warnings)
 
 
 def test_the_warnings_page_has_what_it_names() -> None:
-    page, _, heading = local.OTHERS.partition("#")
+    page, _, heading = local.OTHER_USERS_DOC.partition("#")
     lines = (Path(__file__).parents[1] / page).read_text().splitlines()
     assert f"##-{heading}" in [line.lower().replace(" ", "-") for line in lines]

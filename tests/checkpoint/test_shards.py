@@ -397,7 +397,7 @@ def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
-    monkeypatch.setattr(shards, "POLL", 0.01)
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Share, "_run", lambda *_: None)
     gang.context.settings = gang.context.settings.model_copy(update={"phase_timeout": 0.1})
     gang.model.begin(8)
@@ -418,7 +418,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_whole_tensors_are_taken_too_and_others_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(capture, "BLOCK", 64)
+    monkeypatch.setattr(capture, "BLOCK_BYTES", 64)
     for spread in (False, True):
         gang, whole = Gang(monkeypatch, tmp_path, 3, spread), torch.randn(TOTAL, 3)
         gang.model.load_whole({"weight": whole})

@@ -24,6 +24,7 @@ from rolecall.gang.protocol import Budget, Effect, Verdict
 from rolecall.launch.local import free_ports
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import history, rundir
+from rolecall.record.history import Record
 from rolecall.record.rundir import Persisted
 
 NODE = "agent-0:8000"
@@ -194,7 +195,9 @@ def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, effect
 
     async def steps() -> None:
         async with rank_0(tmp_path) as lead:
-            lead.files.record([("start", 0, 1.0, 1.0), ("train", 0, 1.0, 0.0), ("score", 7, 2.0, 0.5)])
+            lead.files.record(
+                [Record("start", 0, 1.0, 1.0), Record("train", 0, 1.0, 0.0), Record("score", 7, 2.0, 0.5)]
+            )
             assert await lead.files.persist(effect)
             assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
 

@@ -267,7 +267,7 @@ def test_a_wrong_token_and_another_copy_are_refused_and_the_gang_trains_on(clust
     assert "JOB_TOKEN does not match" in stranger.text()
     if tls == "off":
         assert job.agent.metric("gang_refused_total", reason="token") == 1
-        assert all(rank.text().count("TLS=off: whoever reaches") == 1 for rank in job.ranks.values())
+        assert all(rank.text().count("TLS=off: anyone who reaches") == 1 for rank in job.ranks.values())
     else:
         until(lambda: job.agent.metric("tunnel_refused_total", reason="protocol") == 1, "the refusal")
     job.trains()

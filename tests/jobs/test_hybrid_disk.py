@@ -268,10 +268,9 @@ class Gang:
     def save(self, busy: bool = True) -> bool:
         """Writes a checkpoint, while it trains on."""
         self.master.save(self.step, {"embeddings": self.table, "step": self.step}, drain=False)
-        assert self.master._saving is not None
         if busy:
             self.train(3)
-        return self.master._saving.result(60)
+        return self.master.training.require_saver().wait(60)
 
     @property
     def tables(self) -> Tables:
@@ -327,7 +326,7 @@ def test_every_checkpoint_is_what_was_there_at_its_step(
 ) -> None:
     """A base, logs, and a new base; updates go on while they are written; small files and blocks."""
     monkeypatch.setattr(logged, "FILE", 16 * 50)
-    monkeypatch.setattr(logged, "BLOCK", 16 * 7)
+    monkeypatch.setattr(logged, "BLOCK_BYTES", 16 * 7)
     first, saved = gang(checkpoint_shards=mode), {}
     for _ in range(8):
         first.train(2)
@@ -561,7 +560,7 @@ def test_beyond_its_bound_a_change_waits_for_the_writer(
     monkeypatch: pytest.MonkeyPatch, gang: Callable[..., Gang]
 ) -> None:
     monkeypatch.setattr(logged, "ASIDE", 32)
-    monkeypatch.setattr(logged, "BLOCK", 16)
+    monkeypatch.setattr(logged, "BLOCK_BYTES", 16)
     first = gang(1)
     first.train()
     saved, step = first.whole, first.step
@@ -580,8 +579,7 @@ def test_a_writer_that_is_too_slow_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     first.master.save(first.step, {"embeddings": first.table, "step": first.step}, drain=False)
     first.train(3)
     released.set()
-    assert first.master._saving is not None
-    assert not first.master._saving.result(60)
+    assert not first.master.training.require_saver().wait(60)
     monkeypatch.setattr(shardfile, "write", write)
     saved, step = first.whole, first.step
     assert first.save(busy=False)

@@ -31,7 +31,7 @@ ENDS = (
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalRun:
     """A run of `rl` with two observers, whose ranks end with SIGTERM."""
     monkeypatch.setattr(rank_process, "command", lambda: [sys.executable, "-S", "-c", ENDS])
-    monkeypatch.setattr(local, "EXIT_GRACE", 0.2)
+    monkeypatch.setattr(local, "EXIT_SECONDS", 0.2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return LocalRun(describe.describe("rl"), Settings(checkpoint_dir=tmp_path / "run"), live=False)

@@ -28,6 +28,7 @@ from rolecall.launch.local import free_ports
 from rolecall.rank import coordinator, messages, run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import rundir
+from rolecall.record.history import Record
 from rolecall.record.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
 
 NODE = "3b40cf1c355c:8000"
@@ -475,7 +476,7 @@ def test_a_result_that_cannot_be_saved_is_no_success(
     async def steps() -> int:
         async with rank_0(tmp_path, resume=True) as lead:
             await train(lead)
-            lead.files.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0)])
+            lead.files.record([Record("start", 0, 0.0, 1), Record("train", 0, 1.0, 0)])
             lead.gang.state, lead.gang.summary = "finished", {"saved": saved}
             disk.times = failures
             await lead.files.persist(Effect("done", summary=lead.gang.summary))
@@ -495,7 +496,7 @@ def test_a_result_that_cannot_be_saved_is_no_success(
 async def end(lead: Coordinator) -> int:
     """The job finishes; returns rank 0's exit code."""
     await train(lead)
-    lead.files.record([("start", 0, 0.0, 1), ("train", 0, 1.0, 0)])
+    lead.files.record([Record("start", 0, 0.0, 1), Record("train", 0, 1.0, 0)])
     lead.gang.state, lead.gang.summary = "finished", {}
     await lead.files.persist(Effect("done", summary={}))
     return await lead.files.report(lead.gang, 0)

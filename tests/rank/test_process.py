@@ -26,7 +26,7 @@ from structlog.typing import EventDict
 from rolecall.config import Settings
 from rolecall.declare.task import Peer, Task
 from rolecall.gang.protocol import WorkerStatus
-from rolecall.rank import fork_server, stacks, worker_process
+from rolecall.rank import fork_server, stack_dump, worker_process
 from rolecall.rank import pipe_messages as messages
 from rolecall.rank.frames import PipeError, WorkerPipe
 from rolecall.rank.worker_process import WorkerProcess
@@ -240,14 +240,14 @@ def test_worker_that_stops_within_a_message_does_not_stop_its_supervisor(monkeyp
 
 
 def stuck(task: Task, connection: Any) -> None:
-    stacks.register(task.stacks)
+    stack_dump.register(task.stacks)
     connection.send_bytes(messages.encode(messages.Report(311)))
-    connection.send_bytes(messages.encode(messages.Stuck(STUCK, stacks.dump())))
+    connection.send_bytes(messages.encode(messages.Stuck(STUCK, stack_dump.dump())))
     time.sleep(60)
 
 
 def holds_the_gil(task: Task, connection: Any) -> None:
-    stacks.register(task.stacks)
+    stack_dump.register(task.stacks)
     connection.send_bytes(messages.encode(messages.Report(1)))
     while True:  # the signal ends a sleep of C's
         ctypes.PyDLL(None).sleep(60)

@@ -1,7 +1,7 @@
-"""A consistent copy of tensors that change meanwhile: copy-on-write, read block by block.
+"""A consistent copy of tensors while they change: copy-on-write, read block by block.
 
-A `Capture` is of one moment. Whoever changes the tensors afterwards says so before; what the reader has not come to yet
-is then set aside. What is set aside has a bound: beyond it, the change waits for the reader.
+A `Capture` has the values of one moment. An update calls `before` or `before_rows` first, which copies the values that
+the reader has not read yet. The copies are bounded; beyond the bound, the update waits for the reader.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 2**22  # bytes that are read at once
-EAGER = 2**26  # bytes of a column that is small enough to be copied at once
-SHARE = 0.2  # of the tensors' bytes: most that is set aside
-MOST_EAGER = 2**26  # bytes that may be set aside of however little
+BLOCK_BYTES = 2**22  # of one read
+EAGER_BYTES = 2**26  # a column up to this size is copied as a whole
+MAX_COPIED_SHARE = 0.2  # of the tensors' bytes
+MIN_COPY_BYTES = 2**26  # the bound is not lower than this
 
 
 class CaptureError(Exception):
-    """The copy is incomplete; says why."""
+    """The copy is incomplete; the text says why."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's share of a tensor of `total` rows: the rows `first`, `first` + `step`, ..., which lie in `tensors`
-    [some rows, ...], end to end. Ranks may hold the same rows. What is `frozen`, one tensor, does not change.
+    """A rank's rows of a tensor of `total` rows: `first`, `first` + `step`, ..., stored in `tensors` [rows, ...] one
+    after the other. Several ranks may hold the same rows. A `frozen` share has one tensor, which does not change.
     """
 
     tensors: tuple[Tensor, ...]
@@ -43,17 +43,17 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of all rows here."""
+        """The shape of all rows of this share."""
         return (len(self), *self.tensors[0].shape[1:])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of one row."""
         tensor = self.tensors[0]
         return tensor[:1].numel() * tensor.element_size() if len(tensor) else tensor.element_size()
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[slice, Tensor]]:
-        """The views of the rows here from `begin` to `end`, each with its place among them."""
+        """Views of the share's rows `begin` to `end`, each with its position among them."""
         offset = 0
         for tensor in self.tensors:
             low, high = max(begin, offset), min(end, offset + len(tensor))
@@ -62,7 +62,7 @@ class Rows:
             offset += len(tensor)
 
     def copy(self, begin: int, end: int) -> Tensor:
-        """A copy of the rows here from `begin` to `end`, on the CPU."""
+        """A copy of the share's rows `begin` to `end`, on the CPU."""
         copy = torch.empty((end - begin, *self.shape[1:]), dtype=self.tensors[0].dtype)
         for place, view in self.pieces(begin, end):
             copy[place] = view.detach()
@@ -70,10 +70,10 @@ class Rows:
 
     @torch.no_grad()
     def put(self, values: Tensor, begin: int, first: int, step: int) -> None:
-        """Sets those rows that are here too from `values` [rows, ...], which are the rows `begin` on of a share that
+        """Sets the rows of this share that are in `values` [rows, ...]: the rows from `begin` on of a share that
         consists of the rows `first`, `first` + `step`, ...
         """
-        period = self.step // gcd(self.step, step)  # every so many of the rows are here
+        period = self.step // gcd(self.step, step)  # one row in so many is in this share
         for skipped in range(min(period, len(values))):
             row = first + step * (begin + skipped)
             if (row - self.first) % self.step == 0:
@@ -95,8 +95,8 @@ class Rows:
 
     @torch.no_grad()
     def put_numbered(self, values: Tensor, numbers: Tensor, first: int, step: int) -> None:
-        """Sets those rows that are here too from `values` [rows, ...], which are the rows with the `numbers` [rows] of
-        a share that consists of the rows `first`, `first` + `step`, ...
+        """Sets the rows of this share that are in `values` [rows, ...]: the rows with the `numbers` [rows] of a share
+        that consists of the rows `first`, `first` + `step`, ...
         """
         rows = first + step * numbers.long() - self.first
         places, offset = rows.div(self.step, rounding_mode="floor"), 0
@@ -106,13 +106,13 @@ class Rows:
             offset += len(tensor)
 
     def set_rows(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Sets `rows` [n] int64 of `tensor`, one of those here, to `values` [n, ...]."""
+        """Sets `rows` [n] int64 of `tensor`, one of `tensors`, to `values` [n, ...]."""
         tensor[rows.to(tensor.device)] = values.to(tensor.device)
 
 
 class _Column:
-    """One tensor of a capture. Up to row `done` it was read. Set aside are whole blocks, where ranges of rows change,
-    and single rows, where those do: row i in `store[slots[i]]`.
+    """One tensor of a capture, read up to row `done`. If ranges of rows change, whole blocks are copied; if single rows
+    change, row i is copied to `store[slots[i]]`.
     """
 
     def __init__(self, rows: Rows, block: int, eager: int) -> None:
@@ -125,28 +125,30 @@ class _Column:
         if rows.frozen:
             (self.copy,) = rows.tensors
         self.slots = self.freed = torch.empty(0, dtype=torch.int32)
-        self.used = self.freed_count = 0  # of the slots: `used` were taken, some of which were freed again
+        self.used = self.freed_count = 0  # slots that were taken, and those of them that were freed again
         self.store = torch.empty(0)
 
     def prepare_rows(self, budget: int) -> None:
-        """Makes room for single rows of `budget` bytes."""
+        """Allocates `budget` bytes for single rows."""
         if not len(self.slots):
             capacity = min(self.size, max(1, budget // self.row_bytes))
             self.slots = torch.full((self.size,), -1, dtype=torch.int32)
             self.freed = torch.empty(capacity, dtype=torch.int32)
-            self.store = torch.empty((capacity, *self.rows.shape[1:]), dtype=self.rows.tensors[0].dtype)  # untouched
+            self.store = torch.empty(
+                (capacity, *self.rows.shape[1:]), dtype=self.rows.tensors[0].dtype
+            )  # not initialized
 
     @property
     def room(self) -> int:
-        """Single rows that can be set aside."""
+        """The number of further rows that can be copied."""
         return len(self.store) - self.used + self.freed_count
 
     def save_rows(self, rows: Tensor) -> Tensor:
-        """Sets aside the old values of `rows` [n] int64, which occur once each; returns those without room."""
+        """Copies the old values of `rows` [n] int64, all different. Returns the rows for which there is no room."""
         rows = rows[rows >= self.done]
         rows = rows[self.slots[rows] < 0]
         count = min(len(rows), len(self.store) - self.used)
-        if count:  # slots side by side take one copy of the values, and no index
+        if count:  # adjacent slots need one copy and no index
             begin, self.used = self.used, self.used + count
             self._fetch(rows[:count], self.store[begin : self.used])
             self.slots[rows[:count]] = torch.arange(begin, self.used, dtype=torch.int32)
@@ -162,7 +164,7 @@ class _Column:
         return rows[count:]
 
     def _fetch(self, rows: Tensor, values: Tensor) -> None:
-        """Copies `rows` to `values`, several times as fast as by an index in brackets."""
+        """Copies `rows` to `values`, several times faster than by indexing."""
         tensor = self.rows.tensors[0].detach()
         if tensor.device == values.device:
             torch.index_select(tensor, 0, rows, out=values)
@@ -170,7 +172,7 @@ class _Column:
             values.copy_(tensor.index_select(0, rows.to(tensor.device)))
 
     def patch_rows(self, values: Tensor, begin: int, end: int) -> None:
-        """Puts the old values of rows that changed into `values`, those of the rows `begin` to `end`."""
+        """Restores the old values of changed rows in `values`, which has the rows `begin` to `end`."""
         slots = self.slots[begin:end]
         changed = (slots >= 0).nonzero()[:, 0]
         if len(changed):
@@ -181,19 +183,19 @@ class _Column:
 
 
 class Capture:
-    """The `columns` as they are now, whatever changes afterwards. One thread reads, one at a time changes.
+    """The values of `columns` at the time of the call. One thread reads; updates come from one thread at a time.
 
-    `patience` is how many seconds in all a change waits for the reader; then the capture is given up.
+    Updates wait for the reader for at most `patience` seconds in total; then the capture fails.
     """
 
     def __init__(
         self,
         columns: Mapping[str, Rows],
         patience: float,
-        share: float = SHARE,
-        block: int = BLOCK,
-        eager: int = EAGER,
-        least: int = MOST_EAGER,
+        share: float = MAX_COPIED_SHARE,
+        block: int = BLOCK_BYTES,
+        eager: int = EAGER_BYTES,
+        least: int = MIN_COPY_BYTES,
     ) -> None:
         begun = time.monotonic()
         self.names = {name: rows for name, rows in columns.items() if len(rows)}
@@ -204,10 +206,10 @@ class Capture:
         self._patience = patience
         self._progress = threading.Condition()
         self.problem = ""
-        self.stalled = time.monotonic() - begun  # seconds that changes were held up
+        self.stalled = time.monotonic() - begun  # seconds that updates waited
 
     def before(self, begin: int, end: int) -> None:
-        """The rows from `begin` to `end` of every column are about to change."""
+        """To be called before the rows `begin` to `end` of every column change."""
         for column in self._columns:
             for number in range(begin // column.per_block, -(-min(end, column.size) // column.per_block)):
                 self._set_aside(column, number)
@@ -227,7 +229,7 @@ class Capture:
                 self._aside += size
 
     def before_rows(self, rows: Tensor) -> None:
-        """The `rows` [n] int64, each of which occurs once, of every column are about to change."""
+        """To be called before the `rows` [n] int64, all different, of every column change."""
         rows = rows.cpu()
         for column in self._columns:
             with self._progress:
@@ -241,7 +243,7 @@ class Capture:
                     left = column.save_rows(left)
 
     def _wait(self, ready: Any) -> bool:
-        """Waits for the reader; returns whether the capture goes on."""
+        """Waits for the reader. Returns whether the capture has not failed."""
         begun = time.monotonic()
         if not self._progress.wait_for(lambda: ready() or self.problem, max(0.0, self._patience - self.stalled)):
             self._give_up("the disk is slower than the training; set a longer CHECKPOINT_INTERVAL, or a faster disk")
@@ -249,7 +251,7 @@ class Capture:
         return not self.problem
 
     def give_up(self, problem: str) -> None:
-        """Ends the capture: nothing is set aside any more, and its reader gets a CaptureError."""
+        """Fails the capture: its reader raises CaptureError."""
         with self._progress:
             self._give_up(problem)
 
@@ -274,7 +276,7 @@ class Capture:
             return column.copy[low:high]
         values = column.blocks.get(number)
         if values is None:
-            values = column.rows.copy(low, high)  # what changes meanwhile was set aside before
+            values = column.rows.copy(low, high)  # rows that change during the copy were copied before
         with self._progress:
             if self.problem:
                 raise CaptureError(self.problem)

@@ -66,7 +66,7 @@ class Snapshot:
 
     def whole(self) -> Snapshot:
         """With the values that ranks hold shares of, read and put together, in `state`: for one who has the memory.
-        Raises CheckpointError where a shard is missing or torn.
+        Raises CheckpointError if a shard is missing or torn.
         """
         from rolecall.checkpoint import (  # torch: not in a supervisor, which imports this module's names
             shardfile,
@@ -91,14 +91,14 @@ class Snapshot:
         return value
 
     def require_layout(self, layout: int, advice: str) -> None:
-        """Raises UsageError, with `advice`, where the job's state is of another `Job.layout`."""
+        """Raises UsageError, with `advice`, if the job's state is of another `Job.layout`."""
         before = self.about.get("layout", 1)
         if before != layout:
             version = "an earlier" if before < layout else "a newer"
             raise UsageError(f"{self.path.name}: was written by {version} version of this job; {advice}")
 
     def require_settings(self, settings: Settings, chosen: Mapping[str, Any] | None = None) -> None:
-        """Raises UsageError where a setting that the checkpoint depends on has another value now, `chosen` or set."""
+        """Raises UsageError if a setting that the checkpoint depends on has another value now, `chosen` or set."""
         for name, now, before in self.contradicted(settings, chosen):
             value = fields.shown(before)
             what = f"{fields.shown(name.upper())}={now}: the newest checkpoint in CHECKPOINT_DIR was made with {value}"
@@ -112,7 +112,7 @@ class Snapshot:
         ]
 
     def require_digest(self, digest: str, setting: str) -> None:
-        """Raises UsageError where the data that `setting` (NAME=value) names are not those of the checkpoint."""
+        """Raises UsageError if the data that `setting` (NAME=value) names are not those of the checkpoint."""
         if self.state.get("digest") != digest:
             raise UsageError(
                 f"{setting}: the data are not those that {self.path.name} was trained on; restore them, or set another "
@@ -162,10 +162,10 @@ class Checkpoints:
         return newest_first(self.directory)
 
     def newest(self, accept: Callable[[Snapshot], Snapshot] = Snapshot.whole) -> Snapshot | None:
-        """The newest intact checkpoint, or None where there is none at all. `accept` returns what to use in its place,
+        """The newest intact checkpoint, or None if there is none at all. `accept` returns what to use in its place,
         or raises CheckpointError where its shards cannot be used.
 
-        Raises UsageError where there are checkpoints and none can be read: starting over beside them would silently
+        Raises UsageError if there are checkpoints and none can be read: starting over beside them would silently
         discard their training.
         """
         snapshot = self._newest(accept)
@@ -200,7 +200,7 @@ class Checkpoints:
         """Write `state`, which may be packed already, as the checkpoint of `step`, then delete all but the newest ones.
         `shards` are the files, already written, of what ranks hold shares of.
 
-        Raises CheckpointError where it could not be written; the files that were there before are then unchanged.
+        Raises CheckpointError if it could not be written; the files that were there before are then unchanged.
         """
         with using(self.directory):
             return self._write(step, state, about or {}, shards or {})
@@ -266,7 +266,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def read(path: Path, job: str) -> Snapshot:
-    """Read one checkpoint. Raises CheckpointError where it is torn, of another job, of a newer version, or holds
+    """Read one checkpoint. Raises CheckpointError if it is torn, of another job, of a newer version, or holds
     anything else than a checkpoint does.
     """
     import torch
@@ -309,7 +309,7 @@ def read(path: Path, job: str) -> Snapshot:
 
 
 def _problem(content: Any, size: int) -> str:
-    """What is wrong with the contents of a checkpoint of `size` bytes; empty where nothing is."""
+    """What is wrong with the contents of a checkpoint of `size` bytes; empty if nothing is."""
     if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in ("state", "about")):
         return "it holds no state"
     state, about = content["state"], content["about"]
@@ -395,7 +395,7 @@ def require_readable(path: Path, head: dict[str, Any], job: str) -> None:
 
 
 def read_head(path: Path, file: IO[bytes]) -> dict[str, Any]:
-    """A checkpoint's first line. Raises CheckpointError where it is damaged."""
+    """A checkpoint's first line. Raises CheckpointError if it is damaged."""
     try:
         head = json.loads(file.readline(4096))
         if not isinstance(head, dict) or not all(type(head.get(key)) is kind for key, kind in HEAD.items()):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rolecall.checkpoint import shardfiles
-from rolecall.checkpoint.capture import BLOCK, Capture, CaptureError, Rows
+from rolecall.checkpoint.capture import BLOCK_BYTES, Capture, CaptureError, Rows
 from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Earlier, Order, Problem
 from rolecall.checkpoint.shardfile import NUMBERS, Column, ShardError, ShardFile
@@ -228,7 +228,7 @@ class ChangesCapture(Capture):
 
     def _chunks(self) -> Iterator[tuple[Tensor, Values]]:
         """All rows, some at a time, with their values. Raises CaptureError."""
-        per_block = max(1, BLOCK // self._row_bytes)
+        per_block = max(1, BLOCK_BYTES // self._row_bytes)
         for span in self._spans():
             for rows in span.split(per_block) if len(span) else ():
                 values = self._fetch(rows)
@@ -238,7 +238,7 @@ class ChangesCapture(Capture):
                     claimed = self._claim(rows, values)
                 yield claimed
                 yield from self._drain()
-            yield from self._drain()  # also where nothing of a span is to be written
+            yield from self._drain()  # also if nothing of a span is to be written
 
     def _spans(self) -> Iterator[Tensor]:
         """All rows that are still to be written when it comes to them, some at a time."""

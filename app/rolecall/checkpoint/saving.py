@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import CheckpointError, Checkpoints, pack
+from rolecall.checkpoint.sharded import Sharded
 from rolecall.declare.plain import is_stateful, require_plain
 from rolecall.record.recorder import recorder
 
-if TYPE_CHECKING:
-    from rolecall.checkpoint.shardfile import ShardFile
-
 State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Collected:
-    """A checkpoint's files of one sharded value, and the longest that its members' changes waited, in seconds."""
-
-    files: list[ShardFile]
-    stalled: float
-
-
-class ShardedValue:
-    """A value of which other ranks hold shares; see `Sharded`."""
-
-    def begin(self, step: int) -> None:
-        """Has every member capture its share of the state after `step`."""
-        raise NotImplementedError
-
-    def collect(self, step: int) -> Collected:
-        """Waits until the members' files of `step` are on disk. Raises CheckpointError."""
-        raise NotImplementedError
-
-    def load(self, stem: str, files: list[ShardFile]) -> None:
-        """Has every member read its share. Raises CheckpointError if one of `files` cannot be used."""
-        raise NotImplementedError
 
 
 class Saver:
@@ -69,7 +42,7 @@ class Saver:
         """
         self._begun_at = begun_at = time.monotonic()
         self.wait()
-        sharded = {name: value for name, value in state.items() if isinstance(value, ShardedValue)}
+        sharded = {name: value for name, value in state.items() if isinstance(value, Sharded)}
         values = {name: value.state_dict() if is_stateful(value) else value for name, value in state.items()}
         for name, value in values.items():
             require_plain(name, value)
@@ -88,7 +61,7 @@ class Saver:
         return ""
 
     def _complete(
-        self, step: int, packed: memoryview, sharded: dict[str, ShardedValue], begun_at: float, captured_at: float
+        self, step: int, packed: memoryview, sharded: dict[str, Sharded], begun_at: float, captured_at: float
     ) -> str:
         """Writes the file that makes a checkpoint valid, once the shares are on disk."""
         span = recorder.span("checkpoint", step=step)

@@ -1,4 +1,4 @@
-"""What travels between rank 0 and those who hold shares of a value."""
+"""Messages between rank 0 and the ranks that hold shares of a value."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rolecall.checkpoint.shardfile import Column, ShardFile
 
 @dataclass(frozen=True)
 class Order:
-    """Capture what is there after `step`, for the checkpoint `stem` of `generation`. `mode` is CHECKPOINT_SHARDS;
-    `kept` are the checkpoints that there are, `dropped` those that were deleted since the last order. `whole` says that
-    files of earlier checkpoints cannot be used again, `drain` that the generation ends with this one.
+    """Requests a capture of the state after `step`, for the checkpoint `stem` of `generation`. `mode` is
+    CHECKPOINT_SHARDS; `kept` are the existing checkpoints, `dropped` those deleted since the last order. `whole`
+    forbids the use of files of earlier checkpoints; `drain`: the generation ends with this checkpoint.
     """
 
     step: int
@@ -28,7 +28,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something was not done; `usage` says that it never can be."""
+    """Why a request failed; `usage` marks a problem that a retry cannot solve."""
 
     text: str
     usage: bool = False
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Files of the checkpoint `stem` that are part of the new one, too; `shared` says that they are in its folder."""
+    """Files of the earlier checkpoint `stem` that are part of the new one; `shared`: they are linked in its folder."""
 
     stem: str
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Begin:
-    """A file of a share, whose bytes follow."""
+    """The head of a share's file; its bytes follow."""
 
     name: str
     columns: dict[str, Column]
@@ -53,10 +53,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class Written:
-    """The end of a share's capture: the files that this rank wrote, and for how many seconds changes waited."""
+    """The end of a capture: the files that this rank wrote, and the seconds that updates waited."""
 
     files: list[ShardFile]
     stalled: float
 
 
-Item = Earlier | Begin | Tensor | Written | Problem  # of a share that is sent
+Item = Earlier | Begin | Tensor | Written | Problem  # of a share on its way to rank 0

@@ -1,4 +1,4 @@
-"""A sharded value at rank 0: the members of a role hold it, and its checkpoints are written where they are."""
+"""Rank 0's handle on a value that the members of a role hold: they capture, write and read their shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from rolecall.checkpoint import shardfile, shardfiles, shards
-from rolecall.checkpoint.capture import BLOCK
+from rolecall.checkpoint.capture import BLOCK_BYTES
 from rolecall.checkpoint.checkpoint import CheckpointError
 from rolecall.checkpoint.owner import Owner
-from rolecall.checkpoint.saving import Collected, ShardedValue
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Order, Problem, Written
 from rolecall.checkpoint.shardfile import ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
@@ -28,43 +27,51 @@ from rolecall.record import rundir
 AHEAD = 2  # calls under way
 
 
-class Sharded(ShardedValue):
-    """A value, at rank 0, of which every member of `role` holds a `Share` of this `name`. As a part of what `restore`
-    is given, its checkpoints are written beside the training, and read by any number of members.
+@dataclass(frozen=True)
+class Collected:
+    """A checkpoint's files of one sharded value, and the longest that its members' changes waited, in seconds."""
 
-    A subclass may add a state of its own, small, by `state_dict` and `load_state_dict`.
+    files: list[ShardFile]
+    stalled: float
+
+
+class Sharded:
+    """Rank 0's handle on a value of which every member of `role` holds a `Share` with this `name`. As part of the
+    state that `restore` is given, it is written while training goes on, and read by any number of members.
+
+    A subclass may add a small state of its own by `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, context: Owner, name: str, role: str) -> None:
         """Raises UsageError at another rank than rank 0."""
         self.context, self.checkpoints, self.name, self.role = context, context.require_checkpoints(), name, role
-        self._step: int | None = None  # that was begun last
+        self._step: int | None = None  # of the newest order
         self._collected: tuple[int, Collected] | None = None  # the newest
-        self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name, which may be part of the next one
-        self._whole = False  # the next one has no files of earlier ones
+        self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name: candidates for links
+        self._whole = False  # the next checkpoint must not link earlier files
         self.restored = False
-        shards.SHARES.directory = self.directory  # members may ask for pieces of what is there
+        shards.SHARES.directory = self.directory  # members may request pieces of its files
 
     # ---- a checkpoint
 
     @property
     def directory(self) -> Path:
-        """Where the shards are that rank 0 sees."""
+        """The folder of shards in rank 0's CHECKPOINT_DIR."""
         return self.checkpoints.directory / rundir.SHARDS
 
     def begin(self, step: int) -> None:
-        """Has every member capture its share: as it is now, or, where it is behind, once it has made `step`. Training
-        goes on. Raises CheckpointError.
+        """Makes every member capture its share, now or, if it is behind, after its `step`. Training goes on. Raises
+        CheckpointError.
         """
         if step == self._step:
-            return  # it was begun before the step was made
+            return  # ordered before the step was made
         written = self._collected is not None and step == self._collected[0]
         if written and not any(changed for _, changed in self._each(shards.changed, self.name)):
-            return  # such as at the end of a run that a checkpoint was just written of
+            return  # such as at the end of a run, right after a checkpoint
         self._collected = None
         stem, self._step = self.checkpoints.stem(step), None
         settings = self.context.settings
-        if settings.checkpoint_shards == "auto":  # members that see it write to it
+        if settings.checkpoint_shards == "auto":  # members that see the folder write to it
             try:
                 (self.directory / stem).mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -103,7 +110,7 @@ class Sharded(ShardedValue):
         return written
 
     def _collect(self, stem: str, peer: Peer) -> tuple[list[ShardFile], float]:
-        """Waits for the files that `peer` writes, or writes here what it sends."""
+        """Waits for the files that `peer` writes, or writes the files that it sends."""
         sent, folder, files = self._items(stem, peer), self.directory / stem, list[ShardFile]()
         try:
             for item in sent:
@@ -122,7 +129,7 @@ class Sharded(ShardedValue):
         raise AssertionError("what a peer sends ends with Written")
 
     def _again(self, folder: Path, earlier: Earlier) -> list[ShardFile]:
-        """Makes files of an earlier checkpoint part of the one in `folder`. Raises ShardError."""
+        """Links files of an earlier checkpoint into `folder`. Raises ShardError."""
         try:
             known = [self._files[earlier.stem][name] for name in earlier.names]
             if not earlier.shared:
@@ -137,7 +144,7 @@ class Sharded(ShardedValue):
         return known
 
     def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
-        """What `peer` sends, one call ahead. Raises CheckpointError, also where nothing comes for PHASE_TIMEOUT."""
+        """The items that `peer` sends, one call ahead. Raises CheckpointError, as after PHASE_TIMEOUT."""
         call, limit = partial(self._ask, peer, shards.next_item, self.name, stem), self.context.settings.phase_timeout
         ahead, came = call(), time.monotonic()
         while True:
@@ -157,8 +164,8 @@ class Sharded(ShardedValue):
     # ---- back
 
     def load(self, stem: str, files: list[ShardFile]) -> None:
-        """Has every member read its share out of `files`. Raises CheckpointError where one of them cannot be used,
-        UsageError where they do not fit this program.
+        """Makes every member read its share from `files`. Raises CheckpointError if one of them cannot be used,
+        UsageError if they do not fit this program.
         """
         local = shardfiles.held(self.directory, stem, files)
         answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
@@ -174,14 +181,14 @@ class Sharded(ShardedValue):
         self._files = {stem: {file.name: file for file in files}}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has beside the members' files."""
+        """The state beside the members' files."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint has beside the members' files."""
+        """Restores the state beside the members' files."""
 
     def load_whole(self, whole: Mapping[str, Tensor]) -> None:
-        """Gives each member its rows of whole tensors. Raises UsageError where they do not fit."""
+        """Gives each member its rows of whole tensors. Raises UsageError if they do not fit."""
         shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         for peer, rows in self._each(shards.prepare, self.name, shapes):
             if isinstance(rows, Problem):
@@ -189,7 +196,7 @@ class Sharded(ShardedValue):
             under_way: deque[Callable[[], Any]] = deque()
             for name, (first, step, count) in rows.items():
                 share = whole[name][first::step][:count]
-                size = max(1, BLOCK // max(1, share[:1].nbytes))
+                size = max(1, BLOCK_BYTES // max(1, share[:1].nbytes))
                 for begin in range(0, count, size):
                     values = share[begin : begin + size].clone()  # RPC sends a tensor's whole memory
                     part = (name, begin, values)
@@ -210,21 +217,21 @@ class Sharded(ShardedValue):
         return members
 
     def _ask(self, peer: Peer, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Callable[[], Any]:
-        """Calls `function` at `peer`; what is returned waits for the answer, and raises PeerLostError."""
+        """Calls `function` at `peer`. Returns a function that waits for the answer, and raises PeerLostError."""
         if peer == self.context.me:
             return partial(function, *args)
         answer = self.context.call(peer, function, *args, timeout=timeout)
         return lambda: self.context.wait_all([answer])[0]
 
     def _each(self, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
-        """Calls `function` at every member at once, last at this rank itself; their answers."""
+        """Calls `function` at all members at once, at this rank last. Returns their answers."""
         asked = [(peer, self._ask(peer, function, *args, timeout=timeout)) for peer in self._members]
         asked.sort(key=lambda each: each[0] != self.context.me)  # which works meanwhile, too
         return [(peer, answer()) for peer, answer in asked]
 
 
 def _sized(sent: Iterator[Any], size: int) -> Iterator[Tensor]:
-    """The next `size` bytes of what is sent."""
+    """The next `size` bytes that are sent."""
     while size > 0:
         block = next(sent)
         size -= len(block)

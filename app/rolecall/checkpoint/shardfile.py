@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rolecall.checkpoint.capture import BLOCK, Rows
+from rolecall.checkpoint.capture import BLOCK_BYTES, Rows
 from rolecall.record import rundir
 
 ALIGNED = 4096  # bytes: of memory and of places in a file, for writing around the page cache
@@ -100,7 +100,7 @@ class ShardFile:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError where `data` is no shard's file."""
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError if `data` is no shard's file."""
         columns = {
             name: Column(**{**column, "shape": tuple(column["shape"])}) for name, column in data["columns"].items()
         }
@@ -128,7 +128,7 @@ class ShardFile:
 
 
 def require_alike(files: Iterable[ShardFile]) -> None:
-    """Raises ValueError where two of a value's files have a column of this name for different tensors."""
+    """Raises ValueError if two of a value's files have a column of this name for different tensors."""
     tensors: dict[str, tuple[Any, ...]] = {}
     for file in files:
         for name, c in file.columns.items():
@@ -164,7 +164,7 @@ class Writer:
         self.hashed, self._digest = True, xxhash.xxh3_128()
         self._thread = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
-        self._buffers = [_aligned(BLOCK), _aligned(BLOCK)]
+        self._buffers = [_aligned(BLOCK_BYTES), _aligned(BLOCK_BYTES)]
         self._filled = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
@@ -175,10 +175,10 @@ class Writer:
     def write(self, data: Tensor) -> None:
         """Adds `data` [bytes] uint8."""
         while len(data):
-            count = min(len(data), BLOCK - self._filled)
+            count = min(len(data), BLOCK_BYTES - self._filled)
             self._buffers[0][self._filled : self._filled + count] = data[:count]
             self._filled, data = self._filled + count, data[count:]
-            if self._filled == BLOCK:
+            if self._filled == BLOCK_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
@@ -280,9 +280,9 @@ def _sync(directory: Path) -> None:
             rundir.sync_directory(folder)
 
 
-def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str, int, Tensor]]:
+def blocks(file: ShardFile, read: Read, size: int = BLOCK_BYTES) -> Iterator[tuple[str, int, Tensor]]:
     """The rows in `file`, some at a time: the column's name, the first one's number in the file, and the values
-    [rows, ...]. Raises ShardError, at the latest after the last ones, where it is not the file that was written.
+    [rows, ...]. Raises ShardError, at the latest after the last ones, if it is not the file that was written.
     """
     digest = xxhash.xxh3_128()
 
@@ -311,7 +311,7 @@ def blocks(file: ShardFile, read: Read, size: int = BLOCK) -> Iterator[tuple[str
 
 
 def reader(path: Path) -> Read:
-    """Reads from the file at `path`. Raises ShardError where that is impossible."""
+    """Reads from the file at `path`. Raises ShardError if that is impossible."""
 
     def read(place: int, length: int) -> Tensor:
         data = torch.empty(length, dtype=torch.uint8)

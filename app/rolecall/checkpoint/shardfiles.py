@@ -1,7 +1,7 @@
-"""The files of a share in a checkpoint: read into tensors, and shared with the checkpoints after it.
+"""Reads the files of a share into tensors, and links them into later checkpoints.
 
-A file holds either the rows of a share in their order, or, with a column `@rows`, rows with these numbers in the share.
-Of a row that is in several files the last one counts.
+A file has all rows of a share in order, or, with a column `@rows`, the rows with these numbers. If a row is in several
+files, the last one counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rolecall.checkpoint.shardfile import DTYPES, NUMBERS, Read, ShardError, Sha
 from rolecall.errors import UsageError
 
 Shapes = dict[str, tuple[int, ...]]  # of whole tensors, by name
-NO_COPY = (errno.ENOENT, errno.ENOSPC)  # a copy would fail, too; any other error may be what a link alone meets
+NO_COPY = (errno.ENOENT, errno.ENOSPC)  # errors of a link that a copy would meet too
 
 
 def shapes(files: Iterable[ShardFile]) -> Shapes:
-    """The shapes of the whole tensors whose rows are in `files`."""
+    """The shapes of the tensors whose rows are in `files`."""
     return {name: (c.total, *c.shape[1:]) for file in files for name, c in file.columns.items() if name != NUMBERS}
 
 
 def same_shapes(rows: Callable[[], Mapping[str, Rows]], expected: Shapes) -> Mapping[str, Rows]:
-    """The job's `rows`. Raises UsageError where they are not of tensors of the `expected` shapes."""
+    """The job's `rows`. Raises UsageError if they are not of tensors of the `expected` shapes."""
     targets = rows()
     actual = {name: (each.total, *each.shape[1:]) for name, each in targets.items()}
     if actual != expected:
@@ -44,9 +44,9 @@ def same_shapes(rows: Callable[[], Mapping[str, Rows]], expected: Shapes) -> Map
 
 
 def overlaps(file: ShardFile, targets: Mapping[str, Rows]) -> bool:
-    """Whether some of the rows `targets` may be in `file`. Raises KeyError for a tensor that is not among them."""
+    """Whether `file` may have some of the rows `targets`. Raises KeyError for a tensor that `targets` lack."""
     columns = {name: column for name, column in file.columns.items() if name != NUMBERS}
-    if NUMBERS in file.columns:  # which of the share's rows are in it is not known yet
+    if NUMBERS in file.columns:  # the rows' numbers are not read yet
         columns = {
             name: replace(c, shape=(len(range(c.first, c.total, c.step)), *c.shape[1:])) for name, c in columns.items()
         }
@@ -54,8 +54,8 @@ def overlaps(file: ShardFile, targets: Mapping[str, Rows]) -> bool:
 
 
 def fill(file: ShardFile, read: Read, targets: Mapping[str, Rows]) -> None:
-    """Sets those of the rows `targets` that are in `file`. Raises ShardError where it is not the one that was written,
-    and then the rows may have any values.
+    """Sets the rows `targets` that are in `file`. Raises ShardError if the file is damaged; the rows' values are then
+    undefined.
     """
     numbers = _numbers(file, read)
     for name, begin, values in blocks(file, read):
@@ -84,11 +84,11 @@ def _numbers(file: ShardFile, read: Read) -> Tensor | None:
 
 
 def whole(directory: Path, files: Sequence[ShardFile]) -> dict[str, Tensor]:
-    """The tensors that `files` in `directory` are the shards of. Raises ShardError."""
+    """The tensors whose shards are `files` in `directory`. Raises ShardError."""
     rows, present = dict[str, Rows](), Counter[str]()
     for file in files:
         size = _size(directory / file.name)
-        if size != file.length:  # before memory is taken for what it is said to hold
+        if size != file.length:  # before memory is allocated
             raise ShardError(f"{file.name} is torn: {size} bytes of {file.length}")
         present.update({name: column.shape[0] for name, column in file.columns.items()})
     for file in files:
@@ -113,7 +113,7 @@ def _size(path: Path) -> int:
 
 
 def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
-    """Those of `files` that are in a rank's `directory`, in full length."""
+    """The names of those `files` that are in a rank's `directory` with their full length."""
 
     def is_held(file: ShardFile) -> bool:
         with contextlib.suppress(ShardError):
@@ -124,9 +124,7 @@ def held(directory: Path, stem: str, files: list[ShardFile]) -> list[str]:
 
 
 def share(source: Path, target: Path) -> None:
-    """Gives a file that does not change any more another name, by a hard link, or by a copy where there can be
-    none. Raises ShardError.
-    """
+    """Links a file that no longer changes to `target`, or copies it if it cannot be linked. Raises ShardError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and target.samefile(source):

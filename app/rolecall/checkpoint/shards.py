@@ -1,7 +1,6 @@
-"""A rank's share of a sharded value: captured, written and read where it is.
+"""A rank's share of a sharded value: captures, writes and reads it.
 
-Rank 0 (sharded.py) orders it by the functions here that are called over RPC. Errors are answers: RPC would lose their
-types.
+Rank 0 (sharded.py) calls the functions of this module over RPC. They return errors, because RPC would lose the types.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from rolecall.errors import UsageError
 from rolecall.record import rundir
 
 Part = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
-POLL = 0.5  # seconds that a call waits for what is not there yet
+POLL_SECONDS = 0.5  # that a call waits for the next item
 
 
 class Share:
     """This rank's share of the sharded value `name`, which rank 0 saves and restores as a `Sharded`.
 
-    `rows()` are its tensors, by name. `prepare(shapes)` has room made for those of a checkpoint, of whole tensors of
-    these shapes, and returns the tensors to fill; by default they are `rows()`. `at(step, begin)` calls `begin` once
-    this rank has made `step`; by default at once, as where rank 0 saves while nobody makes a step.
+    `rows()` are its tensors, by name. `prepare(shapes)` makes room for a checkpoint whose whole tensors have these
+    shapes, and returns the tensors to fill; by default `rows()`. `at(step, begin)` calls `begin` once this rank has
+    made `step`; by default at once, which is right if rank 0 saves between the steps.
     """
 
     def __init__(
@@ -49,24 +48,24 @@ class Share:
         self._prepare = prepare or (lambda shapes: shardfiles.same_shapes(rows, shapes))
         self._capture: Capture | None = None
         self.changed = True  # since the last capture
-        self._drained = False  # that was the one of a drain: later changes are lost with the generation
+        self._drained = False  # the last capture was a drain's: later changes are lost
         self._items: queue.Queue[Item] = queue.Queue(1)  # of the newest order
         self._stem = ""
         self._targets: Mapping[str, Rows] = {}
         self._lock = threading.Lock()
         SHARES.add(self)
 
-    # ---- for whoever changes the tensors
+    # ---- updates
 
     def before(self, begin: int, end: int) -> None:
-        """The rows here from `begin` to `end` are about to change. While a checkpoint is written this may wait."""
+        """To be called before the share's rows `begin` to `end` change. May wait while a checkpoint is written."""
         self._change()
         if (capture := self._capture) is not None:
             capture.before(begin, end)
 
     def before_rows(self, rows: Tensor) -> None:
-        """The `rows` [n] int64 here, each of which occurs once, are about to change. While a checkpoint is written this
-        may wait.
+        """To be called before the share's `rows` [n] int64, all different, change. May wait while a checkpoint is
+        written.
         """
         self._change()
         if (capture := self._capture) is not None:
@@ -79,16 +78,16 @@ class Share:
             text = "rows change after a drain's checkpoint, which lacks them: stop the writers by `settled` of steps()"
             self.context.logger.warning(text, share=str(self))
 
-    # ---- for a checkpoint
+    # ---- checkpoints
 
     @property
     def directory(self) -> Path:
-        """Where this rank's shards are."""
+        """The folder of this rank's shards."""
         path: Path = self.context.settings.checkpoint_dir / rundir.SHARDS
         return path
 
     def begin(self, order: Order) -> None:
-        """Captures the rows, now or once the job has made the order's step, and has them sent or written."""
+        """Captures the rows, now or after the order's step, and sends or writes them in a thread."""
         self.look(order)
         with self._lock:
             if self._capture is not None:
@@ -97,7 +96,7 @@ class Share:
         items = self._items
 
         def start() -> None:
-            self.changed = False  # before the capture: what changes meanwhile may not be in it
+            self.changed = False  # before the capture, which may lack concurrent changes
             self._capture = capture = self.captured(order)
             self._drained = order.drain
             threading.Thread(target=self._run, args=(order, capture, items), daemon=True).start()
@@ -105,20 +104,20 @@ class Share:
         self._at(order.step, start)
 
     def look(self, order: Order) -> None:
-        """Looks at the disk for `captured`, which is called where nothing may wait for it."""
+        """Does the disk work of a capture ahead: nothing may wait in `captured`."""
 
     def captured(self, order: Order) -> Capture:
-        """The rows as they are now."""
+        """A capture of the rows."""
         return Capture(self._rows(), self.context.settings.rpc_timeout / 2)
 
     def parts(self, capture: Capture) -> Iterator[Part]:
-        """The files to write. The bytes of one are taken before the next one is asked for."""
+        """The files to write. The bytes of a file are consumed before the next file is requested."""
         columns = {name: Column.of(rows) for name, rows in capture.names.items()}
         yield f"{self}.safetensors", columns, capture.read()
 
     def earlier(self, order: Order, capture: Capture, direct: bool) -> Earlier | None:
-        """The files of an earlier checkpoint that are part of this one, and are made so here where this rank writes
-        (`direct`). Raises ShardError.
+        """The files of an earlier checkpoint that this one shares; links them if this rank writes (`direct`). Raises
+        ShardError.
         """
         return None
 
@@ -160,18 +159,18 @@ class Share:
     def _send(self, item: Item, items: queue.Queue[Item]) -> None:
         while self._items is items:  # until another checkpoint is begun
             with contextlib.suppress(queue.Full):
-                items.put(item, timeout=POLL)
+                items.put(item, timeout=POLL_SECONDS)
                 return
 
     def __str__(self) -> str:
         return f"{self.name}-{self.context.me.name}"
 
     def next(self, stem: str) -> Item | None:
-        """What comes next of the checkpoint `stem`; None where it is not there yet."""
+        """What comes next of the checkpoint `stem`; None if it is not there yet."""
         if stem != self._stem:
             return Problem(f"{self}: another checkpoint was begun")
         try:
-            return self._items.get(timeout=POLL)
+            return self._items.get(timeout=POLL_SECONDS)
         except queue.Empty:
             return None
 
@@ -252,7 +251,7 @@ class Shares:
         self._future(share.name).set_result(share)
 
     def get(self, name: str, deadline: float = 600.0) -> Share:
-        """The share called `name`. Raises TimeoutError where there is none within `deadline` seconds."""
+        """The share called `name`. Raises TimeoutError if there is none within `deadline` seconds."""
         return self._future(name).result(deadline)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
-from rolecall.checkpoint.saving import Saver, ShardedValue, State
+from rolecall.checkpoint.saving import Saver, State
+from rolecall.checkpoint.sharded import Sharded
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, StepLogged, TrainingStarted
 from rolecall.declare.plain import is_stateful, require_plain
@@ -101,7 +102,7 @@ class Training:
         """Has the ranks that hold shares of the state's values read them. Raises CheckpointError."""
         snapshot.require_layout(self.layout, "finish the run with that version, or set another CHECKPOINT_DIR")
         snapshot.require_settings(self.settings, self._chosen)
-        sharded = {name: value for name, value in (self._state or {}).items() if isinstance(value, ShardedValue)}
+        sharded = {name: value for name, value in (self._state or {}).items() if isinstance(value, Sharded)}
         for name, value in sharded.items():
             if name in snapshot.shards:
                 value.load(snapshot.path.stem, snapshot.shards[name])

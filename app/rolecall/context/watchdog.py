@@ -93,7 +93,7 @@ class Watchdog:
         """Ends the loading that no phase declares."""
         if not self._ready:
             self._ready, self._since = True, self._clock()
-            recorder.since(self._began_ns, "loading")
+            recorder.since(max(self._began_ns, recorder.started), "loading")  # a recording may begin after the process
 
     @property
     def doing(self) -> str:

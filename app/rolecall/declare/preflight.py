@@ -22,7 +22,7 @@ from rolecall.errors import UsageError
 
 NOT_RESTORED = (
     "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
-    "with what it changes, or `context.restore({})` where that is nothing"
+    "with what it changes, or `context.restore({})` if it changes nothing"
 )
 CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
 OF_ROLES = ("call_each", "call_all")  # which raise where their first one is no role

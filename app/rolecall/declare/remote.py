@@ -16,7 +16,7 @@ METHOD = (
     "the peer's own object from a RankObject"
 )
 NOT_SERVED = (
-    "is @in_turn, which rank 0 never comes to: the job is over once its function has returned; leave @in_turn out, or "
+    "is @in_turn, which rank 0 never serves: the job is over once its function has returned; leave @in_turn out, or "
     "call it at another rank"
 )
 IN_TURN = set[FunctionType]()  # what `in_turn` has made

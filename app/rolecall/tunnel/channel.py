@@ -51,7 +51,7 @@ class Channel:
         self.sock.close()
 
     def fill(self) -> bool:
-        """Takes what has arrived from the socket; only the loop's thread may. Returns False where the other end has
+        """Takes what has arrived from the socket; only the loop's thread may. Returns False if the other end has
         closed it. Raises OSError."""
         try:
             count = self.sock.recv_into(_buffer)
@@ -93,7 +93,7 @@ class Channel:
         count = 0
         try:
             while count < len(buffer):
-                # typed as bytes, it is their number where there is a buffer
+                # typed as bytes, it is their number if there is a buffer
                 more = cast(int, self.tls.read(len(buffer) - count, buffer[count:]))
                 if not more:
                     raise ssl.SSLZeroReturnError(0, "TLS was closed in the middle")
@@ -108,7 +108,7 @@ class Channel:
         self.write(HEAD.pack(len(data)) + data)
 
     def hear(self) -> str | None:
-        """The frame of words that has arrived; None where it is not whole yet. Raises ssl.SSLError, and ValueError for
+        """The frame of words that has arrived; None if it is not whole yet. Raises ssl.SSLError, and ValueError for
         what is none."""
         while True:
             length = HEAD.unpack_from(self._words)[0] if len(self._words) >= HEAD.size else 0
@@ -129,7 +129,7 @@ class Channel:
 
     def wait(self, end: float) -> None:
         """Blocks until something has arrived, and takes it. Raises TimeoutError at `end` (monotonic seconds), and
-        ConnectionError where the other end has closed the connection."""
+        ConnectionError if the other end has closed the connection."""
         poll = select.poll()
         while True:
             poll.register(self.sock, select.POLLIN | (0 if self.clear else select.POLLOUT))

@@ -59,7 +59,7 @@ def signing_key(token: str) -> bytes:
 
 def fingerprint(settings: Settings, job: str) -> str:
     """What tells this rank's authority from another: hexadecimal digits of a digest of its public key, which is derived
-    from JOB_TOKEN, or is that of TLS_CA. Empty where there is neither. Raises OSError and ValueError for a wrong file.
+    from JOB_TOKEN, or is that of TLS_CA. Empty if there is neither. Raises OSError and ValueError for a wrong file.
     """
     if settings.tls_cert is not None and settings.tls_ca is not None:
         return _identifier(x509.load_pem_x509_certificates(settings.tls_ca.read_bytes())[0].public_key()).hex()
@@ -75,7 +75,7 @@ def host_of(job: str, name: str) -> str:
 class Credentials:
     """What this rank proves with who it is, and checks others by: `server` and `client` are its current contexts.
 
-    Raises UsageError where there is neither a token nor a usable certificate.
+    Raises UsageError if there is neither a token nor a usable certificate.
     """
 
     def __init__(self, settings: Settings, job: str, name: str = "") -> None:
@@ -96,7 +96,7 @@ class Credentials:
             self._name, self._made_at = name, 0.0
 
     def host(self, name: str, first: bool) -> str | None:
-        """The host name that the certificate of the member `name` must carry; None where any of the authority is as
+        """The host name that the certificate of the member `name` must carry; None if any of the authority is as
         good. With a user's own certificates, rank 0's, which is `first`, must be for MASTER_ADDR."""
         if self.given:
             return self._settings.master_addr if first else None

@@ -30,7 +30,7 @@ def peek(credentials: Credentials | None, address: tuple[str, int], seconds: flo
     """The certificate that is presented at `address`. Nothing is asked there, and nobody is trusted. With
     `credentials`, a member takes the visit for one of its own; they check nobody afterwards, and are of no other use.
 
-    Raises ConnectionError where what answers speaks no TLS 1.3, TimeoutError and OSError where nothing answers.
+    Raises ConnectionError if what answers speaks no TLS 1.3, TimeoutError and OSError where nothing answers.
     """
     end = time.monotonic() + seconds
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -37,7 +37,7 @@ class RnnSettings(Settings):
     layers: int = Field(2, ge=1, le=64, description="layers of the LSTM")
     dropout: float = Field(0.2, ge=0, lt=1, description="dropout before each LSTM layer and before the decoder")
     batch_size: int = Field(20, ge=1, le=65536, description="streams of text that are read in parallel")
-    sequence: int = Field(35, ge=1, le=65536, description="tokens of a stream in a step: length of back-propagation")
+    sequence: int = Field(35, ge=1, le=65536, description="tokens of a stream in a step; back-propagation's length")
     micro_batches: int = Field(
         2, ge=1, le=16, description="parts of a batch, which the two ranks process at the same time"
     )

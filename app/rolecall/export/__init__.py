@@ -1,4 +1,4 @@
-"""`rolecall eval` and `rolecall export`.
+"""Checkpoints evaluated and exported: `rolecall eval` and `rolecall export`.
 
 saved        a checkpoint with its job and settings; flags, errors of a job's functions
 evaluation   `rolecall eval`

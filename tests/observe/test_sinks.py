@@ -22,8 +22,8 @@ from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks import feed
 from rolecall.observe.sinks.build import build, choose, is_installed
 from rolecall.observe.sinks.feed import Feed, Sinks
-from rolecall.observe.sinks.held import Held
-from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Points
+from rolecall.observe.sinks.held import Held, HeldSink, State
+from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
 from rolecall.rank.supervisor_pipe import SupervisorPipe
@@ -193,15 +193,22 @@ def test_held_point_is_written_after_its_patience() -> None:
     assert due(held, 4) == [(4, 104.0)]
 
 
-def test_held_points_that_could_not_be_written_are_due_again() -> None:
-    held = Held({"loss": 1}, patience=60)
-    held.take(points(1, 2, 3))
-    before, some = dict(held.last), held.due(2, time.time())
-    held.drop(some)
-    assert held.last == {"loss": 2}
-    held.put_back(some, before)
-    assert held.last == {"loss": 1}
-    assert due(held, 3) == [(2, 2.0), (3, 3.0)]
+def test_held_points_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
+    class Failing(HeldSink):
+        def log(self, points: list[Point]) -> None:
+            if not (tmp_path / "works").exists():
+                raise OSError(28, "No space left on device")
+            logged.extend(point.step for point in points)
+
+    logged: list[int] = []
+    sink = Failing(tmp_path, patience=60)
+    with pytest.raises(OSError, match="No space"):
+        sink.write(points(1, 2, 3), covered=2)
+    assert State.read(tmp_path) == State()
+    (tmp_path / "works").touch()
+    sink.write([], covered=2)
+    assert logged == [1, 2]
+    assert State.read(tmp_path) == State(last={"loss": 2}, rows=2)
 
 
 # ---- from the worker

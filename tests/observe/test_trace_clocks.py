@@ -165,7 +165,8 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert records.parse(line(span)) == span
     odd = '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]'
     negative = '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]'
-    for damaged in ("", "[]", '["process", {"job": 1}]', odd, negative, '["process", {}]', "[" * 100_000):
+    number = '["span", 1, "", "x", "client", 1, 2, 3, {}, ""]'
+    for damaged in ("", "[]", '["process", {"job": 1}]', odd, negative, number, '["process", {}]', "[" * 100_000):
         with pytest.raises(ValueError, match=r"record|process|line|Expecting"):
             records.parse(damaged)
 

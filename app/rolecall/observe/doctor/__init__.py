@@ -8,5 +8,6 @@ membership  token, certificates, TLS handshake
 common      what this rank and rank 0 must agree on
 files       CHECKPOINT_DIR, TMPDIR, shared memory
 machine     limits, memory, GPU
+diagnosis   facts of rank 0 and of this rank for support
 command     the command line and the report
 """

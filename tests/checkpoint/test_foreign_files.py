@@ -24,7 +24,7 @@ from rolecall.errors import USAGE, UsageError
 from rolecall.jobs import rl
 from rolecall.observe import targets
 from rolecall.observe.page import leftover, render
-from rolecall.observe.trace import trace_file
+from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.summary import Summary
 from rolecall.record import files, history, records, rundir
@@ -91,7 +91,7 @@ def test_code_that_a_checkpoint_names_does_not_run(
     code, said = command(words[0], job, *words[1:], "--checkpoint", str(path))
     assert code == USAGE
     flag = f"--{name.replace('_', '-')}={value}"
-    assert said.startswith(f"rolecall: {path.name}: names code or a file of its own, {name.upper()}={value}; ")
+    assert said.startswith(f"rolecall: {path.name}: names code or a file, {name.upper()}={value}; ")
     assert said.endswith(f"{flag}\n")
     assert not Path("ran").exists()
     code, said = command(words[0], job, *words[1:], "--checkpoint", str(path), flag)
@@ -144,7 +144,7 @@ def test_a_harmless_value_is_taken(own: Callable[..., Any], value: str) -> None:
 
 @pytest.mark.parametrize("value", ["rounded", "round\n", 5, None, ["round"]])
 def test_another_is_the_users_to_give(own: Callable[..., Any], value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own({"shape": value}).startswith(f"rolecall: {forged.NAME}: names code or a file of its own, SHAPE=")
+    assert own({"shape": value}).startswith(f"rolecall: {forged.NAME}: names code or a file, SHAPE=")
     result, said = own({"shape": value}, "--shape", "of mine")
     assert result["shape"] == len("of mine")
     assert said == f"rolecall: SHAPE=of mine is used: {forged.NAME} was made with {fields.shown(value)}\n"
@@ -447,7 +447,7 @@ def test_a_runs_directory_is_shown_or_refused(
             assert len(render.saved(state)) < 10_000_000
         read = history.read(folder)
         assert history.read(folder).rows() == read.rows()
-        trace_file.moments(read)
+        perfetto.moments(read)
         assert targets.ranks_of(folder) == []
         assert targets.final_state(folder).isprintable()
 
@@ -511,7 +511,7 @@ def test_a_trace_is_read_or_left_out(first: list[Any], spans: list[Any]) -> None
         (Path(name) / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [process, *first, *spans]))
         (Path(name) / "b.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*first, *spans]))
         trace = records.read(Path(name))
-        trace_file.write(Calls(trace), Path(name) / "trace.json")
+        perfetto.write_file(Calls(trace), Path(name) / "trace.json")
         Summary(Calls(trace)).to_dict()
 
 
@@ -526,5 +526,5 @@ def test_nothing_is_written_through_a_link() -> None:
     assert Path("outside").read_text() == "mine"
     assert (Path("run") / "page.html").read_bytes() == b"theirs"
     (Path("run") / ".trace.json.tmp").symlink_to(Path("outside").absolute())
-    trace_file.write(Calls(records.Trace([])), Path("run") / "trace.json")
+    perfetto.write_file(Calls(records.Trace([])), Path("run") / "trace.json")
     assert Path("outside").read_text() == "mine"

@@ -104,9 +104,10 @@ def rnn(folder: Path, text: Path) -> Path:
     settings = {"corpus": str(text), "embedding_size": 6, "hidden_size": 5, "batch_size": 4, "sequence": 9}
     read = corpus.load(RnnSettings(**settings))
     trained = noisy(LanguageModel(RnnSettings(**settings), len(read.vocabulary)))
-    state = {"text": {"vocabulary": list(read.vocabulary.words), "digest": read.digest}, "history": [[2.0, 2.0]],
-             **{name: getattr(trained, name).state_dict() for name in ("embedding", "decoder")},
-             "trainer": {"lstm": trained.lstm.state_dict()}}  # fmt: skip
+    of_text = {"vocabulary": list(read.vocabulary.words), "digest": read.digest}
+    weights: dict[str, Any] = {name: getattr(trained, name).state_dict() for name in ("embedding", "decoder")}
+    weights["trainer"] = {"lstm": trained.lstm.state_dict()}
+    state = {"text": of_text, "history": [[2.0, 2.0]], **weights}
     return write(folder, "rnn", state, settings)
 
 
@@ -116,8 +117,10 @@ def lines() -> tuple[list[Any], list[Any]]:
 
     def part(count: int) -> list[Any]:
         sizes = torch.randint(0, 6, (count,), generator=generator).tolist()
-        return [(torch.randint(0, 50, (size,), generator=generator), torch.rand(size, generator=generator), number % 3)
-                for number, size in enumerate(sizes)]  # fmt: skip
+        return [
+            (torch.randint(0, 50, (size,), generator=generator), torch.rand(size, generator=generator), number % 3)
+            for number, size in enumerate(sizes)
+        ]
 
     return part(30), part(40)
 
@@ -131,6 +134,7 @@ def hybrid(folder: Path, servers: int = 2) -> Path:
         table.fill()
     read = samples.load(chosen)
     dense = noisy(build_dense(chosen, read.classes))
-    state = {"step": STEP, "epoch": 1, "position": 0, "accuracy": 0.5, "classes": read.classes, "digest": read.digest,
-             "dense": {"weights": dense.state_dict()}}  # fmt: skip
+    progress = {"step": STEP, "epoch": 1, "position": 0, "accuracy": 0.5}
+    of_data = {"classes": read.classes, "digest": read.digest}
+    state = {**progress, **of_data, "dense": {"weights": dense.state_dict()}}
     return write(folder, "hybrid", state, settings, embeddings=[dict(table.rows()) for table in tables])

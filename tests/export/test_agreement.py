@@ -126,8 +126,7 @@ def test_a_long_setting_makes_no_long_heartbeat() -> None:
 
 def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def steps() -> None:
-        settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", port=free_ports(1)[0],
-                            tls="off")  # fmt: skip
+        settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", port=free_ports(1)[0], tls="off")
         lead = Coordinator(describe.describe("rl"), settings, "first", "node")
         metrics = telemetry.build(telemetry.COORDINATOR, CollectorRegistry())
         await lead.start(metrics)

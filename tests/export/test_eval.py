@@ -54,9 +54,12 @@ def evaluated(
     Checkpoints(Path("run"), "pi", 2).write(7, {"pi": 3.125}, about)
 
     def evaluate(
-        returns: str, *arguments: str, checkpoint: str = "run", without: str = "\0",
+        returns: str,
+        *arguments: str,
+        checkpoint: str = "run",
+        without: str = "\0",
         instead: tuple[str, str] = ("\0", ""),
-    ) -> tuple[int, str, str]:  # fmt: skip
+    ) -> tuple[int, str, str]:
         Path("pi.py").write_text(PI.replace("RETURN", returns).replace(without, "").replace(*instead))
         code = __main__.main(["eval", "pi.py", "--checkpoint", checkpoint, *arguments])
         output = capsys.readouterr()
@@ -106,7 +109,7 @@ def test_text_is_completed(evaluated: Evaluate) -> None:
 
 
 @pytest.mark.parametrize("returns", ["return", "return 3.5", "return {'pi': 'about 3'}", "return {'pi': [1, 2]}"])
-def test_what_is_no_number_is_one_line(evaluated: Evaluate, returns: str) -> None:
+def test_non_number_is_refused(evaluated: Evaluate, returns: str) -> None:
     code, out, err = evaluated(returns)
     assert (code, out) == (USAGE, "")
     assert err.startswith("rolecall: pi: evaluate returns what is no number (")
@@ -126,7 +129,7 @@ def test_an_exception_is_the_users_traceback(evaluated: Evaluate, tmp_path: Path
     assert err.endswith("KeyError: 'tau'\n")
 
 
-def test_what_a_program_says_of_itself_is_one_line(evaluated: Evaluate) -> None:
+def test_program_error_is_one_line(evaluated: Evaluate) -> None:
     assert evaluated("raise ProgramError('pi 3 is broken')") == (FAILED, "", "rolecall: pi 3 is broken\n")
 
 
@@ -159,16 +162,18 @@ def test_options_may_stand_before_the_checkpoint(evaluated: Evaluate, capsys: py
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--digits", "x"), "--digits='x': input should be a valid integer, unable to parse string as an integer "
-                            "(int, 1 to 9)"),
+        (
+            ("--digits", "x"),
+            "--digits='x': input should be a valid integer, unable to parse string as an integer (int, 1 to 9)",
+        ),
         (("--digits", "10"), "--digits='10': input should be less than or equal to 9 (int, 1 to 9)"),
         (("--video", "a.gif"), "--video: pi's evaluate has no such option; it takes --digits, --half-up, --table"),
         (("--video=a.gif",), "--video: pi's evaluate has no such option; it takes --digits, --half-up, --table"),
         (("--dig", "3"), "--dig: pi's evaluate has no such option; it takes --digits, --half-up, --table"),
         (("--prompt", "x", "--digits", "3"), "--digits: pi's complete has no such option; it takes --unit"),
     ],
-)  # fmt: skip
-def test_what_is_no_option_is_refused_with_a_line(evaluated: Evaluate, words: tuple[str, ...], line: str) -> None:
+)
+def test_unknown_option_is_refused(evaluated: Evaluate, words: tuple[str, ...], line: str) -> None:
     assert evaluated("return {}", *words) == (USAGE, "", f"rolecall: {line}\n")
 
 
@@ -237,8 +242,8 @@ def test_a_checkpoint_of_another_layout_is_refused(evaluated: Evaluate, before: 
         ("others", "no usable checkpoint in CHECKPOINT_DIR=others (checkpoint-000001-0000000001.pt is of job tau"),
         ("others/checkpoint-000001-0000000001.pt", "checkpoint-000001-0000000001.pt is of job tau, not of pi"),
     ],
-)  # fmt: skip
-def test_what_is_no_checkpoint_of_the_job_is_refused(evaluated: Evaluate, checkpoint: str, line: str) -> None:
+)
+def test_other_files_are_refused(evaluated: Evaluate, checkpoint: str, line: str) -> None:
     for folder in ("empty", "others"):
         Path(folder).mkdir()
     Checkpoints(Path("others"), "tau", 1).write(1, {})

@@ -49,8 +49,11 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # what their checkpoints name, which the user must name too
-GIVEN = {"ps": ["--model", "tests.export.exports:Small"], "rnn": ["--corpus", "text.txt"],
-         "hybrid": ["--dataset", "tests.export.exports:lines"]}  # fmt: skip
+GIVEN = {
+    "ps": ["--model", "tests.export.exports:Small"],
+    "rnn": ["--corpus", "text.txt"],
+    "hybrid": ["--dataset", "tests.export.exports:lines"],
+}
 
 
 def export(job: str, path: Path, form: str, *arguments: str) -> int:
@@ -116,7 +119,7 @@ class Pieces(gymnasium.Env[Any, Any]):
         "Several": (Box(-1.0, 1.0, (), np.float32), MultiDiscrete([2, 4])),
         "Switches": (Dict(a=Box(-1.0, 1.0, (2,), np.float32), b=Discrete(3)), MultiBinary(4)),
         "Image": (Box(0, 255, (36, 36), np.uint8), Discrete(3)),
-    }  # fmt: skip
+    }
 
     def __init__(self, kind: str) -> None:
         self.observation_space, self.action_space = self.kinds[kind]
@@ -312,8 +315,8 @@ def test_the_lines_of_the_page_run_without_rolecall(tmp_path: Path) -> None:
     run = "import runpy, sys\nsys.modules['rolecall'] = None\nfor page in sys.argv[1:]:\n"
     run += "    print('values:', runpy.run_path(page)['values'].tolist())"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run([sys.executable, "-c", run, *map(str, pages)], capture_output=True, text=True, timeout=120,
-                           check=False, env=environment)  # fmt: skip
+    command = [sys.executable, "-c", run, *map(str, pages)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     with torch.no_grad():
         expected = model(torch.tensor([[1.0, 0.5], [0.5, 2.0]])).numpy()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolecall.observe import ask
-from rolecall.record.records import Process, Span, parse, read
+from rolecall.record.records import Process, SpanRecord, parse, read
 from tests.integration.cluster import DEADLINE, ROOT, TOKEN, Cluster, until
 
 MakeCluster = Callable[..., Cluster]
@@ -51,7 +51,7 @@ def test_a_run_has_both_sides_of_each_call_of_all_generations(cluster: MakeClust
     check_calls({name: spans for (name, number), spans in traces.items() if number == 2})
 
 
-def check_calls(traces: dict[str, list[Span]]) -> None:
+def check_calls(traces: dict[str, list[SpanRecord]]) -> None:
     """Checks the spans of one generation that ended in order, by rank."""
     spans = {span.id: (name, span) for name, some in traces.items() for span in some}
     clients = [(name, span) for name, span in spans.values() if span.kind == "client"]
@@ -108,7 +108,7 @@ def test_without_trace_nothing_is_recorded_until_somebody_asks(
         reply = query("spans", cursors["worker 1"], ["worker 1"])["worker 1"]
         cursors["worker 1"] = {"file": reply["file"], "offset": reply["next"]}
         records = [*map(parse, reply["data"].splitlines())]
-        names.update(record.name for record in records if isinstance(record, Span))
+        names.update(record.name for record in records if isinstance(record, SpanRecord))
         assert all(record.generation == 1 for record in records if isinstance(record, Process))
         return {"outer", "inner", "prepare", "all-reduce"} <= names
 

@@ -290,4 +290,3 @@ def test_a_trajectorys_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trajectory.dones.tolist() == [[Done.CONTINUES], [Done.TERMINATED], [Done.CONTINUES]]
     assert trajectory.experience.tolist() == [[False], [True], [False]]
     assert trajectory.states.shape == (2, 1, 0)
-    assert trajectory.nbytes == sum(column.nbytes for column in arrays(trajectory))

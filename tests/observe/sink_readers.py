@@ -64,8 +64,9 @@ def wandb_rows(directory: Path) -> list[dict[str, Any]]:
     rows = []
     for record in wandb_records(directory):
         if record.WhichOneof("record_type") == "history":
-            rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json)
-                         for item in record.history.item})  # fmt: skip
+            rows.append(
+                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
     return rows
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolecall.observe.stacks import deadlocks, stack_report
-from rolecall.observe.stacks.deadlocks import Call, Picture, Rank, Wait
+from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank, Wait
 from rolecall.record.stacks import Frame, State, Thread
 from rolecall.torch_rpc.limits import RPC_THREADS
 
@@ -40,7 +40,7 @@ def at_work(name: str = "trainer 9") -> Rank:
     return Rank(name, (main(state="computes"),))
 
 
-def look(*ranks: Rank) -> Picture:
+def look(*ranks: Rank) -> Conclusions:
     return deadlocks.look(ranks)
 
 
@@ -114,7 +114,7 @@ def test_a_call_that_finds_no_thread_waits_for_those_that_are_taken() -> None:
     assert ("lead 0", "ps 0", "lead 0") in look(lead, server, at_work()).deadlocks
 
 
-def test_whoever_has_two_calls_goes_on_with_the_first_answer() -> None:
+def test_any_answer_releases_a_thread_with_two_calls() -> None:
     trainer, server = two_with_a_lock()
     both = Rank("trainer 0", trainer.threads, (*trainer.calls, calls("trainer 9", "compute")))
     busy = Rank("trainer 9", (idle_main(), serves("compute", state="computes")))
@@ -133,7 +133,7 @@ def test_a_condition_may_be_fulfilled_by_any_rank_that_is_at_work() -> None:
     assert look(trainer, two, at_work()).deadlocks == ()
     # nothing goes on anywhere
     assert look(trainer, back).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
-    assert [*stack_report.conclusions(look(trainer, server))][-1] == "standstill: nothing goes on in any rank"
+    assert [*stack_report.conclusions(look(trainer, server))][-1] == "standstill: no rank has any activity"
 
 
 def test_an_answer_that_comes_later_may_come_from_any_rank_that_is_at_work() -> None:
@@ -146,7 +146,7 @@ def test_an_answer_that_comes_later_may_come_from_any_rank_that_is_at_work() -> 
     assert picture.active == ()
 
 
-def test_a_rank_of_which_nothing_is_known_may_be_at_work() -> None:
+def test_unknown_rank_counts_as_active() -> None:
     trainer, server = two_with_a_lock()
     silent = Rank("ps 0", running=False, error="did not answer within 12 s")
     assert look(trainer, silent).deadlocks == ()
@@ -201,10 +201,9 @@ def test_a_statement_of_one_line_with_a_call_waits_for_the_call() -> None:
 
 
 def reply(**values: Any) -> dict[str, Any]:
-    return {
-        "state": "running", "generation": 2, "step": 118, "phase": "saving", "phase_seconds": 12.34, "note": "",
-        "silent_seconds": 0.3, "by": "py-spy", "rpc_threads": 16, "threads": [], "calls": [], **values,
-    }  # fmt: skip
+    worker = {"state": "running", "generation": 2, "step": 118, "phase": "saving", "phase_seconds": 12.34}
+    stacks = {"note": "", "by": "py-spy", "rpc_threads": 16, "threads": [], "calls": []}
+    return {**worker, "silent_seconds": 0.3, **stacks, **values}
 
 
 def thread(number: int, *frames: tuple[str, str, int, str], **values: Any) -> dict[str, Any]:
@@ -231,11 +230,9 @@ def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
             ],
             calls=[("trainer 0", "train", 3.21, 1), ("trainer 0", "train", 1.0, 1)],
         ),
-        "trainer 0": reply(
-            phase="", threads=[thread(1, TURN, OUTER, main=True)], calls=[("lead 0", "store", 2.0, 9)]
-        ),
+        "trainer 0": reply(phase="", threads=[thread(1, TURN, OUTER, main=True)], calls=[("lead 0", "store", 2.0, 9)]),
         "trainer 1": {"error": "did not answer within 12 s"},
-    }  # fmt: skip
+    }
     assert stack_report.text(replies) == TEXT
     assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
 
@@ -307,7 +304,7 @@ def test_a_thread_serves_the_outermost_function_of_the_jobs(frames: Any, name: s
             "waits for its RankObject to be",
         ),
         ({"threads": "no list"}, "ps 0: its reply cannot be read; run the same version in every rank"),
-        ({}, "nobody waits long for another rank"),
+        ({}, "no rank waits long for another"),
     ],
 )
 def test_the_report_says(values: dict[str, Any], text: str) -> None:

@@ -18,7 +18,7 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.observe import report
 from rolecall.observe.page import command, leftover, render, state
 from rolecall.observe.page.rates import Rates
-from rolecall.observe.page.state import Gang, Titles
+from rolecall.observe.page.state import GangView, Titles
 from rolecall.record import rundir
 from rolecall.record.history import History
 
@@ -31,9 +31,9 @@ def shown(text: str = EVIL) -> dict[str, Any]:
     run.record([("start", 0, 0.0, 1), ("score", 1, 1.0, 2.0)])
     run.end_generation("failed", 1, text)
     titles = Titles(text, text, text, text, version=text)
-    gang = Gang("failed", text, missing=(text,))
-    return state.of_gang(titles, [RoleSpec("lead", 1, 1, 1, elastic=False)], gang, run, Rates(), {text: text}, 1.0,
-                         {"state": text, "result": {text: text}})  # fmt: skip
+    gang = GangView("failed", text, missing=(text,))
+    roles, summary = [RoleSpec("lead", 1, 1, 1, elastic=False)], {"state": text, "result": {text: text}}
+    return state.of_gang(titles, roles, gang, run, Rates(), settings={text: text}, now=1.0, summary=summary)
 
 
 SHOWN = shown()
@@ -64,7 +64,7 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.parametrize("page", [render.live(SHOWN, "abc"), render.saved(SHOWN)], ids=["live", "saved"])
-def test_what_a_job_names_is_no_markup(page: str) -> None:
+def test_names_of_a_job_are_text(page: str) -> None:
     here, there = Elements(page), Elements(render.saved(shown("harmless")))
     assert {**here.tags, "meta": 0} == {**there.tags, "meta": 0}  # the saved page has its policy in one
     assert "".join(here.texts["title"]).startswith(EVIL)
@@ -74,7 +74,7 @@ def test_what_a_job_names_is_no_markup(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [render.live(shown("x"), "abc"), render.saved(shown("x"))], ids=["live", "saved"])
-def test_nothing_comes_from_elsewhere(page: str) -> None:
+def test_page_loads_nothing_from_elsewhere(page: str) -> None:
     """But for the name of SVG's namespace, and an example in the text."""
     urls = set(re.findall(r"[a-z]+://[^\s\"'<)]+", page))
     assert urls == {"http://www.w3.org/2000/svg", "http://localhost:PORT/"}
@@ -122,8 +122,9 @@ def run_in(directory: Path, word: str = "") -> History:
 
 
 def summary_of(run: History, word: str) -> dict[str, Any]:
-    return report.summary("rl", {"SEED": 5}, run, word, "", [("agent", 0)], {}, 9.0, score="return", unit="steps",
-                          lower=False)  # fmt: skip
+    return report.summary(
+        "rl", {"SEED": 5}, run, word, "", [("agent", 0)], {}, 9.0, score="return", unit="steps", lower=False
+    )
 
 
 def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +144,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         command.run([str(tmp_path), "--output", str(tmp_path / "no" / "file.html")])
 
 
-def test_what_rank_0_knew_of_its_ranks_stays(tmp_path: Path) -> None:
+def test_page_of_rank0_is_kept(tmp_path: Path) -> None:
     """Its own page has it; the files have not."""
     run = run_in(tmp_path, "stopped")
     last = {**shown("x"), "ranks": [{"name": "agent 0", "role": "agent", "word": "drained"}]}
@@ -153,7 +154,7 @@ def test_what_rank_0_knew_of_its_ranks_stays(tmp_path: Path) -> None:
     assert leftover.read(tmp_path, 10.0)["ranks"][0]["word"] == "ended"
 
 
-def test_a_page_that_is_damaged_is_no_obstacle(tmp_path: Path) -> None:
+def test_damaged_page_is_ignored(tmp_path: Path) -> None:
     run_in(tmp_path, "stopped")
     for text in ("", "<script", '<script type="application/json" id="data">{"torn</script>'):
         (tmp_path / rundir.PAGE).write_text(text)

@@ -46,8 +46,8 @@ class Queries:
 @contextlib.asynccontextmanager
 async def serving(directory: Path, first: bool = True) -> AsyncIterator[tuple[Site, aiohttp.ClientSession]]:
     """A rank's site, at rank 0 with a gang of rank 0 alone, and a client of it."""
-    settings = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
-                        job_token="a-token-that-nobody-sees", lease_seconds=60.0)  # fmt: skip
+    where: dict[str, Any] = {"checkpoint_dir": directory, "bind_addr": "127.0.0.1", "port": free_ports(1)[0]}
+    settings = Settings(job="rl", job_token="a-token-that-nobody-sees", lease_seconds=60.0, **where)
     lead, served = Coordinator(JOB, settings, "first", "node"), Site(JOB, settings, first)
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
     lead.queries = Queries()  # type: ignore[assignment]
@@ -86,12 +86,12 @@ def join(served: Site, phase: str) -> None:
     """Rank 0 reports that its worker runs."""
     assert served.coordinator is not None
     status = WorkerStatus(1, "running", phase=phase)
-    beat = Heartbeat("agent", 0, "first", 1 + len(phase), node="here", worker=status, job=JOB.identity,
-                     digest=JOB.agreement(served.settings).digest)  # fmt: skip
+    job = {"job": JOB.identity, "digest": JOB.agreement(served.settings).digest}
+    beat = Heartbeat("agent", 0, "first", 1 + len(phase), node="here", worker=status, **job)
     served.coordinator.gang.receive(beat, time.monotonic())
 
 
-def test_it_is_read_as_html_and_as_json(tmp_path: Path) -> None:
+def test_page_is_served_as_html_and_json(tmp_path: Path) -> None:
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
             join(served, "loading")
@@ -106,15 +106,16 @@ def test_it_is_read_as_html_and_as_json(tmp_path: Path) -> None:
                 state = await response.json()
             assert set(state) >= STATE
             assert [(rank["name"], rank["word"]) for rank in state["ranks"]] == [
-                ("agent 0", "loading"), ("observer 0", "missing"),
-            ]  # fmt: skip
+                ("agent 0", "loading"),
+                ("observer 0", "missing"),
+            ]
             assert "a-token-that-nobody-sees" not in page + json.dumps(state)
             assert not {"JOB_TOKEN", "JOB_TOKEN_FILE"} & set(state["settings"])
 
     run(steps())
 
 
-def test_the_state_is_built_once_a_second_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_built_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def steps() -> None:
         async with serving(tmp_path) as (served, session):
             monkeypatch.setattr(site, "EVENT_SECONDS", 3600.0)
@@ -133,7 +134,7 @@ def test_the_state_is_built_once_a_second_whoever_asks(tmp_path: Path, monkeypat
     run(steps())
 
 
-def test_another_rank_says_where_the_page_is(tmp_path: Path) -> None:
+def test_other_ranks_point_to_rank0(tmp_path: Path) -> None:
     async def steps() -> None:
         async with serving(tmp_path, first=False) as (_, session):
             for path in ("/", "/page/state", "/page/events"):
@@ -183,7 +184,7 @@ async def collected(stream: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any
     return [event async for event in stream]
 
 
-def test_ranks_are_asked_only_while_somebody_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_queried_while_a_page_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "EVENT_SECONDS", 0.01)
     monkeypatch.setattr(site, "STATS_SECONDS", 0.01)
     monkeypatch.setattr(site, "READER_SECONDS", 0.05)
@@ -210,7 +211,7 @@ def test_ranks_are_asked_only_while_somebody_watches(tmp_path: Path, monkeypatch
     run(steps())
 
 
-def test_of_many_ranks_some_are_asked_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "STATS_SECONDS", 0.01)
     monkeypatch.setattr(site, "MAX_RANKS_PER_QUERY", 2)
 
@@ -224,9 +225,11 @@ def test_of_many_ranks_some_are_asked_at_a_time(tmp_path: Path, monkeypatch: pyt
             async with session.get("/page/events"):
                 await until(lambda: len(queries.to) > 3)  # type: ignore[attr-defined]
             assert queries.to[:4] == [  # type: ignore[attr-defined]
-                [("agent", 0), ("observer", 0)], [("observer", 1), ("observer", 2)], [("observer", 3)],
                 [("agent", 0), ("observer", 0)],
-            ]  # fmt: skip
+                [("observer", 1), ("observer", 2)],
+                [("observer", 3)],
+                [("agent", 0), ("observer", 0)],
+            ]
 
     run(steps())
 
@@ -242,7 +245,7 @@ def test_stacks_come_in_words_of_all_ranks_or_of_one(tmp_path: Path) -> None:
     run(steps())
 
 
-def test_more_than_some_dozens_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "MAX_WATCHERS", 2)
 
     async def steps() -> None:
@@ -281,7 +284,7 @@ def test_a_watcher_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: py
     run(steps())
 
 
-def test_how_it_went_is_shown_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_state_is_shown_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "STATS_SECONDS", 0.05)
     monkeypatch.setattr(site, "EVENT_SECONDS", 0.05)
 

@@ -18,7 +18,7 @@ from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
 from rolecall.observe import report
 from rolecall.observe.page import leftover, rates, state
 from rolecall.observe.page.rates import LogEvent, Rates, quantile
-from rolecall.observe.page.state import Gang, Member, Titles
+from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
 from rolecall.rank.queries import Replies
 from rolecall.record import history, rundir
@@ -30,8 +30,8 @@ TITLES = Titles("rl", "learns", "return", "steps")
 NOW = 2000.0
 
 
-def works(generation: int = 2, **values: Any) -> Member:
-    return Member(WorkerStatus(generation, "running", **values), heard=0.25, node="here:8000")
+def works(generation: int = 2, **values: Any) -> MemberView:
+    return MemberView(WorkerStatus(generation, "running", **values), heard=0.25, node="here:8000")
 
 
 def trained() -> History:
@@ -45,13 +45,14 @@ def trained() -> History:
     return run
 
 
-def shown(gang: Gang, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
+def shown(gang: GangView, run: History | None = None, counted: Rates | None = None, **values: Any) -> dict[str, Any]:
     """The state, as a browser reads it."""
-    made = state.of_gang(TITLES, ROLES, gang, run or trained(), counted or Rates(), {"SEED": 1}, NOW, **values)
+    run, rates = run or trained(), counted or Rates()
+    made = state.of_gang(TITLES, ROLES, gang, run, rates, settings={"SEED": 1}, now=NOW, **values)
     return json.loads(json.dumps(made, allow_nan=False))
 
 
-def words(gang: Gang) -> dict[str, tuple[str, str]]:
+def words(gang: GangView) -> dict[str, tuple[str, str]]:
     return {rank["name"]: (rank["health"], rank["word"]) for rank in shown(gang)["ranks"]}
 
 
@@ -59,41 +60,46 @@ def words(gang: Gang) -> dict[str, tuple[str, str]]:
 
 
 def test_each_rank_has_a_word_for_its_state() -> None:
-    gang = Gang(
-        "running", number=2, ranks=(AGENT, FIRST, SECOND), lost={SECOND: "killed"},
-        members={AGENT: works(phase="saving"), FIRST: works(), SECOND: Member(WorkerStatus(2, "ended", "crashed"))},
-    )  # fmt: skip
+    members = {AGENT: works(phase="saving"), FIRST: works(), SECOND: MemberView(WorkerStatus(2, "ended", "crashed"))}
+    gang = GangView("running", number=2, ranks=(AGENT, FIRST, SECOND), lost={SECOND: "killed"}, members=members)
     assert words(gang) == {
-        "agent 0": ("good", "saving"), "observer 0": ("good", "running"), "observer 1": ("bad", "crashed"),
+        "agent 0": ("good", "saving"),
+        "observer 0": ("good", "running"),
+        "observer 1": ("bad", "crashed"),
         "observer 2": ("idle", "not started"),
-    }  # fmt: skip
+    }
 
 
-@pytest.mark.parametrize(("member", "expected"), [
-    (Member(), ("idle", "waiting")),
-    (Member(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
-    (Member(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
-    (Member(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
-    (Member(WorkerStatus(2, "ended", "finished")), ("good", "finished")),
-    (Member(WorkerStatus(2, "ended", "stuck")), ("bad", "stuck")),
-    (Member(WorkerStatus(2, "ended", "lost")), ("bad", "lost")),
-])  # fmt: skip
-def test_a_members_word(member: Member, expected: tuple[str, str]) -> None:
-    assert words(Gang("running", members={FIRST: member}))["observer 0"] == expected
+STATES = [
+    (MemberView(), ("idle", "waiting")),
+    (MemberView(WorkerStatus(2, "starting", phase="loading")), ("idle", "loading")),
+    (MemberView(WorkerStatus(2, "running"), leaving=True), ("idle", "leaving")),
+    (MemberView(WorkerStatus(2, "ended", "drained")), ("idle", "drained")),
+    (MemberView(WorkerStatus(2, "ended", "finished")), ("good", "finished")),
+    (MemberView(WorkerStatus(2, "ended", "stuck")), ("bad", "stuck")),
+    (MemberView(WorkerStatus(2, "ended", "lost")), ("bad", "lost")),
+]
 
 
-def test_ranks_that_are_not_there() -> None:
-    assert words(Gang("gathering")) == {
-        "agent 0": ("bad", "missing"), "observer 0": ("bad", "missing"), "observer 1": ("idle", "not started"),
+@pytest.mark.parametrize(("member", "expected"), STATES)
+def test_a_members_word(member: MemberView, expected: tuple[str, str]) -> None:
+    assert words(GangView("running", members={FIRST: member}))["observer 0"] == expected
+
+
+def test_absent_ranks_have_a_state() -> None:
+    assert words(GangView("gathering")) == {
+        "agent 0": ("bad", "missing"),
+        "observer 0": ("bad", "missing"),
+        "observer 1": ("idle", "not started"),
         "observer 2": ("idle", "not started"),
-    }  # fmt: skip
-    silent = Gang("running", ranks=(AGENT, FIRST), lost={FIRST: "silent"}, members={AGENT: works()})
+    }
+    silent = GangView("running", ranks=(AGENT, FIRST), lost={FIRST: "silent"}, members={AGENT: works()})
     assert words(silent)["observer 0"] == ("bad", "lost: silent")
-    assert set(words(Gang("finished")).values()) == {("idle", "has left")}
+    assert set(words(GangView("finished")).values()) == {("idle", "has left")}
 
 
 def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
-    gang = Gang("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
+    gang = GangView("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
     names = [rank["name"] for rank in shown(gang)["ranks"]]
     assert names == ["agent 0", "observer 0", "observer 1", "observer 2", "observer 5", "observer 10"]
 
@@ -102,16 +108,15 @@ def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
 
 
 def test_generations_say_why_they_ended() -> None:
-    first, second = shown(Gang("running", number=2))["generations"]
-    assert (first["number"], first["step"], first["cause"], first["reason"]) == (
-        1, 0, "crashed", "ValueError: <b>broken</b>",
-    )  # fmt: skip
+    first, second = shown(GangView("running", number=2))["generations"]
+    assert (first["number"], first["step"], first["cause"]) == (1, 0, "crashed")
+    assert first["reason"] == "ValueError: <b>broken</b>"
     assert [one["reason"] for one in first["lost"]] == ["the worker of observer 1 ended: killed"]
     assert first["began"] <= first["ended"] <= second["began"]
     assert (second["step"], second["ended"], second["cause"]) == (8, None, "")
 
 
-def test_a_generation_that_never_trained_and_one_of_a_killed_rank_0_are_told_too() -> None:
+def test_untrained_and_killed_generations_are_listed() -> None:
     run = History()
     run.end_generation("failed", 1, "agent 0: ImportError")
     run.record([("start", 0, 0.0, 2)])
@@ -121,18 +126,22 @@ def test_a_generation_that_never_trained_and_one_of_a_killed_rank_0_are_told_too
     again.record([("start", 5, 9.0, 3)])
     rows = state.generations(again)
     assert [(row["number"], row["began"] is None, row["cause"]) for row in rows] == [
-        (1, True, "failed"), (2, False, "restarted"), (3, False, ""),
-    ]  # fmt: skip
+        (1, True, "failed"),
+        (2, False, "restarted"),
+        (3, False, ""),
+    ]
     assert rows[1]["ended"] == rows[2]["began"]
 
 
-def test_before_any_training_there_is_little_to_show() -> None:
-    one = shown(Gang("gathering"), History())
+def test_state_before_training_is_empty() -> None:
+    one = shown(GangView("gathering"), History())
     assert (one["generations"], one["step"], one["began"], one["per_second"]) == ([], 0, None, None)
 
 
 def test_the_state_has_what_the_page_shows() -> None:
-    one = shown(Gang("gathering", "observer 0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}})
+    one = shown(
+        GangView("gathering", "observer 0 left", 3.0, ("2 observer",), 2), summary={"state": "x", "settings": {}}
+    )
     assert (one["state"], one["missing"], one["generation"], one["step"]) == ("gathering", ["2 observer"], 2, 12)
     assert one["curve"]["goal"] == 475.0
     assert one["curve"]["score"][-1] == [12, 14.0, 12.0]
@@ -144,14 +153,14 @@ def test_the_state_has_what_the_page_shows() -> None:
 def test_values_that_json_does_not_have_are_left_out() -> None:
     run = trained()
     run.goal = math.inf
-    assert shown(Gang("running"), run)["curve"]["goal"] is None
+    assert shown(GangView("running"), run)["curve"]["goal"] is None
 
 
 def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
     points = [history.Point(step, step / 10, 1 / 3) for step in range(1, 5001)]
     newest = history.Point(5003, 501.0, 7.0)
     thinned = state.thin(points, newest)
-    assert len(thinned) == state.MOST_POINTS + 1
+    assert len(thinned) == state.MAX_POINTS + 1
     assert [point[0] for point in thinned[:1] + thinned[-2:]] == [1, 5000, 5003]
     assert thinned[0][2] == 0.333333
     assert state.thin(points[:2], points[1]) == [[1, 0.1, 0.333333], [2, 0.2, 0.333333]]
@@ -163,8 +172,8 @@ def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
 def reply(at: float, calls: float, fast: float = 0.0, started: float = 1.0, **values: float) -> dict[str, Any]:
     """A caller of `act` at the agent: of its `calls`, `fast` took at most 1 ms, and the others from 5 to 10 ms."""
     buckets = [fast if bound <= 0.005 else calls for bound in telemetry.LATENCY] + [calls]
-    act = {"calls": calls, "failures": calls / 10, "sent": 8 * calls, "received": 4 * calls, "buckets": buckets,
-           "roles": ["agent"]}  # fmt: skip
+    counts = {"calls": calls, "failures": calls / 10, "sent": 8 * calls, "received": 4 * calls}
+    act = {**counts, "buckets": buckets, "roles": ["agent"]}
     return {"started": started, "at": at, "methods": {"act": act}, "values": values, "log": []}
 
 
@@ -172,7 +181,7 @@ def take(counted: Rates, replies: dict[Any, Any]) -> None:
     counted.take(replies, replies)
 
 
-def test_calls_a_second_between_roles_are_summed_over_the_callers() -> None:
+def test_calls_are_summed_over_callers() -> None:
     counted = Rates()
     take(counted, {FIRST: reply(10.0, 100), SECOND: reply(500.0, 0)})
     (link,) = counted.links()
@@ -187,7 +196,7 @@ def test_calls_a_second_between_roles_are_summed_over_the_callers() -> None:
     assert link.p50 < 0.005 < link.p99 <= 0.01
 
 
-def test_counters_that_begin_anew_have_no_rate_until_the_next_report() -> None:
+def test_restarted_counters_have_no_rate_yet() -> None:
     counted = Rates()
     take(counted, {FIRST: reply(10.0, 1000)})
     take(counted, {FIRST: reply(12.0, 1100)})
@@ -203,16 +212,17 @@ def test_counters_that_begin_anew_have_no_rate_until_the_next_report() -> None:
     assert counted.links()[0].calls == 0.0
 
 
-@pytest.mark.parametrize("wrong", [
-    None, [], "text", {}, {"error": "did not answer within 2 s"}, {**reply(1.0, 1), "at": math.nan},
-    {**reply(1.0, 1), "methods": {"act": {"buckets": [1]}}}, {**reply(1.0, 1), "log": [1]},
-])  # fmt: skip
-def test_a_reply_that_is_no_report_is_a_problem_of_that_rank_alone(wrong: Any) -> None:
+CHANGES: list[dict[str, Any]] = [{"at": math.nan}, {"methods": {"act": {"buckets": [1]}}}, {"log": [1]}]
+WRONG = [None, [], "text", {}, {"error": "did not answer within 2 s"}, *({**reply(1.0, 1), **each} for each in CHANGES)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_malformed_report_affects_one_rank(wrong: Any) -> None:
     counted = Rates()
     take(counted, {FIRST: wrong, SECOND: reply(1.0, 1)})
     assert list(counted.problems) == [FIRST]
     assert counted.newest(SECOND) is not None
-    ranks = shown(Gang("running", members={FIRST: works(), SECOND: works()}), counted=counted)["ranks"]
+    ranks = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["ranks"]
     assert [bool(rank.get("problem")) for rank in ranks] == [False, True, False, False]
 
 
@@ -223,7 +233,7 @@ def test_a_rank_that_has_left_is_forgotten() -> None:
     assert counted.newest(FIRST) is None
 
 
-def test_ranks_are_asked_in_turns_and_keep_what_they_said() -> None:
+def test_reports_are_kept_between_queries() -> None:
     counted = Rates()
     counted.take({FIRST: reply(1.0, 1), SECOND: {"error": "late"}}, [FIRST, SECOND])
     counted.take({THIRD: reply(1.0, 1)}, [FIRST, SECOND, THIRD])
@@ -243,15 +253,15 @@ def test_quantiles_lie_in_their_bucket() -> None:
 
 def test_errors_of_all_ranks_come_in_order_and_limited() -> None:
     counted = Rates()
-    take(counted, {
-        FIRST: {**reply(1.0, 1), "log": [[30.0, "error", "late"], [10.0, "warning", "first"]]},
-        SECOND: {**reply(1.0, 1), "log": [[20.0, "error", "x" * 9999]]},
-    })  # fmt: skip
-    errors = shown(Gang("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
+    logs = {FIRST: [[30.0, "error", "late"], [10.0, "warning", "first"]], SECOND: [[20.0, "error", "x" * 9999]]}
+    take(counted, {key: {**reply(1.0, 1), "log": log} for key, log in logs.items()})
+    errors = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
     assert [(each["rank"], each["time"]) for each in errors] == [
-        ("observer 0", 10.0), ("observer 1", 20.0), ("observer 0", 30.0),
-    ]  # fmt: skip
-    assert len(errors[1]["text"]) == rates.MOST_TEXT
+        ("observer 0", 10.0),
+        ("observer 1", 20.0),
+        ("observer 0", 30.0),
+    ]
+    assert len(errors[1]["text"]) == rates.MAX_TEXT
 
 
 # ---- what a supervisor reports
@@ -314,33 +324,34 @@ def left(directory: Path, run: History, word: str = "") -> Path:
     (directory / rundir.HISTORY).write_text("\n".join(lines) + '\n{"torn')
     rundir.write_generation(directory, rundir.Persisted(2, "rl", (AGENT, FIRST, SECOND)))
     if word:
-        summary = report.summary("rl", {"SEED": 5}, run, word, "why", [AGENT, FIRST], {"solved": True}, NOW,
-                                 score="return", unit="steps", lower=False)  # fmt: skip
+        titles: dict[str, Any] = {"score": "return", "unit": "steps", "lower": False}
+        members, result = [AGENT, FIRST], {"solved": True}
+        summary = report.summary("rl", {"SEED": 5}, run, word, "why", members, result, NOW, **titles)
         report.write(directory, summary)
     return directory
 
 
-def test_a_killed_run_is_told_from_its_history_alone(tmp_path: Path) -> None:
+def test_killed_run_is_read_from_its_history(tmp_path: Path) -> None:
     one = leftover.read(left(tmp_path, trained()), NOW)
     assert (one["state"], one["live"], one["job"]["score"], one["summary"]) == ("killed", False, "return", None)
     assert [rank["name"] for rank in one["ranks"]] == ["agent 0", "observer 0", "observer 1"]
     assert len(one["curve"]["score"]) == 9  # without those that the resume replaced
 
 
-def test_a_run_that_ended_in_order_is_told_with_its_summary(tmp_path: Path) -> None:
+def test_ended_run_shows_its_summary(tmp_path: Path) -> None:
     one = leftover.read(left(tmp_path, trained(), "finished"), NOW)
     assert (one["state"], one["reason"], one["settings"]) == ("finished", "why", {"SEED": 5})
     assert one["summary"]["result"] == {"solved": True}
 
 
-def test_a_run_that_was_killed_after_an_earlier_end_is_not_taken_for_ended(tmp_path: Path) -> None:
+def test_killed_after_an_earlier_end_is_killed(tmp_path: Path) -> None:
     run = trained()
     left(tmp_path, run, "stopped")
     run.record([("start", 12, 200.0, 3)])
     assert leftover.read(left(tmp_path, run), NOW)["state"] == "killed"
 
 
-def test_a_run_under_way_is_said_to_be(tmp_path: Path) -> None:
+def test_running_run_is_reported(tmp_path: Path) -> None:
     lock = rundir.lock(left(tmp_path, trained()), rundir.COORDINATOR_LOCK, 1.0)
     assert leftover.read(tmp_path, NOW)["state"] == "running"
     lock.release()

@@ -38,11 +38,10 @@ def trained(job: str = "rl", **values: str) -> tuple[History, dict[str, Any]]:
     run.record([("start", 90, 200.0, 4), ("train", 90, 201.0, 0), ("score", 100, 211.0, 250.0)])
     run.record([("loss", 100, 211.0, 0.5), ("done", 100, 211.0, 6400.0)])
     loaded, settings = registry.load(job, **values)
-    summary = report.summary(
-        job, variables(settings), run, "finished", "", [("agent", 0), ("observer", 0), ("observer", 3)],
-        {"solved": True, "accuracy": float("nan")}, run.began + 3600, score=loaded.score, unit=loaded.unit,
-        lower=loaded.lower,
-    )  # fmt: skip
+    titles: dict[str, Any] = {"score": loaded.score, "unit": loaded.unit, "lower": loaded.lower}
+    members, result = [("agent", 0), ("observer", 0), ("observer", 3)], {"solved": True, "accuracy": float("nan")}
+    end = run.began + 3600
+    summary = report.summary(job, variables(settings), run, "finished", "", members, result, end, **titles)
     return run, summary
 
 
@@ -55,11 +54,12 @@ def variables(settings: Settings) -> dict[str, Any]:
 def short(run: History, state: str, reason: str = "") -> dict[str, Any]:
     """The summary of a run of `ps` that has no members and no result."""
     job, settings = registry.load("ps")
-    return report.summary("ps", variables(settings), run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit,
-                          lower=job.lower)  # fmt: skip
+    return report.summary(
+        "ps", variables(settings), run, state, reason, [], {}, 1.0, score=job.score, unit=job.unit, lower=job.lower
+    )
 
 
-def test_the_summary_tells_what_became_of_the_run() -> None:
+def test_summary_has_the_results_of_the_run() -> None:
     run, summary = trained()
     assert (summary["job"], summary["state"], summary["steps"]) == ("rl", "finished", 100)
     assert summary["training_seconds"] == run.seconds == 110.0
@@ -84,7 +84,7 @@ def test_the_best_perplexity_is_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_no_secret_is_in_it(tmp_path: Path, by_file: bool) -> None:
+def test_summary_has_no_secret(tmp_path: Path, by_file: bool) -> None:
     (tmp_path / "token").write_text("open-sesame-of-ours\n")
     values = {"job_token_file": str(tmp_path / "token")} if by_file else {"job_token": "open-sesame-of-ours"}
     _, summary = trained(**values)
@@ -95,7 +95,7 @@ def test_no_secret_is_in_it(tmp_path: Path, by_file: bool) -> None:
     assert json.loads(text) == summary
 
 
-def test_a_run_that_has_not_come_far_has_a_summary_too() -> None:
+def test_untrained_run_has_a_summary() -> None:
     summary = short(History(), "failed", "ps 0: broken")
     assert (summary["steps"], summary["started"], summary["reason"]) == (0, None, "ps 0: broken")
     assert summary["curve"]["best"] is summary["throughput"]["per_second"] is None
@@ -108,7 +108,7 @@ def test_a_run_that_has_not_come_far_has_a_summary_too() -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a picture takes is not what is tested here, and a busy machine takes longer."""
-    monkeypatch.setattr(report, "DRAWING", 200.0)
+    monkeypatch.setattr(report, "DRAW_SECONDS", 200.0)
 
 
 def left(directory: Path, run: History, summary: dict[str, Any]) -> Path:
@@ -159,7 +159,7 @@ def test_what_the_picture_says(job: str) -> None:
 
 
 @pytest.mark.parametrize("points", [0, 1])
-def test_next_to_nothing_can_be_drawn(tmp_path: Path, points: int) -> None:
+def test_empty_history_can_be_drawn(tmp_path: Path, points: int) -> None:
     run = History()
     run.record([("start", 0, 0.0, 1), ("train", 0, 0.0, 0), *[("score", 1, 0.0, 3.0)] * points])
     summary = short(run, "stopped")
@@ -171,11 +171,11 @@ def draw(directory: Path) -> str:
     return asyncio.run(report.Picture(directory).draw())
 
 
-def test_what_keeps_it_from_being_drawn_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left(tmp_path, *trained())
     (tmp_path / rundir.SUMMARY).unlink()
     assert rundir.SUMMARY in draw(tmp_path)
-    monkeypatch.setattr(report, "DRAWING", 0.01)
+    monkeypatch.setattr(report, "DRAW_SECONDS", 0.01)
     assert draw(tmp_path) == "it took over 0.01 s"
     assert not (tmp_path / rundir.CURVE).exists()
 

@@ -18,10 +18,12 @@ from structlog.typing import EventDict
 from rolecall.config import Settings
 from rolecall.declare.task import Task
 from rolecall.errors import UsageError
-from rolecall.observe.sinks import choice, feed
-from rolecall.observe.sinks.build import build
+from rolecall.observe.sinks import build as building
+from rolecall.observe.sinks import feed
+from rolecall.observe.sinks.build import build, choose, is_installed
 from rolecall.observe.sinks.feed import Feed, Sinks
-from rolecall.observe.sinks.points import FIRST, NAMED, SPACING, Held, Item, Points
+from rolecall.observe.sinks.held import Held, HeldSink, State
+from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
 from rolecall.rank.supervisor_pipe import SupervisorPipe
@@ -39,7 +41,7 @@ DEADLINE = 150.0  # a fail-safe
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names = {"tensorboard", "mlflow"}
-    monkeypatch.setattr(choice, "is_installed", names.__contains__)
+    monkeypatch.setattr(building, "is_installed", names.__contains__)
     return names
 
 
@@ -54,12 +56,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ],
 )
 def test_sinks_are_chosen(setting: str, chosen: tuple[str, ...]) -> None:
-    assert choice.choose(setting) == chosen
+    assert choose(setting) == chosen
 
 
 def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
     installed.remove("tensorboard")
-    assert choice.choose("auto") == ()
+    assert choose("auto") == ()
 
 
 @pytest.mark.usefixtures("installed")
@@ -73,21 +75,21 @@ def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
 )
 def test_a_sink_that_cannot_be_is_refused(setting: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        choice.choose(setting)
+        choose(setting)
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb leaves a folder of its name in the directory that a program runs in."""
     (tmp_path / "wandering").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not choice.is_installed("wandering")
+    assert not is_installed("wandering")
     (tmp_path / "wandering" / "__init__.py").touch()
-    assert choice.is_installed("wandering")
+    assert is_installed("wandering")
 
 
 def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And its library's own variables do, with defaults that need no network."""
-    monkeypatch.setattr(choice, "is_installed", lambda name: True)
+    monkeypatch.setattr(building, "is_installed", lambda name: True)
     for name in ("JOB_TOKEN", "PASSWORD"):
         monkeypatch.setenv(name, "a-secret-of-more-than-128-bits")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
@@ -136,8 +138,9 @@ def test_steps_that_are_made_again_are_points_again() -> None:
     curves = Points()
     curves.take(steps(1, 2, 3, 4), 0)
     assert [item[0:3] for item in curves.take([("start", 2, 9.0, 2), *steps(2, 3, at=10)], 0)] == [
-        ["start", 2, 2], ["point", "loss", 3],
-    ]  # fmt: skip
+        ["start", 2, 2],
+        ["point", "loss", 3],
+    ]
 
 
 def test_a_long_curve_is_thinned_and_has_its_end() -> None:
@@ -145,16 +148,18 @@ def test_a_long_curve_is_thinned_and_has_its_end() -> None:
     curves, taken = Points(), list[Item]()
     for first in range(0, 200_000, 20_000):
         taken += curves.take(steps(*range(first, first + 20_000), at=float(first)), 0)
-    assert [item[2] for item in taken[: FIRST + 5]] == [*range(FIRST + 5)]  # 10,000 points in, nothing is left out yet
-    assert SPACING < len(taken) < 5 * SPACING
+    assert [item[2] for item in taken[: FULL_POINTS + 5]] == [
+        *range(FULL_POINTS + 5)
+    ]  # 10,000 points in, nothing is left out yet
+    assert MIN_SPACING < len(taken) < 5 * MIN_SPACING
     assert [item[2] for item in taken[-1:] + curves.rest()][-1] == 199_999
     assert curves.rest() == []
 
 
 def test_a_start_passes_on_what_it_covers() -> None:
     curves = Points()
-    curves.take(steps(*range(SPACING + FIRST)), 0)
-    many = SPACING + FIRST
+    curves.take(steps(*range(MIN_SPACING + FULL_POINTS)), 0)
+    many = MIN_SPACING + FULL_POINTS
     at = many + 0.5
     assert curves.take([("loss", many, float(many), 0.0), ("loss", many + 1, at, 1.0)], 0)[-1][2] == many
     again = curves.take([("start", many + 1, at + 1, 2)], 0)
@@ -178,7 +183,7 @@ def test_a_held_point_waits_for_its_checkpoint() -> None:
     assert due(held, 4) == [(3, 103.0), (4, 104.0)]
 
 
-def test_no_held_point_waits_for_ever() -> None:
+def test_held_point_is_written_after_its_patience() -> None:
     """Of a job without checkpoints; its steps, made again, do not appear again."""
     held = Held({}, patience=60)
     held.take(points(1, 2, 3, unix=1000.0))
@@ -188,15 +193,22 @@ def test_no_held_point_waits_for_ever() -> None:
     assert due(held, 4) == [(4, 104.0)]
 
 
-def test_held_points_that_could_not_be_written_are_due_again() -> None:
-    held = Held({"loss": 1}, patience=60)
-    held.take(points(1, 2, 3))
-    before, some = dict(held.last), held.due(2, time.time())
-    held.drop(some)
-    assert held.last == {"loss": 2}
-    held.put_back(some, before)
-    assert held.last == {"loss": 1}
-    assert due(held, 3) == [(2, 2.0), (3, 3.0)]
+def test_held_points_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
+    class Failing(HeldSink):
+        def log(self, points: list[Point]) -> None:
+            if not (tmp_path / "works").exists():
+                raise OSError(28, "No space left on device")
+            logged.extend(point.step for point in points)
+
+    logged: list[int] = []
+    sink = Failing(tmp_path, patience=60)
+    with pytest.raises(OSError, match="No space"):
+        sink.write(points(1, 2, 3), covered=2)
+    assert State.read(tmp_path) == State()
+    (tmp_path / "works").touch()
+    sink.write([], covered=2)
+    assert logged == [1, 2]
+    assert State.read(tmp_path) == State(last={"loss": 2}, rows=2)
 
 
 # ---- from the worker
@@ -211,9 +223,10 @@ class Told(contexts.Supervisor):
         self.values.append((name, step, value))
 
 
-@pytest.mark.parametrize(("sinks", "told"), [("auto", [("temperature", 3, 8.5), ("depth", 3, 2.0), ("epoch", 3, 1)]),
-                                             ("none", [])])  # fmt: skip
-def test_named_values_are_told_where_there_are_sinks(tmp_path: Path, sinks: str, told: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("sinks", "told"), [("auto", [("temperature", 3, 8.5), ("depth", 3, 2.0), ("epoch", 3, 1)]), ("none", [])]
+)
+def test_named_values_are_sent_if_there_are_sinks(tmp_path: Path, sinks: str, told: list[Any]) -> None:
     supervisor = Told()
     context = contexts.make(tmp_path, supervisor, sinks=sinks)
     context.log(3, epoch=1, score=0.5, temperature=8.5, depth=2)
@@ -260,9 +273,9 @@ def covered_by(step: int) -> Callable[[], Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "PERIOD", 0.02)
-    monkeypatch.setattr(feed, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(feed, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(feed, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(feed, "MIN_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(feed, "MAX_RETRY_SECONDS", 0.02)
 
 
 SINK = """
@@ -347,7 +360,7 @@ def test_a_sink_that_is_broken_harms_nothing(
     tmp_path: Path, how: str, problem: str, logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is ended, started anew as often as it likes, and complained of once."""
-    monkeypatch.setattr(feed, "ANSWER", 1.0)
+    monkeypatch.setattr(feed, "REQUEST_SECONDS", 1.0)
 
     async def run() -> None:
         one, seen = fake(tmp_path, how), set[int]()
@@ -386,8 +399,8 @@ def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> No
     assert [item[:2] for item in written(tmp_path)] == [["point", "loss"], ["end", "stopped"]]
 
 
-def test_what_no_sink_takes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MOST", 10)
+def test_queue_of_a_sink_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_ITEMS", 10)
 
     async def run() -> None:
         one = fake(tmp_path)
@@ -414,14 +427,14 @@ def test_a_run_without_training_starts_no_sink(tmp_path: Path) -> None:
     assert not (tmp_path / "sink").exists()
 
 
-def test_a_new_run_has_sinks_of_its_own(tmp_path: Path) -> None:
+def test_new_run_sets_earlier_sinks_aside(tmp_path: Path) -> None:
     """RESUME=0 moves an earlier run's folders aside."""
-    for name in choice.KINDS:
+    for name in building.KINDS:
         (tmp_path / name).mkdir()
     aside = rundir.set_aside(tmp_path, 3, 1.0)
     assert aside is not None
-    assert {path.name for path in aside.iterdir()} == {*choice.KINDS}
-    assert not [name for name in choice.KINDS if (tmp_path / name).exists()]
+    assert {path.name for path in aside.iterdir()} == {*building.KINDS}
+    assert not [name for name in building.KINDS if (tmp_path / name).exists()]
 
 
 # ---- the real ones
@@ -430,8 +443,8 @@ SUMMARY = {"state": "finished", "curve": {"final": 112.0, "best": None}, "settin
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", choice.KINDS)
-def test_a_run_that_is_killed_has_each_step_once(
+@pytest.mark.parametrize("name", building.KINDS)
+def test_killed_run_has_each_step_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[EventDict]
 ) -> None:
     """Its worker is killed after step 4 and goes on from step 2; rank 0 after step 10, and goes on from step 5."""
@@ -439,8 +452,8 @@ def test_a_run_that_is_killed_has_each_step_once(
     for variable in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the test's own client
-    monkeypatch.setattr(feed, "TICK", 0.1)
-    monkeypatch.setattr(feed, "ANSWER", DEADLINE)  # a library's import takes long on a busy machine
+    monkeypatch.setattr(feed, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(feed, "REQUEST_SECONDS", DEADLINE)  # a library's import takes long on a busy machine
     curve, newest = sink_readers.CURVES[name], [0]
 
     async def covered() -> int:
@@ -475,9 +488,8 @@ def test_a_run_that_is_killed_has_each_step_once(
     asyncio.run(killed())
     asyncio.run(resumed())
     assert [event for event in logged if event.get("sink")] == []
-    assert curve(tmp_path, "loss") == [
-        (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), *((step, 100.0 + step) for step in range(6, 13)),
-    ]  # fmt: skip
+    values = {1: 1.0, 2: 2.0, 3: 13.0, 4: 14.0, 5: 15.0} | {step: 100.0 + step for step in range(6, 13)}
+    assert curve(tmp_path, "loss") == [*values.items()]
     assert curve(tmp_path, "entropy") == [(12, 12.0)]
     LOOK[name](tmp_path)
     assert_gone()
@@ -515,16 +527,20 @@ def look_at_wandb(directory: Path) -> None:
     rows = [row["_step"] for row in sink_readers.wandb_rows(directory)]
     assert rows == [*range(12)]  # over both folders: with a step that is there already, the service drops a row
     assert len({record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}) == 1
-    config = {item.key: item.value_json for record in records
-              for item in (*record.config.update, *record.run.config.update)}  # fmt: skip
+    config = {
+        item.key: item.value_json for record in records for item in (*record.config.update, *record.run.config.update)
+    }
     assert config["LR"] == "0.1"
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.metric.glob_name}
     assert axes == {"*": "step"}
-    summary = {item.key or ".".join(item.nested_key): item.value_json for record in records
-               for item in record.summary.update}  # fmt: skip
+    summary = {
+        item.key or ".".join(item.nested_key): item.value_json for record in records for item in record.summary.update
+    }
     assert float(summary["curve.final"]) == 112
 
 
 LOOK: dict[str, Callable[[Path], None]] = {
-    "tensorboard": look_at_tensorboard, "mlflow": look_at_mlflow, "wandb": look_at_wandb,
-}  # fmt: skip
+    "tensorboard": look_at_tensorboard,
+    "mlflow": look_at_mlflow,
+    "wandb": look_at_wandb,
+}

@@ -143,7 +143,7 @@ def test_a_thread_that_computes(worker: Worker) -> None:
     assert threads(reply)["blocks"]["state"] in ("waits", "moves")
 
 
-def test_a_worker_that_is_stopped_says_so(worker: Worker) -> None:
+def test_stopped_worker_is_reported(worker: Worker) -> None:
     worker.process.send_signal(signal.SIGSTOP)
     reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
     assert reply["state"] == "stopped"
@@ -165,7 +165,7 @@ def test_a_rank_without_a_worker_replies_too() -> None:
         ("exec /bin/sleep 60", "py-spy did not end within 0.1 s"),
     ],
 )
-def test_where_py_spy_fails_the_worker_dumps_its_stacks(
+def test_worker_dumps_its_stacks_if_py_spy_fails(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, note: str
 ) -> None:
     program = tmp_path / "py-spy"
@@ -232,7 +232,7 @@ def test_what_surrounds_a_line(tmp_path: Path) -> None:
 # ---- the worker's calls
 
 
-def test_calls_are_told_once_they_take_long() -> None:
+def test_long_calls_are_reported() -> None:
     now = [100.0]
     watchdog = Watchdog(600, 300, clock=lambda: now[0])
     first = watchdog.called(60, "ps_0", "push")
@@ -249,7 +249,7 @@ def test_calls_are_told_once_they_take_long() -> None:
     assert [call[1] for call in watchdog.long_calls()] == ["pull"]
 
 
-def test_of_many_calls_the_oldest_are_told() -> None:
+def test_oldest_calls_are_reported() -> None:
     calls = [pending_calls.PendingCall("ps_0", str(number), float(number), 0.0) for number in reversed(range(200))]
     told = pending_calls.report(calls, 300.0)
     assert [call[1] for call in told] == [str(number) for number in range(pending_calls.MAX_CALLS)]
@@ -321,7 +321,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(command, "ask_now", ask)
     assert command.run(["host:9400", "lead-0"]) == 0
     assert asked == [("host:9400", "stacks", {}, command.TIMEOUT_SECONDS)]
-    assert capsys.readouterr().out == "lead 0: a\n\nnobody waits long for another rank\n"
+    assert capsys.readouterr().out == "lead 0: a\n\nno rank waits long for another\n"
     assert command.run(["host:9400", "--json"]) == 0
     assert '"my worker 1"' in capsys.readouterr().out
     with pytest.raises(UsageError, match="RANK 'ps-0': no such rank in the gang"):

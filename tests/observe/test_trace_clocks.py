@@ -12,8 +12,8 @@ from rolecall.errors import UsageError
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.clocks import DRIFT, WINDOW_NS, Clocks
 from rolecall.record import records
-from rolecall.record.records import Process, Span
-from tests.observe.traces import MS, UNIX, Worker, call, write
+from rolecall.record.records import Process, SpanRecord
+from tests.observe.traces import MS, UNIX, Worker, call, line, write
 
 SECOND = 1000 * MS
 OFFSETS = st.integers(0, 10**16)
@@ -24,6 +24,13 @@ CALLS = st.lists(
     min_size=2,
     max_size=40,
 )
+
+
+def observe(clocks: Clocks, caller: Worker, called: Worker, times: tuple[int, int, int, int]) -> None:
+    """A round trip, whose `times` are those of its sending, arrival, answer and return."""
+    sent, came, left, back = times
+    there = {"came": called.clock(came), "left": called.clock(left)}
+    clocks.observe(caller.process, called.process, sent=caller.clock(sent), back=caller.clock(back), **there)
 
 
 @settings(deadline=None, max_examples=100)
@@ -37,10 +44,7 @@ def test_the_stated_error_holds(
         first, second = workers[caller], workers[called]
         came = sent + there
         times = sent, came, came + handler, came + handler + back
-        clocks.observe(
-            first.process, second.process, first.clock(sent), *(second.clock(time) for time in times[1:3]),
-            first.clock(times[3]),
-        )  # fmt: skip
+        observe(clocks, first, second, times)
     clocks.solve()
     spread, pairs = [sent for _, sent, *_ in calls], {tuple(sorted(pair)) for pair, *_ in calls}
     for worker in workers:
@@ -119,8 +123,7 @@ def test_a_rank_is_reached_by_way_of_another_where_that_is_better_known() -> Non
     for first, second, delay in ((0, 1, 10_000), (1, 2, 10_000), (0, 2, 4 * MS)):
         one, other = workers[first], workers[second]
         times = (0, delay, 2 * delay, 3 * delay)
-        clocks.observe(one.process, other.process, one.clock(times[0]), other.clock(times[1]), other.clock(times[2]),
-                       one.clock(times[3]))  # fmt: skip
+        observe(clocks, one, other, times)
     clocks.solve()
     alignment = clocks.alignment(workers[2].process)
     assert alignment.via == "ps-1"
@@ -157,13 +160,15 @@ def test_a_torn_last_line_is_skipped_and_a_damaged_file_is_named(tmp_path: Path)
 
 def test_a_record_is_read_as_it_was_written() -> None:
     process = Worker("trainer", 3, rank=4, offset=12).process
-    assert records.parse(records.line(process)) == process
-    span = Span("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
-    assert records.parse(records.line(span)) == span
-    for line in ("", "[]", '["process", {"job": 1}]', '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]',
-                 '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]', '["process", {}]', "[" * 100_000):  # fmt: skip
+    assert records.parse(line(process)) == process
+    span = SpanRecord("00000000000000ff", "", "exchange", "client", 5, 9, 77, {"to": "ps 0", "sent": 8}, "ff")
+    assert records.parse(line(span)) == span
+    odd = '["span", "a", "", "x", "odd", 1, 2, 3, {}, ""]'
+    negative = '["span", "a", "", "x", "client", 3, 2, 3, {}, ""]'
+    number = '["span", 1, "", "x", "client", 1, 2, 3, {}, ""]'
+    for damaged in ("", "[]", '["process", {"job": 1}]', odd, negative, number, '["process", {}]', "[" * 100_000):
         with pytest.raises(ValueError, match=r"record|process|line|Expecting"):
-            records.parse(line)
+            records.parse(damaged)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

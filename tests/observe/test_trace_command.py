@@ -62,7 +62,7 @@ def test_the_summary_alone_writes_no_file(run_folder: Path, capsys: pytest.Captu
     assert content["job"] == "ps"
 
 
-def test_damage_is_named_and_the_rest_is_shown(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_are_named(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "trace" / "ps-9-1.jsonl").write_text("nothing\n")
     assert trace.run([str(run_folder)]) == 0
     output = capsys.readouterr()
@@ -100,9 +100,9 @@ class Job:
             self.contents[one.process.name] = content
             self.offsets[one.process.name] = sum(map(len, lines[:before]))
 
-    async def ask(self, target: str, what: str, arguments: dict[str, Any] | None = None,
-                  to: Collection[str] | None = None, timeout: float = 5.0) -> dict[str, Any]:  # fmt: skip
-        assert arguments is not None
+    async def ask(
+        self, target: str, what: str, arguments: dict[str, Any], to: Collection[str] | None, timeout: float
+    ) -> dict[str, Any]:
         self.asked.append((what, arguments))
         return {name: self.reply(name, what, arguments) for name in to or self.contents}
 
@@ -114,9 +114,9 @@ class Job:
         content, offset = self.contents[name], arguments["offset"]
         data = content[offset : offset + CHUNK]
         data = data[: data.rfind(b"\n") + 1]
-        return {"file": arguments["file"], "offset": offset, "data": data.decode(), "next": offset + len(data),
-                "more": offset + len(data) < len(content), "ended": False,
-                "process": json.loads(content.splitlines()[0])[1]}  # fmt: skip
+        following, process = offset + len(data), json.loads(content.splitlines()[0])[1]
+        place = {"file": arguments["file"], "offset": offset, "next": following, "more": following < len(content)}
+        return {**place, "data": data.decode(), "ended": False, "process": process}
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_running_job_is_recorded(job: Job, tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "trace.json").exists()
 
 
-def test_what_was_recorded_before_is_left_out(
+def test_earlier_records_are_left_out(
     run_folder: Path, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = Job(run_folder / "trace", before=11)
@@ -163,8 +163,9 @@ def test_no_rank_that_records_is_one_line(job: Job) -> None:
         trace.run(["8000", "--seconds", "0.05"])
 
 
-def test_a_job_that_ends_meanwhile_leaves_what_came(job: Job, capsys: pytest.CaptureFixture[str],
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_data_before_the_end_of_a_job_is_kept(
+    job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = 0
 
     async def ask(*arguments: Any) -> dict[str, Any]:

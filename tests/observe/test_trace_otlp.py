@@ -18,8 +18,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as proto
 from rolecall.observe.trace import otlp
 from rolecall.observe.trace.otlp import Exporter
 from rolecall.rank.collecting import Collector
-from rolecall.record import records
-from tests.observe.traces import MS, UNIX, Worker, call
+from tests.observe.traces import MS, UNIX, Worker, call, line
 
 DEADLINE = 20.0  # seconds
 CLIENT, SERVER, INTERNAL = 3, 2, 1  # as the protocol numbers kinds
@@ -90,7 +89,7 @@ def training() -> tuple[Worker, Worker]:
 def send(exporter: Exporter | None, *workers: Worker) -> None:
     assert exporter is not None
     for worker in workers:
-        lines = b"".join(map(records.line, worker.spans)).decode()
+        lines = b"".join(map(line, worker.spans)).decode()
         exporter.export_lines(vars(worker.process), lines + '["span", "torn')
     exporter.close()
 
@@ -225,10 +224,8 @@ def test_rank_0_exports_what_it_collects_once(tmp_path: Path, monkeypatch: pytes
 
     sink = Sink()
     monkeypatch.setattr(Collector, "export", no_file)
-    collector = Collector(
-        folder=tmp_path / "trace", members=lambda: [("ps", 0)], ask=ask, disk=disk, over=lambda: True,
-        open_exporter=lambda: cast(Exporter, sink),
-    )  # fmt: skip
+    folder, exporter = tmp_path / "trace", cast(Exporter, sink)
+    collector = Collector(folder, lambda: [("ps", 0)], ask, disk, lambda: True, lambda: exporter)
 
     async def run() -> None:
         running = asyncio.create_task(collector.run())

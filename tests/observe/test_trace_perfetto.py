@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolecall.errors import UsageError
-from rolecall.observe.trace import perfetto, trace_file
+from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.perfetto import Moment
 from rolecall.record import records
@@ -19,8 +19,8 @@ from rolecall.record.history import History
 from tests.observe.traces import MS, UNIX, Worker, call, write
 
 Event = dict[str, Any]
-PHASES = {"X": {"ts", "dur", "tid"}, "i": {"ts", "s", "tid"}, "M": {"args"}, "s": {"ts", "id", "tid"},
-          "f": {"ts", "id", "tid", "bp"}}  # fmt: skip
+ARROW = {"ts", "id", "tid"}
+PHASES = {"X": {"ts", "dur", "tid"}, "i": {"ts", "s", "tid"}, "M": {"args"}, "s": ARROW, "f": {*ARROW, "bp"}}
 
 
 def training() -> list[Worker]:
@@ -73,8 +73,9 @@ def check(events: list[Event]) -> None:
     assert {(pid, None) for pid, _ in tracks} | set(tracks) <= named
     for ph in "sf":  # an arrow's end lies in a slice of its track
         for event in [one for one in events if one["ph"] == ph]:
-            assert any(slice["ts"] <= event["ts"] <= slice["ts"] + slice["dur"] for slice in
-                       tracks[event["pid"], event["tid"]])  # fmt: skip
+            assert any(
+                slice["ts"] <= event["ts"] <= slice["ts"] + slice["dur"] for slice in tracks[event["pid"], event["tid"]]
+            )
 
 
 def test_the_file_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_the_file_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
     assert content["metadata"]["start-unix-ns"] == pytest.approx(UNIX, abs=1000)
 
 
-def test_what_happened_long_before_the_trace_does_not_stretch_it(tmp_path: Path) -> None:
+def test_earlier_events_do_not_extend_the_trace(tmp_path: Path) -> None:
     at = UNIX / 1e9
     moments = [Moment("generation 1", at - 900, 800.0), Moment("lost", at - 500), Moment("generation 2", at - 50, 60.0)]
     events = file_of(tmp_path, training(), moments)["traceEvents"]
@@ -106,10 +107,9 @@ def test_a_rank_is_a_process_and_a_call_leads_to_its_handler(tmp_path: Path) -> 
     assert {one["pid"] for one in ends.values()} == {names["ps 0"]}
     assert all(starts[id]["ts"] <= end["ts"] for id, end in ends.items())
     (first, *_) = [one for one in events if one.get("cat") == "client" and one["pid"] == names["trainer 1"]]
-    assert first["args"] == {
-        "to": "ps 0", "sent": 8, "received": 8, "id": first["args"]["id"], "generation": 1,
-        "network_ms": 8.0, "queueing_ms": 0.0, "handler_ms": 1.0,
-    }  # fmt: skip
+    assert first["args"].pop("id")
+    parts = {"network_ms": 8.0, "queueing_ms": 0.0, "handler_ms": 1.0}
+    assert first["args"] == {"to": "ps 0", "sent": 8, "received": 8, "generation": 1, **parts}
     queued = [one["args"] for one in events if one.get("cat") == "client" and one["pid"] == names["trainer 0"]]
     assert {(one["network_ms"], one["queueing_ms"]) for one in queued} == {(2.0, 0.0), (2.0, 2.0)}
     assert {one["args"].get("held_ms") for one in events if one.get("cat") == "client"} == {6.0, None}
@@ -129,20 +129,20 @@ def test_clocks_are_aligned_in_the_file(tmp_path: Path) -> None:
 
 
 def test_generations_and_kills_are_on_the_same_time_line(tmp_path: Path) -> None:
+    event, killed = {"kind": "event", "generation": 1}, "trainer 1 was killed by SIGKILL"
     rows = [
         {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": UNIX / 1e9 + 1, "after": ""},
-        {"kind": "event", "what": "lost", "generation": 1, "time": UNIX / 1e9 + 2, "cause": "killed",
-         "reason": "trainer 1 was killed by SIGKILL"},
-        {"kind": "event", "what": "ended", "generation": 1, "time": UNIX / 1e9 + 4, "cause": "crashed", "reason": "x"},
+        {**event, "what": "lost", "time": UNIX / 1e9 + 2, "cause": "killed", "reason": killed},
+        {**event, "what": "ended", "time": UNIX / 1e9 + 4, "cause": "crashed", "reason": "x"},
         {"kind": "start", "generation": 2, "step": 9, "seconds": 3.0, "time": UNIX / 1e9 + 5, "after": "crashed"},
-    ]  # fmt: skip
+    ]
     run = History()
     for row in rows:
         run.add(row)
     first, second = Worker("ps"), Worker("ps", generation=2, pid=4001)
     first.span("step", 1000 * MS, 3900 * MS)
     second.span("step", 5000 * MS, 7000 * MS)
-    events = file_of(tmp_path, [first, second], trace_file.moments(run))["traceEvents"]
+    events = file_of(tmp_path, [first, second], perfetto.moments(run))["traceEvents"]
     check(events)
     generations = [one for one in events if one["name"].startswith("generation") and one["ph"] == "X"]
     assert [(one["name"], round(one["dur"] / 1e6, 1)) for one in generations] == [("generation 1", 3.0)]
@@ -159,13 +159,12 @@ def test_a_run_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     write(folder, *training())
     (tmp_path / "history.jsonl").write_text("")
-    written = trace_file.write(Calls(records.read(folder)), tmp_path / "out.json", trace_file.history_beside(folder))
-    assert written.spans == 38
-    assert written.problems == []
+    spans = perfetto.write_file(Calls(records.read(folder)), tmp_path / "out.json", perfetto.history_beside(folder))
+    assert spans == 38
     check(json.loads((tmp_path / "out.json").read_text())["traceEvents"])
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="cannot be written"):
-        trace_file.write(Calls(records.read(folder)), tmp_path / "folder")
+        perfetto.write_file(Calls(records.read(folder)), tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

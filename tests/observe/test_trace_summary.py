@@ -63,7 +63,7 @@ def test_a_wait_is_split_into_network_queueing_and_handler(tmp_path: Path) -> No
     assert server.spent["idle"] > 0
 
 
-def test_it_says_the_same_where_clocks_differ(tmp_path: Path) -> None:
+def test_summary_is_independent_of_clocks(tmp_path: Path) -> None:
     same, other = queueing(), queueing("two", offset=10**14)
     first, second = summary_of(tmp_path / "same", *same), summary_of(tmp_path / "other", *other)
     waits = [summary.ranks["trainer 1"].waits["ps 0"] for summary in (first, second)]
@@ -79,8 +79,8 @@ def test_the_wait_for_an_answer_that_is_given_later_is_held(tmp_path: Path) -> N
     for number in range(STEPS):
         at = number * 100 * MS
         server.span("step", at, at + 100 * MS)
-        call(fast, server, "exchange", at + 20 * MS, at + 21 * MS, at + 98 * MS, at + 99 * MS, served_by=7,
-             returned_ns=at + 22 * MS)  # fmt: skip
+        times = (at + time * MS for time in (20, 21, 98, 99))
+        call(fast, server, "exchange", *times, served_by=7, returned_ns=at + 22 * MS)
         fast.span("wait", at + 20 * MS, at + 99 * MS)
         call(slow, server, "exchange", at + 95 * MS, at + 96 * MS, at + 98 * MS, at + 99 * MS, served_by=8)
         slow.span("wait", at + 95 * MS, at + 99 * MS)
@@ -126,14 +126,14 @@ def test_a_large_message_is_compared_with_large_ones(tmp_path: Path) -> None:
     assert [(one.network / MS, one.queueing / MS) for one in parts if one] == [(1, 0), (1, 2), (10, 0), (10, 4)]
 
 
-def test_without_waits_a_call_counts_for_as_long_as_it_is_under_way(tmp_path: Path) -> None:
+def test_pending_calls_replace_missing_waits(tmp_path: Path) -> None:
     workers = queueing()
     workers[1].spans = [span for span in workers[1].spans if span.name != "wait"]
     summary = summary_of(tmp_path, *workers)
     assert summary.ranks["trainer 1"].spent["waiting"] / summary.nanoseconds == pytest.approx(0.41)
 
 
-def test_calls_whose_other_side_is_missing_are_unknown(tmp_path: Path) -> None:
+def test_unmatched_calls_are_unknown(tmp_path: Path) -> None:
     server, trainer = queueing()
     server.spans = []
     summary = summary_of(tmp_path, server, trainer)
@@ -151,21 +151,23 @@ def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
     assert sum(content["ranks"]["trainer 1"]["share"].values()) == pytest.approx(1)
 
 
-def test_an_empty_trace_is_said_to_be_one(tmp_path: Path) -> None:
+def test_empty_trace_has_a_summary(tmp_path: Path) -> None:
     assert "no span was recorded" in text_of(summary_of(tmp_path, Worker("ps")))
     assert summary_of(tmp_path, Worker("ps")).to_dict()["steps"] == 0
 
 
+TIMES = st.lists(st.integers(0, 200), min_size=4, max_size=4)
+CALLS = st.lists(st.tuples(TIMES, st.permutations(range(3)), st.booleans()), max_size=15)
 SPANS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 3)), max_size=15)
 
 
 @settings(deadline=None, max_examples=60)
-@given(calls=st.lists(st.tuples(st.lists(st.integers(0, 200), min_size=4, max_size=4), st.permutations(range(3)),
-                                st.booleans()), max_size=15), spans=SPANS)  # fmt: skip
-def test_whatever_was_recorded_every_moment_is_counted_once(
-    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[list[int], list[int], bool]],
+@given(calls=CALLS, spans=SPANS)
+def test_every_moment_is_counted_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    calls: list[tuple[list[int], list[int], bool]],
     spans: list[tuple[int, int, int]],
-) -> None:  # fmt: skip
+) -> None:
     workers = [Worker("ps", place, place, host="one", pid=100 + place) for place in range(3)]
     for times, (caller, called, _), waits in calls:
         sent, came, left, back = sorted(times)

@@ -58,7 +58,7 @@ def once(waits: threading.Event, answer: Callable[[], None]) -> threading.Thread
     return thread
 
 
-def test_a_wait_is_a_span_once_and_an_answer_that_is_there_is_none(recording: Path, waits: threading.Event) -> None:
+def test_wait_is_one_span(recording: Path, waits: threading.Event) -> None:
     tracing.watch_waits()  # once more changes nothing
     answers: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(3)]
 

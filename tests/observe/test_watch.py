@@ -98,9 +98,11 @@ def test_a_target_that_is_an_endpoint(text: str, url: str) -> None:
     assert endpoint.at(endpoint.host).url == url
 
 
-@pytest.mark.parametrize("text", ["", "0", "99999", "agent:x", "agent:0", "a b", "ftp://agent", "http://", "http://a:x",
-                                  "runs/no-such", "a@b:1", "1:2:x:3", "[::1", "-"])  # fmt: skip
-def test_what_is_no_target_is_one_clear_line(text: str) -> None:
+NO_ENDPOINTS = ["", "0", "99999", "agent:x", "agent:0", "a b", "a@b:1", "1:2:x:3", "[::1", "-"]
+
+
+@pytest.mark.parametrize("text", [*NO_ENDPOINTS, "ftp://agent", "http://", "http://a:x", "runs/no-such"])
+def test_invalid_target_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^TARGET '.*': [^\n]*$"):
         parse(text)
 
@@ -168,7 +170,7 @@ def test_rank_0_comes_first() -> None:
     )
     assert shown.job == "rl"
     assert [target.rank for target in shown.targets] == ["agent 0", "observer 9", "observer 10", "x:3"]
-    assert shown.first is shown.targets[0]
+    assert shown.rank0 is shown.targets[0]
     text = drawn(shown)
     assert "rolecall rl" in text
     assert "gang running  step 7" in text
@@ -179,8 +181,8 @@ def test_rank_0_comes_first() -> None:
 
 def test_of_several_servers_the_first_is_rank_0() -> None:
     shown = polled(rank("b", "ps", "ps", "1"), rank("c", "ps", "trainer", "0"), rank("a", "ps", "ps", "0", "draining"))
-    assert shown.first is not None
-    assert shown.first.name == "a"
+    assert shown.rank0 is not None
+    assert shown.rank0.name == "a"
 
 
 def test_a_users_job_is_shown_as_rank_0_describes_it() -> None:
@@ -198,16 +200,16 @@ def test_a_rank_without_a_place_goes_by_its_name() -> None:
     assert [target.rank for target in shown.targets] == ["zero 0", "10.0.0.7:8000"]
 
 
-def test_without_rank_0_there_is_what_there_is() -> None:
+def test_display_without_rank0() -> None:
     shown = polled(rank("c", "rnn", "trainer", "0", score=38.5, left_seconds=7.0))
-    assert shown.first is None
+    assert shown.rank0 is None
     text = drawn(shown)
     assert "rank 0 not reached" in text
     assert "score 38.5" in text  # what the job calls it is known to rank 0
     assert "7 s left" in text
 
 
-def test_before_anybody_is_reached() -> None:
+def test_display_before_the_first_answer() -> None:
     text = drawn(polled(down("a:1"), down("[b]:2")))
     assert "no rank has been reached yet" in text
     assert "[b]:2" in text  # no markup
@@ -223,7 +225,7 @@ def test_ranks_of_two_jobs_are_refused() -> None:
         polled(rank("a", "rl", "agent", "0"), rank("b", "ps", "trainer", "0"), down("c"))
 
 
-def test_the_curve_goes_on_only_where_it_changes() -> None:
+def test_curve_adds_changed_scores_only() -> None:
     agent = rank("a", "rl", "agent", "0", "running", score=3.0)
     shown = polled(agent, times=3)
     agent.samples = samples_of("rl", "agent", "0", "running", score=4.0)
@@ -236,14 +238,14 @@ def test_the_curve_of_a_long_run_has_a_bounded_number_of_points() -> None:
     shown = polled(agent)
 
     async def go_on() -> None:
-        for number in range(1, 5 * display.MOST_POINTS):
+        for number in range(1, 5 * display.MAX_POINTS):
             agent.samples[PREFIX + "score", ()] = float(number)
             await shown.poll(None)  # type: ignore[arg-type]
 
     asyncio.run(go_on())
-    assert display.MOST_POINTS / 2 < len(shown.points) <= display.MOST_POINTS
+    assert display.MAX_POINTS / 2 < len(shown.points) <= display.MAX_POINTS
     assert shown.points == sorted(shown.points)
-    assert (shown.points[0], shown.points[-1]) == (0, 5 * display.MOST_POINTS - 1)
+    assert (shown.points[0], shown.points[-1]) == (0, 5 * display.MAX_POINTS - 1)
 
 
 def test_a_ranks_phase_is_beside_its_state() -> None:
@@ -277,7 +279,7 @@ def viewing(*given: Target, sources: list[Source] | None = None, timeout: float 
 
 
 @pytest.mark.parametrize(("gang", "code"), [("finished", 0), ("failed", FAILED)])
-def test_it_ends_when_rank_0_says_so_and_is_gone(gang: str, code: int) -> None:
+def test_view_ends_with_rank0(gang: str, code: int) -> None:
     agent = rank("a", "rl", "agent", "0", gang, score=476.0)
     view = viewing(agent, down("b"))
     assert not view.over()  # the last numbers may be a scrape away
@@ -287,7 +289,7 @@ def test_it_ends_when_rank_0_says_so_and_is_gone(gang: str, code: int) -> None:
     assert view.result == f"rl {gang}: return 476"
 
 
-def test_it_ends_where_rank_0_stays_up_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_ends_while_rank0_lingers(monkeypatch: pytest.MonkeyPatch) -> None:
     view = viewing(rank("a", "rl", "agent", "0", "finished"))
     assert not view.over()
     now = time.monotonic()
@@ -307,7 +309,7 @@ def test_a_restart_of_rank_0_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reached", [False, True])
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
+def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
     agent = rank("a", "rl", "agent", "0", "running") if reached else down("a")
     view = viewing(agent, down("b"), timeout=5)
     assert not view.over()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolecall.record import records
-from rolecall.record.records import Kind, Process, Span, Trace
+from rolecall.record import records, span_file
+from rolecall.record.records import Kind, Process, SpanRecord, Trace
 
 MS = 1_000_000  # ns
 UNIX = 1_800_000_000 * 1000 * MS  # ns: the true time 0
@@ -29,7 +29,7 @@ class Worker:
     drift: float = 0.0
     wall: int = 0
     pid: int = 4000
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SpanRecord] = field(default_factory=list)
 
     @property
     def process(self) -> Process:
@@ -54,10 +54,10 @@ class Worker:
         parent: str = "",
         thread: int = 0,
         **attributes: Any,
-    ) -> Span:
+    ) -> SpanRecord:
         """A span between two true times, in ns."""
         id = f"{next(_ids):016x}"
-        span = Span(id, parent, name, kind, self.clock(start), self.clock(end), thread or self.pid, attributes)
+        span = SpanRecord(id, parent, name, kind, self.clock(start), self.clock(end), thread or self.pid, attributes)
         self.spans.append(span)
         return span
 
@@ -74,7 +74,7 @@ def call(
     thread: int = 0,
     served_by: int = 9,
     **times: float,
-) -> Span:
+) -> SpanRecord:
     """Both sides of a call, at true times in ns: `returned_ns` and `began_ns` are the server's."""
     client = caller.span(method, sent, back, "client", thread=thread, to=called.name, sent=8, received=8)
     attributes = {name: called.clock(time) for name, time in times.items()}
@@ -84,10 +84,17 @@ def call(
     return client
 
 
+def line(record: Process | SpanRecord) -> bytes:
+    """The line that a recorder writes."""
+    if isinstance(record, Process):
+        return span_file.line("process", asdict(record)).encode()
+    return span_file.line("span", *astuple(record)).encode()
+
+
 def write(folder: Path, *workers: Worker) -> Trace:
     """Writes the files of these workers; returns the trace."""
     folder.mkdir(exist_ok=True)
     for worker in workers:
         path = folder / f"{worker.role}-{worker.ordinal}-{worker.generation}.jsonl"
-        path.write_bytes(b"".join(map(records.line, [worker.process, *worker.spans])))
+        path.write_bytes(b"".join(map(line, [worker.process, *worker.spans])))
     return records.read(folder)

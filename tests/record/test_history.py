@@ -81,7 +81,7 @@ def test_a_resume_cuts_what_came_after_its_checkpoint() -> None:
     assert state(again(rows)) == state(run)
 
 
-def test_a_value_that_is_made_again_at_the_step_of_the_checkpoint_is_there_once() -> None:
+def test_repeated_step_is_recorded_once() -> None:
     run, _ = interrupted()
     run.record([*generation(3, 3, 900.0), *steps(3, 4, at=900.0)])
     assert [step for step, _ in shown(run)] == [1, 2, 3, 4]
@@ -97,7 +97,7 @@ def test_a_resume_from_nothing_keeps_the_time_and_the_causes() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_is_left_out(value: float) -> None:
+def test_non_finite_values_are_left_out(value: float) -> None:
     run = History()
     assert len(run.record([*generation(1, 0, 0.0), ("score", 1, 1.0, value)])) == 1
     assert shown(run) == []
@@ -109,7 +109,7 @@ def test_records_before_any_generation_are_ignored() -> None:
     assert state(run) == state(History())
 
 
-def test_what_is_kept_grows_with_the_logarithm_of_time() -> None:
+def test_kept_points_grow_with_the_logarithm_of_time() -> None:
     run, kept = History(), []
     run.record(generation(1, 0, 0.0))
     for step in range(1, 200_001):
@@ -145,7 +145,7 @@ def test_the_rate_is_of_training_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_written_anew_it_is_the_same(seed: int) -> None:
+def test_rewritten_history_is_equal(seed: int) -> None:
     """Whatever happened: what a rewrite leaves out has no effect any more."""
     chance, run, rows, now, step = random.Random(seed), History(), [], 0.0, 0
     for number in range(1, chance.randint(2, 12)):
@@ -173,7 +173,7 @@ def write(directory: Path, rows: list[dict[str, Any]]) -> None:
     (directory / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path: Path) -> None:
+def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
     _, rows = interrupted()
     write(tmp_path, rows)
     whole = (tmp_path / rundir.HISTORY).read_bytes()
@@ -183,10 +183,14 @@ def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path: Path) -> Non
         assert state(history.read(tmp_path)) == state(again(rows if cut == 1 else rows[:-1]))
 
 
-@pytest.mark.parametrize("line", [b"", b"\x00" * 40, b"\xff\xfe", b"7", b"[]", b"{}", b'{"kind": []}', b'{"kind": "x"}',
-                                  b'{"kind": "score"}', b'{"kind": "score", "step": "x", "seconds": 1, "value": 1}',
-                                  b'{"kind": "start"}', b"[" * 100_000])  # fmt: skip
-def test_a_line_that_is_no_row_is_left_out(tmp_path: Path, line: bytes) -> None:
+KINDS = [b'{"kind": []}', b'{"kind": "x"}', b'{"kind": "score"}', b'{"kind": "start"}']
+TEXT_FOR_STEP = b'{"kind": "score", "step": "x", "seconds": 1, "value": 1}'
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\x00" * 40, b"\xff\xfe", b"7", b"[]", b"{}", *KINDS, TEXT_FOR_STEP, b"[" * 100_000]
+)
+def test_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     _, rows = interrupted()
     write(tmp_path, rows)
     expected = state(history.read(tmp_path))
@@ -228,7 +232,7 @@ def test_rows_are_appended_not_written_again(tmp_path: Path) -> None:
 
 
 def test_a_file_of_too_many_lines_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MOST_LINES", 20)
+    monkeypatch.setattr(journal, "MAX_LINES", 20)
     kept = Journal(tmp_path, Disk())
     save(kept, kept.history.record([*generation(1, 0, 0.0), *steps(1)]))
     for _ in range(200):  # a rank that comes and goes
@@ -237,9 +241,7 @@ def test_a_file_of_too_many_lines_is_written_anew(tmp_path: Path, monkeypatch: p
     assert history.read(tmp_path).lost == {"killed": 200}
 
 
-def test_a_disk_that_takes_nothing_is_warned_of_once_and_tried_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_write_is_logged_once_and_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     kept = Journal(directory, Disk())

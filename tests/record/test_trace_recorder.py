@@ -15,7 +15,7 @@ import pytest
 
 from rolecall.record import recorder as module
 from rolecall.record.recorder import NOTHING, Recorder, plain, under
-from rolecall.record.records import Process, Span, parse
+from rolecall.record.records import Process, SpanRecord, parse
 from rolecall.record.span_file import file_name
 
 ABOUT = {"job": "rl", "role": "ps", "ordinal": 1, "rank": 2, "generation": 3}
@@ -34,10 +34,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     gc.enable()
 
 
-def read(path: Path) -> tuple[Process, list[Span]]:
+def read(path: Path) -> tuple[Process, list[SpanRecord]]:
     first, *rest = map(parse, path.read_text().splitlines())
     assert isinstance(first, Process)
-    return first, [span for span in rest if isinstance(span, Span)]
+    return first, [span for span in rest if isinstance(span, SpanRecord)]
 
 
 def test_a_file_begins_with_its_process_and_holds_the_spans_that_ended(here: Recorder, tmp_path: Path) -> None:
@@ -96,8 +96,10 @@ def test_an_attribute_may_have_any_name(here: Recorder, tmp_path: Path) -> None:
     here.since(time.monotonic_ns(), "three", **attributes)
     here.flush()
     assert [(span.name, span.kind, span.attributes) for span in read(tmp_path / "trace")[1]] == [
-        ("one", "internal", attributes), ("two", "event", attributes), ("three", "internal", attributes)
-    ]  # fmt: skip
+        ("one", "internal", attributes),
+        ("two", "event", attributes),
+        ("three", "internal", attributes),
+    ]
 
 
 def test_an_error_is_noted_and_passes(here: Recorder, tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_many_threads_lose_nothing(here: Recorder, tmp_path: Path) -> None:
     assert len({span.id for span in spans}) == len(spans) == 800
 
 
-def test_a_full_file_says_so_and_a_new_request_makes_room(here: Recorder, tmp_path: Path) -> None:
+def test_full_file_is_marked_and_continued_by_a_request(here: Recorder, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     here.start(path, ABOUT, max_bytes=1000)
     for _ in range(20):
@@ -171,9 +173,7 @@ def test_a_full_file_says_so_and_a_new_request_makes_room(here: Recorder, tmp_pa
     assert path.read_text().count('"process"') == 1
 
 
-def test_what_does_not_fit_into_memory_is_counted(
-    here: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_spans_are_counted(here: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING_SPANS", 5)
     here.start(tmp_path / "trace", ABOUT)
     for _ in range(8):
@@ -184,7 +184,7 @@ def test_what_does_not_fit_into_memory_is_counted(
     assert here.on
 
 
-def test_a_request_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_ends_after_its_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WRITE_PERIOD_SECONDS", 0.005)
     recorder = Recorder()
     recorder.start(tmp_path / "trace", ABOUT, seconds=0.02)
@@ -252,7 +252,7 @@ def test_a_generator_that_another_thread_disposes_of_does_no_harm(here: Recorder
     assert [span.name for span in read(tmp_path / "trace")[1]] == ["step"]
 
 
-def test_files_that_nobody_collects_do_not_grow_in_number(here: Recorder, tmp_path: Path) -> None:
+def test_uncollected_files_are_bounded(here: Recorder, tmp_path: Path) -> None:
     for generation in range(1, 10):
         here.start(tmp_path / file_name(generation, 0), ABOUT)
     assert [path.name for path in sorted(tmp_path.iterdir())] == [file_name(each, 0) for each in (7, 8, 9)]
@@ -265,6 +265,5 @@ def test_names_of_files_sort_by_age() -> None:
 
 def test_attributes_are_plain() -> None:
     values: dict[str, Any] = {"a": True, "b": 2, "c": 1.5, "d": "x" * 1000, "e": float("inf"), "f": None, "g": [1]}
-    assert json.loads(json.dumps(plain(values), allow_nan=False)) == {
-        "a": True, "b": 2, "c": 1.5, "d": "x" * module.MAX_TEXT, "e": "inf", "f": "None", "g": "[1]"
-    }  # fmt: skip
+    texts = {"d": "x" * module.MAX_TEXT, "e": "inf", "f": "None", "g": "[1]"}
+    assert json.loads(json.dumps(plain(values), allow_nan=False)) == {"a": True, "b": 2, "c": 1.5, **texts}

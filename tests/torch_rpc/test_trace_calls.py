@@ -21,7 +21,7 @@ from rolecall.context.context import Context
 from rolecall.jobs.hybrid import trainer
 from rolecall.record import recorder as module
 from rolecall.record.recorder import NOTHING, Recorder
-from rolecall.record.records import Span, parse
+from rolecall.record.records import SpanRecord, parse
 from rolecall.torch_rpc import tracing, turns
 from tests.context import contexts
 
@@ -36,12 +36,12 @@ class Trace:
     def __init__(self, recorder: Recorder, path: Path) -> None:
         self.recorder, self.path = recorder, path
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SpanRecord]:
         self.recorder.flush()
         records = map(parse, self.path.read_text().splitlines())
-        return [record for record in records if isinstance(record, Span)]
+        return [record for record in records if isinstance(record, SpanRecord)]
 
-    def pair(self) -> tuple[Span, Span]:
+    def pair(self) -> tuple[SpanRecord, SpanRecord]:
         """The only call: its client span and its server span."""
         spans = {span.kind: span for span in self.spans() if span.kind in ("client", "server")}
         assert spans["server"].parent == spans["client"].id

@@ -104,8 +104,17 @@ class LoggedShare(Share):
             columns = {name: Column.of(rows) for name, rows in self._rows().items()}
             count = changed if chain else len(self._marks)
             patience = self.context.settings.rpc_timeout / 2
-            capture = ChangesCapture(f"{self}.{order.stem}", columns, count, self._marks, self._changes, self._fetch,
-                                     self._together, chain, patience)  # fmt: skip
+            capture = ChangesCapture(
+                f"{self}.{order.stem}",
+                columns,
+                count,
+                marks=self._marks,
+                changes=self._changes,
+                fetch=self._fetch,
+                together=self._together,
+                chain=chain,
+                patience=patience,
+            )
             names, logged = (chain.names, chain.logged + changed) if chain else ((), 0)
             self._next = Chain(order.stem, (*names, *capture.files), logged)
         return capture

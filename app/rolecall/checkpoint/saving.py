@@ -51,7 +51,9 @@ class Saver:
                 each.begin(step)
         except CheckpointError as error:
             return self._failed(error)
-        complete = partial(self._complete, step, pack(values, about), sharded, begun_at, time.monotonic())
+        complete = partial(
+            self._complete, step, pack(values, about), sharded, begun_at=begun_at, captured_at=time.monotonic()
+        )
         if wait or not sharded:
             self._under_way = None
             return complete()

@@ -199,7 +199,8 @@ class Sharded:
                 size = max(1, BLOCK_BYTES // max(1, share[:1].nbytes))
                 for begin in range(0, count, size):
                     values = share[begin : begin + size].clone()  # RPC sends a tensor's whole memory
-                    under_way.append(self._ask(peer, shards.put, self.name, name, begin, values))
+                    part = (name, begin, values)
+                    under_way.append(self._ask(peer, shards.put, self.name, *part))
                     if len(under_way) > AHEAD:
                         under_way.popleft()()
             for answer in under_way:

@@ -198,7 +198,8 @@ class Share:
         ahead: dict[tuple[int, int], Any] = {}
 
         def ask(place: int, length: int) -> Any:
-            return self.context.call(holder, read_piece, stem, file.name, place, length)
+            piece = (place, length)
+            return self.context.call(holder, read_piece, stem, file.name, *piece)
 
         def read(place: int, length: int) -> Tensor:
             future = ahead.pop((place, length), None) or ask(place, length)

@@ -1,4 +1,4 @@
-"""Whether an exported model answers as its checkpoint does: the differences of their outputs on the same data."""
+"""The outputs of an exported model compared with those of its checkpoint, on the same data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from rolecall.context.progress_bar import track
 from rolecall.export.exported import Exported
 
-Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the inputs in order to the outputs in order
-# The largest difference that is rounding, as a share of the output's largest magnitude; at least EPSILONS of its type
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the inputs, in order, to the outputs
+# up to this share of the output's largest magnitude, and up to so many epsilons of its type, a difference is rounding
 RELATIVE_LIMIT, EPSILONS = 1e-4, 16
 MAX_CHANGED = 1e-3  # share of integers, such as chosen actions, that may differ: of two equal choices, either is right
 
@@ -27,38 +27,41 @@ class Agreement:
 
     output: str
     values: int
-    max_absolute: float
-    max_relative: float
-    differ: int
-    limit: float
-    problem: str
+    max_absolute: float = 0.0
+    max_relative: float = 0.0
+    differ: int = 0
+    limit: float = 0.0
+    problem: str = ""
 
     @staticmethod
     def of(output: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
         """Compares an output with the checkpoint's: `pairs` are the expected and the actual one for each batch."""
         expected, actual = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in zip(*pairs, strict=True))
         other = [pair for pair in pairs if pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype]
-        values, differ, absolute, largest, limit, problem = expected.numel(), 0, 0.0, 0.0, 0.0, ""
+        values = expected.numel()
         if not values:
-            problem = "has no values"
-        elif other:
-            problem = f"is {_kind(other[0][1])}, the checkpoint's {_kind(other[0][0])}"
-        elif not expected.is_floating_point() and not expected.is_complex():
+            return Agreement(output, values, problem="has no values")
+        if other:
+            return Agreement(output, values, problem=f"is {_kind(other[0][1])}, the checkpoint's {_kind(other[0][0])}")
+        if not expected.is_floating_point() and not expected.is_complex():
             differ = int((expected != actual).sum())
             problem = f"{differ} of {values} values differ" if differ > MAX_CHANGED * values else ""
-        else:
-            limit = max(RELATIVE_LIMIT, EPSILONS * torch.finfo(expected.dtype).eps)
-            wide = torch.complex128 if expected.is_complex() else torch.float64
-            expected, actual = expected.to(wide), actual.to(wide)
-            finite = expected.isfinite() & actual.isfinite()
-            if bool(finite.any()):
-                absolute = float((expected - actual)[finite].abs().max())
-                largest = float(expected[finite].abs().max())
-            try:
-                torch.testing.assert_close(actual, expected, rtol=0.0, atol=limit * largest, equal_nan=True)
-            except AssertionError as error:
-                problem = next(line for line in str(error).splitlines() if line.startswith("Mismatched"))
-        return Agreement(output, values, absolute, absolute / (largest or 1.0), differ, limit, problem)
+            return Agreement(output, values, differ=differ, problem=problem)
+        limit = max(RELATIVE_LIMIT, EPSILONS * torch.finfo(expected.dtype).eps)
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        expected, actual = expected.to(wide), actual.to(wide)
+        finite = expected.isfinite() & actual.isfinite()
+        absolute = largest = 0.0
+        if bool(finite.any()):
+            absolute = float((expected - actual)[finite].abs().max())
+            largest = float(expected[finite].abs().max())
+        problem = ""
+        try:
+            torch.testing.assert_close(actual, expected, rtol=0.0, atol=limit * largest, equal_nan=True)
+        except AssertionError as error:
+            problem = next(line for line in str(error).splitlines() if line.startswith("Mismatched"))
+        relative = absolute / (largest or 1.0)
+        return Agreement(output, values, absolute, relative, limit=limit, problem=problem)
 
     def __str__(self) -> str:
         if not self.limit:
@@ -68,8 +71,8 @@ class Agreement:
 
 
 def compare(exported: Exported, run: Run) -> list[Agreement]:
-    """The agreement of each output of `run` with the checkpoint's, on all evaluation data. Raises ValueError where
-    there are none, or where they or the outputs are not those that `exported` names.
+    """The agreement of each output of `run` with the checkpoint's, on all evaluation data. Raises ValueError if there
+    are no data, or if the data or the outputs are not those that `exported` names.
     """
     pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in exported.outputs]
     reference, batches = exported.reference or exported.module, exported.batches()
@@ -85,7 +88,7 @@ def compare(exported: Exported, run: Run) -> list[Agreement]:
 
 
 def answers(exported: Exported, result: Any) -> tuple[Tensor, ...]:
-    """What a module returned, as one tensor for each output. Raises ValueError where it is not."""
+    """The `result` of a module as one tensor for each output. Raises ValueError for another result."""
     several = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     if len(several) != len(exported.outputs) or not all(isinstance(one, Tensor) for one in several):
         kinds = ", ".join(type(one).__name__ for one in several)

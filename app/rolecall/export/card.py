@@ -1,4 +1,4 @@
-"""The model card: what an exported model is, beside its file, as JSON and as Markdown."""
+"""The model card, which describes an exported model as JSON and as Markdown beside its file."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ from torch import Tensor
 from rolecall import fields
 from rolecall.checkpoint.checkpoint import Snapshot
 from rolecall.config import Settings, __version__
-from rolecall.declare.spec import Job
 from rolecall.export import formats
 from rolecall.export.agreement import Agreement, answers
 from rolecall.export.exported import Exported
 from rolecall.export.formats import Format
+from rolecall.export.saved import Saved
 from rolecall.record import rundir
 
-CHUNK = 1 << 24  # bytes that are hashed at once
-MOST = 2000  # characters of the module's layers in the Markdown
+HASH_BLOCK_BYTES = 1 << 24
+MAX_TEXT = 2000  # characters of a table's cell, and of the module's layers in the Markdown
 
 
-def facts(job: Job, name: str, snapshot: Snapshot) -> dict[str, str]:
-    """What is written into the model's file itself: the job, the layout of its state, and the settings as JSON."""
+def facts(one: Saved) -> dict[str, str]:
+    """The facts in the model's file: the job, the layout of its state, the step, and the settings as JSON."""
     return {
-        "job": name,
-        "layout": str(job.layout),
-        "step": str(snapshot.step),
-        "settings": json.dumps(settings_of(job, snapshot)),
+        "job": one.name,
+        "layout": str(one.job.layout),
+        "step": str(one.snapshot.step),
+        "settings": json.dumps(settings_of(one)),
         "rolecall": __version__,
     }
 
 
-def settings_of(job: Job, snapshot: Snapshot) -> dict[str, Any]:
-    """The job's settings that the checkpoint was trained with, by variable: all of them where the run's summary is
-    beside it, otherwise those that it depends on. Without secrets, those of single ranks, and those of all jobs.
+def settings_of(one: Saved) -> dict[str, Any]:
+    """The job's settings that the checkpoint was trained with, by variable: all of them if the run's summary is beside
+    it, otherwise those that it depends on. Secrets, settings of single ranks and those of all jobs are left out.
     """
-    declared = job.settings.model_fields
-    of_job = {name.upper() for name, field in declared.items()
-              if name not in Settings.model_fields and fields.agrees(field, default=True)}  # fmt: skip
-    run = summary_of(snapshot, "settings")
-    settings = {name: value for name, value in run.items() if name in of_job}
-    settings |= {name.upper(): value for name, value in snapshot.pinned.items() if name in job.pinned}
-    secret = {name.upper() for name, field in declared.items() if fields.is_secret(field)}
-    return {name: value for name, value in sorted(settings.items()) if name not in secret}
+    settings = {name.lower(): value for name, value in summary_of(one.snapshot, "settings").items()}
+    pinned = {name: value for name, value in one.snapshot.pinned.items() if name in one.job.pinned}
+    shown = {
+        name
+        for name, field in one.job.settings.model_fields.items()
+        if name in pinned or (name not in Settings.model_fields and fields.agrees(field, default=True))
+        if not fields.is_secret(field)
+    }
+    return dict(sorted((name.upper(), value) for name, value in {**settings, **pinned}.items() if name in shown))
 
 
 def summary_of(snapshot: Snapshot, part: str) -> dict[str, Any]:
-    """A part of the summary of the run that wrote the checkpoint; empty where there is none that can be read."""
+    """A part of the summary of the run that wrote the checkpoint; empty if it cannot be read."""
     try:
         values = (rundir.read_summary(snapshot.path.parent) or {}).get(part)
     except OSError:
@@ -64,25 +65,33 @@ def summary_of(snapshot: Snapshot, part: str) -> dict[str, Any]:
 
 
 def score_of(snapshot: Snapshot) -> dict[str, float]:
-    """The last score of the run that wrote the checkpoint, by its label; empty where there is none."""
+    """The last score of the run that wrote the checkpoint, by its label; empty if it is unknown."""
     curve = summary_of(snapshot, "curve")
     final = curve.get("final")
     return {fields.shown(curve.get("label", "score")): float(final)} if isinstance(final, int | float) else {}
 
 
 def describe(
-    job: Job, name: str, snapshot: Snapshot, exported: Exported, form: Format, files: Sequence[Path], file: str,
-    agreement: Sequence[Agreement] | None, score: Mapping[str, float], scored: str,
-) -> dict[str, Any]:  # fmt: skip
-    """The card as JSON's types. `files` are those of the model, of which one is called `file`; `agreement` is
-    None where the file could not be run; `scored` says where the `score` comes from.
+    one: Saved,
+    exported: Exported,
+    form: Format,
+    *,
+    file: str,
+    files: Sequence[Path],
+    agreement: Sequence[Agreement] | None,
+    score: Mapping[str, float],
+    scored_by: str,
+) -> dict[str, Any]:
+    """The card as JSON. `files` are those of the model, and `file` is the name of the one to load; `agreement` is None
+    if the file could not be run; `scored_by` is the source of the `score`.
     """
+    snapshot = one.snapshot
     with torch.no_grad():
         results = answers(exported, exported.module(*exported.inputs.values()))
     return {
         "model": file,
-        "job": name,
-        "summary": job.summary,
+        "job": one.name,
+        "summary": one.job.summary,
         "format": form.name,
         "files": {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files},
         "parameters": sum(parameter.numel() for parameter in exported.module.parameters()),
@@ -94,19 +103,19 @@ def describe(
         ],
         "load": form.usage(exported, file),
         "score": {each: value if math.isfinite(value) else None for each, value in score.items()},
-        "scored_by": scored,
-        "checked_by": f"{form.runtime}" if agreement is not None else None,
+        "scored_by": scored_by,
+        "checked_by": form.runtime if agreement is not None else None,
         "agreement": [] if agreement is None else [dataclasses.asdict(each) for each in agreement],
         "checkpoint": {
             "file": snapshot.path.name,
             "generation": snapshot.generation,
             "step": snapshot.step,
             "done": snapshot.about.get("done"),
-            "unit": job.unit,
+            "unit": one.job.unit,
             "training_seconds": round(float(snapshot.about.get("seconds", 0.0)), 3),
-            "layout": job.layout,
+            "layout": one.job.layout,
         },
-        "settings": settings_of(job, snapshot),
+        "settings": settings_of(one),
         "licence_of_the_data": exported.licence or None,
         "versions": {"rolecall": __version__, "python": platform.python_version(), **formats.versions(form)},
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -115,19 +124,29 @@ def describe(
 
 
 def markdown(card: Mapping[str, Any]) -> str:
-    """The card for people."""
+    """The card as Markdown."""
     checkpoint, agreement = card["checkpoint"], card["agreement"]
     work = "" if checkpoint["done"] is None else f", {checkpoint['done']:g} {checkpoint['unit']}"
-    rows = [(kind, each["name"], each["dtype"], "[" + ", ".join(map(str, each["shape"])) + "]")
-            for kind in ("input", "output") for each in card[f"{kind}s"]]  # fmt: skip
+    rows = [
+        (kind, each["name"], each["dtype"], "[" + ", ".join(map(str, each["shape"])) + "]")
+        for kind in ("input", "output")
+        for each in card[f"{kind}s"]
+    ]
     if agreement:
-        checked = [(each["output"], f"{each['max_absolute']:.2g}", f"{each['max_relative']:.2g}", each["differ"],
-                    each["values"]) for each in agreement]  # fmt: skip
+        checked = [
+            (
+                each["output"],
+                *(f"{each[f'max_{kind}']:.2g}" for kind in ("absolute", "relative")),
+                each["differ"],
+                each["values"],
+            )
+            for each in agreement
+        ]
         compared = _table(("output", "largest difference", "relative", "values that differ", "values"), checked)
         compared = f"Compared on the evaluation data, run by {card['checked_by']}:\n\n{compared}"
     else:
         compared = "Not compared: the format's runtime was not installed."
-    layers = card["layers"] if len(card["layers"]) <= MOST else f"{card['layers'][:MOST]}\n..."
+    layers = card["layers"] if len(card["layers"]) <= MAX_TEXT else f"{card['layers'][:MAX_TEXT]}\n..."
     score = _table(("score", "value"), [(each, number(value)) for each, value in card["score"].items()])
     hashes = [(f"`{each}`", f"{file['bytes']:,}", f"`{file['sha256']}`") for each, file in card["files"].items()]
     parts = [
@@ -156,7 +175,7 @@ def checksum(path: Path) -> str:
     """SHA-256 of a file. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(CHUNK):
+        while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
@@ -184,5 +203,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table, from a checkpoint perhaps: in one line, without HTML."""
-    return fields.shown(value, most=MOST).replace("|", "\\|").replace("<", "&lt;")
+    """A value in one line without HTML: it may come from a checkpoint."""
+    return fields.shown(value, most=MAX_TEXT).replace("|", "\\|").replace("<", "&lt;")

@@ -1,4 +1,5 @@
-"""`rolecall eval`: a checkpoint, the function that its job has for it, and the options that this function takes."""
+"""`rolecall eval`: calls a job's `evaluate` or `complete` with a checkpoint, and options for its keyword-only
+parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import argparse
 import inspect
 import json
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError, create_model
@@ -17,12 +17,12 @@ from rolecall.declare.spec import Job
 from rolecall.errors import UsageError
 from rolecall.export import saved
 
-RESERVED = {"job", "checkpoint", "json", "prompt", "help"}  # the command has these itself
+RESERVED = {"job", "checkpoint", "json", "prompt", "help"}  # options of the command
 
 
 def run(words: Sequence[str]) -> int:
-    """Evaluates what `words` name, and prints the result. Returns the exit code. Raises UsageError, and SystemExit as
-    argparse does.
+    """Evaluates the checkpoint that `words` name and prints the result. Returns the exit code. Raises UsageError, and
+    SystemExit as argparse does.
     """
     return saved.guarded(lambda: _run(words))
 
@@ -30,45 +30,40 @@ def run(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> int:
     first, _ = _parser(full=False).parse_known_args(words)
     if first.job is None:
-        _parser().parse_args(words)  # gives help, or says that JOB is missing
+        _parser().parse_args(words)  # prints help, or that JOB is missing
     job, name = registry.get(first.job), registry.name_of(first.job)
-    function = _function(job, name, first.prompt is not None)
+    called = "evaluate" if first.prompt is None else "complete"
+    function = _function(job, name, called)
     options = _options(function, name, {*RESERVED, *saved.flags(job)})
     parser = _parser(options, name, job=job)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         takes = ", ".join(map(saved.flag, [*options.model_fields, *saved.flags(job)])) or "none"
-        raise UsageError(
-            f"{unknown[0].partition('=')[0]}: {name}'s {_called(arguments.prompt)} has no such option; it takes {takes}"
-        )
+        raise UsageError(f"{unknown[0].partition('=')[0]}: {name}'s {called} has no such option; it takes {takes}")
     given = {option: value for option, value in vars(arguments).items() if option in options.model_fields}
     try:
         chosen = options(**given)
     except ValidationError as error:
         raise UsageError("; ".join(fields.problems(options, error, saved.flag))) from None
-    settings, snapshot = saved.load(job, name, arguments.checkpoint, saved.given(job, arguments),
-                                    "evaluate it with that version")  # fmt: skip
+    one = saved.load(job, name, arguments, "evaluate it with that version")
     prompt = () if arguments.prompt is None else (arguments.prompt,)
-    with saved.given_to(name, snapshot):
-        result = function(settings, snapshot.state, *prompt, **{option: getattr(chosen, option) for option in given})
+    with one.errors():
+        values = {option: getattr(chosen, option) for option in given}
+        result = function(one.settings, one.snapshot.state, *prompt, **values)
     if prompt:
         print(json.dumps({"text": result}) if arguments.json else result)
         return 0
-    numbers = saved.numbers(name, result)
+    numbers = one.numbers(result)
     listed = ", ".join(f"{what} {value:g}" for what, value in numbers.items())
-    print(json.dumps(numbers) if arguments.json else f"{snapshot.path.name}: {listed}")
+    print(json.dumps(numbers) if arguments.json else f"{one.snapshot.path.name}: {listed}")
     return 0
 
 
-def _parser(options: type[BaseModel] | None = None, name: str = "", full: bool = True,
-            job: Job | None = None) -> argparse.ArgumentParser:  # fmt: skip
+def _parser(
+    options: type[BaseModel] | None = None, name: str = "", full: bool = True, job: Job | None = None
+) -> argparse.ArgumentParser:
     """With the options of the job `name`, and flags of `job`; one that is not `full` requires nothing."""
-    parser = argparse.ArgumentParser(prog="rolecall eval", description="Evaluates a checkpoint.", allow_abbrev=False,
-                                     add_help=full)  # fmt: skip
-    target = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
-    parser.add_argument("job", metavar="JOB", help=target, nargs=None if full else "?")
-    parser.add_argument("--checkpoint", type=Path, required=full, help="a checkpoint, or a directory of them")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = saved.parser("rolecall eval", "Evaluates a checkpoint.", full)
     parser.add_argument("--prompt", metavar="TEXT", help="generate a continuation of TEXT instead")
     group = parser.add_argument_group(f"options of {name}") if options and options.model_fields else parser
     for option, field in options.model_fields.items() if options else ():
@@ -85,33 +80,26 @@ def _parser(options: type[BaseModel] | None = None, name: str = "", full: bool =
     return parser
 
 
-def _called(prompt: str | None) -> str:
-    return "evaluate" if prompt is None else "complete"
-
-
-def _function(job: Job, name: str, prompted: bool) -> Callable[..., Any]:
-    function = job.complete if prompted else job.evaluate
+def _function(job: Job, name: str, called: str) -> Callable[..., Any]:
+    if called == "complete" and job.complete is None:
+        raise UsageError(f"--prompt: {name} writes no text; leave it out")
+    function = job.complete if called == "complete" else job.evaluate
     if function is None:
-        raise UsageError(
-            f"--prompt: {name} writes no text; leave it out" if prompted
-            else f"{name} has nothing to evaluate: give its Job evaluate=function"
-        )  # fmt: skip
+        raise UsageError(f"{name} has nothing to evaluate: give its Job evaluate=function")
     return registry.resolve(function)
 
 
 def _options(function: Callable[..., Any], name: str, reserved: Collection[str]) -> type[BaseModel]:
-    """The keyword-only parameters of a job's function as a model's fields. Raises UsageError for those that cannot be
-    options, as they are `reserved`.
-    """
+    """The keyword-only parameters of a job's function as a model's fields. Raises UsageError for `reserved` names."""
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is kind]
     for parameter in parameters:
         if parameter.name in reserved:
             raise UsageError(f"{name}: {saved.flag(parameter.name)} means something else; choose another name")
-    with UsageError.wrap(f"{name}: what the options of {function.__name__} are is not to be told from its types"):
+    with UsageError.wrap(f"{name}: the types of {function.__name__} do not determine its options"):
         hints = get_type_hints(function, include_extras=True) if parameters else {}
-        model: type[BaseModel] = create_model("Options", **{
+        described: dict[str, Any] = {
             each.name: (hints.get(each.name, str), ... if each.default is each.empty else each.default)
             for each in parameters
-        })  # type: ignore[call-overload]  # fmt: skip
-        return model
+        }
+        return create_model("Options", **described)

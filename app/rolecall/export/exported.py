@@ -1,4 +1,4 @@
-"""What a job's `export` function returns: the model of a checkpoint, and what it takes to check it elsewhere."""
+"""The result of a job's `export` function: the model of a checkpoint, and data to check the exported file with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Exported:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def problem(self) -> str:
-        """What is wrong with it; empty where nothing is."""
+        """Why it cannot be exported; empty if it can."""
         from torch import Tensor, nn
 
         module: object = self.module

@@ -11,12 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rolecall.checkpoint.checkpoint import Snapshot
-from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.declare.spec import Job
 from rolecall.errors import FAILED, UsageError
@@ -24,11 +21,12 @@ from rolecall.export import agreement, card, saved
 from rolecall.export.agreement import Agreement
 from rolecall.export.exported import Exported
 from rolecall.export.formats import FORMATS, Format
+from rolecall.export.saved import Saved
 from rolecall.record import rundir
 
 
 def run(words: Sequence[str]) -> int:
-    """Exports what `words` name. Returns the exit code: FAILED where the file's outputs are not the checkpoint's.
+    """Exports what `words` name. Returns the exit code: FAILED if the file's outputs are not the checkpoint's.
     Raises UsageError, and SystemExit as argparse does.
     """
     return saved.guarded(lambda: _run(words))
@@ -47,44 +45,61 @@ def _run(words: Sequence[str]) -> int:
     form.require()
     output = _output(arguments.output, name, form)
     with _unfinished(output, arguments.output or output) as folder:
-        settings, snapshot = saved.load(job, name, arguments.checkpoint, saved.given(job, arguments),
-                                        "export it with that version")  # fmt: skip
-        exported = _exported(job, name, settings, snapshot)
-        path = folder / output.name
-        _write(form, exported, path, card.facts(job, name, snapshot), output, name)
+        one = saved.load(job, name, arguments, "export it with that version")
+        exported, path = _exported(one), folder / output.name
+        with (
+            UsageError.wrap(
+                f"--format {form.name}: the model of {name} cannot be exported",
+                advice="give another format, or change the module",
+            ),
+            UsageError.wrap(f"--output {output}: cannot be written", OSError),
+            torch.no_grad(),
+        ):
+            form.write(exported, path, card.facts(one))
         compared = _compare(form, exported, path, name)
-        if compared is not None and any(each.problem for each in compared):
-            problems = "; ".join(str(each) for each in compared if each.problem)
-            print(f"rolecall: {output.name} is not what the checkpoint is, and was deleted: {problems}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+        if problems := "; ".join(str(each) for each in compared or () if each.problem):
+            problem = f"{output.name} is not what the checkpoint is, and was deleted: {problems}"
+            print(f"rolecall: {problem}", file=sys.stderr, flush=True)
             return FAILED
-        score, scored = _score(job, name, settings, snapshot, arguments.evaluate)
-        described = card.describe(job, name, snapshot, exported, form, sorted(folder.iterdir(), key=_order(path)),
-                                  output.name, compared, score, scored)  # fmt: skip
+        score, scored_by = _score(one, arguments.evaluate)
+        described = card.describe(
+            one,
+            exported,
+            form,
+            file=output.name,
+            files=_in_order(folder, path),
+            agreement=compared,
+            score=score,
+            scored_by=scored_by,
+        )
         with UsageError.wrap(f"{name}: export returns extra facts that are no JSON", TypeError, ValueError):
             text = json.dumps(described, indent=1, allow_nan=False)
-        with _writing(output):
+        with UsageError.wrap(f"--output {output}: cannot be written", OSError):
             rundir.write_atomically(folder / f"{output.name}.json", text.encode() + b"\n")
             rundir.write_atomically(folder / f"{output.name}.md", card.markdown(described).encode())
-            files = _publish(sorted(folder.iterdir(), key=_order(path)), output.parent)
-    _print(described, files, compared, form, arguments.json)
+            files = _publish(_in_order(folder, path), output.parent)
+    if arguments.json:
+        shown = {each: value for each, value in described.items() if each not in ("extra", "layers", "load")}
+        print(json.dumps({"path": str(files[-1]), **shown}))
+        return 0
+    print(f"wrote {', '.join(str(file) for file in reversed(files))}")
+    if compared is None:
+        print(f"not checked: {form.runtime} is not installed")
+    else:
+        print(f"equal to the checkpoint: {'; '.join(map(str, compared))}")
+    if described["score"]:
+        print("score: " + ", ".join(f"{what} {card.number(value)}" for what, value in described["score"].items()))
     return 0
 
 
 def _parser(job: Job | None = None, name: str = "", full: bool = True) -> argparse.ArgumentParser:
     """With flags of `job`, which is called `name`; one that is not `full` requires nothing."""
-    parser = argparse.ArgumentParser(
-        prog="rolecall export", description="Writes the model of a checkpoint to a file that needs no Rolecall, with a "
-        "model card beside it, and compares its outputs with the checkpoint's.", allow_abbrev=False, add_help=full,
-    )  # fmt: skip
-    target = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
-    parser.add_argument("job", metavar="JOB", help=target, nargs=None if full else "?")
-    parser.add_argument("--checkpoint", type=Path, required=full, help="a checkpoint, or a directory of them")
+    description = "Writes the model of a checkpoint to a file that needs no Rolecall, with a model card beside it, and "
+    parser = saved.parser("rolecall export", f"{description}compares its outputs with the checkpoint's.", full)
     parser.add_argument("--format", required=full, help=f"{', '.join(FORMATS)} (torch.export's program)")
     parser.add_argument("--output", type=Path, metavar="PATH", help="the file, or its directory (JOB.onnx and so on)")
     about = "score the checkpoint for the model card, which otherwise has the run's last score"
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help=about)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     if job is not None:
         saved.add_flags(parser, job, name)
     return parser
@@ -98,8 +113,8 @@ def _output(path: Path | None, name: str, form: Format) -> Path:
 
 @contextlib.contextmanager
 def _unfinished(output: Path, given: Path) -> Iterator[Path]:
-    """A directory beside `output`, deleted at the end, for files that may still turn out wrong. Raises UsageError where
-    it cannot be written.
+    """A directory beside `output` for files that are not checked yet; deleted at the end. Raises UsageError if it
+    cannot be written.
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -111,10 +126,12 @@ def _unfinished(output: Path, given: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _exported(job: Job, name: str, settings: Settings, snapshot: Snapshot) -> Exported:
-    assert job.export is not None
-    with saved.given_to(name, snapshot):
-        exported = registry.resolve(job.export)(settings, snapshot.state)
+def _exported(one: Saved) -> Exported:
+    """The result of the job's `export` for the checkpoint. Raises UsageError if it cannot be exported."""
+    assert one.job.export is not None
+    name = one.name
+    with one.errors():
+        exported = registry.resolve(one.job.export)(one.settings, one.snapshot.state)
     if not isinstance(exported, Exported):
         raise UsageError(f"{name}: export returns a {type(exported).__name__}, not a rolecall.Exported")
     if problem := exported.problem():
@@ -125,19 +142,8 @@ def _exported(job: Job, name: str, settings: Settings, snapshot: Snapshot) -> Ex
     return exported
 
 
-def _writing(output: Path) -> contextlib.AbstractContextManager[None]:
-    return UsageError.wrap(f"--output {output}: cannot be written", OSError)
-
-
-def _write(form: Format, exported: Exported, path: Path, facts: Mapping[str, str], output: Path, name: str) -> None:
-    problem = f"--format {form.name}: the model of {name} cannot be exported"
-    advice = "give another format, or change the module"
-    with UsageError.wrap(problem, advice=advice), _writing(output), torch.no_grad():
-        form.write(exported, path, facts)
-
-
 def _compare(form: Format, exported: Exported, path: Path, name: str) -> list[Agreement] | None:
-    """How the file's outputs agree with the checkpoint's; None where nothing here runs the file."""
+    """The agreement of the file's outputs with the checkpoint's; None if its runtime is not installed."""
     with torch.no_grad():
         with UsageError.wrap(f"--format {form.name}: the file that was written cannot be loaded"):
             loaded = form.load(exported, path)
@@ -147,20 +153,19 @@ def _compare(form: Format, exported: Exported, path: Path, name: str) -> list[Ag
             return agreement.compare(exported, loaded)
 
 
-def _score(
-    job: Job, name: str, settings: Settings, snapshot: Snapshot, evaluate: bool
-) -> tuple[Mapping[str, float], str]:
-    """The checkpoint's score, and where it is from."""
-    if evaluate and job.evaluate is not None:
-        with saved.given_to(name, snapshot):
-            result = registry.resolve(job.evaluate)(settings, snapshot.state)
-        return saved.numbers(name, result), "the job's evaluate, at the export"
-    return card.score_of(snapshot), "the end of the run that wrote the checkpoint"
+def _score(one: Saved, evaluate: bool) -> tuple[Mapping[str, float], str]:
+    """The checkpoint's score, and its source."""
+    if evaluate and one.job.evaluate is not None:
+        with one.errors():
+            result = registry.resolve(one.job.evaluate)(one.settings, one.snapshot.state)
+        return one.numbers(result), "the job's evaluate, at the export"
+    return card.score_of(one.snapshot), "the end of the run that wrote the checkpoint"
 
 
 def _publish(files: Sequence[Path], directory: Path) -> list[Path]:
     """Moves finished files to `directory`, and returns their paths there. Raises OSError."""
-    mode = next(file for file in files if file.suffix == ".json").stat().st_mode  # safetensors' is readable by one only
+    # that of the card: safetensors' files are readable by their owner only
+    mode = next(file for file in files if file.suffix == ".json").stat().st_mode
     for file in files:
         file.chmod(mode)
         with file.open("rb") as opened:
@@ -170,21 +175,6 @@ def _publish(files: Sequence[Path], directory: Path) -> list[Path]:
     return moved
 
 
-def _order(first: Path) -> Any:
-    """The key that sorts the model's own file to the end, so that it never stands there without what belongs to it."""
-    return lambda path: (path.name == first.name, path.name)
-
-
-def _print(described: dict[str, Any], files: Sequence[Path], compared: Sequence[Agreement] | None, form: Format,
-           as_json: bool) -> None:  # fmt: skip
-    if as_json:
-        shown = {each: value for each, value in described.items() if each not in ("extra", "layers", "load")}
-        print(json.dumps({"path": str(files[-1]), **shown}))
-        return
-    print(f"wrote {', '.join(str(file) for file in reversed(files))}")
-    if compared is None:
-        print(f"not checked: {form.runtime} is not installed")
-    else:
-        print(f"equal to the checkpoint: {'; '.join(map(str, compared))}")
-    if described["score"]:
-        print("score: " + ", ".join(f"{what} {card.number(value)}" for what, value in described["score"].items()))
+def _in_order(folder: Path, path: Path) -> list[Path]:
+    """The files in `folder`, the model's file `path` last: it is never published without the others."""
+    return sorted(folder.iterdir(), key=lambda each: (each.name == path.name, each.name))

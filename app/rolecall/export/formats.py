@@ -1,4 +1,4 @@
-"""The formats that a model is exported in: how a file is written, run again, and loaded by one without Rolecall."""
+"""The formats of exported models: how a file is written, run again, and loaded without Rolecall."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ from rolecall.errors import UsageError
 from rolecall.export.agreement import Run, answers
 from rolecall.export.exported import Exported
 
-LOUD = ("onnxscript", "onnx_ir", "torch.onnx", "torch.export", "torch.fx")  # loggers, while a model is traced
+LOGGERS = (
+    "onnxscript",
+    "onnx_ir",
+    "torch.onnx",
+    "torch.export",
+    "torch.fx",
+)  # silenced while a model is traced
 
 
 class Format:
-    """One format: `packages` write it, `suffix` ends its files' names."""
+    """A format. `packages` write it; the names of its files end with `suffix`."""
 
     name: str
     suffix: str
@@ -33,7 +39,7 @@ class Format:
     runtime: str = "torch"  # the package that runs the file
 
     def require(self) -> None:
-        """Raises UsageError where a package is missing."""
+        """Raises UsageError if a package is missing."""
         missing = [package for package in self.packages if not importlib.util.find_spec(package)]
         if missing:
             raise UsageError(
@@ -42,11 +48,11 @@ class Format:
             )
 
     def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
-        """Writes the model to `path`, with `facts` in the file. Raises whatever the format's library raises."""
+        """Writes the model to `path`, with `facts` in the file. May raise any error of the format's library."""
         raise NotImplementedError
 
     def load(self, exported: Exported, path: Path) -> Run | None:
-        """What runs the file at `path`; None where its runtime is not installed."""
+        """A function that runs the file at `path`; None if its runtime is not installed."""
         raise NotImplementedError
 
     def usage(self, exported: Exported, file: str) -> str:
@@ -60,7 +66,7 @@ class Safetensors(Format):
     name, suffix, packages = "safetensors", ".safetensors", ("safetensors",)
 
     def write(self, exported: Exported, path: Path, facts: Mapping[str, str]) -> None:
-        """Tensors that share memory are written apart. Raises UsageError for a type that the format does not have."""
+        """Writes tensors that share memory separately. Raises UsageError for a type that the format lacks."""
         from safetensors.torch import save_file
 
         tensors, seen = {}, set[int]()
@@ -85,7 +91,7 @@ class Safetensors(Format):
         return lambda inputs: answers(exported, module.eval()(*inputs))
 
     def usage(self, exported: Exported, file: str) -> str:
-        """The module itself is the user's to build."""
+        """The user builds the module."""
         return (
             "from safetensors.torch import load_file\n"
             f'tensors = load_file("{file}")\n'
@@ -111,7 +117,7 @@ class Torch(Format):
         return lambda inputs: answers(exported, program(*inputs))
 
     def usage(self, exported: Exported, file: str) -> str:
-        """Inputs are given in their order."""
+        """Inputs in their order."""
         values = ", ".join(_example(value, torch_style=True) for value in exported.inputs.values())
         return (
             "import torch\n"
@@ -133,9 +139,14 @@ class Onnx(Format):
         axes = tuple(dict(exported.dynamic.get(name, {})) for name in exported.inputs)
         with quiet():
             model = torch.onnx.export(
-                program, tuple(exported.inputs.values()), dynamo=True, verbose=False, dynamic_shapes=axes,
-                input_names=list(exported.inputs), output_names=list(exported.outputs),
-            )  # fmt: skip
+                program,
+                tuple(exported.inputs.values()),
+                input_names=list(exported.inputs),
+                output_names=list(exported.outputs),
+                dynamic_shapes=axes,
+                dynamo=True,
+                verbose=False,
+            )
             assert model is not None  # as no file was named
             model.model.metadata_props.update(facts)
             model.save(path)
@@ -159,7 +170,7 @@ class Onnx(Format):
         return run
 
     def usage(self, exported: Exported, file: str) -> str:
-        """Inputs are given by name."""
+        """Inputs by name."""
         values = ", ".join(f'"{name}": {_example(value)}' for name, value in exported.inputs.items())
         return (
             "import numpy, onnxruntime\n"
@@ -184,7 +195,7 @@ def trace(exported: Exported) -> torch.export.ExportedProgram:
 
 
 def versions(form: Format) -> dict[str, str]:
-    """Those of the packages that wrote the file and can run it, as far as they are installed."""
+    """The versions of the installed packages that write the file and run it."""
     installed = {}
     for package in ("torch", *form.packages, form.runtime):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -194,8 +205,8 @@ def versions(form: Format) -> dict[str, str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Exporters tell much of what they do; what goes wrong, they raise."""
-    loggers = [logging.getLogger(name) for name in LOUD]
+    """Silences exporters, which log much; they raise their errors."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -210,7 +221,7 @@ def quiet() -> Iterator[None]:
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have shapes and no values, but for what no state_dict has."""
+    """A copy whose tensors in the state_dict have shapes and no values."""
     memo: dict[int, Any] = {}
     for value in module.state_dict(keep_vars=True).values():
         empty = torch.empty_like(value, device="meta")

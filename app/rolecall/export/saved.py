@@ -1,4 +1,4 @@
-"""A checkpoint as `rolecall eval` and `rolecall export` read it: with the settings that it was trained with."""
+"""A checkpoint with its job and the settings that it was trained with, for `rolecall eval` and `rolecall export`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,57 @@ from rolecall import config, fields, telemetry
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import Snapshot
 from rolecall.config import Settings
-from rolecall.declare import loader
+from rolecall.declare import loader, registry
 from rolecall.declare.spec import Job
 from rolecall.errors import FAILED, ProgramError, UsageError
 
-LONGEST = 4000  # characters of a line, which may repeat what a checkpoint says
+MAX_LINE = 4000  # characters of an error, which may quote a checkpoint
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of the `job` that is called `name`, and the settings that it was trained with."""
+
+    job: Job
+    name: str
+    settings: Settings
+    snapshot: Snapshot
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Converts what a function of the job raises for the checkpoint's contents. An error of a built-in job becomes
+        a UsageError: the checkpoint does not hold the job's state; the traceback is logged with LOG_LEVEL=debug. An
+        error of a user's function passes.
+        """
+        try:
+            yield
+        except (UsageError, ProgramError):
+            raise
+        except Exception as error:
+            if loader.locate(error):
+                raise
+            telemetry.log().debug("the checkpoint cannot be used", exc_info=error)
+            first = (str(error).strip().splitlines() or [""])[0]
+            problem = fields.shown(f"{type(error).__name__}: {first}")
+            raise UsageError(f"{self.snapshot.path.name}: holds no state of {self.name} ({problem})") from error
+
+    def numbers(self, result: Any) -> dict[str, int | float]:
+        """The `result` of the job's `evaluate` as numbers. Raises UsageError for another result."""
+        problem, advice = f"{self.name}: evaluate returns what is no number", "return numbers by name"
+        with UsageError.wrap(problem, TypeError, ValueError, AttributeError, advice=advice):
+            return {str(what): value if type(value) is int else float(value) for what, value in result.items()}
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit code of `command`, which calls a job's functions: FAILED where they raise, after a traceback without
-    Rolecall's frames. Raises UsageError, with file and line where it is the user's, and SystemExit as argparse does.
+    """The exit code of `command`, which calls a job's functions: FAILED if they raise, after a traceback without
+    Rolecall's frames. Raises UsageError, with the file and line of the user's code, and SystemExit as argparse does.
     """
     try:
         return command()
     except UsageError as error:
-        raise UsageError(fields.shown(loader.explain(error), most=LONGEST)) from error
+        raise UsageError(fields.shown(loader.explain(error), most=MAX_LINE)) from error
     except ProgramError as error:
-        print(f"rolecall: {fields.shown(error, most=LONGEST)}", file=sys.stderr, flush=True)
+        print(f"rolecall: {fields.shown(error, most=MAX_LINE)}", file=sys.stderr, flush=True)
     except Exception as error:
         if not loader.locate(error):
             raise
@@ -39,7 +74,7 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def flags(job: Job) -> list[str]:
-    """The settings that a command has flags for: those that a checkpoint depends on, and that the user must give."""
+    """The settings that have flags: a checkpoint depends on them, and the user must give them."""
     return [name for name in job.pinned if fields.is_from_user(job.settings.model_fields[name])]
 
 
@@ -51,9 +86,14 @@ def add_flags(parser: argparse.ArgumentParser, job: Job, target: str) -> None:
         group.add_argument(flag(name), metavar="VALUE", dest=name, default=argparse.SUPPRESS, help=about)
 
 
-def given(job: Job, arguments: argparse.Namespace) -> dict[str, str]:
-    """The settings that the command line gives: the job's own name, and the values of `flags`."""
-    return {"job": arguments.job, **{name: getattr(arguments, name) for name in flags(job) if name in arguments}}
+def parser(program: str, description: str, full: bool) -> argparse.ArgumentParser:
+    """The parser of `program` with JOB, --checkpoint and --json; one that is not `full` requires nothing."""
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False, add_help=full)
+    target = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
+    parser.add_argument("job", metavar="JOB", help=target, nargs=None if full else "?")
+    parser.add_argument("--checkpoint", type=Path, required=full, help="a checkpoint, or a directory of them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def flag(name: str) -> str:
@@ -61,25 +101,26 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def load(job: Job, name: str, path: Path, given: Mapping[str, str], advice: str) -> tuple[Settings, Snapshot]:
-    """The checkpoint `path` of the job `name`, or the newest in the directory `path`, and the settings: `given` ones,
-    the environment's, and those that the checkpoint depends on. A line on standard error names a setting that is
-    another in the checkpoint. Raises UsageError, also where the checkpoint names code or a file that the user does not
-    name too; `advice` is for another layout.
+def load(job: Job, name: str, arguments: argparse.Namespace, advice: str) -> Saved:
+    """The checkpoint `arguments.checkpoint` of the job `name`, or the newest one in that directory, with the settings:
+    the command line's, the environment's, and those that the checkpoint depends on. A line on standard error names each
+    setting that differs from the checkpoint's. Raises UsageError, also if the checkpoint names code or a file that the
+    user does not name; `advice` is for a checkpoint of another layout.
     """
-    settings = config.load(job.settings, **given)
+    given = {each: getattr(arguments, each) for each in flags(job) if each in arguments}
+    settings = config.load(job.settings, job=arguments.job, **given)
     telemetry.setup_logging(settings.log_format, settings.log_level, stream=sys.stderr)
-    snapshot = _read(path, name)
+    snapshot = _read(arguments.checkpoint, name)
     snapshot.require_layout(job.layout, advice)
     taken = _taken(job, settings, snapshot)
     try:
-        return config.load(job.settings, **{**settings.model_dump(), **taken}), snapshot
-    except UsageError as error:  # they were right without it
+        return Saved(job, name, config.load(job.settings, **{**settings.model_dump(), **taken}), snapshot)
+    except UsageError as error:  # without the checkpoint's values they were valid
         raise UsageError(f"{snapshot.path.name}: {error}") from error
 
 
 def _taken(job: Job, settings: Settings, snapshot: Snapshot) -> dict[str, Any]:
-    """The values of pinned settings that the checkpoint gives. Raises UsageError as `load` does."""
+    """The pinned settings whose values come from the checkpoint. Raises UsageError as `load` does."""
     file, taken = snapshot.path.name, dict[str, Any]()
     current = settings.model_dump(mode="json", include=set(job.pinned))
     for name in job.pinned:
@@ -94,38 +135,12 @@ def _taken(job: Job, settings: Settings, snapshot: Snapshot) -> dict[str, Any]:
         elif not given:
             value = fields.shown(before)
             advice = f"if you trust it, give it yourself: {flag(name)}={shlex.quote(value)}"
-            raise UsageError(f"{file}: names code or a file of its own, {name.upper()}={value}; {advice}")
+            raise UsageError(f"{file}: names code or a file, {name.upper()}={value}; {advice}")
         elif now != before:
             said = f"{name.upper()}={now} is used: {file} was made with {fields.shown(before)}"
         if said:
             print(f"rolecall: {said}", file=sys.stderr, flush=True)
     return taken
-
-
-@contextlib.contextmanager
-def given_to(name: str, snapshot: Snapshot) -> Iterator[None]:
-    """Calls a function of the job `name` with the contents of the checkpoint: what the function of a built-in job
-    raises becomes a UsageError, as the checkpoint holds something else than its job saves. The traceback is logged with
-    LOG_LEVEL=debug. What a user's function raises passes.
-    """
-    try:
-        yield
-    except (UsageError, ProgramError):
-        raise
-    except Exception as error:
-        if loader.locate(error):
-            raise
-        telemetry.log().debug("the checkpoint cannot be used", exc_info=error)
-        first = (str(error).strip().splitlines() or [""])[0]
-        problem = f"{type(error).__name__}: {first}"
-        raise UsageError(f"{snapshot.path.name}: holds no state of {name} ({fields.shown(problem)})") from error
-
-
-def numbers(name: str, result: Any) -> dict[str, int | float]:
-    """What `evaluate` of the job `name` returned, as numbers. Raises UsageError where it is something else."""
-    with UsageError.wrap(f"{name}: evaluate returns what is no number", TypeError, ValueError, AttributeError,
-                         advice="return numbers by name"):  # fmt: skip
-        return {str(what): value if type(value) is int else float(value) for what, value in result.items()}
 
 
 def _read(path: Path, name: str) -> Snapshot:

@@ -291,7 +291,7 @@ class LocalRun:
             self._zygote.end()  # it imports, and they wait for it
         if interrupted.done():
             s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
-            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAWING
+            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAW_SECONDS
             frozen = asyncio.create_task(self._frozen(rank0))
             await _wait({rank0, frozen}, signalled, grace, any_of=True)
             frozen.cancel()

@@ -29,7 +29,7 @@ async def ask(
     to: Collection[str] | None = None,
     timeout: float = 5.0,
 ) -> dict[str, Any]:
-    """What the ranks `to` ("observer 1"), or all, of the job at `target` reply to a query, by rank.
+    """The replies of the ranks `to` ("observer 1"), or of all, of the job at `target` to a query, by rank.
 
     `target` is a TARGET of `rolecall watch` that leads to rank 0. Raises UsageError if rank 0 is not reached or
     refuses.

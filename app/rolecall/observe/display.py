@@ -23,9 +23,9 @@ from rolecall.errors import UsageError
 from rolecall.telemetry import PREFIX
 
 BARS = "▁▂▃▄▅▆▇█"
-PERIOD = 0.5  # seconds between two scrapes
-MOST_POINTS = 2000  # of the curve; beyond that, every other one is dropped
-SCRAPE = aiohttp.ClientTimeout(total=2)
+PERIOD_SECONDS = 0.5  # between two scrapes
+MAX_POINTS = 2000  # of the curve; beyond that, every other one is dropped
+SCRAPE_TIMEOUT = aiohttp.ClientTimeout(total=2)
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def job_info(self) -> dict[str, str]:
-        """What the job calls its score and its work, and its roles, at rank 0; empty elsewhere."""
+        """At rank 0 the names of the job's score and unit, and its roles; at others empty."""
         return next((dict(labels) for name, labels in self.samples if name == PREFIX + "job_info"), {})
 
     @property
@@ -61,7 +61,7 @@ class Target:
         return self.label("worker_state") if self.up else "down"
 
     def value(self, name: str, **labels: str) -> float | None:
-        """A sample by name (without prefix) and labels; None where there is none."""
+        """A sample by name (without prefix) and labels; None if there is none."""
         return self.samples.get((PREFIX + name, tuple(sorted(labels.items()))))
 
     def total(self, name: str) -> float:
@@ -69,7 +69,7 @@ class Target:
         return sum(value for (sample, _), value in self.samples.items() if sample == PREFIX + name)
 
     def label(self, name: str) -> str:
-        """The `state` label of the sample that is 1, of a metric that has one sample for each state."""
+        """The `state` label of the sample that is 1, of a metric with a sample for each state."""
         for (sample, labels), value in self.samples.items():
             if sample == PREFIX + name and value == 1:
                 return dict(labels)["state"]
@@ -87,16 +87,16 @@ class Display:
         self.started = time.monotonic()
 
     @property
-    def first(self) -> Target | None:
-        """Rank 0, where it is among the targets and a scrape has succeeded."""
+    def rank0(self) -> Target | None:
+        """Rank 0, if it is among the targets and a scrape has succeeded."""
         return next((target for target in self.targets if target.job_info), None)
 
     def called(self, what: Literal["score", "unit", "roles"]) -> str:
-        """What the job calls its score or the unit of its work, or its roles; the defaults until rank 0 is reached."""
-        return (self.first.job_info if self.first else {"score": "score", "unit": "steps", "roles": ""})[what]
+        """The name of the job's score or unit, or its roles; the defaults until rank 0 is reached."""
+        return (self.rank0.job_info if self.rank0 else {"score": "score", "unit": "steps", "roles": ""})[what]
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
-        """Scrapes every target once. Raises UsageError where they are of different jobs."""
+        """Scrapes every target once. Raises UsageError if they are of different jobs."""
         await asyncio.gather(*(self._scrape(session, target) for target in self.targets))
         self._set_job()
         if not self.job:
@@ -108,7 +108,7 @@ class Display:
         point = self._value("score")
         if point is not None and (not self.points or point != self.points[-1]):
             self.points.append(point)
-            if len(self.points) > MOST_POINTS:
+            if len(self.points) > MAX_POINTS:
                 self.points = [*self.points[:-1:2], point]
 
     def _set_job(self) -> None:
@@ -157,11 +157,11 @@ class Display:
         """The state of the gang, the step, the rate and the time left, in a line."""
         if not self.job:
             return "no rank has been reached yet"
-        gang = f"gang {self.first.label('gang_state')}" if self.first else "rank 0 not reached"
+        gang = f"gang {self.rank0.label('gang_state')}" if self.rank0 else "rank 0 not reached"
         seconds = self._value("left_seconds")
         left = "" if seconds is None else f"  {seconds:.0f} s left"
         return (
-            f"{gang}  step {_number(self.first.value('step') if self.first else None)}  "
+            f"{gang}  step {_number(self.rank0.value('step') if self.rank0 else None)}  "
             f"{self.per_second():,.0f} {self.called('unit')}/s  {time.monotonic() - self.started:.0f} s{left}"
         )
 
@@ -197,14 +197,14 @@ class Display:
 
 async def poll_forever(display: Display, show: Callable[[], None], over: Callable[[], bool] = lambda: False) -> None:
     """Polls the ranks, and calls `show`, until `over()` is true after a poll. Raises what `poll` and `over` raise."""
-    async with aiohttp.ClientSession(timeout=SCRAPE) as session:
+    async with aiohttp.ClientSession(timeout=SCRAPE_TIMEOUT) as session:
         try:
             while True:
                 await display.poll(session)
                 if over():
                     return
                 show()
-                await asyncio.sleep(PERIOD)
+                await asyncio.sleep(PERIOD_SECONDS)
         finally:
             show()
 

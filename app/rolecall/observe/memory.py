@@ -1,4 +1,4 @@
-"""What the kernel says of the memory of this rank's cgroup: whether it ran out, its limit and its peak."""
+"""The memory of this rank's cgroup: whether it ran out, its limit and its peak."""
 
 from __future__ import annotations
 

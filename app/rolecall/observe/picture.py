@@ -1,6 +1,6 @@
-"""A run's picture: `python -m rolecall.observe.picture DIRECTORY` draws its curve.png.
+"""`python -m rolecall.observe.picture DIRECTORY` draws a run's curve.png.
 
-A program of its own, so that no other part of a rank loads matplotlib, or fails with it.
+A separate program, so that no other part of a rank loads matplotlib, or fails with it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rolecall import machine
 from rolecall.record import files, history
 from rolecall.record.history import History, Point
 
-SECONDS = 60  # a fail-safe: the supervisor may have ended
+MAX_SECONDS = 60  # a fail-safe: the supervisor may have ended
 SIZE = (12.0, 6.0)  # inches of 100 dots
 BLUE, ORANGE, GREEN, GRAY, INK = "#2f6fb7", "#c8741a", "#2e8b57", "#8b949e", "#24292f"
-RATES = 120  # points of the throughput
-FEW = 60  # points, up to which each is marked
+MAX_RATES = 120  # points of the throughput
+MAX_MARKED = 60  # points that are marked
 
 
 def draw(run: History, summary: dict[str, Any]) -> Figure:
     """The learning curve over the steps, with its spread and the goal, and the throughput below it."""
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "font.size": 11, "axes.edgecolor": GRAY, "text.color": INK,
-                         "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-                         "axes.spines.right": False})  # fmt: skip
+    style: dict[Any, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    style |= {"font.family": "DejaVu Sans", "font.size": 11, "axes.edgecolor": GRAY, "axes.spines.right": False}
+    mpl.rcParams.update(style)
     figure = Figure(figsize=SIZE, dpi=100, facecolor="white", layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
     figure.suptitle(title(summary), fontsize=14, fontweight="bold", x=0.01, ha="left")
@@ -82,15 +82,15 @@ def _curves(axes: Axes, run: History, summary: dict[str, Any]) -> None:
     if run.generations > 1:
         handles.append(axes.plot([], [], color=GRAY, linewidth=0.7, label=f"{run.generations} generations")[0])
     assert axes.figure is not None
-    axes.figure.legend(handles=handles, frameon=False, fontsize=10, ncols=len(handles) or 1, columnspacing=1.4,
-                       loc="upper right", bbox_to_anchor=(0.995, 1.0))  # fmt: skip
+    style: dict[str, Any] = {"frameon": False, "fontsize": 10, "ncols": len(handles) or 1, "columnspacing": 1.4}
+    axes.figure.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.995, 1.0), **style)
 
 
 def _line(axes: Axes, points: list[Point], colour: str, label: str, width: float) -> list[Any]:
     if not points:
         return []
     steps, values = [point.step for point in points], [point.value for point in points]
-    marker = "o" if len(points) <= FEW else ""
+    marker = "o" if len(points) <= MAX_MARKED else ""
     return list(axes.plot(steps, values, color=colour, linewidth=width, marker=marker, markersize=3, label=label))
 
 
@@ -105,7 +105,7 @@ def _band(axes: Axes, run: History) -> list[Any]:
 def _throughput(axes: Axes, run: History, unit: str) -> None:
     """Means over a few spans each: a single step's rate is noise."""
     spans = run.spans()
-    group = max(1, len(spans) // RATES)
+    group = max(1, len(spans) // MAX_RATES)
     steps, rates = [], []
     for part in (spans[at : at + group] for at in range(0, len(spans), group)):
         seconds = sum(after.seconds - before.seconds for before, after in part)
@@ -113,7 +113,8 @@ def _throughput(axes: Axes, run: History, unit: str) -> None:
             steps.append(part[-1][1].step)
             rates.append(sum(after.value - before.value for before, after in part) / seconds)
     if rates:
-        axes.plot(steps, rates, color=BLUE, linewidth=1.3, marker="o" if len(rates) <= FEW else "", markersize=2.5)
+        marker = "o" if len(rates) <= MAX_MARKED else ""
+        axes.plot(steps, rates, color=BLUE, linewidth=1.3, marker=marker, markersize=2.5)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -127,10 +128,8 @@ def _time(axes: Axes, run: History) -> None:
     steps, seconds = np.array([point[0] for point in points]), np.array([point[1] for point in points])
     seconds = np.maximum.accumulate(seconds)
     least, most = np.interp(axes.get_xlim(), steps, seconds)
-    size, unit = next(
-        (size, unit) for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
-        if most >= 3 * size or size == 1
-    )  # fmt: skip
+    units = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+    size, unit = next((size, unit) for size, unit in units if most >= 3 * size or size == 1)
     ticks = [tick for tick in MaxNLocator(8).tick_values(least / size, most / size) if least <= tick * size <= most]
     top = axes.secondary_xaxis("top")
     top.set_xticks(np.interp(np.array(ticks) * size, seconds, steps), [f"{tick:g}" for tick in ticks])
@@ -144,7 +143,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the supervisor drains first
     if "--on-request" in arguments and not sys.stdin.readline():
         return 0  # the supervisor has ended
-    signal.alarm(SECONDS)
+    signal.alarm(MAX_SECONDS)
     directory = Path(arguments[-1])
     run, summary = history.read(directory), json.loads((directory / files.SUMMARY).read_text())
     content = io.BytesIO()

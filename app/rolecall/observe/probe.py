@@ -1,6 +1,6 @@
-"""Asks this rank's endpoint from inside its container: the health check, and its metrics without a published port.
+"""Queries this rank's endpoint inside its container: the health check, or its metrics without a published port.
 
-A program of its own, not a command of `rolecall`, because a health check runs often and this imports little.
+A separate program, not a command of `rolecall`: a health check runs often, and this imports little.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what the rank answers on a path (/healthz by default). Returns 0 for status 200, 1 for another
+    """Prints the rank's answer to a path (/healthz by default). Returns 0 for status 200, 1 for another
     status or no answer, and 2 for wrong settings."""
     path = arguments[0] if arguments else "/healthz"
     try:

@@ -20,8 +20,8 @@ from rolecall.gang.protocol import Key
 from rolecall.record import rundir
 from rolecall.record.history import History, Point
 
-DRAWING = 25.0  # seconds; DRAIN_TIMEOUT and this must be less than the 60 s that a container gets to stop
-KILLED = 1.0  # seconds until a killed process is gone
+DRAW_SECONDS = 25.0  # limit; DRAIN_TIMEOUT and this must be less than the 60 s that a container gets to stop
+KILL_SECONDS = 1.0  # until a killed process is gone
 # secrets, and the settings of a single rank
 LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "world_size"}
 
@@ -43,7 +43,7 @@ def summary(
     """The contents of summary.json, as JSON's types.
 
     `state` is finished, stopped or failed, for `reason`; `members` are those of the last generation; `result` is the
-    job's own summary; `now` is Unix time. `score` labels the curve, of which lower is better where `lower` is set;
+    job's own summary; `now` is Unix time. `score` labels the curve, if `lower`, a lower score is better;
     `unit` is that of the work done.
     """
     done, final = history.last.get("done"), history.last.get("score")
@@ -106,9 +106,9 @@ def write(directory: Path, summary: dict[str, Any]) -> None:
 
 
 class Picture:
-    """Draws curve.png in a process of its own: a rank neither loads matplotlib nor fails with it.
+    """Draws curve.png in another process: a rank neither loads matplotlib nor fails with it.
 
-    Loading it takes seconds, so `prepare` starts the process while the job trains. It waits, and ends with this one.
+    Loading it takes seconds, so `prepare` starts the process while the job trains. It ends with this process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -125,17 +125,19 @@ class Picture:
             self.close()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rolecall.observe.picture", "--on-request", str(self.directory)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
         return self._process
 
     async def draw(self) -> str:
         """Draws the picture of history.jsonl and summary.json. Returns what went wrong, or nothing. Raises OSError."""
         process = self._start()
         try:
-            _, output = await asyncio.to_thread(process.communicate, b"draw\n", DRAWING)
+            _, output = await asyncio.to_thread(process.communicate, b"draw\n", DRAW_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"it took over {DRAWING:g} s"
+            return f"it took over {DRAW_SECONDS:g} s"
         finally:
             self.close()
         lines = output.decode(errors="replace").strip().splitlines()
@@ -146,7 +148,7 @@ class Picture:
         if self._process is not None:
             self._process.kill()
             for pipe in (self._process.stdin, self._process.stderr):
-                with contextlib.suppress(OSError):  # what it did not read is lost with it
+                with contextlib.suppress(OSError):  # data that it did not read
                     pipe and pipe.close()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs holds even a killed process
-                self._process.wait(KILLED)
+                self._process.wait(KILL_SECONDS)

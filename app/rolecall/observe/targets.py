@@ -1,4 +1,4 @@
-"""The TARGETs of `rolecall watch`: where ranks serve their metrics."""
+"""The TARGETs of commands: the URLs of ranks' metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import psutil
@@ -143,29 +143,32 @@ def rewrite(directory: Path, addresses: list[Address], token_file: str = "", con
 
 def ranks_of(directory: Path) -> list[Address]:
     """The ranks of the run in `directory`; none if it has ended, even by a kill."""
+    content = _read(directory)
     try:
-        content = json.loads((directory / RANKS).read_text())
         if psutil.Process(content["pid"]).create_time() != content["created"]:
             return []  # the process ID has been reused
         return [Address(str(rank["name"]), str(rank["url"])) for rank in content["ranks"]]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, psutil.Error):
+    except (ValueError, KeyError, TypeError, OverflowError, psutil.Error):
         return []
 
 
 def token_of(directory: Path) -> str:
     """The file with the token that was made for the run in `directory`; empty if there is none."""
-    try:
-        return str(json.loads((directory / RANKS).read_text())["token_file"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
+    return str(_read(directory).get("token_file", ""))
 
 
 def control_of(directory: Path) -> str:
     """The control socket of the run in `directory`; empty if no run is under way there."""
+    return str(_read(directory).get("control", "")) if ranks_of(directory) else ""
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    """The contents of RANKS; empty if it is missing or damaged."""
     try:
-        return str(json.loads((directory / RANKS).read_text())["control"]) if ranks_of(directory) else ""
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        content = json.loads((directory / RANKS).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def final_state(directory: Path) -> str:

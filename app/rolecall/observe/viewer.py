@@ -1,4 +1,4 @@
-"""`rolecall watch TARGET...`: the live display of ranks that run anywhere, and when it ends."""
+"""`rolecall watch TARGET...`: the live display of ranks, and its end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Viewer:
             if up and len(up) == len(display.targets):
                 return self._polls > 1  # a rate takes two
             return self._late(now, ONCE_SECONDS)
-        state = display.first.label("gang_state") if display.first and display.first.up else ""
+        state = display.rank0.label("gang_state") if display.rank0 and display.rank0.up else ""
         if state in ("finished", "failed"):
             self._over = self._over or (state, now)
         elif state:
@@ -131,7 +131,7 @@ class LinePrinter:
     def show(self) -> None:
         """Prints a line, if one is due."""
         display, now = self.viewer.display, time.monotonic()
-        first = display.first
+        first = display.rank0
         states = [first.label("gang_state") if first else "", *(f"{one.rank} {one.state}" for one in display.targets)]
         if states != self._states or now - self._printed >= LINE_SECONDS:
             self._states, self._printed = states, now

@@ -21,7 +21,7 @@ from rolecall.gang.protocol import OVER, name_of
 from rolecall.observe import report
 from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
-from rolecall.observe.page.state import Gang, Member, Titles
+from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.observe.stacks import stack_report
 from rolecall.rank import stats, tasks
 from rolecall.rank.coordinator import Coordinator
@@ -47,7 +47,9 @@ class Site:
         self.job, self.settings, self._is_rank0 = job, settings, is_rank0
         self.coordinator: Coordinator | None = None
         self.rates = Rates()
-        self._titles = Titles(job.name, job.summary, job.score, job.unit, job.lower, job.version)
+        self._titles = Titles(
+            job.name, job.summary, score=job.score, unit=job.unit, lower=job.lower, version=job.version
+        )
         self._values = report.settings_of(settings, job.settings)
         self._watchers = set[asyncio.Task[None]]()
         self._interest = float("-inf")  # when somebody read the JSON
@@ -99,10 +101,10 @@ class Site:
         assert self.coordinator is not None
         gang, now = self.coordinator.gang, time.monotonic() if now is None else now
         members = {
-            key: Member(member.heartbeat.worker, now - member.received_at, member.leaving, member.heartbeat.node)
+            key: MemberView(member.heartbeat.worker, now - member.received_at, member.leaving, member.heartbeat.node)
             for key, member in gang.members.items()
         }
-        view = Gang(
+        view = GangView(
             gang.state,
             gang.reason,
             seconds=now - gang.since,

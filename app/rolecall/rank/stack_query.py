@@ -113,9 +113,12 @@ def readable(name: str) -> str:
 
 
 def by_python(
-    states: Mapping[int, State], looks: Mapping[int, Look], calls: Iterable[Sequence[Any]], stacks: Sequence[Stack],
+    states: Mapping[int, State],
+    looks: Mapping[int, Look],
+    calls: Iterable[Sequence[Any]],
+    stacks: Sequence[Stack],
     pid: int,
-) -> dict[int, State]:  # fmt: skip
+) -> dict[int, State]:
     """The states of threads by their IDs in Python, as far as they are known: that of the main thread, and of those
     that have made `calls`. Other RPC threads wait if all of their pool do."""
     native = {call[3]: call[4] for call in calls} | {_main(stacks): pid}
@@ -134,11 +137,11 @@ async def _spy(pid: int, stopped: bool) -> tuple[list[Stack], str, str]:
     program = spy_program()
     if program is None:
         return [], "", "py-spy is not installed"
-    options = ["--nonblocking"] if stopped else []  # a stopped process cannot be paused
-    spy = await asyncio.create_subprocess_exec(
-        program, "dump", "--json", *options, "--pid", str(pid),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    command = [program, "dump", "--json", "--pid", str(pid)]
+    if stopped:
+        command.append("--nonblocking")  # a stopped process cannot be paused
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    spy = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe)
     try:
         output, errors = await asyncio.wait_for(spy.communicate(), SPY_TIMEOUT_SECONDS)
         return read_spy(output), "py-spy", "" if not spy.returncode else _problem(errors)

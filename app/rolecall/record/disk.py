@@ -1,4 +1,4 @@
-"""Disk work beside an event loop: one thread, one piece of work after the other."""
+"""Disk work beside an event loop, in one thread, in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Disk:
-    """A thread that does what it is given, in order; of what it does in `directory`, `longest_work` tells. A disk that
-    hangs delays only who waits for it.
+    """A thread for work on files, in order; `longest_work` reports its work in `directory`. A disk that hangs delays
+    only the tasks that wait for it.
 
-    It is a daemon: unlike the threads of `asyncio.to_thread`, it never keeps the process from ending.
+    It is a daemon: unlike the threads of `asyncio.to_thread`, it never delays the process's end.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -40,7 +40,7 @@ class Disk:
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
-        """Ends the thread, after what it has been given; does not wait for that."""
+        """Ends the thread after the queued work, without waiting."""
         self._work.put(None)
         self._thread = None
 

@@ -1,5 +1,5 @@
-"""The files of a run's report, how files are written whole, and for how long a process has been at a file. It imports
-little, for the picture's process.
+"""Names of a run's report, files written as a whole, and the work on files under way. It imports little, for the
+picture's process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _under_way: dict[int, list[tuple[Path, float]]] = {}  # by thread: paths and mon
 
 @contextlib.contextmanager
 def using(path: Path) -> Iterator[None]:
-    """The block works on `path`, as `longest_work` tells."""
+    """Registers the block's work on `path` for `longest_work`."""
     entries = _under_way.setdefault(threading.get_ident(), [])
     entries.append((path, time.monotonic()))
     try:
@@ -67,13 +67,13 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
             temporary.replace(path)
             sync_directory(path.parent)
         except OSError:
-            with contextlib.suppress(OSError):  # the write's own error says more
+            with contextlib.suppress(OSError):  # the write's error is more useful
                 temporary.unlink(missing_ok=True)
             raise
 
 
 def sync_directory(directory: Path) -> None:
-    """Has the names in `directory` on disk. Raises OSError."""
+    """Writes the names in `directory` to disk. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

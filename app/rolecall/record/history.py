@@ -18,14 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 from rolecall.record import files
 
-BOUNDS = ("low", "high")  # of the scores, where a job says how they spread
+BOUNDS = ("low", "high")  # of the scores, if a job logs them
 CURVES = ("score", *BOUNDS, "loss", "done")
 KEPT = {*CURVES, "goal"}
-SPACING = 500  # a point is kept when 1/500 of the training time has passed since the last: some 6,000 in a month
-MOST_STARTS = 500
-MOST_EVENTS = 500
-MOST_REASON = 300  # characters
-LAST_TIME = 253_402_300_799  # Unix time, seconds: the year 9999
+SPACING = 500  # a point is kept if 1/500 of the training time has passed since the last: some 6,000 in a month
+MAX_STARTS = 500
+MAX_EVENTS = 500
+MAX_REASON = 300  # characters
+MAX_UNIX_SECONDS = 253_402_300_799  # the year 9999
 Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
 Row = dict[str, Any]
 
@@ -63,8 +63,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a generation, at a Unix `time`: it `ended`, or `lost` an elastic rank, for a `cause`, which
-    `reason` says in words."""
+    """An event of a generation at a Unix `time`: it `ended`, or `lost` an elastic rank, for a `cause`; `reason` is its
+    text."""
 
     what: Literal["ended", "lost"]
     generation: int
@@ -84,7 +84,7 @@ class History:
         self.goal: float | None = None
         self.starts: list[Start] = []
         self.generations = 0
-        self.began = 0.0  # Unix time; 0 where nothing was trained
+        self.began = 0.0  # Unix time; 0 before the first generation
         self.seconds = 0.0
         self.ends = Counter[str]()  # by cause: generations that another followed
         self.lost = Counter[str]()  # by cause: elastic ranks that a generation continued without
@@ -134,7 +134,7 @@ class History:
         return bool(points) and points[-1].step == step
 
     def end_generation(self, cause: str, generation: int = 0, reason: str = "") -> list[Row]:
-        """Adds the cause of a generation's end, and the event where its number is given; returns the rows to be
+        """Adds the cause of a generation's end, and the event if its number is given; returns the rows to be
         written."""
         return self._add({"kind": "end", "cause": cause}) + self._happen("ended", generation, cause, reason)
 
@@ -145,12 +145,12 @@ class History:
     def _happen(self, what: Literal["ended", "lost"], generation: int, cause: str, reason: str) -> list[Row]:
         if not generation:
             return []
-        last = (reason.strip().splitlines() or [""])[-1][:MOST_REASON]  # of a traceback, the error itself
+        last = (reason.strip().splitlines() or [""])[-1][:MAX_REASON]  # of a traceback, the error itself
         event = Event(what, generation, round(time.time(), 3), cause, last)
         return self._add({"kind": "event", **asdict(event)})
 
     def close(self) -> list[Row]:
-        """Adds the last points, where they were not kept; returns the rows to be written."""
+        """Adds the last points that were not kept; returns the rows to be written."""
         newest = {kind: point for kind, point in self.last.items() if not self._kept(kind, point.step)}
         return [row for kind, point in newest.items() for row in self._add({"kind": kind, **asdict(point)})]
 
@@ -165,15 +165,8 @@ class History:
         else, and has then added nothing."""
         match row["kind"]:
             case "start":
-                self._start(
-                    Start(
-                        _whole(row["generation"]),
-                        _whole(row["step"]),
-                        _bounded(row["seconds"]),
-                        _bounded(row["time"], LAST_TIME),
-                        str(row.get("after", "")),
-                    )
-                )
+                generation, step, seconds = _whole(row["generation"]), _whole(row["step"]), _bounded(row["seconds"])
+                self._start(Start(generation, step, seconds, _unix(row["time"]), str(row.get("after", ""))))
             case "goal":
                 self.goal = _finite(row["value"])
             case "end":
@@ -181,16 +174,12 @@ class History:
             case "lost":
                 self.lost[str(row["cause"])] += 1
             case "event":
-                event = Event(
-                    "lost" if row["what"] == "lost" else "ended",
-                    _whole(row["generation"]),
-                    _bounded(row["time"], LAST_TIME),
-                    str(row["cause"]),
-                    str(row["reason"]),
-                )
-                self.events = [*self.events, event][-MOST_EVENTS:]
+                what: Literal["ended", "lost"] = "lost" if row["what"] == "lost" else "ended"
+                generation, cause, reason = _whole(row["generation"]), str(row["cause"]), str(row["reason"])
+                event = Event(what, generation, _unix(row["time"]), cause, reason)
+                self.events = [*self.events, event][-MAX_EVENTS:]
             case "earlier":
-                generations, began = _whole(row["generations"]), _bounded(row["began"], LAST_TIME)
+                generations, began = _whole(row["generations"]), _unix(row["began"])
                 ends, lost = _counts(row["ends"]), _counts(row["lost"])
                 self.generations, self.began = self.generations + generations, began
                 self.ends.update(ends)
@@ -204,7 +193,7 @@ class History:
                 raise ValueError(f"unknown kind of row: {kind}")
 
     def _start(self, start: Start) -> None:
-        self.starts = [*self.starts, start][-MOST_STARTS:]
+        self.starts = [*self.starts, start][-MAX_STARTS:]
         self.generations += 1
         self.began = self.began or start.time
         self.seconds = max(self.seconds, start.seconds)
@@ -227,15 +216,9 @@ class History:
         if not self.generations:
             return []
         causes = Counter(start.after for start in self.starts if start.after)
-        rows: list[Row] = [
-            {
-                "kind": "earlier",
-                "generations": self.generations - len(self.starts),
-                "began": self.began,
-                "ends": dict(self.ends - causes),
-                "lost": dict(self.lost),
-            }
-        ]
+        ends, lost, generations = dict(self.ends - causes), dict(self.lost), self.generations - len(self.starts)
+        earlier = {"generations": generations, "began": self.began, "ends": ends, "lost": lost}
+        rows: list[Row] = [{"kind": "earlier", **earlier}]
         if self.goal is not None:
             rows.append({"kind": "goal", "value": self.goal})
         rows += [{"kind": "start", **asdict(start)} for start in self.starts]  # before the points, which they would cut
@@ -244,7 +227,7 @@ class History:
         return rows + ([{"kind": "end", "cause": self._end}] if self._end else [])
 
     def spread(self) -> list[tuple[Point, Point]]:
-        """The lowest and the highest of what a score is a mean of, at each step that has both."""
+        """The lowest and the highest value behind a mean score, at each step that has both."""
         highest = {point.step: point for point in self.curves["high"]}
         return [(low, highest[low.step]) for low in self.curves["low"] if low.step in highest]
 
@@ -260,7 +243,7 @@ class History:
         ]
 
     def per_second(self) -> float | None:
-        """The work done per second of training; None where it is not known yet."""
+        """The work done per second of training; None if it is not known yet."""
         spans = self.spans()
         seconds = sum(after.seconds - before.seconds for before, after in spans)
         return sum(after.value - before.value for before, after in spans) / seconds if seconds else None
@@ -277,6 +260,10 @@ def _bounded(value: Any, most: float = 2**53) -> float:
     return number
 
 
+def _unix(value: Any) -> float:
+    return _bounded(value, MAX_UNIX_SECONDS)
+
+
 def _finite(value: Any) -> float:
     if isinstance(value, str) or not math.isfinite(number := float(value)):
         raise ValueError("not a number")
@@ -290,7 +277,7 @@ def _counts(values: dict[str, Any]) -> dict[str, int]:
 def read(directory: Path) -> History:
     """The history in `directory`, without lines that are damaged, such as a torn last one; empty without a file.
 
-    Raises OSError where there is a file that cannot be read.
+    Raises OSError if the file cannot be read.
     """
     history = History()
     try:

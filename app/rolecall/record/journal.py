@@ -1,4 +1,4 @@
-"""Writes a run's history to its file. Only rank 0's supervisor does, of what its worker sends."""
+"""Writes a run's history to its file, in rank 0's supervisor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rolecall.record import history, rundir
 from rolecall.record.disk import Disk
 from rolecall.record.history import History, Row
 
-MOST_LINES = 50_000  # then the file is rewritten, without the points that a resume replaced
-PERIOD = 1.0  # seconds between two writes
+MAX_LINES = 50_000  # then the file is rewritten, without the points that a resume replaced
+PERIOD_SECONDS = 1.0  # between two writes
 
 
 class Journal:
-    """The history of the run in `directory`, and its file, which `disk` writes. It is read at once. A failed write is
-    logged once, and retried."""
+    """The history of the run in `directory`, which is read at once, and its file, which `disk` writes. A failed write
+    is logged once, and retried."""
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self.path, self._disk = directory / rundir.HISTORY, disk
@@ -25,7 +25,7 @@ class Journal:
         self._rows: list[Row] = []  # to be written
         self._turn = asyncio.Lock()
         self._lines = 0
-        self._rewrite = True  # a torn line, and replaced points, go with the first write
+        self._rewrite = True  # the first write removes a torn line and replaced points
         self._warned = False
         try:
             self.history = history.read(directory)
@@ -45,7 +45,7 @@ class Journal:
     async def save_forever(self) -> None:
         """Writes new rows once a second."""
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(PERIOD_SECONDS)
             await self.save()
 
     async def save(self) -> None:
@@ -54,7 +54,7 @@ class Journal:
             if not self._rows:
                 return
             rows, self._rows = self._rows, []
-            rewrite = self._rewrite or self._lines > MOST_LINES
+            rewrite = self._rewrite or self._lines > MAX_LINES
             if rewrite:
                 rows = self.history.rows()
             content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)

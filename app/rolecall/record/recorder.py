@@ -1,4 +1,4 @@
-"""Records the activity of a worker in the file of its process, one JSON array a line; `records` describes them.
+"""Records the activity of a worker in a file; `records` describes its lines.
 
 A span that has ended stays in memory until the recorder's thread writes it. While nothing is recorded, the only cost is
 to check `recorder.on`.
@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rolecall import telemetry
+from rolecall.record.records import Kind
 from rolecall.record.span_file import SpanFile, line
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -28,7 +29,6 @@ MAX_PENDING_SPANS = 100_000  # in memory, between two writes
 WRITE_PERIOD_SECONDS = 0.5
 MIN_GC_NS = 1_000_000  # shorter garbage collections are no spans
 MAX_TEXT = 500  # characters of a text in a span's attributes
-Kind = Literal["client", "server", "internal", "event"]
 Waiting = tuple[str, str, str, str, int, int, int, dict[str, Any], str]  # a span that has ended, as its record has it
 _current: ContextVar[Span | None] = ContextVar("span", default=None)
 _threads = threading.local()
@@ -98,7 +98,7 @@ NOTHING = Nothing()
 
 
 class Recorder:
-    """Writes this process's spans to a file of at most `MOST` bytes a request. Any thread may use it."""
+    """Writes this process's spans to a file of at most MAX_FILE_BYTES a request. Any thread may use it."""
 
     def __init__(self) -> None:
         self.on = False  # what begins now is recorded
@@ -129,7 +129,7 @@ class Recorder:
             if self._file is None or self._file.path != path:
                 self._close()
                 self._file, self.me = SpanFile(path, about), f"{about['role']} {about['ordinal']}"
-                # far from those of any other process
+                # no other process has the same IDs
                 self._ids, self.started = itertools.count(random.SystemRandom().getrandbits(63)), self._file.began
             self._file.allow(max_bytes)
             until = float("inf") if seconds is None else time.monotonic() + seconds
@@ -146,7 +146,7 @@ class Recorder:
         self.flush()
 
     def close(self) -> None:
-        """As `stop`, and closes the file: a later `start` makes it anew."""
+        """As `stop`, and closes the file: a later `start` makes a new one."""
         self.stop()
         with self._lock:
             self._close()
@@ -159,7 +159,7 @@ class Recorder:
     def _forget(self) -> None:
         """In a process that was forked from this one: only this one writes to its file."""
         global _threads
-        _threads = threading.local()  # the forking thread has another number here
+        _threads = threading.local()  # the forking thread has another number now
         self.on, self._thread, self._lock = False, None, threading.Lock()
         self._spans = deque()
         self._close()
@@ -182,7 +182,7 @@ class Recorder:
                 parent = ""
             else:
                 parent, trace = above.id, above.trace
-        return Span(self, name, kind, parent, attributes, trace)
+        return Span(self, name, kind, parent=parent, attributes=attributes, trace=trace)
 
     def span(self, name: str, /, **attributes: Any) -> Span | Nothing:
         """A span for a `with` block, or nothing while nothing is recorded."""

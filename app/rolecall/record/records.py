@@ -1,14 +1,13 @@
-"""The records of a trace: JSON arrays that workers write, one a line, read back as processes and their spans.
+"""The records of a trace, as JSON arrays, one a line: a process, then its spans.
 
-A folder holds a file of each rank and generation, which begins with its process. Times are nanoseconds of that
-process's CLOCK_MONOTONIC.
+A folder has a file of each rank and generation. Times are nanoseconds of the process's CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -47,7 +46,7 @@ class Process:
 
 
 @dataclass(slots=True)
-class Span:
+class SpanRecord:
     """The activity of a thread from `start_ns` to `end_ns`; `id` and `parent` are 16 hex digits, `parent` may be empty.
     Spans of one `trace` belong to one step or other activity without a parent."""
 
@@ -70,7 +69,7 @@ class Span:
     def ran_ns(self) -> int:
         """When its function returned: of an asynchronous handler, before its answer came."""
         if "began_ns" in self.attributes:
-            return self.end_ns  # what returned before has only put it in the queue
+            return self.end_ns  # the function that returned before has only queued it
         return self._within(self.attributes.get("returned_ns"), self.end_ns)
 
     def _within(self, time: Any, otherwise: int) -> int:
@@ -79,7 +78,7 @@ class Span:
 
 @dataclass
 class Recording:
-    """The file of one process. Its spans are read anew by each iteration, so that a large one needs no memory."""
+    """The file of one process. Each iteration reads the file, so that a large one needs no memory."""
 
     process: Process
     path: Path
@@ -87,7 +86,7 @@ class Recording:
     first_ns: int | None = None  # of its spans, once it was iterated over
     last_ns: int = 0
 
-    def __iter__(self) -> Iterator[Span]:
+    def __iter__(self) -> Iterator[SpanRecord]:
         self.damaged = 0
         with self.path.open("rb") as file:
             file.readline()
@@ -97,7 +96,7 @@ class Recording:
                 except ValueError:
                     self.damaged += line.endswith(b"\n")  # a torn last line is what a killed worker leaves
                     continue
-                if isinstance(record, Span):
+                if isinstance(record, SpanRecord):
                     start, end = record.start_ns, record.end_ns
                     self.first_ns = start if self.first_ns is None or start < self.first_ns else self.first_ns
                     self.last_ns = max(self.last_ns, end)
@@ -106,7 +105,7 @@ class Recording:
 
 @dataclass
 class Trace:
-    """The recordings of a run, rank by rank and generation by generation, and what is wrong with other files."""
+    """The recordings of a run, by generation and rank, and the problems of other files."""
 
     recordings: list[Recording]
     problems: list[str] = field(default_factory=list)
@@ -124,15 +123,14 @@ class Trace:
         ]
 
 
-def parse(line: bytes | str) -> Process | Span:
+def parse(line: bytes | str) -> Process | SpanRecord:
     """The record in a line. Raises ValueError for anything else."""
     try:
         record = json.loads(line)
         if record[0] == "span":
-            _, id, parent, name, kind, start, end, thread, values, trace = record
-            types = type(id), type(parent), type(name), type(start), type(end), type(thread), type(values), type(trace)
-            if types == SPAN and kind in KINDS and end >= start:
-                return Span(id, parent, name, kind, start, end, thread, values, trace)
+            span = SpanRecord(*record[1:])
+            if tuple(map(type, record[1:])) == SPAN and span.kind in KINDS and span.end_ns >= span.start_ns:
+                return span
         elif record[0] == "process":
             return process_of(*record[1:])
     except (KeyError, IndexError, RecursionError, TypeError) as error:
@@ -151,25 +149,19 @@ def process_of(values: dict[str, Any]) -> Process:
     return process
 
 
-def spans_of(lines: Iterable[bytes | str]) -> Iterator[Span]:
+def spans_of(lines: Iterable[bytes | str]) -> Iterator[SpanRecord]:
     """The spans in these lines, without those that are damaged."""
     for text in lines:
         try:
             record = parse(text)
         except ValueError:
             continue
-        if isinstance(record, Span):
+        if isinstance(record, SpanRecord):
             yield record
 
 
 TEXTS = ("job", "role", "host")  # of a process; the other fields are numbers
-SPAN = (str, str, str, int, int, int, dict, str)  # the types of a span's fields, without its kind
-
-
-def line(record: Process | Span) -> bytes:
-    """The line that `parse` reads, with its end."""
-    values = ["process", asdict(record)] if isinstance(record, Process) else ["span", *astuple(record)]
-    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+SPAN = (str, str, str, str, int, int, int, dict, str)  # the types of a span's fields
 
 
 def read(folder: Path) -> Trace:

@@ -33,16 +33,16 @@ class SpanFile:
             old.unlink(missing_ok=True)
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.began = time.monotonic_ns()
-        process = {**about, "pid": os.getpid(), "host": config.host_name(), "monotonic_ns": self.began,
-                   "unix_ns": time.time_ns()}  # fmt: skip
+        process = {**about, "pid": os.getpid(), "host": config.host_name()}
+        clocks = {"monotonic_ns": self.began, "unix_ns": time.time_ns()}
         try:
-            self._write([line("process", process)])
+            self._write([line("process", {**process, **clocks})])
         except OSError:
             self.close()
             raise
 
     def allow(self, size: int) -> None:
-        """It may grow by `size` bytes from here."""
+        """Allows `size` more bytes."""
         self._left, self.full = size, False
 
     def write(self, lines: Iterable[str], last: str) -> None:

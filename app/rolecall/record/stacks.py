@@ -1,4 +1,4 @@
-"""Threads and their frames in a reply to the query "stacks", and what they tell of a thread."""
+"""Threads and their frames in a reply to the query "stacks": what a thread does and waits for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, Literal
 State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
 HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
 TURNS = ("serve", "rolecall/torch_rpc/turns.py")
-# files in which Python's library waits for a condition, which any thread may fulfil
+# files of Python's library that wait for a condition, which any thread may fulfil
 CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
 LOCK = re.compile(r"^with (?P<locks>.*?):|\.acquire\(")
-COLLECTIVES = {
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "scatter",
-}  # fmt: skip
+COLLECTIVE = re.compile(
+    "all_reduce|all_gather(_into_tensor|_object)?|all_to_all(_single)?|barrier|broadcast(_object_list)?|"
+    "gather(_object)?|monitored_barrier|reduce|reduce_scatter(_tensor)?|scatter"
+)
 GROUPS = "torch/distributed/distributed_c10d.py"
 # by the end of a frame's file and its function: what its thread waits for
 WAITS = {
@@ -86,8 +85,14 @@ class Thread:
             Frame(str(function), str(file), int(line), str(text), tuple(map(str, within)))
             for function, file, line, text, within in reply["frames"]
         )
-        return cls(int(reply["number"]), frames, reply["state"], bool(reply["main"]), bool(reply["gil"]),
-                   str(reply["name"]))  # fmt: skip
+        return cls(
+            int(reply["number"]),
+            frames,
+            state=reply["state"],
+            main=bool(reply["main"]),
+            gil=bool(reply["gil"]),
+            name=str(reply["name"]),
+        )
 
     @property
     def waits(self) -> bool:
@@ -161,7 +166,8 @@ class Thread:
     @property
     def collective(self) -> str:
         """The operation of its process group that it is in."""
-        return next((each.name for each in self.frames if each.file.endswith(GROUPS) and each.name in COLLECTIVES), "")
+        names = (each.name for each in self.frames if each.file.endswith(GROUPS))
+        return next((name for name in names if COLLECTIVE.fullmatch(name)), "")
 
     @property
     def doing(self) -> str:

@@ -49,9 +49,8 @@ def _start(
     devices = sorted({here for devices in maps.values() for here in devices}, key=str)
     if devices:
         torch.cuda.init()  # a call with CUDA tensors may come before this process uses CUDA itself
-    agent = rpc.TensorPipeAgent(  # type: ignore[attr-defined]
-        store, name, rank, world_size, rpc_backend_options, backwards, devices
-    )
+    options = (rpc_backend_options, backwards, devices)  # whose names differ between torch and its stubs
+    agent = rpc.TensorPipeAgent(store, name, rank, world_size, *options)  # type: ignore[attr-defined]
     api._init_rpc_states(agent)
     store.set(f"ready-{rank}", "")
     # one key to wait for, set by one rank: all waiting for all would be quadratic
@@ -89,8 +88,9 @@ def reads_memory() -> bool:
     if read is None:
         return False
     target, one = ctypes.create_string_buffer(1), ctypes.c_ulong(1)
-    local, nowhere = (ctypes.c_size_t * 2)(ctypes.addressof(target), 1), (ctypes.c_size_t * 2)(0, 1)
-    read(os.getppid(), local, one, nowhere, one, ctypes.c_ulong(0))
+    local = (ctypes.c_size_t * 2)(ctypes.addressof(target), 1), one  # an iovec, and their number
+    nowhere = (ctypes.c_size_t * 2)(0, 1), one
+    read(os.getppid(), *local, *nowhere, ctypes.c_ulong(0))
     return ctypes.get_errno() == errno.EFAULT  # nothing is at address 0; a refusal comes before that
 
 

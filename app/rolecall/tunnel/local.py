@@ -170,10 +170,11 @@ def user_by_netlink(source: tuple[str, int], target: tuple[str, int]) -> int | N
     """The user that owns the connected socket, by sock_diag(7). Raises OSError."""
     addresses = b"".join(socket.inet_aton(host) + bytes(12) for host, _ in (source, target))
     place = struct.pack("!HH", source[1], target[1]) + addresses + bytes(4) + b"\xff" * 8  # no interface, any cookie
-    body = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + place
+    body = bytes([socket.AF_INET, socket.IPPROTO_TCP, 0, 0]) + b"\xff" * 4 + place  # in any state
+    header = (16 + len(body), DIAG_BY_FAMILY, 1, 1, 0)  # length, type, flags (a request), sequence number, port
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as kernel:
         kernel.settimeout(1.0)
-        kernel.send(struct.pack("=IHHII", 16 + len(body), DIAG_BY_FAMILY, 1, 1, 0) + body)
+        kernel.send(struct.pack("=IHHII", *header) + body)
         answer = kernel.recv(4096)
     (kind,) = struct.unpack_from("=H", answer, 4)
     return int(struct.unpack_from("=I", answer, DIAG_UID)[0]) if kind == DIAG_BY_FAMILY else None

@@ -13,7 +13,7 @@ import hmac
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rolecall.tunnel import keys
 
@@ -30,12 +30,11 @@ class DeniedError(Exception):
 def sign(token: str, method: str, path: str, body: bytes, now: float | None = None) -> str:
     """The header `Authorization` that signs a request at `now` (Unix seconds) with `token`."""
     moment, nonce = f"{time.time() if now is None else now:.3f}", secrets.token_hex(16)
-    return f"{SCHEME} {moment} {nonce} {_signature(keys.signing_key(token), moment, nonce, method, path, body)}"
+    return f"{SCHEME} {moment} {nonce} {_signature(keys.signing_key(token), (moment, nonce, method, path), body)}"
 
 
-def _signature(key: bytes, *parts: str | bytes) -> str:
-    *lines, body = parts
-    text = "\n".join([*map(str, lines), hashlib.sha256(bytes(body)).hexdigest()])  # type: ignore[arg-type]
+def _signature(key: bytes, lines: Sequence[str], body: bytes) -> str:
+    text = "\n".join([*lines, hashlib.sha256(body).hexdigest()])
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -56,7 +55,7 @@ class SignatureChecker:
                 pass
             case _:
                 raise DeniedError("the request is not signed; give this command the job's JOB_TOKEN")
-        if not hmac.compare_digest(_signature(self._key, moment, nonce, method, path, body), signature):
+        if not hmac.compare_digest(_signature(self._key, (moment, nonce, method, path), body), signature):
             raise DeniedError("JOB_TOKEN does not match")
         now, signed = self._clock(), float(moment)
         if not abs(now - signed) <= MAX_CLOCK_SKEW:

@@ -8,5 +8,6 @@ membership  token, certificates, TLS handshake
 common      what this rank and rank 0 must agree on
 files       CHECKPOINT_DIR, TMPDIR, shared memory
 machine     limits, memory, GPU
+diagnosis   rank 0's answer: versions, clock, agreed settings
 command     the command line and the report
 """

@@ -12,13 +12,13 @@ from rolecall.observe.page import leftover, render
 from rolecall.record import rundir
 
 DESCRIPTION = (
-    "Writes one HTML file from what a run has left: its history, its summary and the logs of `rolecall run`. It needs "
-    "neither a network nor another file. Of a run under way, rank 0 serves the page at http://HOST:METRICS_PORT/."
+    "Writes one HTML file from a run's history, its summary and the logs of `rolecall run`. The file needs neither a "
+    "network nor another file. During a run, rank 0 serves the page at http://HOST:METRICS_PORT/."
 )
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs the command. Returns the exit code. Raises UsageError where there is no run, or no file can be written."""
+    """Runs the command. Returns the exit code. Raises UsageError if there is no run, or the file cannot be written."""
     parser = argparse.ArgumentParser(prog="rolecall page", description=DESCRIPTION)
     parser.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="a run's CHECKPOINT_DIR")
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIRECTORY/page.html")

@@ -1,5 +1,5 @@
-"""What a run has left in its directory, as the page shows it: its summary, history and logs, all of which may be
-missing or damaged, as after a kill."""
+"""The page's state for a run of which only files are left: summary, history and logs. Any of them may be missing or
+damaged, as after a kill."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rolecall.record import history, rundir
 from rolecall.record.history import History
 
 LOGS = "logs"  # the folder of `rolecall run`
-LAST = 2**18  # bytes at the end of a log that are read
-MOST = 10  # events of one log
-MOST_RANKS = 10_000  # of a role
+MAX_LOG_BYTES = 2**18  # that are read at the end of a log
+MAX_EVENTS = 10  # of one log
+MAX_RANKS = 10_000  # of a role
 LEVELS = ("warning", "error", "critical")
 LINE = re.compile(r"(\d{4}-\S+Z) \[(\w+) *\] (.*)")
-WHO = re.compile(r" (role|ordinal)=\S+")  # which the file's name says
+RANK = re.compile(r" (role|ordinal)=\S+")  # which the file's name has, too
 LEFT_OUT = ("event", "level", "timestamp", "role", "ordinal", "exception")
 
 
 def read(directory: Path, now: float) -> dict[str, Any]:
-    """What the page shows of the run in `directory`, at the Unix time `now`. Raises UsageError where no run was, or it
+    """The page's state for the run in `directory` at the Unix time `now`. Raises UsageError if there was no run, or it
     cannot be read."""
     problem = f"RUN_DIRECTORY={directory}"
     if not directory.is_dir():
@@ -48,11 +48,12 @@ def read(directory: Path, now: float) -> dict[str, Any]:
         errors = _errors(directory)
         if summary is not None and (earlier := _earlier(directory, summary)):
             return earlier | {"errors": errors or earlier["errors"]}
-        return state.of_files(titles, word, reason, run, members, errors, now, summary)
+        ending = state.Ending(word, reason, errors)
+        return state.of_files(titles, ending, run, members, now=now, summary=summary)
 
 
 def _earlier(directory: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """The state in the page that rank 0 has written with this `summary`: it also knows how each rank ended."""
+    """The state in the page that rank 0 has written with this `summary`, which has the end of each rank, too."""
     try:
         earlier = render.read((directory / rundir.PAGE).read_text())
     except FileNotFoundError:
@@ -62,7 +63,7 @@ def _earlier(directory: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _ending(directory: Path, run: History, summary: dict[str, Any] | None) -> tuple[str, str]:
-    """How the run ended, and why."""
+    """The run's final state, and the reason."""
     if _is_running(directory):
         return "running", "the run is under way: rank 0 shows it at its METRICS_PORT"
     if summary and summary.get("generations") == run.generations:
@@ -84,14 +85,14 @@ def _is_running(directory: Path) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # a directory that is read-only here
+    except OSError:  # a read-only directory
         return False
 
 
 def _world(summary: dict[str, Any] | None) -> Counter[str]:
-    """The number of ranks by role, as a summary has it."""
+    """The number of ranks by role in a summary."""
     world = (summary or {}).get("world", {})
-    return Counter({role: count for role, count in world.items() if type(count) is int and 0 < count <= MOST_RANKS})
+    return Counter({role: count for role, count in world.items() if type(count) is int and 0 < count <= MAX_RANKS})
 
 
 def _titles(name: str, summary: dict[str, Any] | None) -> Titles:
@@ -99,11 +100,13 @@ def _titles(name: str, summary: dict[str, Any] | None) -> Titles:
     curve, throughput = summary.get("curve") or {}, summary.get("throughput") or {}
     job = registry.get(name) if name in registry.JOBS else None
     return Titles(
-        str(summary.get("job") or name or "a job"), job.summary if job else "",
-        str(curve.get("label") or (job.score if job else "score")),
-        str(throughput.get("unit") or (job.unit if job else "steps")), bool(job and job.lower),
-        str(summary.get("version", "")),
-    )  # fmt: skip
+        job=str(summary.get("job") or name or "a job"),
+        summary=job.summary if job else "",
+        score=str(curve.get("label") or (job.score if job else "score")),
+        unit=str(throughput.get("unit") or (job.unit if job else "steps")),
+        lower=bool(job and job.lower),
+        version=str(summary.get("version", "")),
+    )
 
 
 # ---- logs
@@ -114,14 +117,14 @@ def _errors(directory: Path) -> list[dict[str, Any]]:
     rows = []
     for path in sorted((directory / LOGS).glob("*.log")):
         role, _, ordinal = path.stem.rpartition("-")
-        rows += [state.error(f"{role} {ordinal}", event) for event in [*events(_end(path))][-MOST:]]
+        rows += [state.error(f"{role} {ordinal}", event) for event in [*events(_end(path))][-MAX_EVENTS:]]
     return rows
 
 
 def _end(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(0, 2)
-        file.seek(max(0, file.tell() - LAST))
+        file.seek(max(0, file.tell() - MAX_LOG_BYTES))
         return file.read().decode(errors="replace")
 
 
@@ -146,7 +149,7 @@ def _parse(line: str) -> tuple[float, str, str] | None:
     """Unix time, level and text of a line that begins an event."""
     try:
         if match := LINE.fullmatch(line):
-            return datetime.fromisoformat(match[1]).timestamp(), match[2], WHO.sub("", match[3])
+            return datetime.fromisoformat(match[1]).timestamp(), match[2], RANK.sub("", match[3])
         fields = json.loads(line)
         words = [str(fields["event"])] + [f"{name}={value}" for name, value in fields.items() if name not in LEFT_OUT]
         text = " ".join(words) + (f"\n{fields['exception']}" if fields.get("exception") else "")

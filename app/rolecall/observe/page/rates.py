@@ -1,4 +1,4 @@
-"""Calls a second and their latency, from the counters that ranks report again and again. Pure: no I/O, no clock."""
+"""Calls per second and their latency, from the counters in ranks' reports. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from rolecall.gang.protocol import Key
 from rolecall.telemetry import LATENCY
 
-WINDOW = 6  # reports over which a rate is taken
-MOST_METHODS = 200  # of one rank
-MOST_EVENTS = 8
-MOST_TEXT = 2000  # characters of an event's text
+WINDOW_REPORTS = 6  # over which a rate is measured
+MAX_METHODS = 200  # of one rank
+MAX_EVENTS = 8
+MAX_TEXT = 2000  # characters of an event's text
 COUNTS = ("calls", "failures", "sent", "received")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method's counters at its caller: `counts` as in COUNTS; `buckets` has the calls that took at most LATENCY's
-    bounds (seconds), and all of them at last. `roles` are those that it is called at."""
+    """A method's counters at its caller: `counts` are those of COUNTS; `buckets` are the numbers of calls that took at
+    most each of LATENCY's bounds (seconds), and of all calls. `roles` are the callees'."""
 
     counts: tuple[float, ...]
     buckets: tuple[float, ...]
@@ -31,7 +31,7 @@ class Method:
 
 @dataclass(frozen=True)
 class LogEvent:
-    """A warning or an error that a rank has logged: Unix time, level, and what it says."""
+    """A warning or an error in a rank's log, with its Unix time."""
 
     time: float
     level: str
@@ -40,7 +40,7 @@ class LogEvent:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank's supervisor reports. `started` names its process; `at` is in seconds of that process's clock."""
+    """A supervisor's report. `started` identifies its process; `at` is the time in seconds of that process's clock."""
 
     started: float
     at: float
@@ -51,10 +51,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Link:
-    """The calls of one method between two roles: a second, failures a second, bytes a second, and latency in seconds.
-
-    `callees` are the roles that it is called at; empty where that is not known.
-    """
+    """The calls of one method from the role `caller` to `callees`, if known: calls, failures and bytes per second, and
+    latency in seconds."""
 
     caller: str
     callees: tuple[str, ...]
@@ -68,19 +66,19 @@ class Link:
 
 
 def read(reply: Any) -> Report:
-    """The report in a supervisor's reply. Raises ValueError, KeyError, TypeError or AttributeError otherwise."""
+    """The report in a supervisor's reply. Raises ValueError, KeyError, TypeError or AttributeError if it has none."""
     if "error" in reply:
         raise ValueError(str(reply["error"]))
     methods = {}
-    for name, counters in [*reply["methods"].items()][:MOST_METHODS]:
+    for name, counters in [*reply["methods"].items()][:MAX_METHODS]:
         buckets = _numbers(counters["buckets"])
         if len(buckets) != len(LATENCY) + 1:
             raise ValueError("it counts latency in other buckets")
         roles = tuple(sorted(str(role) for role in counters["roles"]))
         methods[str(name)] = Method(_numbers(counters[count] for count in COUNTS), buckets, roles)
     log = tuple(
-        LogEvent(_number(moment), str(level)[:20], str(text)[-MOST_TEXT:])
-        for moment, level, text in [*reply["log"]][-MOST_EVENTS:]
+        LogEvent(_number(moment), str(level)[:20], str(text)[-MAX_TEXT:])
+        for moment, level, text in [*reply["log"]][-MAX_EVENTS:]
     )
     values = {str(name): _number(value) for name, value in reply["values"].items() if _is_finite(value)}
     return Report(_number(reply["started"]), _number(reply["at"]), methods, values, log)
@@ -101,16 +99,16 @@ def _is_finite(value: Any) -> bool:
 
 
 class Rates:
-    """The newest reports of each rank, and what follows from them."""
+    """The newest reports of each rank, and the rates from them."""
 
     def __init__(self) -> None:
         self.reports: dict[Key, deque[Report]] = {}
         self.problems: dict[Key, str] = {}  # why a rank's newest report is missing
 
-    def take(self, replies: Mapping[Key, Any], here: Collection[Key]) -> None:
-        """Takes the replies of some ranks; forgets those that are not `here` any more."""
-        self.reports = {key: reports for key, reports in self.reports.items() if key in here}
-        self.problems = {key: problem for key, problem in self.problems.items() if key in here}
+    def take(self, replies: Mapping[Key, Any], members: Collection[Key]) -> None:
+        """Takes the replies of some ranks; forgets ranks that are not `members` any more."""
+        self.reports = {key: reports for key, reports in self.reports.items() if key in members}
+        self.problems = {key: problem for key, problem in self.problems.items() if key in members}
         for key, reply in replies.items():
             self.problems.pop(key, None)
             try:
@@ -118,9 +116,9 @@ class Rates:
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 self.problems[key] = str(error) if isinstance(error, ValueError) else "its statistics cannot be read"
                 continue
-            reports = self.reports.setdefault(key, deque(maxlen=WINDOW))
+            reports = self.reports.setdefault(key, deque(maxlen=WINDOW_REPORTS))
             if reports and (report.started != reports[-1].started or report.at <= reports[-1].at):
-                reports.clear()  # its counters began anew
+                reports.clear()  # its counters restarted
             reports.append(report)
 
     def newest(self, key: Key) -> Report | None:
@@ -129,12 +127,12 @@ class Rates:
         return reports[-1] if reports else None
 
     def values(self, key: Key) -> dict[str, float]:
-        """A rank's newest values by name: gauges, and counters that `per_second` takes."""
+        """A rank's newest values by name: gauges and counters."""
         report = self.newest(key)
         return report.values if report else {}
 
     def per_second(self, key: Key, of: Callable[[Report], float | None]) -> float | None:
-        """How much a counter of a rank grows in a second; None where two reports of it are missing."""
+        """The growth of a rank's counter per second; None without two reports of it."""
         reports = self.reports.get(key)
         if reports is None or len(reports) < 2:
             return None
@@ -144,7 +142,7 @@ class Rates:
         return (after - before) / (reports[-1].at - reports[0].at)
 
     def calls(self, key: Key) -> float | None:
-        """The remote calls that a rank makes a second."""
+        """The remote calls of a rank per second."""
         return self.per_second(key, lambda report: sum(method.counts[0] for method in report.methods.values()))
 
     def links(self) -> list[Link]:
@@ -160,13 +158,24 @@ class Rates:
         links = []
         for (role, name), roles in callees.items():
             calls, failures, sent, received, *answered = grown[role, name]
-            links.append(Link(role, tuple(sorted(roles)), name, calls, failures, sent, received,
-                              quantile(0.5, answered), quantile(0.99, answered)))  # fmt: skip
+            links.append(
+                Link(
+                    role,
+                    tuple(sorted(roles)),
+                    name,
+                    calls=calls,
+                    failures=failures,
+                    sent=sent,
+                    received=received,
+                    p50=quantile(0.5, answered),
+                    p99=quantile(0.99, answered),
+                )
+            )
         return sorted(links, key=lambda link: (-link.calls, link.caller, link.method))
 
 
 def _grown(name: str, before: Report, after: Report) -> list[float]:
-    """How much a method's counts and buckets have grown, a second, between two reports; zeros where that is unknown."""
+    """The growth per second of a method's counts and buckets between two reports; zeros if it is unknown."""
     old, new = before.methods.get(name), after.methods[name]
     nothing = [0.0] * (len(COUNTS) + len(LATENCY) + 1)
     if old is None or after.at <= before.at:
@@ -177,8 +186,8 @@ def _grown(name: str, before: Report, after: Report) -> list[float]:
 
 
 def quantile(share: float, cumulative: Sequence[float], bounds: Sequence[float] = LATENCY) -> float | None:
-    """The value below which `share` of what a histogram has counted lies, by linear interpolation in its bucket;
-    the last bound for what lies above it. None where nothing was counted. See Prometheus's `histogram_quantile`."""
+    """The quantile `share` of a histogram, by linear interpolation in its bucket; the last bound if it lies above that.
+    None if the histogram is empty. See Prometheus's `histogram_quantile`."""
     if not cumulative or cumulative[-1] <= 0:
         return None
     wanted = share * cumulative[-1]

@@ -1,6 +1,6 @@
-"""The page as HTML: of a run under way, for rank 0 to serve, or of one that is over, as one file.
+"""The page as HTML: rank 0 serves it during a run; of a run that is over it is one file.
 
-The state is embedded as data that no browser takes for markup; the page's own script builds everything of it as text.
+The state is embedded as data, which no browser reads as markup; the page's script shows it as text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-# nothing comes from elsewhere, goes elsewhere, or is made of text by the script
+# the page loads nothing from elsewhere, sends nothing, and the script makes no markup of text
 POLICY = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src data:; "
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
-PLACE = re.compile(r"\{\{(\w+)\}\}")  # in the template
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 MARKUP = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}
 
 
@@ -46,14 +46,14 @@ def live(state: dict[str, Any], nonce: str) -> str:
 
 
 def saved(state: dict[str, Any]) -> str:
-    """The page of a run that is over, as one file without requests to anywhere."""
+    """The page of a run that is over, as one file that sends no requests."""
     script, style = (_hash(part) for part in _inline())
     policy = POLICY.format(script=script, style=style, connect="'none'")
     return _fill(state, "", f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">')
 
 
 def read(page: str) -> dict[str, Any] | None:
-    """The state in a page, as far as this module shows it; None where there is none."""
+    """The state in a page; None if this version cannot show it."""
     if not (match := DATA.search(page)):
         return None
     try:
@@ -76,7 +76,7 @@ def _fill(state: dict[str, Any], nonce: str, policy: str) -> str:
         "title": html.escape(f"{job}: {state['state']}"),
         "state": json.dumps(state, allow_nan=False).translate(MARKUP),
     }
-    return PLACE.sub(lambda match: values[match.group(1)], _template())
+    return PLACEHOLDER.sub(lambda match: values[match.group(1)], _template())
 
 
 @functools.cache

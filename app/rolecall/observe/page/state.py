@@ -1,10 +1,11 @@
-"""What the page shows, as JSON's types: of a run that is under way, from its gang; of one that is over, from its files.
+"""The state that the page shows, as JSON: of a run under way from its gang, of one that is over from its files.
 
-Pure: no I/O, no clock. Every text in it may come from a job, and is shown as text only.
+Pure: no I/O, no clock. Any text may come from a job; the page shows it as text only.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,20 +13,20 @@ from typing import Any
 
 from rolecall.gang.protocol import OVER, Key, RoleSpec, WorkerStatus, name_of
 from rolecall.observe.page.rates import LogEvent, Rates
-from rolecall.record.history import Event, History, Point
+from rolecall.record.history import History, Point
 
-FORM = 1  # of what is shown: raised where the script of another version cannot show it
-MOST_POINTS = 300  # of a curve: a screen shows no more
-MOST_GENERATIONS = 200  # the newest
-MOST_ERRORS = 60  # the newest, of all ranks
-MOST_TEXT = 2000  # characters of an error
+FORM = 1  # version of the state: raised if the script of another version cannot show it
+MAX_POINTS = 300  # of a curve: a screen shows no more
+MAX_GENERATIONS = 200  # the newest
+MAX_ERRORS = 60  # the newest, of all ranks
+MAX_TEXT = 2000  # characters of an error
 BAD = ("failed", "crashed", "stuck", "killed", "silent", "lost", "refused", "unreachable")  # how a worker may end
 WAITING = {"none": "waiting", "starting": "starting"}
 
 
 @dataclass(frozen=True)
 class Titles:
-    """What a job calls itself, its score and its work; `lower` says that a lower score is better."""
+    """The names of a job, its score and its unit of work; if `lower`, a lower score is better."""
 
     job: str
     summary: str = ""
@@ -36,8 +37,8 @@ class Titles:
 
 
 @dataclass(frozen=True)
-class Member:
-    """A rank in the gang: its worker, the seconds since its last heartbeat, and where it runs."""
+class MemberView:
+    """A rank in the gang: its worker, the seconds since its last heartbeat, and its node."""
 
     worker: WorkerStatus = field(default_factory=WorkerStatus)
     heard: float = 0.0
@@ -46,9 +47,9 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Gang:
-    """The gang: its state for `seconds`, why, and what a start waits for; the newest generation's number, its members
-    in order of rank, and why it lost some of them."""
+class GangView:
+    """The gang: its state for `seconds`, the reason, and the ranks that a start waits for; the newest generation's
+    number, its members in order of rank, and why it lost some of them."""
 
     state: str
     reason: str = ""
@@ -57,82 +58,106 @@ class Gang:
     number: int = 0
     ranks: tuple[Key, ...] = ()
     lost: Mapping[Key, str] = field(default_factory=dict)
-    members: Mapping[Key, Member] = field(default_factory=dict)
+    members: Mapping[Key, MemberView] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: its final state, the reason, and the last errors, as `error` makes them."""
+
+    state: str
+    reason: str
+    errors: Sequence[dict[str, Any]] = ()
 
 
 def of_gang(
-    titles: Titles, roles: Sequence[RoleSpec], gang: Gang, history: History, rates: Rates, settings: Mapping[str, Any],
-    now: float, summary: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What the page shows of a run under way, or just over, at the Unix time `now`. `summary` is summary.json's."""
-    master, over = (roles[0].name, 0), gang.state in OVER
-    values = rates.values(master)
+    titles: Titles,
+    roles: Sequence[RoleSpec],
+    gang: GangView,
+    history: History,
+    rates: Rates,
+    *,
+    settings: Mapping[str, Any],
+    now: float,
+    summary: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state of a run under way, or just over, at the Unix time `now`. `summary` is the contents of summary.json."""
+    rank0, over = (roles[0].name, 0), gang.state in OVER
+    values = rates.values(rank0)
     everyone = {(role.name, ordinal) for role in roles for ordinal in range(role.count)}
     places = {role.name: place for place, role in enumerate(roles)}
     keys = sorted(everyone | {*gang.members, *(() if over else gang.ranks)}, key=lambda key: (places[key[0]], key[1]))
     minimum = {role.name: role.minimum for role in roles}
-    return _object({
-        **_common(titles, history, settings, now, summary),
-        "live": True,
-        "state": gang.state,
-        "state_seconds": gang.seconds,
-        "reason": last_line(gang.reason),
-        "missing": [*gang.missing],
-        "generation": gang.number,
-        "step": max([int(values.get("step", 0)), *(point.step for point in history.last.values())], default=0),
-        "left_seconds": None if over else values.get("left_seconds"),
-        "done_per_second": rates.per_second(master, lambda report: report.values.get("done_total")),
-        "roles": [asdict(role) for role in roles],
-        "ranks": [_rank(key, gang, rates, over, key[1] < minimum[key[0]]) for key in keys],
-        "links": [asdict(link) for link in rates.links()],
-        "errors": _errors((key, report.log) for key in keys if (report := rates.newest(key))),
-    })  # fmt: skip
+    return _object(
+        {
+            **_common(titles, history, settings, now, summary),
+            "live": True,
+            "state": gang.state,
+            "state_seconds": gang.seconds,
+            "reason": last_line(gang.reason),
+            "missing": [*gang.missing],
+            "generation": gang.number,
+            "step": max([int(values.get("step", 0)), *(point.step for point in history.last.values())], default=0),
+            "left_seconds": None if over else values.get("left_seconds"),
+            "done_per_second": rates.per_second(rank0, lambda report: report.values.get("done_total")),
+            "roles": [asdict(role) for role in roles],
+            "ranks": [_rank(key, gang, rates, over, key[1] < minimum[key[0]]) for key in keys],
+            "links": [asdict(link) for link in rates.links()],
+            "errors": _errors((key, report.log) for key in keys if (report := rates.newest(key))),
+        }
+    )
 
 
 def of_files(
-    titles: Titles, state: str, reason: str, history: History, roles: Mapping[str, int],
-    errors: Iterable[dict[str, Any]], now: float, summary: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What the page shows of a run of which only files are left: `roles` has the number of its ranks by role, `errors`
-    are as `error` makes them."""
+    titles: Titles,
+    ending: Ending,
+    history: History,
+    roles: Mapping[str, int],
+    *,
+    now: float,
+    summary: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state of a run of which only files are left; `roles` has the number of its ranks by role."""
     specs = [RoleSpec(name, count, count, count, elastic=False) for name, count in roles.items()]
     keys = [(spec.name, ordinal) for spec in specs for ordinal in range(spec.count)]
-    word = {"running": "not known"}.get(state, "ended")
-    return _object({
-        **_common(titles, history, (summary or {}).get("settings") or {}, now, summary),
-        "live": False,
-        "state": state,
-        "state_seconds": 0.0,
-        "reason": last_line(reason),
-        "missing": [],
-        "generation": history.starts[-1].generation if history.starts else 0,
-        "step": max((point.step for point in history.last.values()), default=0),
-        "left_seconds": None,
-        "done_per_second": None,
-        "roles": [asdict(spec) for spec in specs],
-        "ranks": [{"name": name_of(key), "role": key[0], "ordinal": key[1], "word": word, "health": "idle"}
-                  for key in keys],
-        "links": [],
-        "errors": sorted(errors, key=lambda each: each["time"])[-MOST_ERRORS:],
-    })  # fmt: skip
+    word = "not known" if ending.state == "running" else "ended"
+    return _object(
+        {
+            **_common(titles, history, (summary or {}).get("settings") or {}, now, summary),
+            "live": False,
+            "state": ending.state,
+            "state_seconds": 0.0,
+            "reason": last_line(ending.reason),
+            "missing": [],
+            "generation": history.starts[-1].generation if history.starts else 0,
+            "step": max((point.step for point in history.last.values()), default=0),
+            "left_seconds": None,
+            "done_per_second": None,
+            "roles": [asdict(spec) for spec in specs],
+            "ranks": [
+                {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": word, "health": "idle"}
+                for key in keys
+            ],
+            "links": [],
+            "errors": sorted(ending.errors, key=lambda each: each["time"])[-MAX_ERRORS:],
+        }
+    )
 
 
 def ended(shown: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a run that showed `shown` last, and ended as `summary` says."""
-    return _object({
-        **shown, "live": False, "state": summary["state"], "reason": last_line(summary["reason"]), "missing": [],
-        "left_seconds": None, "summary": without_settings(summary),
-    })  # fmt: skip
+    """The state of a run whose last state was `shown`, and which ended with `summary`."""
+    end = {"live": False, "state": summary["state"], "reason": last_line(summary["reason"]), "missing": []}
+    return _object({**shown, **end, "left_seconds": None, "summary": without_settings(summary)})
 
 
 def error(rank: str, event: LogEvent) -> dict[str, Any]:
     """A warning or an error in a rank's log."""
-    return {"rank": rank, "time": event.time, "level": event.level, "text": event.text[-MOST_TEXT:]}
+    return {"rank": rank, "time": event.time, "level": event.level, "text": event.text[-MAX_TEXT:]}
 
 
 def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, Any]]:
     every = [error(name_of(key), event) for key, log in logs for event in log]
-    return sorted(every, key=lambda each: each["time"])[-MOST_ERRORS:]
+    return sorted(every, key=lambda each: each["time"])[-MAX_ERRORS:]
 
 
 def _common(
@@ -159,55 +184,49 @@ def _common(
 
 
 def without_settings(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary without the settings, which stand elsewhere in the state."""
+    """A summary without the settings, which the state has elsewhere."""
     return {name: value for name, value in summary.items() if name != "settings"}
 
 
 def thin(points: Sequence[Point], last: Point | None = None) -> list[list[float]]:
-    """At most MOST_POINTS of `points` and the `last`, as [step, seconds of training, value]."""
+    """At most MAX_POINTS of `points` and the `last`, as [step, seconds of training, value]."""
     count = len(points)
-    if count > MOST_POINTS:
-        points = [points[round(place * (count - 1) / (MOST_POINTS - 1))] for place in range(MOST_POINTS)]
+    if count > MAX_POINTS:
+        points = [points[round(place * (count - 1) / (MAX_POINTS - 1))] for place in range(MAX_POINTS)]
     if last is not None and (not points or last.step > points[-1].step):
         points = [*points, last]
     return [[point.step, round(point.seconds, 3), float(f"{point.value:.6g}")] for point in points]
 
 
 def generations(history: History) -> list[dict[str, Any]]:
-    """The generations, oldest first: when each began and ended (Unix seconds), and why; and the ranks that it lost."""
-    ends: dict[int, Event] = {}
-    lost: dict[int, list[Event]] = {}
+    """The generations, oldest first: their first step, beginning and end (Unix seconds), the cause, and lost ranks."""
+    starts = {start.generation: start for start in history.starts}
+    after = {start.generation: following for start, following in itertools.pairwise(history.starts)}
+    ends = {event.generation: event for event in history.events if event.what == "ended"}
+    lost: dict[int, list[dict[str, Any]]] = {}
     for event in history.events:
-        if event.what == "ended":
-            ends[event.generation] = event
-        else:
-            lost.setdefault(event.generation, []).append(event)
-    rows: dict[int, dict[str, Any]] = {
-        number: _generation(number, None, None, event.time, event, lost.get(number, ()))
-        for number, event in ends.items()
-    }  # those that ended before they trained, too
-    for start, after in zip(history.starts, [*history.starts[1:], None], strict=False):
-        end = ends.get(start.generation)
-        ended = end.time if end else after.time if after else None
-        rows[start.generation] = _generation(start.generation, start.step, start.time, ended, end,
-                                             lost.get(start.generation, ()))  # fmt: skip
-        if end is None and after is not None:
-            rows[start.generation]["cause"] = after.after
-    return [rows[number] for number in sorted(rows)][-MOST_GENERATIONS:]
+        if event.what == "lost":
+            row = {"time": event.time, "cause": event.cause, "reason": event.reason}
+            lost.setdefault(event.generation, []).append(row)
+    rows = []
+    for number in sorted({*starts, *ends}):  # a generation may end before it trains
+        start, end, following = starts.get(number), ends.get(number), after.get(number)
+        rows.append(
+            {
+                "number": number,
+                "step": start.step if start else None,
+                "began": start.time if start else None,
+                "ended": end.time if end else following.time if following else None,
+                "cause": end.cause if end else following.after if following else "",
+                "reason": end.reason if end else "",
+                "lost": lost.get(number, []),
+            }
+        )
+    return rows[-MAX_GENERATIONS:]
 
 
-def _generation(
-    number: int, step: int | None, began: float | None, ended: float | None, end: Event | None, lost: Iterable[Event]
-) -> dict[str, Any]:
-    return {
-        "number": number, "step": step, "began": began, "ended": ended,
-        "cause": end.cause if end else "", "reason": end.reason if end else "",
-        "lost": [{"time": event.time, "cause": event.cause, "reason": event.reason} for event in lost],
-    }  # fmt: skip
-
-
-def _rank(key: Key, gang: Gang, rates: Rates, over: bool, needed: bool) -> dict[str, Any]:
-    """One rank: `health` is good, idle or bad, and `word` says why."""
+def _rank(key: Key, gang: GangView, rates: Rates, over: bool, needed: bool) -> dict[str, Any]:
+    """One rank: `health` is good, idle or bad; `word` is the reason."""
     member, report = gang.members.get(key), rates.newest(key)
     health, word = _state(key, gang, over, needed)
     row: dict[str, Any] = {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": word, "health": health}
@@ -229,7 +248,7 @@ def _rank(key: Key, gang: Gang, rates: Rates, over: bool, needed: bool) -> dict[
     }
 
 
-def _state(key: Key, gang: Gang, over: bool, needed: bool) -> tuple[str, str]:
+def _state(key: Key, gang: GangView, over: bool, needed: bool) -> tuple[str, str]:
     """A rank's health, and the words for its state."""
     member = gang.members.get(key)
     if member is None:
@@ -252,7 +271,7 @@ def _state(key: Key, gang: Gang, over: bool, needed: bool) -> tuple[str, str]:
 
 def last_line(text: str) -> str:
     """The last line of a text, such as the error itself of a traceback, shortened."""
-    return (text.strip().splitlines() or [""])[-1][:MOST_TEXT]
+    return (text.strip().splitlines() or [""])[-1][:MAX_TEXT]
 
 
 def _object(values: dict[str, Any]) -> dict[str, Any]:

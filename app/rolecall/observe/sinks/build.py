@@ -1,27 +1,26 @@
-"""The sinks of a run, as its settings ask for them."""
+"""Builds the sinks of a run from its settings."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any
 
 from rolecall import config
 from rolecall.config import Settings, __version__
-from rolecall.observe.sinks.choice import choose
+from rolecall.errors import UsageError
 from rolecall.observe.sinks.feed import Covered, Feed, Sinks
 
-TOKEN = "JOB_TOKEN"  # no sink needs it
-PATIENCE = 60.0  # seconds that a point waits for its checkpoint at least
-INTERVALS = 3  # or this many intervals between checkpoints
+KINDS = ("tensorboard", "mlflow", "wandb")  # each is the name of its package, of its extra and of its module here
+MIN_PATIENCE_SECONDS = 60.0  # that a point waits for its checkpoint
+PATIENCE_INTERVALS = 3  # or this many intervals between checkpoints
 
 
-def build(
-    settings: Settings, job: str, values: dict[str, Any], secrets: Collection[str], covered: Covered
-) -> Sinks:  # fmt: skip
-    """The sinks of SINKS. `values` are the run's settings by variable, without secrets; `secrets` are the fields of
-    those, which no sink's process gets; `covered` tells the step of the newest checkpoint. Raises UsageError for a sink
-    that does not exist, or is not installed.
+def build(settings: Settings, job: str, values: dict[str, Any], secrets: Collection[str], covered: Covered) -> Sinks:
+    """The sinks of SINKS. `values` are the run's settings by variable, without secrets; `secrets` names the secret
+    ones, which are removed from the sinks' environment; `covered` returns the step of the newest checkpoint. Raises
+    UsageError for a sink that does not exist or is not installed.
     """
     names = choose(settings.sinks)
     if not names:
@@ -34,19 +33,49 @@ def build(
         "project": config.exported("WANDB_PROJECT") or job,
         "settings": values,
         "version": __version__,
-        "patience": max(PATIENCE, INTERVALS * settings.checkpoint_interval),
+        "patience": max(MIN_PATIENCE_SECONDS, PATIENCE_INTERVALS * settings.checkpoint_interval),
     }
-    # the libraries' own variables, where the user has not set them
+    # the libraries' variables, unless the user has set them
     defaults = {
         "MLFLOW_TRACKING_URI": (directory / "mlflow").as_uri(),
-        "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow would rather have a database, which mlflow-skinny lacks
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # it is tried again later, too
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow prefers a database, which mlflow-skinny lacks
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the feed tries again, too
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(directory),
     }
-    chosen = {name: config.exported(name) or value for name, value in defaults.items()}
-    environment = config.child_environment(**chosen)
-    for secret in (TOKEN, *map(str.upper, secrets)):
+    environment = config.child_environment(**{name: config.exported(name) or defaults[name] for name in defaults})
+    for secret in ("JOB_TOKEN", *map(str.upper, secrets)):
         environment.pop(secret, None)
     return Sinks([Feed(name, about, environment, covered) for name in names])
+
+
+def choose(setting: str) -> tuple[str, ...]:
+    """The sinks of SINKS=`setting`, each once. Raises UsageError for one that does not exist or is not installed."""
+    if setting == "none":
+        return ()
+    if setting == "auto":
+        return ("tensorboard",) if is_installed("tensorboard") else ()
+    names = tuple(dict.fromkeys(part.strip() for part in setting.split(",") if part.strip()))
+    unknown = [name for name in names if name not in KINDS]
+    if unknown or not names:
+        raise UsageError(
+            f"SINKS={setting}: {', '.join(unknown) or 'nothing'} is no sink; give auto, none, or some of "
+            f"{','.join(KINDS)}, separated by commas"
+        )
+    missing = [name for name in names if not is_installed(name)]
+    if missing:
+        raise UsageError(
+            f"SINKS={setting}: {' and '.join(missing)} cannot be imported; at rank 0, "
+            f"`pip install 'rolecall[{','.join(missing)}]'`, or leave it out"
+        )
+    return names
+
+
+def is_installed(name: str) -> bool:
+    """Whether the package `name` can be imported; a folder of that name, such as wandb leaves behind, cannot."""
+    try:
+        package = importlib.util.find_spec(name)
+    except ValueError:
+        return False
+    return package is not None and package.origin is not None

@@ -1,8 +1,8 @@
-"""`python -m rolecall.observe.sinks.process SINK`: writes one sink. Its parent sends requests, a JSON object
-a line, to its standard input; each is answered by a line on standard output: {"number": N, "error": ""}.
+"""`python -m rolecall.observe.sinks.process SINK`: writes one sink.
 
-Requests: {"open": ABOUT}, then {"items": [...], "covered": STEP} as often as there is something, and {"end": STATE,
-"summary": {...} or null}. Without `end`, the end of the input stops it.
+The parent sends requests, one JSON object a line, to standard input. Each is answered by a line on standard output:
+{"number": N, "error": ""}. A request has {"number": N, "items": [...], "covered": STEP}; the first also has {"open":
+ABOUT}, the last {"end": STATE, "summary": {...} or null}. The end of the input stops the sink, too.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from rolecall import machine
 from rolecall.observe.sinks.points import Item
 
 NICE = 10  # lower priority than training
-LAST = 10.0  # seconds that are left to it after its parent's end
-LONGEST = 500  # characters of an error
+ORPHAN_SECONDS = 10.0  # that it may run on after its parent's end
+MAX_ERROR = 500  # characters of an error
 
 
 class Sink(Protocol):
-    """What a sink's module opens with `begin(about)`. Both methods may raise anything."""
+    """The result of `begin(about)` of a sink's module. Both methods may raise anything."""
 
     def write(self, items: list[Item], covered: int) -> None:
-        """Writes `items`, some of which it may have written before; checkpoints cover the steps up to `covered`. After
-        an error it is given the same ones once more."""
+        """Writes `items`, some of which may have been written before; checkpoints cover the steps up to `covered`.
+        After an error the same items come again."""
         ...
 
     def end(self, state: str, summary: dict[str, Any] | None) -> None:
-        """Ends: the run is finished, failed, or stopped and may resume; `summary` is summary.json's, if there is."""
+        """Ends the sink: the run is finished, failed, or stopped and may resume. `summary` is the contents of
+        summary.json, if there is one."""
         ...
 
 
 def serve(lines: Iterable[bytes], answer: Callable[[str], None], begin: Callable[[dict[str, Any]], Sink]) -> None:
-    """Carries out the requests in `lines`, those after an error too."""
+    """Handles the requests in `lines`. After an error it continues with the next one."""
     about: dict[str, Any] = {}
     sink: Sink | None = None
     for line in lines:
@@ -52,9 +53,9 @@ def serve(lines: Iterable[bytes], answer: Callable[[str], None], begin: Callable
                 sink.write(request["items"], request["covered"])
             if "end" in request:
                 sink.end(request["end"], request["summary"])
-        except (Exception, SystemExit) as raised:  # whatever a library raises
+        except (Exception, SystemExit) as raised:  # of a library
             first = (str(raised).strip().splitlines() or [""])[0]
-            error = f"{type(raised).__name__}: {first}"[:LONGEST]
+            error = f"{type(raised).__name__}: {first}"[:MAX_ERROR]
         answer(json.dumps({"number": request["number"], "error": error}) + "\n")
         if "end" in request and not error:
             return
@@ -63,20 +64,20 @@ def serve(lines: Iterable[bytes], answer: Callable[[str], None], begin: Callable
 
 
 def _follow(parent: int) -> None:
-    """Ends this process some time after its parent, even where a library hangs."""
+    """Ends this process some time after its parent, even if a library hangs."""
     while os.getppid() == parent:
         time.sleep(1.0)  # a period; nothing waits for it
-    time.sleep(LAST)
+    time.sleep(ORPHAN_SECONDS)
     os._exit(1)
 
 
 def main(name: str) -> None:
     """The process's entry point."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     os.nice(NICE)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print
 
     def answer(text: str) -> None:
         answers.write(text)

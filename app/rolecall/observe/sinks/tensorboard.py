@@ -15,7 +15,7 @@ from typing import Any
 from rolecall.observe.sinks.points import Item
 
 FOLDER = "tensorboard"
-FLUSH_SECONDS = 3600  # `write` flushes itself
+FLUSH_SECONDS = 3600  # of its writer: `write` flushes
 
 
 class TensorBoard:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rolecall.errors import UsageError
@@ -50,14 +51,11 @@ def chosen(words: Sequence[str], replies: Mapping[str, Any]) -> list[str] | None
 
 def as_json(replies: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None) -> str:
     """The replies of the ranks `names`, or of all, and who waits for whom."""
-    picture = deadlocks.look(stack_report.read(replies))
-    return json.dumps(
-        {
-            "ranks": {name: reply for name, reply in replies.items() if names is None or name in names},
-            "waits": [{"rank": each.rank, "to": each.to, "what": each.what, "seconds": each.seconds}
-                      for each in picture.waits],
-            "deadlocks": picture.deadlocks,
-            "active": picture.active,
-        },
-        indent=1,
-    )  # fmt: skip
+    result = deadlocks.look(stack_report.read(replies))
+    content = {
+        "ranks": {name: reply for name, reply in replies.items() if names is None or name in names},
+        "waits": [asdict(wait) for wait in result.waits],
+        "deadlocks": result.deadlocks,
+        "active": result.active,
+    }
+    return json.dumps(content, indent=1)

@@ -77,7 +77,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Conclusions:
     """Who waits for whom. `deadlocks` are circles of ranks, the first one named again at the end; `active` are ranks
     with any activity, or that are unknown; `exhausted` are those whose RPC threads all serve a call."""
 
@@ -97,7 +97,7 @@ def read(name: str, reply: Mapping[str, Any]) -> Rank:
     return Rank(name, threads, tuple(calls), running=reply["state"] == "running")
 
 
-def look(ranks: Iterable[Rank]) -> Picture:
+def look(ranks: Iterable[Rank]) -> Conclusions:
     """Who waits for whom in `ranks`."""
     graph = _Graph({rank.name: rank for rank in ranks})
     stuck, waits, active = graph.stuck(), graph.waits(), graph.active()
@@ -107,7 +107,7 @@ def look(ranks: Iterable[Rank]) -> Picture:
         known = [{*circle} for circle in deadlocks]
         deadlocks += tuple(circle for circle in several if {*circle} not in known)
     exhausted = tuple(name for name, rank in graph.ranks.items() if rank.exhausted)
-    return Picture(waits, deadlocks, active, exhausted)
+    return Conclusions(waits, deadlocks, active, exhausted)
 
 
 @dataclass
@@ -129,15 +129,15 @@ class _Graph:
 
     # ---- what a node waits for
 
-    def _here(self, name: str, but: Node) -> Group:
+    def _nodes(self, name: str, but: Node) -> Group:
         """The nodes of a rank, other than one of them."""
         return frozenset(node for node in {*self._threads, *self._calls} if node[0] == name and node != but)
 
     def _holders(self, node: Node) -> Group:
         """The threads that may hold the lock that `node` waits for: by their source, or else all of its rank."""
-        others = self._here(node[0], node)
-        sure = {other for other in others if other in self._threads
-                and self._threads[other].may_hold(self._threads[node])}  # fmt: skip
+        others = self._nodes(node[0], node)
+        waiting = self._threads[node]
+        sure = {other for other in others if other in self._threads and self._threads[other].may_hold(waiting)}
         return frozenset(sure) or others
 
     def _serving(self, call: Call) -> Group:
@@ -192,9 +192,9 @@ class _Graph:
             to = {other for group in self._groups(node) for other in group}
             if conditions:
                 for call in self._calls.get(node, ()):
-                    to |= self._serving(call) or self._here(call.to, node)
+                    to |= self._serving(call) or self._nodes(call.to, node)
                 if not to:
-                    to |= self._here(node[0], node)
+                    to |= self._nodes(node[0], node)
             edges[node] = to & stuck
         return edges
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rolecall.observe.stacks import deadlocks
-from rolecall.observe.stacks.deadlocks import Call, Picture, Rank
+from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank
 from rolecall.record.stacks import HANDLER, TURNS, Frame, Thread
 from rolecall.torch_rpc.limits import RPC_THREADS
 
@@ -42,25 +42,25 @@ def text(replies: Mapping[str, Mapping[str, Any]], only: Collection[str] | None 
 # ---- who waits for whom
 
 
-def conclusions(picture: Picture) -> Iterator[str]:
-    """Who waits for whom, deadlocks, a standstill."""
-    if not picture.waits:
-        yield "nobody waits long for another rank"
+def conclusions(result: Conclusions) -> Iterator[str]:
+    """Lines: who waits for whom, deadlocks, a standstill."""
+    if not result.waits:
+        yield "no rank waits long for another"
     else:
         yield "who waits for whom:"
-    for wait in picture.waits:
+    for wait in result.waits:
         yield f"  {wait}"
-    for circle in picture.deadlocks:
-        yield f"deadlock: {' > '.join(circle)}{_inside(circle, picture)}"
-    if picture.waits and not picture.active and not picture.deadlocks:
-        yield "standstill: nothing goes on in any rank"
+    for circle in result.deadlocks:
+        yield f"deadlock: {' > '.join(circle)}{_inside(circle, result)}"
+    if result.waits and not result.active and not result.deadlocks:
+        yield "standstill: no rank has any activity"
 
 
-def _inside(circle: Collection[str], picture: Picture) -> str:
+def _inside(circle: Collection[str], result: Conclusions) -> str:
     """The explanation of a deadlock within one rank."""
     if len({*circle}) > 1:
         return ""
-    if {*circle} <= {*picture.exhausted}:
+    if {*circle} <= {*result.exhausted}:
         return f" (its {RPC_THREADS} RPC threads wait for answers, and an answer needs one of them)"
     return " (threads of its process wait for each other)"
 
@@ -126,8 +126,8 @@ def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:
     name = "main thread" if thread.main else f"thread {thread.name!r}" if thread.name else "a thread"
     called = thread.serves
     if called:
-        callers = sorted({each.name for each in ranks for call in each.calls
-                          if call.to == rank.name and call.method in thread.served})  # fmt: skip
+        calls = ((each.name, call) for each in ranks for call in each.calls if call.to == rank.name)
+        callers = sorted({caller for caller, call in calls if call.method in thread.served})
         name = f"serves {called}" + (f" for {_list(callers)}" if callers else "")
     return name
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rolecall.observe.trace.clocks import Clocks
-from rolecall.record.records import Process, Span, Trace
+from rolecall.record.records import Process, SpanRecord, Trace
 
 Route = tuple[str, str, str, int]  # method, caller, called, and the bits of the number of bytes, both ways
 
@@ -58,14 +58,14 @@ class Calls:
                 self._matched.add(id)
                 route, outside = (name, process.name, served.process.name, bits), _outside(end - start, served)
                 self._fastest[route] = min(outside, self._fastest.get(route, outside))
-                self.clocks.observe(process, served.process, start, served.came, served.left, end)
+                self.clocks.observe(process, served.process, sent=start, came=served.came, left=served.left, back=end)
         self.clocks.solve()
 
-    def served(self, span: Span) -> Served | None:
+    def served(self, span: SpanRecord) -> Served | None:
         """The other side of a client span; None if it was not recorded."""
         return self._served.get(span.id)
 
-    def parts(self, process: Process, span: Span) -> Parts | None:
+    def parts(self, process: Process, span: SpanRecord) -> Parts | None:
         """The parts of the time of a client span of `process`; None if its other side was not recorded."""
         served = self._served.get(span.id)
         if served is None:
@@ -77,7 +77,7 @@ class Calls:
 
     @property
     def fastest(self) -> dict[Route, int]:
-        """What the network takes in the calls of a method between two ranks, by size: the fastest round trip, in ns."""
+        """The fastest round trip, in ns, of each method between two ranks, by size: the time of the network."""
         return self._fastest
 
     def matched(self, id: str) -> bool:
@@ -85,11 +85,11 @@ class Calls:
         return id in self._matched
 
 
-def _served(process: Process, span: Span) -> Served:
+def _served(process: Process, span: SpanRecord) -> Served:
     return Served(process, span.start_ns, span.began_ns, span.ran_ns, span.end_ns)
 
 
-def _bits(span: Span) -> int:
+def _bits(span: SpanRecord) -> int:
     sent, received = span.attributes.get("sent", 0), span.attributes.get("received", 0)
     return (sent + received).bit_length() if isinstance(sent, int) and isinstance(received, int) else 0
 

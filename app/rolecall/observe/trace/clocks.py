@@ -11,15 +11,13 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rolecall.record.records import Process
 
 DRIFT = 100e-6  # by which two clocks may drift apart: 100 microseconds a second
 WINDOW_NS = 250_000_000  # the best round trip of each is kept
-MAX_WALL_CLOCK_NS = (
-    5_000_000_000  # by which the wall clock may differ between two processes of one host that share its clock
-)
+MAX_WALL_CLOCK_NS = 5_000_000_000  # by which wall clocks of two processes that share a clock may differ
 Method = Literal["reference", "same host", "round trips", "wall clock"]
 
 
@@ -41,6 +39,12 @@ class Alignment:
             return f"{self.process.name}: rank 0's clock" + (" (same host)" if self.method == "same host" else "")
         via = f" by way of {self.via}" if self.via else ""
         return f"{self.process.name}: within {self.error_ns / 1e6:.3f} ms, by {self.round_trips} round trips{via}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, with the error in milliseconds."""
+        error_ms = None if self.error_ns is None else self.error_ns / 1e6
+        process = self.process
+        return {"rank": process.name, "generation": process.generation, "method": self.method, "error_ms": error_ms}
 
 
 class Samples:

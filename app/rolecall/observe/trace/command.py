@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rolecall.errors import UsageError
 from rolecall.observe.ask import ask
-from rolecall.observe.trace import trace_file
+from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.summary import Summary
 from rolecall.record import records, rundir
@@ -47,21 +47,21 @@ def run(words: Sequence[str]) -> int:
         folder = directory / records.FOLDER if (directory / records.FOLDER).is_dir() else directory
         if (folder / rundir.HISTORY).exists():  # a run's, without a trace
             raise UsageError(f"TARGET {arguments.target!r}: {NO_TRACE}")
-        wanted = arguments.output or (None if arguments.summary else folder / trace_file.NAME)
-        return _show(records.read(folder), trace_file.history_beside(folder), wanted, arguments, console)
-    happened = trace_file.history_beside(directory) if directory.is_dir() else None
+        wanted = arguments.output or (None if arguments.summary else folder / perfetto.NAME)
+        return _show(records.read(folder), perfetto.history_beside(folder), wanted, arguments, console)
+    happened = perfetto.history_beside(directory) if directory.is_dir() else None
     with tempfile.TemporaryDirectory() as name:
         live = Live(arguments.target, Path(name), console)
         asyncio.run(live.record(DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds))
-        wanted = arguments.output or Path(trace_file.NAME)
+        wanted = arguments.output or Path(perfetto.NAME)
         return _show(records.read(Path(name)), happened, wanted, arguments, console)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rolecall trace",
-        description="What all ranks of a run did and waited for, as one file that Perfetto and chrome://tracing open. "
-        "The run is over, or under way, and was started with TRACE=1; or it is recorded now, for some seconds.",
+        description="The activity and the waits of all ranks of a run, as one file for Perfetto and chrome://tracing. "
+        "The run was started with TRACE=1; or it is under way, and is recorded now for some seconds.",
     )
     parser.add_argument(
         "target",
@@ -73,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"default: {trace_file.NAME}, of a run's folder in {records.FOLDER}/",
+        help=f"default: {perfetto.NAME}, of a run's folder in {records.FOLDER}/",
     )
-    parser.add_argument("--summary", action="store_true", help="a table of where the time of the steps went; of a "
-                        "folder, the file is then written with --output only")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="what is printed, as JSON")
+    about = "a table of the time of the steps; for a folder, the file is then written with --output only"
+    parser.add_argument("--summary", action="store_true", help=about)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -93,7 +93,7 @@ def _seconds(text: str) -> float:
 def _show(
     trace: records.Trace, run: History | None, output: Path | None, arguments: argparse.Namespace, console: Console
 ) -> int:
-    """Writes the file and prints what is asked for."""
+    """Writes the file and prints the results."""
     if not trace.recordings:
         problem = trace.problems[0] if trace.problems else NO_TRACE
         raise UsageError(f"TARGET {arguments.target!r}: {problem}")
@@ -103,8 +103,8 @@ def _show(
     content: dict[str, Any] = {"job": trace.job, "problems": trace.damage()}
     if output:
         with console.status(f"writing {output}"):
-            written = trace_file.write(calls, output, run)
-        content |= {"file": str(output), "spans": written.spans}
+            spans = perfetto.write_file(calls, output, run)
+        content |= {"file": str(output), "spans": spans}
     if arguments.summary:
         summary = Summary(calls)
         content["summary"] = summary.to_dict()
@@ -117,7 +117,7 @@ def _show(
         Console(width=None if sys.stdout.isatty() else 160).print(summary.render())
     if output:
         ranks, size = len({one.process.name for one in trace.recordings}), output.stat().st_size / 1e6
-        of = f"{written.spans:,} spans of {ranks} rank{'' if ranks == 1 else 's'}"
+        of = f"{spans:,} spans of {ranks} rank{'' if ranks == 1 else 's'}"
         print(f"rolecall: {output}: {of}, {size:,.1f} MB; {OPEN}")
     return 0
 
@@ -128,7 +128,7 @@ class Live:
     def __init__(self, target: str, folder: Path, console: Console) -> None:
         self.target, self.folder, self.console = target, folder, console
         self._turns = asyncio.Semaphore(MAX_PENDING_REQUESTS)
-        self._cursors: dict[str, Reply] = {}  # by rank: where its data goes on
+        self._cursors: dict[str, Reply] = {}  # by rank: the place of its next data
         self._problems: dict[str, str] = {}
 
     async def record(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolecall import config, telemetry
 from rolecall.record import records
-from rolecall.record.records import Process, Span
+from rolecall.record.records import Process, SpanRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -35,7 +35,7 @@ def exporter() -> Exporter | None:
         return Exporter()
     except ImportError as error:
         problem = f"{VARIABLES[-1]} is set, but its packages are missing; install 'rolecall[otel]' ({error})"
-    except Exception as error:  # whatever the SDK says about its variables
+    except Exception as error:  # of the SDK, about its variables
         problem = f"OpenTelemetry refuses its settings: {error}"
     telemetry.log().warning("spans are not exported", problem=problem)
     return None
@@ -54,7 +54,7 @@ class Exporter:
         self._resources: dict[Process, Resource] = {}
 
     def export_lines(self, process: dict[str, Any], lines: str) -> None:
-        """Queues the spans in these lines of a file; `process` is what its first line says."""
+        """Queues the spans in these lines of a file; `process` has the values of its first line."""
         try:
             one = records.process_of(process)
         except ValueError as error:
@@ -71,7 +71,7 @@ class Exporter:
         if closing.is_alive():
             telemetry.log().warning("spans are not exported", problem="the collector is too slow for the last spans")
 
-    def _translate(self, process: Process, span: Span) -> ReadableSpan:
+    def _translate(self, process: Process, span: SpanRecord) -> ReadableSpan:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import SpanContext, SpanKind, TraceFlags

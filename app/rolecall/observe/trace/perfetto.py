@@ -1,8 +1,7 @@
-"""A trace as one file that Perfetto and chrome://tracing open: Chrome's trace event format, JSON.
+"""A trace as one file for Perfetto and chrome://tracing: JSON in the Chromium project's "Trace Event Format".
 
-A rank is a process, a thread's work a track, and the calls that it has under way are tracks below. Arrows lead from a
-call to its handler. The file is written event by event, with the spans of one worker in memory at a time. The format:
-"Trace Event Format", by the Chromium project.
+A rank is a process, and each of its threads a track, with its pending calls as tracks below. Arrows lead from a call to
+its handler. The file is written event by event, with the spans of one worker in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +11,17 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, TextIO
 
 from rolecall.config import __version__
+from rolecall.errors import UsageError
 from rolecall.observe.trace.calls import Calls
-from rolecall.record.records import Process, Recording, Span
+from rolecall.record import history, records
+from rolecall.record.history import History
+from rolecall.record.records import Process, Recording, SpanRecord
 
+NAME = "trace.json"
 RUN = 1  # the number of the process that shows the run; the ranks' follow
 GENERATIONS, ENDS = 1, 2  # its tracks
 FIRST_TRACK = 10_000_000  # of tracks that are not threads; Linux numbers threads below
@@ -36,20 +40,47 @@ class Moment:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class Output(Protocol):
-    """Where text is written."""
+def moments(run: History) -> list[Moment]:
+    """The generations and losses of a run."""
+    happened, details = list[Moment](), dict[str, Any]()
+    ends = {event.generation: event.time for event in run.events if event.what == "ended"}
+    for start in run.starts:
+        length = max(0.0, ends.get(start.generation, 0.0) - start.time)
+        details = {"after step": start.step} | ({"after": start.after} if start.after else {})
+        happened.append(Moment(f"generation {start.generation}", start.time, length, details))
+    for event in run.events:
+        name = f"generation {event.generation} ended" if event.what == "ended" else "lost"
+        details = {"generation": event.generation, "cause": event.cause}
+        happened.append(Moment(f"{name}: {event.cause}", event.time, details={**details, "reason": event.reason}))
+    return happened
 
-    def write(self, text: str, /) -> Any:
-        """Writes `text`."""
-        ...
+
+def history_beside(folder: Path) -> History:
+    """The history of the run whose spans are in `folder`; empty if there is none."""
+    directory = folder.parent if folder.name == records.FOLDER else folder
+    with UsageError.wrap(f"{directory}: the run's history cannot be read", OSError):
+        return history.read(directory)
 
 
-encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+def write_file(calls: Calls, path: Path, run: History | None = None) -> int:
+    """Writes the spans of `calls`, and the generations and losses of the `run`, to the file `path`, as a whole or not
+    at all; returns the number of spans. Raises UsageError if that fails.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with UsageError.wrap(f"{path}: cannot be written", OSError):
+        try:
+            temporary.unlink(missing_ok=True)  # may be a link in a directory from elsewhere
+            with temporary.open("w") as file:
+                spans = write(calls, moments(run) if run else [], file)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return spans
 
 
-def write(calls: Calls, moments: Sequence[Moment], output: Output) -> int:
-    """Writes the file; returns the number of spans."""
-    writer = _Writer(calls, moments)
+def write(calls: Calls, moments: Sequence[Moment], output: TextIO) -> int:
+    """Writes the trace to `output`; returns the number of spans."""
+    writer, encode = _Writer(calls, moments), json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
     output.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     separator = ""
     for event in writer.events():
@@ -70,9 +101,10 @@ class _Writer:
         self._tracks = defaultdict[str, int](lambda: FIRST_TRACK)  # of each rank: the next track's number
         self._start, end = self._extent()
         self.moments = [
-            moment for moment in self.moments
+            moment
+            for moment in self.moments
             if self._start <= self._time(moment, moment.seconds) and self._time(moment) <= end + SHOWN_AFTER_NS
-        ]  # fmt: skip
+        ]
 
     def _extent(self) -> tuple[int, int]:
         """The time from the first record to the last."""
@@ -90,7 +122,7 @@ class _Writer:
         return (time - self._start) / 1000
 
     def metadata(self) -> dict[str, Any]:
-        """What the file says of itself."""
+        """The file's metadata."""
         return {
             "producer": f"rolecall {__version__}",
             "job": self.trace.job,
@@ -154,15 +186,15 @@ class _Writer:
             client = span.id if span.kind == "client" else span.parent if span.kind == "server" else ""
             if client and self.calls.matched(client):
                 ends = {"ph": "s"} if span.kind == "client" else {"ph": "f", "bp": "e"}
-                yield {"name": span.name, "cat": "call", "id": _number(client), "pid": pid, "tid": tid,
-                       "ts": self._at(start), **ends}  # fmt: skip
+                arrow = {"name": span.name, "cat": "call", "id": _number(client), "pid": pid, "tid": tid}
+                yield {**arrow, "ts": self._at(start), **ends}
         for event, thread, start, end in sorted(held, key=lambda one: one[2:]):
             tid = lanes.free(thread, "answers to come", start, end)
             yield {**event, "ph": "X", "tid": tid, "ts": self._at(start), "dur": (end - start) / 1000}
         for tid, name, order in lanes.names(process):
             yield from _named(pid, tid, name, order)
 
-    def _explained(self, process: Process, span: Span) -> Event:
+    def _explained(self, process: Process, span: SpanRecord) -> Event:
         explained: Event = {"id": span.id} | ({"parent": span.parent} if span.parent else {})
         explained["generation"] = process.generation
         if span.kind == "client" and (parts := self.calls.parts(process, span)):
@@ -184,7 +216,7 @@ class _Lanes:
         self._ends = defaultdict[int, list[int]](list)  # of each thread's spans under way, the innermost last
         self._lanes = defaultdict[tuple[int, str], list[tuple[int, list[int]]]](list)
 
-    def thread(self, span: Span, start: int, end: int) -> int:
+    def thread(self, span: SpanRecord, start: int, end: int) -> int:
         """The track of the thread itself; or one below it, if the span overlaps with others without being inside one.
         Ask in order of `start`, as below."""
         if span.kind == "server":

@@ -24,7 +24,7 @@ from rolecall.observe.sinks.feed import Feed, Sinks
 from rolecall.observe.sinks.points import FIRST, NAMED, SPACING, Held, Item, Points
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
-from rolecall.rank.supervisor_pipe import SupervisorPipe
+from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import history, rundir
 from tests.context import contexts
 from tests.context.contexts import AGENT
@@ -224,7 +224,7 @@ def test_named_values_are_told_where_there_are_sinks(tmp_path: Path, sinks: str,
 def test_a_heartbeat_carries_named_values() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        pipe = SupervisorPipe(theirs, Task("rl", Settings(), AGENT), None)
+        pipe = WorkerEnd(theirs, Task("rl", Settings(), AGENT), None)
         pipe.value("depth", 3, 2)
         pipe.report()
         report = decode_from_worker(ours.recv_bytes())
@@ -238,7 +238,7 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     task = Task("rl", Settings(checkpoint_dir=tmp_path), AGENT, (AGENT,), 1)
     with ours, theirs:
-        pipe = SupervisorPipe(theirs, task, None)
+        pipe = WorkerEnd(theirs, task, None)
         checkpoints = worker._checkpoints(task, pipe)
         pipe.record("done", 3, 3.0)
         checkpoints.write(3, {}, {})

@@ -1,4 +1,4 @@
-"""A supervisor's reply to the query "stacks": the activity of each thread of its worker, and its pending calls.
+"""A supervisor's reply to the query `ReadStacks`: the activity of each thread of its worker, and its pending calls.
 
 The threads are watched for half a second in /proc, which needs no privilege. Then py-spy reads their stacks; if it is
 not allowed to, the worker dumps them itself.
@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.rank.queries import Replies
 from rolecall.rank.stack_dump import spy_program
 from rolecall.rank.threads import Look, look, state
-from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.disk import Disk
 from rolecall.record.stacks import State
@@ -47,18 +45,6 @@ class Stack:
     frames: tuple[tuple[str, str, int], ...]
     name: str = ""
     gil: bool = False
-
-
-def register(replies: Replies, workers: WorkerManager) -> None:
-    """Makes the supervisor of `workers` reply to "stacks"."""
-
-    one_at_a_time = asyncio.Lock()
-
-    async def reply(_: dict[str, Any]) -> dict[str, Any]:
-        async with one_at_a_time:
-            return await describe(workers.worker)
-
-    replies.on("stacks", reply)
 
 
 async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
@@ -113,9 +99,12 @@ def readable(name: str) -> str:
 
 
 def by_python(
-    states: Mapping[int, State], looks: Mapping[int, Look], calls: Iterable[Sequence[Any]], stacks: Sequence[Stack],
+    states: Mapping[int, State],
+    looks: Mapping[int, Look],
+    calls: Iterable[Sequence[Any]],
+    stacks: Sequence[Stack],
     pid: int,
-) -> dict[int, State]:  # fmt: skip
+) -> dict[int, State]:
     """The states of threads by their IDs in Python, as far as they are known: that of the main thread, and of those
     that have made `calls`. Other RPC threads wait if all of their pool do."""
     native = {call[3]: call[4] for call in calls} | {_main(stacks): pid}
@@ -136,9 +125,16 @@ async def _spy(pid: int, stopped: bool) -> tuple[list[Stack], str, str]:
         return [], "", "py-spy is not installed"
     options = ["--nonblocking"] if stopped else []  # a stopped process cannot be paused
     spy = await asyncio.create_subprocess_exec(
-        program, "dump", "--json", *options, "--pid", str(pid),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        program,
+        "dump",
+        "--json",
+        *options,
+        "--pid",
+        str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     try:
         output, errors = await asyncio.wait_for(spy.communicate(), SPY_TIMEOUT_SECONDS)
         return read_spy(output), "py-spy", "" if not spy.returncode else _problem(errors)

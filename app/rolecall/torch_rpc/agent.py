@@ -95,7 +95,7 @@ def reads_memory() -> bool:
 
 
 def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
-    """RPC's options. Where two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
+    """RPC's options. If two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
     device = context.device.type
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{NAME.lower()}://",

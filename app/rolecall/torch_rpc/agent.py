@@ -50,7 +50,7 @@ def _start(
     if devices:
         torch.cuda.init()  # a call with CUDA tensors may come before this process uses CUDA itself
     agent = rpc.TensorPipeAgent(  # type: ignore[attr-defined]
-        store, name, rank, world_size, rpc_backend_options, backwards, devices
+        store, name, rank, world_size, rpc_backend_options, reverse_device_maps=backwards, devices=devices
     )
     api._init_rpc_states(agent)
     store.set(f"ready-{rank}", "")
@@ -73,7 +73,7 @@ def channels(settings: Settings, device: str, yama: Path = YAMA) -> list[str]:
     # elsewhere ranks may share a machine but not its network, which a link between them is to be measured through
     if settings.tls == "always" or not is_loopback(settings.master_addr):
         return ["basic"]
-    # where Yama restricts ptrace, TensorPipe would open this process to every other one of its user
+    # if Yama restricts ptrace, TensorPipe would open this process to every other one of its user
     try:
         allowed = not yama.exists() or yama.read_text().strip() == "0"
     except OSError:  # a container may not see it
@@ -90,7 +90,8 @@ def reads_memory() -> bool:
         return False
     target, one = ctypes.create_string_buffer(1), ctypes.c_ulong(1)
     local, nowhere = (ctypes.c_size_t * 2)(ctypes.addressof(target), 1), (ctypes.c_size_t * 2)(0, 1)
-    read(os.getppid(), local, one, nowhere, one, ctypes.c_ulong(0))
+    arguments = os.getppid(), local, one, nowhere, one, ctypes.c_ulong(0)  # pid, to, count, from, count, flags
+    read(*arguments)
     return ctypes.get_errno() == errno.EFAULT  # nothing is at address 0; a refusal comes before that
 
 

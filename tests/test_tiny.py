@@ -54,7 +54,7 @@ def _call_itself(directory: str) -> int:
     me = Peer("agent", 0, 0)
     settings = config.load(config.Settings, bind_addr="127.0.0.1", master_port=port, device="cpu")
     telemetry.use_directory(Path(directory))
-    context = Context(settings, me, (me,), 1, telemetry.build_worker(telemetry.WORKER, "agent", first=True))
+    context = Context(settings, me, (me,), 1, telemetry.build_worker(telemetry.WORKER, "agent", is_rank0=True))
     rpc.connect(context)
     return int(context.call(me.name, operator.add, 40, 2).wait())
 

@@ -25,21 +25,21 @@ except KeyboardInterrupt:  # they take a moment
 
 TARGET = f"{', '.join(registry.JOBS)}, FILE.py, or package.module[:NAME]"
 SCRIPT = "script"  # the job that runs a program without one
-COMMANDS = {  # each has a `run(words)` in its module
+COMMANDS = {  # the function that runs each with its words, as module:name
     "export": (
-        "rolecall.export.exporting",
+        "rolecall.export.exporting:run",
         "write a checkpoint's model as safetensors, ONNX or torch.export's program",
     ),
     "trace": (
-        "rolecall.observe.trace.command",
+        "rolecall.observe.trace.command:run",
         "what all ranks do and wait for, as one file for Perfetto, or as a table",
     ),
-    "stacks": ("rolecall.observe.stacks.command", "the stacks of all ranks, and who waits for whom"),
-    "ps": ("rolecall.launch.ps", "the processes of a local run"),
-    "kill": ("rolecall.launch.kill", "kill a rank of a local run, or a part of it, which is started again"),
-    "scale": ("rolecall.launch.scale", "change how many ranks an elastic role of a local run has"),
-    "page": ("rolecall.observe.page.command", "write how a run went as one HTML file"),
-    "doctor": ("rolecall.observe.doctor.command", "check everything that a rank here needs"),
+    "stacks": ("rolecall.observe.stacks.command:run", "the stacks of all ranks, and who waits for whom"),
+    "ps": ("rolecall.launch.commands:ps", "the processes of a local run"),
+    "kill": ("rolecall.launch.commands:kill", "kill a rank of a local run, or a part of it, which is started again"),
+    "scale": ("rolecall.launch.commands:scale", "change how many ranks an elastic role of a local run has"),
+    "page": ("rolecall.observe.page.command:run", "write how a run went as one HTML file"),
+    "doctor": ("rolecall.observe.doctor.command:run", "check everything that a rank here needs"),
 }
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
 
@@ -63,8 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         if words[:1] == ["eval"]:
             return evaluation.run(words[1:])  # whose options do
         if words and words[0] in COMMANDS:
-            command = importlib.import_module(COMMANDS[words[0]][0])  # other commands start without it
-            code = int(command.run(words[1:]))
+            module, _, function = COMMANDS[words[0]][0].partition(":")
+            command = getattr(importlib.import_module(module), function)  # other commands start without the module
+            code = int(command(words[1:]))
             sys.stdout.flush()
             return code
         arguments = _parser().parse_args(words)

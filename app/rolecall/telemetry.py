@@ -168,16 +168,15 @@ SHARED = {metric.attribute for metric in (*SUPERVISOR, *COORDINATOR, *WORKER)}  
 def build(declared: Iterable[Metric], registry: CollectorRegistry | None = None) -> Any:
     """Makes the metrics; returns them as attributes: `rpc_calls_total` as `.rpc_calls`."""
     registry = registry or CollectorRegistry()
-    prometheus_client.disable_created_metrics()  # a second series for each counter, of no use here
+    prometheus_client.disable_created_metrics()  # a second series for each counter
     return SimpleNamespace(**{metric.attribute: metric.make(registry) for metric in declared})
 
 
-def build_supervisor(directory: Path, first: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
-    """A supervisor's registry, its metrics (`first`: with the coordinator's, of rank 0), and the files in `directory`
-    with its workers' metrics.
-    """
+def build_supervisor(directory: Path, is_rank0: bool) -> tuple[CollectorRegistry, Any, WorkerFiles]:
+    """A supervisor's registry, its metrics (at rank 0 with the coordinator's), and the files in `directory` with those
+    of its workers."""
     registry = CollectorRegistry()
-    metrics = build(SUPERVISOR + (COORDINATOR if first else ()), registry)
+    metrics = build(SUPERVISOR + (COORDINATOR if is_rank0 else ()), registry)
     metrics.up_since_seconds.set_to_current_time()
     files = WorkerFiles(directory, metrics.metric_files_dropped.inc)
     registry.register(files)
@@ -191,15 +190,15 @@ def name_rank(info: Any, job: str, role: str, ordinal: int | None) -> None:
     info.labels(job, role, "" if ordinal is None else str(ordinal), __version__).set(1)
 
 
-def build_worker(declared: Iterable[Metric], role: str, first: bool) -> Any:
-    """The metrics of a worker with `role` (`first`: of rank 0), in files that the next worker continues."""
+def build_worker(declared: Iterable[Metric], role: str, is_rank0: bool) -> Any:
+    """The metrics of a worker with `role`, in files that the next worker continues."""
     values.ValueClass = values.MultiProcessValue(lambda: "worker")
-    return build(of_role(declared, role, first))
+    return build(of_role(declared, role, is_rank0))
 
 
-def of_role(declared: Iterable[Metric], role: str, first: bool) -> list[Metric]:
-    """The metrics in `declared` that a rank with `role` has; `first` says that it is rank 0."""
-    roles = {role, "rank 0"} if first else {role}
+def of_role(declared: Iterable[Metric], role: str, is_rank0: bool) -> list[Metric]:
+    """The metrics in `declared` that a rank with `role` has."""
+    roles = {role, "rank 0"} if is_rank0 else {role}
     return [metric for metric in declared if not metric.roles or roles & set(metric.roles)]
 
 

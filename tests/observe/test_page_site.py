@@ -23,7 +23,7 @@ from rolecall.gang.protocol import Heartbeat, Key, WorkerStatus
 from rolecall.launch.local import free_ports
 from rolecall.rank import site
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.queries import Replies
+from rolecall.rank.queries import Question
 from rolecall.rank.site import Site
 
 JOB = describe.describe("rl", ["--observers", "1"])
@@ -37,7 +37,9 @@ class Queries:
         self.asked = 0
         self.to: list[Collection[Key] | None] = []
 
-    async def ask(self, what: str, *, to: Collection[Key] | None = None, timeout: float = 5.0) -> dict[Key, Any]:
+    async def ask(
+        self, question: Question, *, to: Collection[Key] | None = None, timeout: float = 5.0
+    ) -> dict[Key, Any]:
         self.asked += 1
         self.to.append(to)
         return {("agent", 0): {"error": "did not answer"}}
@@ -52,7 +54,7 @@ async def serving(directory: Path, first: bool = True) -> AsyncIterator[tuple[Si
     await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
     lead.queries = Queries()  # type: ignore[assignment]
     if first:
-        served.start(lead, Replies())
+        served.start(lead)
     app = web.Application()
     app.add_routes(served.routes())
     runner = web.AppRunner(app)
@@ -237,10 +239,10 @@ def test_queries_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_stacks_come_in_words_of_all_ranks_or_of_one(tmp_path: Path) -> None:
     async def steps() -> None:
         async with serving(tmp_path) as (served, _):
-            every = await served._stacks({})
+            every = await served.stacks(None)
             assert "agent 0" in every["text"]
             assert "did not answer" in every["text"]
-            assert "did not answer" not in (await served._stacks({"only": ["observer 0"]}))["text"]
+            assert "did not answer" not in (await served.stacks(["observer 0"]))["text"]
 
     run(steps())
 

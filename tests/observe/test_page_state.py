@@ -20,7 +20,7 @@ from rolecall.observe.page import leftover, rates, state
 from rolecall.observe.page.rates import LogEvent, Rates, quantile
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
-from rolecall.rank.queries import Replies
+from rolecall.rank.queries import Question, Replies
 from rolecall.record import history, rundir
 from rolecall.record.history import History
 
@@ -273,7 +273,7 @@ class Workers:
     worker = None
 
     def __init__(self, directory: Path) -> None:
-        _, self.metrics, self.files = telemetry.build_supervisor(directory, first=False)
+        _, self.metrics, self.files = telemetry.build_supervisor(directory, is_rank0=False)
         self.metrics.worker_starts.inc(3)
 
 
@@ -292,13 +292,15 @@ metrics.step.set(7)
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
 
     async def steps() -> dict[str, Any]:
-        replies, answers = Replies(), asyncio.Queue[Any]()
+        answers = asyncio.Queue[Any]()
+
+        async def handle(_: Question) -> stats.Stats:
+            return await stats.read(Workers(tmp_path), 0.0)  # type: ignore[arg-type]
 
         async def post(number: str, result: Any) -> None:
             await answers.put(json.loads(json.dumps(result)))
 
-        stats.register(replies, Workers(tmp_path))  # type: ignore[arg-type]
-        replies.take([Query("1", stats.WHAT)], post)
+        Replies(handle).take([Query("1", "stats")], post)
         return await asyncio.wait_for(answers.get(), 30)
 
     telemetry.setup_logging("json", "info", stream=(tmp_path / "log").open("w"))

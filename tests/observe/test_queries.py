@@ -21,7 +21,7 @@ from rolecall.gang.protocol import Beat, Query
 from rolecall.launch.local import free_ports
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries
-from rolecall.rank.queries import Queries, Replies
+from rolecall.rank.queries import Leave, Queries, Question, ReadStacks, ReadStats, Replies, StartTrace
 from rolecall.rank.signed_queries import SignedQueries
 from rolecall.tunnel.signatures import DeniedError, SignatureChecker, sign
 from tests.rank.test_coordinator import FIRST, first_beat, serving, waits
@@ -48,10 +48,10 @@ def test_a_waiting_heartbeat_brings_the_query_and_the_reply_arrives(tmp_path: Pa
             known = name_of_directive(FIRST, order.directive)
             waiting = asyncio.create_task(post(Beat(FIRST, 2, since=1, known=known)))
             await waits(lead, waiting, FIRST)
-            asked = asyncio.create_task(lead.queries.ask("stats", {"depth": 2}, timeout=20))
+            asked = asyncio.create_task(lead.queries.ask(StartTrace(2.0), timeout=20))
             answer = await waiting
             (query,) = answer.queries
-            assert (query.what, query.arguments, query.timeout) == ("stats", {"depth": 2}, 20)
+            assert (query.what, query.arguments, query.timeout) == ("trace", {"seconds": 2.0}, 20)
             url = f"http://127.0.0.1:{lead.settings.port}{queries.PATH}"
             async with aiohttp.ClientSession() as session:
                 for _ in range(2):  # the second is one too many, and does no harm
@@ -78,7 +78,7 @@ def test_a_query_whose_answer_was_lost_is_sent_again(monkeypatch: pytest.MonkeyP
                 sent.set()
 
         here = Queries(lambda: {("ps", 0)}, wake)
-        asked = asyncio.create_task(here.ask("stats", timeout=20))
+        asked = asyncio.create_task(here.ask(ReadStats(), timeout=20))
         await sent.wait()
         assert woken[0] == woken[1]
         asked.cancel()
@@ -91,7 +91,7 @@ def test_a_query_whose_answer_was_lost_is_sent_again(monkeypatch: pytest.MonkeyP
 def test_who_does_not_answer_is_said() -> None:
     async def steps() -> None:
         here = Queries(lambda: {("ps", 0)}, lambda key: None)
-        assert await here.ask("stats", to=[("ps", 0), ("ps", 1)], timeout=0.1) == {
+        assert await here.ask(ReadStats(), to=[("ps", 0), ("ps", 1)], timeout=0.1) == {
             ("ps", 0): {"error": "did not answer within 0.1 s"},
             ("ps", 1): {"error": "is not in the gang"},
         }
@@ -99,52 +99,49 @@ def test_who_does_not_answer_is_said() -> None:
     run(steps())
 
 
-async def broken(_: dict[str, Any]) -> Any:
-    raise OSError("the disk is gone\nand more")
-
-
-async def endless(_: dict[str, Any]) -> Any:
-    await asyncio.Event().wait()
-
-
-async def unspeakable(_: dict[str, Any]) -> Any:
-    return object()
-
-
-async def double(arguments: dict[str, Any]) -> Any:
-    return 2 * arguments["x"]
+async def handle(question: Question) -> Any:
+    match question:
+        case StartTrace(seconds):
+            return 2 * seconds
+        case ReadStats():
+            raise OSError("the disk is gone\nand more")
+        case ReadStacks():
+            await asyncio.Event().wait()
+        case Leave():
+            return object()
+    return None
 
 
 def test_a_member_replies_to_each_query_once() -> None:
     async def steps() -> None:
-        replies, posted, arrived = Replies(), list[tuple[str, Any]](), asyncio.Event()
+        replies, posted, arrived = Replies(handle), list[tuple[str, Any]](), asyncio.Event()
 
         async def post(number: str, result: Any) -> None:
             posted.append((number, result))
-            if len(posted) == 5:
+            if len(posted) == 6:
                 arrived.set()
 
-        for what, handler in {"broken": broken, "endless": endless, "object": unspeakable, "double": double}.items():
-            replies.on(what, handler)
         asked = [
-            Query("1", "double", {"x": 4}),
-            Query("2", "broken"),
-            Query("3", "endless", timeout=0.1),
-            Query("4", "object"),
+            Query("1", "trace", {"seconds": 4, "of a later version": 1}),
+            Query("2", "stats"),
+            Query("3", "stacks", timeout=0.1),
+            Query("4", "leave"),
             Query("5", "unheard"),
+            Query("6", "crashed", {"role": "ps"}),
         ]
         replies.take(asked, post)
         replies.take(asked, post)
         await arrived.wait()
         await replies.close()
         assert dict(posted) == {
-            "1": 8,
+            "1": 8.0,
             "2": {"error": "the disk is gone"},
-            "3": {"error": "could not tell within 0.1 s"},
+            "3": {"error": "has no reply after 0.1 s"},
             "4": {"error": "Object of type object is not JSON serializable"},
-            "5": {"error": "does not know what 'unheard' is; run the same version in every rank"},
+            "5": {"error": "cannot read the query 'unheard'; run the same version in every rank"},
+            "6": {"error": "cannot read the query 'crashed'; run the same version in every rank"},
         }
-        assert len(posted) == 5
+        assert len(posted) == 6
 
     run(steps())
 
@@ -221,9 +218,11 @@ def test_asking_from_outside(
                 with pytest.raises(UsageError, match=problem):
                     await ask.ask(target, "stacks")
             else:
-                assert await ask.ask(target, "stacks", {"native": True}, to=["trainer 1"]) == {
-                    "trainer 1": ["stacks", {"native": True}]
+                assert await ask.ask(target, "trace", {"seconds": 3}, to=["trainer 1"]) == {
+                    "trainer 1": ["trace", {"seconds": 3.0}]
                 }
+                with pytest.raises(UsageError, match="no query"):
+                    await ask.ask(target, "unheard")
                 assert set(await ask.ask(target, "stacks")) == {"ps 0", "trainer 1"}
         finally:
             await runner.cleanup()

@@ -26,7 +26,7 @@ from rolecall.observe.sinks.held import Held, HeldSink, State
 from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
-from rolecall.rank.supervisor_pipe import SupervisorPipe
+from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import history, rundir
 from tests.context import contexts
 from tests.context.contexts import AGENT
@@ -237,7 +237,7 @@ def test_named_values_are_sent_if_there_are_sinks(tmp_path: Path, sinks: str, to
 def test_a_heartbeat_carries_named_values() -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        pipe = SupervisorPipe(theirs, Task("rl", Settings(), AGENT), None)
+        pipe = WorkerEnd(theirs, Task("rl", Settings(), AGENT), None)
         pipe.value("depth", 3, 2)
         pipe.report()
         report = decode_from_worker(ours.recv_bytes())
@@ -251,7 +251,7 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     task = Task("rl", Settings(checkpoint_dir=tmp_path), AGENT, (AGENT,), 1)
     with ours, theirs:
-        pipe = SupervisorPipe(theirs, task, None)
+        pipe = WorkerEnd(theirs, task, None)
         checkpoints = worker._checkpoints(task, pipe)
         pipe.record("done", 3, 3.0)
         checkpoints.write(3, {}, {})

@@ -23,7 +23,6 @@ from rolecall.errors import UsageError
 from rolecall.observe.stacks import command as command
 from rolecall.observe.stacks import stack_report
 from rolecall.rank import stack_dump, stack_query
-from rolecall.rank.queries import Replies
 from rolecall.rank.stack_query import Stack
 from rolecall.rank.threads import Look, look, state
 from rolecall.record import pending_calls
@@ -116,9 +115,7 @@ def test_a_reply_has_every_thread_and_the_calls_that_take_long(
     if not spied:
         monkeypatch.setattr(stack_query, "spy_program", lambda: None)
     worker.last_heartbeat -= 2
-    replies, handlers = Replies(), SimpleNamespace(worker=worker)
-    stack_query.register(replies, handlers)  # type: ignore[arg-type]
-    reply = asyncio.run(replies._handlers["stacks"]({}))  # type: ignore[arg-type]
+    reply = asyncio.run(stack_query.describe(worker))  # type: ignore[arg-type]
     assert (reply["state"], reply["generation"], reply["step"], reply["phase"]) == ("running", 3, 7, "saving")
     assert (reply["by"], reply["note"]) == (("py-spy", "") if spied else ("faulthandler", "py-spy is not installed"))
     here = threads(reply)

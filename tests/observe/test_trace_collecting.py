@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from rolecall.gang.protocol import Key
 from rolecall.rank import collecting, tracing
 from rolecall.rank.collecting import Collector
 from rolecall.rank.pipe_messages import RecordTrace
+from rolecall.rank.queries import Cursor, ReadSpans, Spans
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.recorder import Recorder
@@ -57,12 +59,9 @@ class Rank:
         with path.open("a") as file:
             file.writelines(json.dumps(["span", name]) + "\n" for name in names)
 
-    async def ask(
-        self, what: str, arguments: dict[str, Any], to: Collection[Key] | None, timeout: float
-    ) -> dict[Key, Any]:
-        assert what == "spans"
-        assert to == [self.key]
-        return {self.key: await self.recordings.spans(arguments)}
+    async def ask(self, question: ReadSpans) -> dict[Key, Any]:
+        spans = self.recordings.spans(Cursor(question.file, question.offset), question.collect)
+        return {self.key: asdict(spans)}
 
 
 async def disk(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -70,9 +69,9 @@ async def disk(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def collector(folder: Path, *ranks: Rank, over: bool = False) -> Collector:
-    async def ask(what: str, arguments: dict[str, Any], to: Any, timeout: float) -> dict[Key, Any]:
+    async def ask(question: ReadSpans, *, to: Collection[Key], timeout: float) -> dict[Key, Any]:
         (rank,) = (rank for rank in ranks if [rank.key] == to)
-        return await rank.ask(what, arguments, to, timeout)
+        return await rank.ask(question)
 
     return Collector(folder, lambda: [rank.key for rank in ranks], ask, disk, lambda: over)
 
@@ -113,7 +112,7 @@ def test_what_a_rank_records_is_copied_and_what_was_copied_is_deleted(rank: Rank
 
 
 def test_a_large_file_comes_in_chunks(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "MAX_REPLY_BYTES", 200)
+    monkeypatch.setattr(tracing, "MAX_DATA_BYTES", 200)
     path, rank.worker = rank.begin(1), Worker(1)
     rank.add(path, *("x" * number for number in range(50)))
     asyncio.run(collector(tmp_path / "trace", rank).collect())
@@ -186,13 +185,13 @@ def test_a_rank_without_a_trace_hands_over_nothing(rank: Rank, monkeypatch: pyte
 def test_a_strange_reply_does_not_end_rank_0(rank: Rank, tmp_path: Path) -> None:
     here = collector(tmp_path / "trace", rank)
 
-    async def strange(*_: Any) -> dict[Key, Any]:
+    async def strange(*_: Any, **options: Any) -> dict[Key, Any]:
         return {PS: {"data": "x"}}
 
     here.ask = strange
     assert asyncio.run(here.collect()) is False
 
-    async def silent(*_: Any) -> dict[Key, Any]:
+    async def silent(*_: Any, **options: Any) -> dict[Key, Any]:
         return {PS: {"error": "did not answer within 2 s"}}
 
     here.ask = silent
@@ -204,37 +203,37 @@ def test_a_strange_reply_does_not_end_rank_0(rank: Rank, tmp_path: Path) -> None
 # ---- requests
 
 
-def cursor(reply: dict[str, Any]) -> dict[str, Any]:
-    return {"file": reply["file"], "offset": reply.get("next", reply["offset"])}
+def cursor(spans: Spans) -> Cursor:
+    return Cursor(spans.file, spans.next)
 
 
 def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> None:
     async def steps() -> None:
         rank.worker = worker = Worker(4, traced=False)
-        reply = await rank.recordings.trace({"seconds": 10})
+        reply = rank.recordings.start(10)
         path = rank.directory / file_name(4, 1)
-        assert reply == {"file": path.name, "offset": 0}
+        assert reply == Cursor(path.name)
         (sent,) = worker.sent
         assert sent.path == path
         assert sent.seconds is not None
         assert 9 < sent.seconds <= 10
         rank.add(rank.begin(4, 1), "a")
-        spans = await rank.recordings.spans(reply)
-        assert (spans["data"], spans["more"], spans["ended"]) == (path.read_text(), False, False)
-        assert spans["process"]["generation"] == 4
-        assert (await rank.recordings.spans(cursor(spans)))["data"] == ""
-        longer = await rank.recordings.trace({"seconds": 20})
-        assert longer == {"file": path.name, "offset": path.stat().st_size}
+        spans = rank.recordings.spans(reply)
+        assert (spans.data, spans.more, spans.ended) == (path.read_text(), False, False)
+        assert spans.process["generation"] == 4
+        assert rank.recordings.spans(cursor(spans)).data == ""
+        longer = rank.recordings.start(20)
+        assert longer == Cursor(path.name, path.stat().st_size)
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)
-        spans = await rank.recordings.spans(cursor(spans))
+        spans = rank.recordings.spans(cursor(spans))
         assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5, 1)]
         rank.add(rank.begin(5, 1), "b")
-        spans = await rank.recordings.spans(cursor(spans))
-        assert (spans["file"], spans["offset"]) == (file_name(5, 1), 0)
+        spans = rank.recordings.spans(cursor(spans))
+        assert (spans.file, spans.offset) == (file_name(5, 1), 0)
         # over: another request has another file
         rank.recordings._until = 0.0
-        assert await rank.recordings.trace({"seconds": 1}) == {"file": file_name(5, 2), "offset": 0}
+        assert rank.recordings.start(1) == Cursor(file_name(5, 2))
 
     asyncio.run(steps())
 
@@ -242,13 +241,13 @@ def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> Non
 def test_a_request_to_a_rank_that_records_anyway_begins_where_its_file_ends(rank: Rank) -> None:
     rank.worker, path = Worker(4), rank.begin(4)
     rank.add(path, "a")
-    reply = asyncio.run(rank.recordings.trace({"seconds": 10}))
-    assert reply == {"file": path.name, "offset": path.stat().st_size}
+    reply = rank.recordings.start(10)
+    assert reply == Cursor(path.name, path.stat().st_size)
     assert rank.worker.sent == []
     rank.add(path, "b")
-    spans = asyncio.run(rank.recordings.spans(reply))
-    assert spans["data"] == '["span", "b"]\n'
-    assert spans["process"]["generation"] == 4
+    spans = rank.recordings.spans(reply)
+    assert spans.data == '["span", "b"]\n'
+    assert spans.process["generation"] == 4
 
 
 def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: Rank, tmp_path: Path) -> None:
@@ -260,14 +259,14 @@ def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: 
 
 
 def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> None:
-    reply = asyncio.run(rank.recordings.trace({"seconds": 10}))
-    assert asyncio.run(rank.recordings.spans(reply))["data"] == ""
+    reply = rank.recordings.start(10)
+    assert rank.recordings.spans(reply).data == ""
     rank.worker = Worker(1, traced=False)
-    asyncio.run(rank.recordings.spans(reply))
+    rank.recordings.spans(reply)
     assert rank.worker.sent[0].path == rank.directory / file_name(1, 1)
     for seconds in (0, -1, 1e9, float("nan")):
         with pytest.raises(ValueError, match="seconds"):
-            asyncio.run(rank.recordings.trace({"seconds": seconds}))
+            rank.recordings.start(seconds)
 
 
 def test_the_reply_is_what_a_recorder_writes(rank: Rank) -> None:
@@ -276,16 +275,16 @@ def test_the_reply_is_what_a_recorder_writes(rank: Rank) -> None:
     recorder.start(path, about)
     recorder.event("one")
     recorder.close()
-    reply = asyncio.run(rank.recordings.spans({"file": "", "offset": 0}))
-    assert (reply["data"], reply["next"]) == (path.read_text(), path.stat().st_size)
-    assert {name: reply["process"][name] for name in about} == about
+    reply = rank.recordings.spans(Cursor())
+    assert (reply.data, reply.next) == (path.read_text(), path.stat().st_size)
+    assert {name: reply.process[name] for name in about} == about
     assert collecting.FOLDER == "trace"
 
 
 def test_some_members_are_asked_at_a_time(tmp_path: Path) -> None:
     asked, most = 0, 0
 
-    async def ask(what: str, arguments: dict[str, Any], to: Any, timeout: float) -> dict[Key, Any]:
+    async def ask(question: ReadSpans, *, to: Any, timeout: float) -> dict[Key, Any]:
         nonlocal asked, most
         asked += 1
         most = max(most, asked)

@@ -19,7 +19,7 @@ from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Query, Wo
 from rolecall.rank import coordinator, heartbeats
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link, UntrustedRank0Error
-from rolecall.rank.queries import Replies
+from rolecall.rank.queries import Question, Replies, StartTrace
 from rolecall.rank.worker_manager import WorkerManager
 
 NEWS = 30
@@ -37,7 +37,7 @@ class Outdating:
         if self.posts == 1:
             return Answer("lead", Directive("stop", 0, 1, role="ps"))
         if not self.waiting.done():
-            self.waiting.set_result(Answer(queries=(Query(str(self.posts), "double", {"x": self.posts}),)))
+            self.waiting.set_result(Answer(queries=(Query(str(self.posts), "trace", {"seconds": self.posts}),)))
         self.waiting = asyncio.get_running_loop().create_future()
         self.member.over = self.posts == NEWS
         self.changed.set()
@@ -50,6 +50,10 @@ class Outdating:
         return not post.done()
 
 
+async def refuse(_: Question) -> None:
+    raise LookupError
+
+
 def _member(settings: Settings, now: float) -> Member:
     return Member(coordinator.rules(settings), Heartbeat("ps", 0, "incarnation", 0), now)
 
@@ -58,12 +62,12 @@ def test_changes_faster_than_answers_still_renew_the_lease(tmp_path: Path) -> No
     async def steps() -> None:
         settings, began = Settings(job="ps", checkpoint_dir=tmp_path), time.monotonic()
         member = _member(settings, began - 4.0)
-        changed, replies, asked = asyncio.Event(), Replies(), list[int]()
+        changed, asked = asyncio.Event(), list[Question]()
 
-        async def double(arguments: dict[str, Any]) -> None:
-            asked.append(arguments["x"])
+        async def handle(question: Question) -> None:
+            asked.append(question)
 
-        replies.on("double", double)
+        replies = Replies(handle)
         metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
         link, contacts = Outdating(member, changed), set[float]()
 
@@ -79,7 +83,11 @@ def test_changes_faster_than_answers_still_renew_the_lease(tmp_path: Path) -> No
             changed.set()
         assert link.posts == NEWS
         assert len(contacts) > NEWS / 2  # it moves on with almost every beat
-        assert asked[:3] == [3, 4, 5]  # queries that came with such answers are replied to
+        assert asked[:3] == [
+            StartTrace(3),
+            StartTrace(4),
+            StartTrace(5),
+        ]  # queries that came with such answers are replied to
 
     asyncio.run(asyncio.wait_for(steps(), 30))
 
@@ -121,7 +129,7 @@ def test_rank_with_a_replaced_token_file_is_started_again(
         metrics = telemetry.build(telemetry.SUPERVISOR, CollectorRegistry())
 
         workers = cast(WorkerManager, SimpleNamespace(status=WorkerStatus))
-        beats = Heartbeats(settings, member, workers, metrics=metrics, replies=Replies(), changed=changed)
+        beats = Heartbeats(settings, member, workers, metrics=metrics, replies=Replies(refuse), changed=changed)
         async for _ in beats.exchange(cast(Link, link)):
             changed.set()  # the first answer is a directive
             member.over = member.exit_code is not None or link.posts > 3

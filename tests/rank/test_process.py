@@ -28,7 +28,7 @@ from rolecall.declare.task import Peer, Task
 from rolecall.gang.protocol import WorkerStatus
 from rolecall.rank import fork_server, stack_dump, worker_process
 from rolecall.rank import pipe_messages as messages
-from rolecall.rank.frames import PipeError, WorkerPipe
+from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
@@ -122,9 +122,9 @@ def test_children_of_a_stopped_worker_end_with_its_supervisor() -> None:
 # ---- a pipe that never blocks
 
 
-def pair() -> tuple[WorkerPipe, Any]:
+def pair() -> tuple[SupervisorEnd, Any]:
     ours, theirs = multiprocessing.Pipe()
-    return WorkerPipe(ours), theirs
+    return SupervisorEnd(ours), theirs
 
 
 RECORD = Record("score", 3, 1.5, math.inf)

@@ -54,7 +54,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
 
 
 def manager(directory: Path, role: str = "", **settings: Any) -> WorkerManager:
-    _, metrics, files = telemetry.build_supervisor(directory, first=False)
+    _, metrics, files = telemetry.build_supervisor(directory, is_rank0=False)
     job = describe.describe("rnn")
     return WorkerManager(job, Settings(job="rnn", **settings), role, metrics=metrics, files=files, changed=lambda: None)
 

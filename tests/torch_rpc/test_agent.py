@@ -23,7 +23,9 @@ CUDA = torch.device("cuda:0")
 def agents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What agents are made with; none is made."""
     made_with: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(rpc, "TensorPipeAgent", lambda *arguments: made_with.append(arguments))
+    monkeypatch.setattr(
+        rpc, "TensorPipeAgent", lambda *arguments, **maps: made_with.append((*arguments, *maps.values()))
+    )
     monkeypatch.setattr(api, "_init_rpc_states", lambda agent: None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     return made_with

@@ -54,7 +54,7 @@ class Context(Generic[S]):
         self.metrics, self.job, self.supervision = metrics, job, supervision or Supervision()
         self.logger = telemetry.log()
         self.store: Any = None  # the generation's torch Store, where its workers meet
-        self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, first=me.rank == 0)
+        self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
         self.group = Group(
             settings,
             me,

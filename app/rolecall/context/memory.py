@@ -1,4 +1,4 @@
-"""What a process does with memory that was freed."""
+"""Keeps freed memory in the process."""
 
 from __future__ import annotations
 

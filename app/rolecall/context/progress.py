@@ -16,7 +16,7 @@ Curve = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"
 
 
 class Supervision:
-    """What a worker reports to its supervisor. This base class reports to nobody; `SupervisorPipe` sends messages."""
+    """What a worker reports to its supervisor. This base class reports to nobody; `WorkerEnd` sends messages."""
 
     def report_step(self, step: int) -> None:
         """`step` was made."""

@@ -45,7 +45,7 @@ class Entry:
 
 
 class Watchdog:
-    """Tracks what one worker does and since when; `first`: the worker is rank 0's.
+    """Tracks what one worker does and since when.
 
     A phase may take `phase_timeout` seconds. So may what rank 0 does before its training starts, which counts as
     loading, and its first step, which may compile. A later step is stuck after `stuck_seconds` if it also takes
@@ -57,10 +57,15 @@ class Watchdog:
         self,
         phase_timeout: float,
         stuck_seconds: float,
-        first: bool = True,
+        is_rank0: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._phase_timeout, self._stuck_seconds, self._first, self._clock = phase_timeout, stuck_seconds, first, clock
+        self._phase_timeout, self._stuck_seconds, self._is_rank0, self._clock = (
+            phase_timeout,
+            stuck_seconds,
+            is_rank0,
+            clock,
+        )
         self._lock = threading.Lock()
         self._phases: list[Entry] = []  # the oldest first
         self._ready = False  # loading is over
@@ -201,7 +206,7 @@ class Watchdog:
                 return ""  # the deadline ends the wait
             seconds = now - max(self._since, self._awake)
             if not self._ready:
-                return self._check_phase("loading", seconds) if self._first else ""
+                return self._check_phase("loading", seconds) if self._is_rank0 else ""
             return "" if self._step is None else self._check_step(self._step, seconds)
 
     def _check_phase(self, name: str, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold."""
+"""Which values a checkpoint can hold."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NOT_RESTORED = (
     "with what it changes, or `context.restore({})` if it changes nothing"
 )
 CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
-OF_ROLES = ("call_each", "call_all")  # which raise where their first one is no role
+OF_ROLES = ("call_each", "call_all")  # which raise if their first argument is no role
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 UNKNOWN = object()
 

@@ -1,4 +1,4 @@
-"""The jobs that there are, and the rank of a process."""
+"""The names of jobs, and the rank of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions a peer can be asked to run: checked before a job starts, at the caller, and at the peer."""
+"""Which functions peers can call: checked before a job starts, at the caller, and at the peer."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from typing import Any
 from rolecall.errors import UsageError
 from rolecall.observe import targets
 
-REPLY_SECONDS = 10.0  # seconds for a request and its reply
-MAX_REPLY_BYTES = 2**20  # bytes: some thousand ranks
+REPLY_SECONDS = 10.0  # for a request and its reply
+MAX_REPLY_BYTES = 2**20  # some thousand ranks
 CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 
 
@@ -42,8 +42,8 @@ class ListedRank:
 
 
 class Control:
-    """Serves the socket at `path`: `ranks` lists the ranks, `scale` has a role have so many of them and returns what
-    is done for that, or raises UsageError."""
+    """Serves the socket at `path`: `ranks` lists the ranks; `scale` changes how many a role has and returns what it
+    does for that, or raises UsageError."""
 
     def __init__(self, path: Path, ranks: Callable[[], list[ListedRank]], scale: Callable[[str, int], str]) -> None:
         self.path, self._ranks, self._scale = path, ranks, scale
@@ -89,7 +89,7 @@ def ranks(run: str) -> list[ListedRank]:
 
 
 def scale(run: str, role: str, count: int) -> str:
-    """Has `role` of the local run in the folder `run` have `count` ranks. Returns what is done for that. Raises
+    """Gives `role` of the local run in the folder `run` `count` ranks. Returns what the run does for that. Raises
     UsageError if that is not possible."""
     return str(_ask(run, {"what": "scale", "role": role, "count": count})["done"])
 

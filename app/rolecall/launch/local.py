@@ -36,9 +36,9 @@ from rolecall.tunnel import keys
 PORTS = range(20000, 32000)  # below those that the kernel assigns by itself
 OTHER_USERS_DOC = "docs/security.md#other-users-of-the-machine"
 LOCK = "lock"  # in a run's temporary folder
-ANSWER_SECONDS = 5.0  # seconds for a supervisor to answer
-EXIT_SECONDS = 10.0  # seconds for the other ranks to exit after the first
-CRASH_REPORT_SECONDS = 1.0  # seconds for rank 0 to take the news of a crash
+ANSWER_SECONDS = 5.0  # for a supervisor to answer
+EXIT_SECONDS = 10.0  # for the other ranks to exit after the first
+CRASH_REPORT_SECONDS = 1.0  # for rank 0 to reply to the report of a crash
 
 
 def free_ports(count: int, among: Sequence[int] = PORTS) -> list[int]:

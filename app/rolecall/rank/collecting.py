@@ -10,13 +10,16 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
 
 from rolecall import telemetry
 from rolecall.gang.protocol import OVER, Key, name_of
 from rolecall.observe.trace import otlp
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.tracing import HAND_OVER_SECONDS, Cursor
+from rolecall.rank.queries import Cursor, ReadSpans, Spans
+from rolecall.rank.tracing import HAND_OVER_SECONDS
 from rolecall.record.records import FOLDER
 from rolecall.record.span_file import file_name
 
@@ -26,27 +29,29 @@ MAX_PENDING_QUERIES = 32  # each reply may have a megabyte
 QUERY_TIMEOUT_SECONDS = 2.0
 EXPORT_TIMEOUT_SECONDS = 20.0  # to write the one file; this rank ends after it
 LOG_REPEAT_SECONDS = 30.0
-Ask = Callable[[str, dict[str, Any], Collection[Key] | None, float], Awaitable[dict[Key, Any]]]
 Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
+_SPANS = TypeAdapter(Spans)
 
 
-def collector(lead: Coordinator) -> Collector:
-    """The collector of the gang that `lead` coordinates."""
+class Ask(Protocol):
+    """`Queries.ask`, for spans."""
+
+    async def __call__(self, question: ReadSpans, *, to: Collection[Key], timeout: float) -> dict[Key, Any]:
+        """The replies by member."""
+        ...
+
+
+def collector(coordinator: Coordinator) -> Collector:
+    """The collector of the gang of `coordinator`."""
     ending = (*OVER, "draining")
     return Collector(
-        folder=lead.settings.checkpoint_dir / FOLDER,
-        members=lambda: lead.gang.members,
-        ask=lead.queries.ask,
-        disk=lead.files.disk.run,
-        over=lambda: lead.gang.state in ending,
+        folder=coordinator.settings.checkpoint_dir / FOLDER,
+        members=lambda: coordinator.gang.members,
+        ask=coordinator.queries.ask,
+        disk=coordinator.files.disk.run,
+        over=lambda: coordinator.gang.state in ending,
         open_exporter=otlp.exporter,
     )
-
-
-async def finish(traces: Collector | None) -> None:
-    """`Collector.finish`, if there is a collector."""
-    if traces:
-        await traces.finish()
 
 
 @dataclass
@@ -111,32 +116,39 @@ class Collector:
             return True
         if key not in self._cursors:
             self._cursors[key] = await self.disk(self._resume, key)
-        more: Any = True
+        more = True
         while more:
+            cursor = self._cursors[key]
             async with self._turns:
-                reply = (await self.ask("spans", {**self._cursors[key], "collect": True}, [key], timeout))[key]
+                question = ReadSpans(cursor.file, cursor.offset, collect=True)
+                reply = (await self.ask(question, to=[key], timeout=timeout))[key]
                 if "error" in reply:
                     telemetry.log().debug("no spans", rank=name_of(key), problem=reply["error"])
                     return key not in self.members()
-                if reply["data"]:
-                    await self.disk(self._write, key, reply)
-            if reply["data"] and self._exporter:
-                await asyncio.to_thread(self._exporter.export_lines, reply["process"], reply["data"])
-            self._cursors[key] = {"file": reply["file"], "offset": reply["next"]}
-            # the second time, a rank that is about to end knows that it may
-            more = reply["more"] or (reply["data"] and reply["ended"])
-        # between two generations there is no worker either
-        (self._ended.add if reply["ended"] and (self._closing or self.over()) else self._ended.discard)(key)
-        return bool(reply["ended"])
+                spans = _SPANS.validate_python(reply)
+                if spans.data:
+                    await self.disk(self._write, key, spans)
+            if spans.data and self._exporter:
+                await asyncio.to_thread(self._exporter.export_lines, spans.process, spans.data)
+            self._cursors[key] = Cursor(spans.file, spans.next)
+            # an ended rank is asked again: an empty reply ends its wait in `hand_over`
+            more = spans.more or (bool(spans.data) and spans.ended)
+        if spans.ended and (self._closing or self.over()):
+            self._ended.add(key)
+        else:  # between two generations, a rank has no worker either
+            self._ended.discard(key)
+        return spans.ended
 
     async def export(self) -> None:
         """Has `rolecall trace` write the one file, in a process of its own, which reads all spans."""
         command = [sys.executable, "-P", "-m", "rolecall", "trace", str(self.folder.parent)]
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+            )
         except OSError as error:
             self._complain(error)
             return
@@ -152,8 +164,9 @@ class Collector:
                 process.kill()
                 await process.wait()
         if problem:
-            telemetry.log().warning("the trace is not in one file; `rolecall trace` tries again",
-                                    folder=str(self.folder), problem=problem)  # fmt: skip
+            telemetry.log().warning(
+                "the trace is not in one file; `rolecall trace` tries again", folder=str(self.folder), problem=problem
+            )
 
     def _path(self, key: Key, generation: int) -> Path:
         return self.folder / f"{key[0]}-{key[1]}-{generation}.jsonl"
@@ -166,18 +179,18 @@ class Collector:
             if path.stem.rpartition("-")[2].isdecimal()
         ]
         if not generations:
-            return {"file": "", "offset": 0}
+            return Cursor()
         newest = max(generations)
-        return {"file": file_name(newest, 0), "offset": self._path(key, newest).stat().st_size}
+        return Cursor(file_name(newest, 0), self._path(key, newest).stat().st_size)
 
-    def _write(self, key: Key, reply: dict[str, Any]) -> None:
+    def _write(self, key: Key, spans: Spans) -> None:
         """Appends to the file of a rank and generation. What was written of it before is known by its size."""
         self.folder.mkdir(exist_ok=True)
-        path, data = self._path(key, int(reply["process"]["generation"])), reply["data"].encode()
+        path = self._path(key, int(spans.process["generation"]))
         with path.open("ab") as file:
-            if file.tell() > reply["offset"]:
-                file.truncate(reply["offset"])  # of a write that failed halfway
-            file.write(data)
+            if file.tell() > spans.offset:
+                file.truncate(spans.offset)  # a write failed halfway
+            file.write(spans.data.encode())
         self._wrote = True
 
     def _complain(self, error: Exception) -> None:

@@ -30,11 +30,11 @@ from rolecall.record.history import Record
 from rolecall.tunnel import keys
 
 PATH = "/v1/heartbeat"
-MAX_BODY_BYTES = 64 * 1024  # bytes
-KEEPALIVE_SECONDS = 15.0  # seconds that a member keeps a connection that it does not use
-TICK_SECONDS = 0.1  # seconds
+MAX_BODY_BYTES = 64 * 1024
+KEEPALIVE_SECONDS = 15.0  # a member closes an unused connection after it
+TICK_SECONDS = 0.1
 TICK_REST_FACTOR = 4.0  # times as long as a tick took, until what is reported meanwhile makes the next one
-MAX_REFUSALS_REMEMBERED = 100  # refusals that are remembered, not to log them again at once
+MAX_REFUSALS_REMEMBERED = 100  # so that a repeated one is not logged at once
 
 
 @dataclass(eq=False)
@@ -128,11 +128,10 @@ class Coordinator:
         else:
             await endpoints.listen(self._runner, self.settings.bind_addr, self.settings.port, "PORT")
 
-    async def take_crash(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Answers the query "crashed": the process of the rank `role` `ordinal` has exited."""
-        self.gang.crashed((str(arguments["role"]), int(arguments["ordinal"])), time.monotonic())
+    def crashed(self, key: Key) -> None:
+        """The process of the rank `key` has exited."""
+        self.gang.crashed(key, time.monotonic())
         self._pump()
-        return {}
 
     def record(self, records: Sequence[Record]) -> None:
         """Takes the records that rank 0's worker sends for the run's history."""

@@ -25,17 +25,21 @@ from rolecall.errors import UsageError
 from rolecall.rank import descendants
 
 MAIN = "rolecall.rank.worker"  # a name: it imports torch, which the supervisor must not load
-ADOPTING = "rolecall.rank.adopting"  # a name: its import makes a fork server of a process
+ADOPTING = "rolecall.rank.adopting"  # a name: its import prepares a process to be the fork server
 KILL_SECONDS = 5.0  # until a killed process has exited
 MAIN_PARAMETERS = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
 SLICE_SECONDS = 0.5  # longer pauses of this process do not count as waiting
 context = multiprocessing.get_context("forkserver")
 spared = set[int]()  # children of this process that `end` does not kill
+# The public API has neither the fork server's process ID, nor its pipe, nor a fork instead of a new interpreter. Used:
+# `_forkserver` (the one server of this process), its `_forkserver_pid` (to signal it, to wait for it, and to find what
+# workers leave behind), `_forkserver_address` and `_forkserver_alive_fd` (set by `_fork_here`, withheld from workers by
+# `_keep_alive_fd`), and `main` (run by `_fork_here`, if it has MAIN_PARAMETERS).
 _server: Any = multiprocessing.forkserver._forkserver
 _preload = [ADOPTING]  # of a fork server of workers
 _imported: list[str] = []  # by the running fork server
 _alive_fd = -1  # the fork server runs while this process has it open
-_forked = 0  # the fork server that has forked, which has its imports behind it
+_forked = 0  # the process ID of a fork server that has forked, and so has finished its imports
 
 
 class ForkError(Exception):

@@ -1,7 +1,10 @@
 """Queries of rank 0 to the supervisors of all ranks, and their replies: statistics, stacks, spans, leaving.
 
-A query is sent with the answer to a member's heartbeat, and the reply is posted to the coordinator. So every member can
-be queried, even if its worker hangs.
+The answer to a member's heartbeat carries the queries, and the member posts each reply to the coordinator. So every
+member can be queried, even if its worker hangs.
+
+The way of a query: `Queries.ask` → `Query` in the `Answer` to a heartbeat → `Replies.take` → `Supervisor._reply` →
+`Link.reply` → HTTP → `Queries.receive`.
 """
 
 from __future__ import annotations
@@ -12,22 +15,121 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Annotated, Any, Literal
 
 from aiohttp import web
+from pydantic import Field, TypeAdapter
 
 from rolecall import telemetry
 from rolecall.gang.protocol import Key, Query
 from rolecall.rank import tasks
 
 PATH = "/v1/reply"
-MAX_REPLY_BYTES = 32 * 2**20  # bytes
-RESEND_SECONDS = 1.0  # seconds until a query is sent again: what carried it may be lost
-MAX_REMEMBERED_QUERIES = 1000  # queries that a member knows again
-REPLY_ARRIVAL_SECONDS = 60.0  # seconds that a reply may take to arrive, once it is there
-Handler = Callable[[dict[str, Any]], Awaitable[Any]]
+MAX_REPLY_BYTES = 32 * 2**20
+RESEND_SECONDS = 1.0  # until a query is sent again: the answer that carried it may be lost
+MAX_REMEMBERED_QUERIES = 1000  # a member replies to each once
+REPLY_ARRIVAL_SECONDS = 60.0  # from the beginning of a reply to its end
 Post = Callable[[str, Any], Awaitable[None]]
+
+# ---- what can be asked, and the typed replies
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """Asks for the rank's statistics (`stats.Stats`)."""
+
+    what: Literal["stats"] = "stats"
+
+
+@dataclass(frozen=True)
+class ReadStacks:
+    """Asks for the threads of the rank's worker (`stack_query.describe`)."""
+
+    what: Literal["stacks"] = "stacks"
+
+
+@dataclass(frozen=True)
+class StartTrace:
+    """Starts a recording of the rank's worker, and of the workers of generations within `seconds`. The reply is the
+    `Cursor` at which the recording begins."""
+
+    seconds: float = 10.0
+    what: Literal["trace"] = "trace"
+
+
+@dataclass(frozen=True)
+class ReadSpans:
+    """Asks for the `Spans` at the cursor (`file`, `offset`). With `collect`, rank 0 has written everything before the
+    cursor: the rank deletes earlier files, and its worker starts to record."""
+
+    file: str
+    offset: int
+    collect: bool = False
+    what: Literal["spans"] = "spans"
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Makes the rank leave, as SIGTERM does."""
+
+    what: Literal["leave"] = "leave"
+
+
+@dataclass(frozen=True)
+class ReportCrash:
+    """Tells rank 0 that the process of the rank `role` `ordinal` has exited."""
+
+    role: str
+    ordinal: int
+    what: Literal["crashed"] = "crashed"
+
+
+@dataclass(frozen=True)
+class DescribeStacks:
+    """Asks rank 0 for the stacks of all ranks, or of those in `only`, as {"text": ...}."""
+
+    only: list[str] | None = None
+    what: Literal["stacks in words"] = "stacks in words"
+
+
+Question = ReadStats | ReadStacks | StartTrace | ReadSpans | Leave | ReportCrash | DescribeStacks
+_QUESTION: TypeAdapter[Question] = TypeAdapter(Annotated[Question, Field(discriminator="what")])
+
+
+def read(what: str, arguments: dict[str, Any]) -> Question:
+    """The question that a query or a client's request holds. Raises ValueError if there is none."""
+    return _QUESTION.validate_python({**arguments, "what": what})
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in a rank's records. `Cursor()` is the beginning of the oldest file."""
+
+    file: str = ""
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The records at a cursor.
+
+    `file` and `offset` are the cursor of `data`, in a later file if the given one has ended. `data` has whole lines,
+    `tracing.MAX_DATA_BYTES` at most; `next` is the offset behind it, and `more` says whether there is more already.
+    `process` is the first line of the file, {} if there is none; `ended` says whether the rank has no worker that adds
+    to it.
+    """
+
+    file: str
+    offset: int
+    data: str
+    next: int
+    more: bool
+    process: dict[str, Any]
+    ended: bool
+
+
+# ---- rank 0's end
 
 
 @dataclass(eq=False)
@@ -41,22 +143,20 @@ class Pending:
 
 @dataclass
 class Queries:
-    """Rank 0's end. `members` are those that can be asked; `wake` answers a member's waiting heartbeat."""
+    """Sends queries. `members` are those that can be asked; `wake` answers a member's waiting heartbeat."""
 
     members: Callable[[], Collection[Key]]
     wake: Callable[[Key], None]
     _pending: dict[Key, dict[str, Pending]] = field(default_factory=dict)
 
     async def ask(
-        self,
-        what: str,
-        arguments: dict[str, Any] | None = None,
-        to: Collection[Key] | None = None,
-        timeout: float = 5.0,
+        self, question: Question, *, to: Collection[Key] | None = None, timeout: float = 5.0
     ) -> dict[Key, Any]:
-        """Asks the members `to`, or all, and returns what they replied, JSON's types. One that does not within
-        `timeout` seconds, or could not, has {"error": ...}.
+        """Asks the members `to`, or all, and returns their replies, as JSON's types. A member that does not reply
+        within `timeout` seconds, or cannot, has {"error": ...}.
         """
+        arguments = asdict(question)
+        what = arguments.pop("what")
         here = set(self.members())
         keys = sorted(here if to is None else set(to))
         replies: dict[Key, Any] = {key: {"error": "is not in the gang"} for key in keys if key not in here}
@@ -64,7 +164,7 @@ class Queries:
         asked = {}
         for key in keys:
             if key in here:
-                query = Query(secrets.token_hex(8), what, arguments or {}, timeout)
+                query = Query(secrets.token_hex(8), what, arguments, timeout)
                 asked[key] = Pending(query, loop.create_future())
                 self._pending.setdefault(key, {})[query.number] = asked[key]
         try:
@@ -106,20 +206,19 @@ class Queries:
         return web.json_response({})
 
 
-class Replies:
-    """A member's end: `on` says who replies to what."""
+# ---- a member's end
 
-    def __init__(self) -> None:
-        self._handlers: dict[str, Handler] = {}
+
+class Replies:
+    """Replies to queries by `handler`, which returns JSON's types or a dataclass of them."""
+
+    def __init__(self, handler: Callable[[Question], Awaitable[Any]]) -> None:
+        self._handler = handler
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._tasks = set[asyncio.Task[None]]()
 
-    def on(self, what: str, handler: Handler) -> None:
-        """Has `handler` reply to queries of `what`: it is given their arguments, and returns JSON's types."""
-        self._handlers[what] = handler
-
     def take(self, queries: Collection[Query], post: Post) -> None:
-        """Begins to reply to those of `queries` that are new, by `post`."""
+        """Replies to those of `queries` that are new, by `post`."""
         for query in queries:
             if query.number in self._seen:
                 continue
@@ -133,17 +232,21 @@ class Replies:
     async def _reply(self, query: Query, post: Post) -> None:
         result: Any
         try:
-            handler = self._handlers.get(query.what)
-            if handler is None:
-                raise LookupError(f"does not know what {query.what!r} is; run the same version in every rank")
+            try:
+                question = read(query.what, query.arguments)
+            except ValueError:
+                problem = f"cannot read the query {query.what!r}; run the same version in every rank"
+                raise LookupError(problem) from None
             async with asyncio.timeout(query.timeout):
-                result = await handler(query.arguments)
+                result = await self._handler(question)
+            if is_dataclass(result) and not isinstance(result, type):
+                result = asdict(result)
             json.dumps(result)
         except TimeoutError:
-            result = {"error": f"could not tell within {query.timeout:g} s"}
-        except Exception as error:  # a question must not end a rank
-            first = (str(error).strip().splitlines() or [""])[0]
-            result = {"error": first or type(error).__name__}
+            result = {"error": f"has no reply after {query.timeout:g} s"}
+        except Exception as error:  # a query must not end a rank
+            line = (str(error).strip().splitlines() or [""])[0]
+            result = {"error": line or type(error).__name__}
         try:
             await post(query.number, result)
         except Exception as error:  # rank 0 is gone, or asks again

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 
@@ -14,13 +13,12 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.gang.protocol import Answer, Key, Query, name_of
 from rolecall.rank import messages
-from rolecall.rank.queries import Queries
+from rolecall.rank.queries import Queries, Question, ReadSpans, read
 from rolecall.tunnel.signatures import ASK_PATH, DeniedError, SignatureChecker
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_QUERY_SECONDS = 600.0
 ARRIVAL_SECONDS = 10.0  # for a request to arrive
-SPANS = "spans"  # the query that ranks answer after the job's end
 POLL_SECONDS = 0.25  # between two checks whether the job is over
 LOG_REPEAT_SECONDS = 10.0  # between two log lines of refusals
 
@@ -52,7 +50,7 @@ class SignedQueries:
             async with asyncio.timeout(ARRIVAL_SECONDS):
                 body = await request.clone(client_max_size=MAX_BODY_BYTES).read()
             self._signatures.check(request.headers.get("Authorization", ""), request.method, request.path, body)
-            what, arguments, to, timeout = _read(body)
+            question, to, timeout = _read(body)
         except DeniedError as error:
             self._warn(f"{request.remote}: {error}")
             return _problem(403, str(error))
@@ -60,10 +58,10 @@ class SignedQueries:
             return _problem(400, "no query: {what, arguments, to, timeout}")
         if self._queries is None:
             return _problem(503, "rank 0 is starting; try again")
-        asking = asyncio.create_task(self._queries.ask(what, arguments, to, timeout))
+        asking = asyncio.create_task(self._queries.ask(question, to=to, timeout=timeout))
         try:
             while not asking.done():
-                if self._over() and what != SPANS:  # ranks that end answer nothing else
+                if self._over() and not isinstance(question, ReadSpans):  # a rank that ends replies to nothing else
                     return _problem(409, "the job is over")
                 await asyncio.wait({asking}, timeout=POLL_SECONDS)
         finally:
@@ -80,14 +78,15 @@ class SignedQueries:
             telemetry.log().warning("refused", reason="permission", problem=problem)
 
 
-def _read(body: bytes) -> tuple[str, dict[str, Any], list[Key] | None, float]:
-    """Parses a query. Raises ValueError, TypeError or KeyError."""
+def _read(body: bytes) -> tuple[Question, list[Key] | None, float]:
+    """The question, its members (None for all) and its timeout. Raises ValueError, TypeError or KeyError."""
     query = json.loads(body)
     timeout, arguments = float(query.get("timeout", 5.0)), dict(query.get("arguments") or {})
     if not 0 < timeout <= MAX_QUERY_SECONDS:
         raise ValueError
-    messages.write_answer(Answer(queries=(Query("", str(query["what"]), arguments, timeout),)))  # it must fit an answer
-    return str(query["what"]), arguments, None if query.get("to") is None else [*map(_key, query["to"])], timeout
+    question = read(str(query["what"]), arguments)
+    messages.write_answer(Answer(queries=(Query("", question.what, arguments, timeout),)))  # it must fit an answer
+    return question, None if query.get("to") is None else [*map(_key, query["to"])], timeout
 
 
 def _key(name: str) -> Key:

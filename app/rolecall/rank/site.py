@@ -23,9 +23,9 @@ from rolecall.observe.page import render, state
 from rolecall.observe.page.rates import Rates
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.observe.stacks import stack_report
-from rolecall.rank import stats, tasks
+from rolecall.rank import tasks
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.queries import Replies
+from rolecall.rank.queries import ReadStacks, ReadStats
 from rolecall.record import rundir
 
 MAX_WATCHERS = 32
@@ -35,7 +35,6 @@ MAX_RANKS_PER_QUERY = 100  # ranks at a time: all at once would keep the coordin
 CLOSE_SECONDS = 1.0  # seconds for watchers to take the last state
 SEND_SECONDS = 5.0  # seconds for a watcher to take what was sent before
 STACKS_SECONDS = 15.0  # seconds for all ranks' stacks
-STACKS = "stacks in words"  # the query to rank 0 for them
 READER_SECONDS = 10.0  # seconds that a reader of the JSON counts as a watcher
 Sections = dict[str, bytes]
 
@@ -61,16 +60,14 @@ class Site:
         self._closing = False
         self._recent: tuple[float, dict[str, Any]] | None = None  # a state, and when it was built
 
-    def start(self, coordinator: Coordinator, replies: Replies) -> None:
-        """Shows the gang of `coordinator`; `replies` are rank 0's."""
+    def start(self, coordinator: Coordinator) -> None:
+        """Shows the gang of `coordinator`."""
         self.coordinator = coordinator
-        replies.on(STACKS, self._stacks)
 
-    async def _stacks(self, arguments: dict[str, Any]) -> dict[str, str]:
+    async def stacks(self, only: list[str] | None) -> dict[str, str]:
         """The stacks of all ranks, or of those in `only`, as text, with who waits for whom."""
         assert self.coordinator is not None
-        replies = await self.coordinator.queries.ask("stacks", timeout=STACKS_SECONDS)
-        only = arguments.get("only")
+        replies = await self.coordinator.queries.ask(ReadStacks(), timeout=STACKS_SECONDS)
         named = {name_of(key): reply for key, reply in replies.items()}
         return {"text": await asyncio.to_thread(stack_report.text, named, only)}
 
@@ -180,7 +177,7 @@ class Site:
                 some = here[self._asked : self._asked + MAX_RANKS_PER_QUERY]
                 self._asked += MAX_RANKS_PER_QUERY
                 self.rates.take(
-                    await self.coordinator.queries.ask(stats.WHAT, to=some, timeout=STATS_SECONDS), set(here)
+                    await self.coordinator.queries.ask(ReadStats(), to=some, timeout=STATS_SECONDS), set(here)
                 )
             await asyncio.sleep(STATS_SECONDS)
 

@@ -92,9 +92,15 @@ async def native(pid: int) -> str:
     if program is None:
         return ""
     spy = await asyncio.create_subprocess_exec(
-        program, "dump", "--native", "--pid", str(pid),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+        program,
+        "dump",
+        "--native",
+        "--pid",
+        str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
     try:
         output, _ = await asyncio.wait_for(spy.communicate(), SPY_TIMEOUT_SECONDS)
     except TimeoutError:

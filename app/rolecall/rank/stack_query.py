@@ -1,4 +1,4 @@
-"""A supervisor's reply to the query "stacks": the activity of each thread of its worker, and its pending calls.
+"""A supervisor's reply to the query `ReadStacks`: the activity of each thread of its worker, and its pending calls.
 
 The threads are watched for half a second in /proc, which needs no privilege. Then py-spy reads their stacks; if it is
 not allowed to, the worker dumps them itself.
@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.rank.queries import Replies
 from rolecall.rank.stack_dump import spy_program
 from rolecall.rank.threads import Look, look, state
-from rolecall.rank.worker_manager import WorkerManager
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.disk import Disk
 from rolecall.record.stacks import State
@@ -47,18 +45,6 @@ class Stack:
     frames: tuple[tuple[str, str, int], ...]
     name: str = ""
     gil: bool = False
-
-
-def register(replies: Replies, workers: WorkerManager) -> None:
-    """Makes the supervisor of `workers` reply to "stacks"."""
-
-    one_at_a_time = asyncio.Lock()
-
-    async def reply(_: dict[str, Any]) -> dict[str, Any]:
-        async with one_at_a_time:
-            return await describe(workers.worker)
-
-    replies.on("stacks", reply)
 
 
 async def describe(worker: WorkerProcess | None) -> dict[str, Any]:

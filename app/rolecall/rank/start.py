@@ -36,7 +36,7 @@ def run(job: Description, settings: Settings, identity: Identity, run: int = 0, 
             fork_server.spared.add(tunnel.pid)
         else:
             telemetry.log().warning("TLS=off: anyone who reaches a port of this rank can run code on it")
-        supervisor = Supervisor(job, settings, identity, directory, tunnel, run, parent)
+        supervisor = Supervisor(job, settings, identity, directory, tunnel, run=run, parent=parent)
         if parent:
             descendants.exit_with(parent)
         code, directive = asyncio.run(supervisor.run()), supervisor.member.directive

@@ -1,4 +1,4 @@
-"""What a rank's supervisor replies to the query `stats`: counters and gauges of its worker, and its newest log errors.
+"""A supervisor's reply to the query `ReadStats`: counters and gauges of its worker, and its newest log errors.
 
 Counters are cumulative: a client computes rates between two replies (observe/page/rates.py).
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import psutil
 
 from rolecall import telemetry
-from rolecall.rank.queries import Replies
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.telemetry import PREFIX, WorkerFiles
 
-WHAT = "stats"
 # names of samples, without the prefix
 BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
 # of rank 0
@@ -29,26 +28,32 @@ COUNTS = {
     "rpc_sent_bytes_total": "sent",
     "rpc_received_bytes_total": "received",
 }
-MAX_TRACEBACK_CHARACTERS = 1500  # characters of a traceback
+MAX_TRACEBACK_CHARACTERS = 1500
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
 
 
-def register(replies: Replies, workers: WorkerManager) -> None:
-    """Has `replies` answer with the statistics of this rank."""
-    started = time.time()
+@dataclass(frozen=True)
+class Stats:
+    """The statistics of one rank: `started` is a Unix time, `at` is in monotonic seconds, `methods` and `values` are
+    those of `of_files`, and `log` has the events of `events`."""
 
-    async def reply(_: dict[str, Any]) -> dict[str, Any]:
-        worker = workers.worker
-        values = {
-            "worker_bytes": worker.resident_bytes() if worker else 0,
-            "supervisor_bytes": psutil.Process().memory_info().rss,
-            "worker_starts": next(iter(workers.metrics.worker_starts.collect())).samples[0].value,
-        }
-        methods, gauges = await asyncio.to_thread(of_files, workers.files)  # which are merged, in milliseconds
-        at = time.monotonic()
-        return {"started": started, "at": at, "methods": methods, "values": {**values, **gauges}, "log": events()}
+    started: float
+    at: float
+    methods: dict[str, dict[str, Any]]
+    values: dict[str, float]
+    log: list[tuple[float, str, str]]
 
-    replies.on(WHAT, reply)
+
+async def read(workers: WorkerManager, started: float) -> Stats:
+    """The statistics of the rank with `workers`, whose supervisor `started` at that Unix time."""
+    worker = workers.worker
+    values = {
+        "worker_bytes": worker.resident_bytes() if worker else 0,
+        "supervisor_bytes": psutil.Process().memory_info().rss,
+        "worker_starts": next(iter(workers.metrics.worker_starts.collect())).samples[0].value,
+    }
+    methods, gauges = await asyncio.to_thread(of_files, workers.files)  # merges them, in milliseconds
+    return Stats(started, time.monotonic(), methods, values | gauges, events())
 
 
 def of_files(files: WorkerFiles) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:

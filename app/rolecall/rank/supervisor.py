@@ -25,12 +25,11 @@ from rolecall.declare.task import Peer
 from rolecall.errors import CRASHED, FAILED, USAGE
 from rolecall.gang.member import TICKS, Member
 from rolecall.gang.protocol import Directive, Heartbeat, name_of
-from rolecall.rank import collecting, endpoints, stack_query, stats, tasks, tracing
+from rolecall.rank import collecting, endpoints, queries, stack_query, stats, tasks
 from rolecall.rank.coordinator import TICK_SECONDS, Coordinator, rules
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.rank.heartbeats import Heartbeats
 from rolecall.rank.link import Link
-from rolecall.rank.queries import Replies
 from rolecall.rank.signed_queries import SignedQueries
 from rolecall.rank.site import Site
 from rolecall.rank.worker_manager import WorkerManager
@@ -75,8 +74,8 @@ class Supervisor:
         self._signalled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scrapes = endpoints.Scrapes()
-        self.replies = Replies()
-        self.replies.on("leave", self._leave_on_request)
+        self.replies = queries.Replies(self._reply)
+        self._started, self._reading_stacks = time.time(), asyncio.Lock()
         self._signed_queries = SignedQueries(settings, self.is_rank0)
         self._site = Site(job, settings, self.is_rank0)
         self._coordinator: Coordinator | None = None  # of rank 0, once it has started
@@ -112,8 +111,7 @@ class Supervisor:
                 self.workers.keep_history(coordinator)
                 self._coordinator = coordinator
                 self._signed_queries.start(coordinator.queries, coordinator.over)
-                self._site.start(coordinator, self.replies)
-                self.replies.on("crashed", coordinator.take_crash)
+                self._site.start(coordinator)
             await self._or_signal(self.workers.check(self.identity.role))
             if member.exit_code is not None:
                 return member.exit_code  # a signal came
@@ -129,7 +127,7 @@ class Supervisor:
                 if coordinator
                 else None
             )
-            collected = asyncio.create_task(collecting.finish(traces)) if coordinator else None
+            collected = asyncio.create_task(traces.finish()) if traces else None
             if self.settings.on_finish == "linger" and self._settled and not member.leaving:
                 self.log.info("lingering: serving metrics until SIGTERM")  # and, at rank 0, how the job ended
                 await self._signalled.wait()
@@ -137,8 +135,10 @@ class Supervisor:
                 while coordinator and not member.exits(coordinator.gang.settled(time.monotonic())):
                     await self._or_signal(asyncio.sleep(TICK_SECONDS))
                 await self._or_signal(self._scrapes.once_more())
-            if report and collected:
-                code, _ = await asyncio.gather(report, collected)
+            if collected:
+                await collected
+            if report:
+                code = await report
             return CRASHED if self._tunnel_ended else code
         finally:
             await self._site.close()
@@ -165,9 +165,6 @@ class Supervisor:
             tunnel=self.directory if self.tunnel else None,
         )
         self._disk_watch = DiskWatch(self.settings.checkpoint_dir, self.workers.file_work)
-        stack_query.register(self.replies, self.workers)
-        stats.register(self.replies, self.workers)
-        tracing.register(self.replies, self.workers)
 
     def _at(self, place: str) -> Path | None:
         """The socket of `place`; None with TLS=off."""
@@ -264,10 +261,6 @@ class Supervisor:
             self._changed.set()
         self._check_exit()
 
-    async def _leave_on_request(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._leave("on request")
-        return {}
-
     def _check_exit(self) -> None:
         if self.member.exit_code is not None:
             self._done.set()
@@ -293,6 +286,30 @@ class Supervisor:
             await asyncio.gather(*waits, return_exceptions=True)  # none is left behind
         for wait in done:
             wait.result()
+
+    # ---- queries of rank 0
+
+    async def _reply(self, question: queries.Question) -> Any:
+        """The reply to a query. Raises LookupError for one that only rank 0 can answer."""
+        match question:
+            case queries.ReadStats():
+                return await stats.read(self.workers, self._started)
+            case queries.ReadStacks():
+                async with self._reading_stacks:
+                    return await stack_query.describe(self.workers.worker)
+            case queries.StartTrace(seconds):
+                return self.workers.recordings.start(seconds)
+            case queries.ReadSpans(file, offset, collect):
+                return self.workers.recordings.spans(queries.Cursor(file, offset), collect)
+            case queries.Leave():
+                self._leave("on request")
+                return {}
+            case queries.ReportCrash(role, ordinal) if self._coordinator:
+                self._coordinator.crashed((role, ordinal))
+                return {}
+            case queries.DescribeStacks(only) if self._coordinator:
+                return await self._site.stacks(only)
+        raise LookupError(f"only rank 0 replies to {question.what!r}")
 
     # ---- what the endpoints serve
 

@@ -1,4 +1,4 @@
-"""The message that Kubernetes keeps of a container that has ended: the cause first, in one line."""
+"""The message that Kubernetes keeps of an ended container: the cause in one line, then the rest."""
 
 from __future__ import annotations
 

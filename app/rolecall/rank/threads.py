@@ -1,4 +1,4 @@
-"""The threads of a process, watched in /proc, which needs no right: who computes, and who waits."""
+"""Watches the threads of a process in /proc, which needs no privilege: which compute, and which wait."""
 
 from __future__ import annotations
 

@@ -1,18 +1,4 @@
-"""A rank's part in traces: its supervisor replies with the worker's records, and starts a recording on request.
-
-Two queries. `trace` with `seconds` starts a recording of the rank's worker, and of the workers of generations within
-that time; the reply is a cursor, {"file", "offset"}, at which it begins. `spans` replies with the data at a cursor:
-
-    {"file", "offset"}   the cursor of the data, a later one if the given file has ended
-    "data"               whole lines, as text, `MAX_REPLY_BYTES` at most
-    "next"               the offset behind the data
-    "more"               whether there is more already
-    "process"            the first line of the file, {} while there is none
-    "ended"              whether the rank has no worker that adds to it
-
-The cursor {"file": "", "offset": 0} is that of the oldest file. With `collect` rank 0 asks, which has
-written everything before the cursor: earlier files are deleted, and the worker starts to record.
-"""
+"""A rank's part in traces: its supervisor starts a recording on request, and replies with the worker's records."""
 
 from __future__ import annotations
 
@@ -25,17 +11,15 @@ from typing import Any
 
 from rolecall import telemetry
 from rolecall.rank.pipe_messages import RecordTrace
-from rolecall.rank.queries import Replies
-from rolecall.rank.worker_manager import WorkerManager
+from rolecall.rank.queries import Cursor, Spans
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.recorder import MAX_FILE_BYTES
 from rolecall.record.span_file import file_name
 
-MAX_REPLY_BYTES = 2**20
-HAND_OVER_SECONDS = 5.0  # in which a rank, before its end, waits for rank 0 to collect its spans
+MAX_DATA_BYTES = 2**20  # of one reply
+HAND_OVER_SECONDS = 5.0  # for which a rank, before its end, waits until rank 0 has collected its spans
 MAX_RECORDING_SECONDS = 3600.0
 MIN_ROOM_BYTES = 2**16  # a file with less room counts as full
-Cursor = dict[str, Any]
 
 
 class Recordings:
@@ -49,23 +33,24 @@ class Recordings:
 
     # ---- on and off
 
-    async def trace(self, arguments: dict[str, Any]) -> Cursor:
-        """Makes the worker record for `seconds` from now on."""
-        seconds = float(arguments.get("seconds", 10.0))
+    def start(self, seconds: float) -> Cursor:
+        """Makes the worker record for `seconds` from now on. Returns where the recording begins. Raises ValueError for
+        `seconds` out of range."""
         if not 0 < seconds <= MAX_RECORDING_SECONDS:
             raise ValueError(f"seconds={seconds:g}: at most {MAX_RECORDING_SECONDS:g}")
         worker, now = self._running(), time.monotonic()
         if worker and self._until < now:
             path = self.directory / file_name(worker.task.generation, 0)  # of TRACE=1, here or at rank 0
             if 0 < (size := _size(path)) < MAX_FILE_BYTES - MIN_ROOM_BYTES:
-                return {"file": path.name, "offset": size}
+                return Cursor(path.name, size)
         if self._until < now:
             self._part += 1
         self._until = max(self._until, now + seconds)
         if worker is None:
-            return {"file": file_name(self._generation + 1, 0), "offset": 0}
+            newest = self._worker()
+            return Cursor(file_name((newest.task.generation if newest else 0) + 1, 0))
         path = self._record(worker, self._part)
-        return {"file": path.name, "offset": _size(path)}
+        return Cursor(path.name, _size(path))
 
     def _record(self, worker: WorkerProcess, part: int) -> Path:
         path = self.directory / file_name(worker.task.generation, part)
@@ -78,39 +63,40 @@ class Recordings:
         worker = self._worker()
         return worker if worker and worker.state == "running" and worker.task.members else None
 
-    @property
-    def _generation(self) -> int:
-        worker = self._worker()
-        return worker.task.generation if worker else 0
-
     # ---- what was recorded
 
-    async def spans(self, arguments: Cursor) -> dict[str, Any]:
-        """The next lines; see above."""
-        name, offset, collect = str(arguments["file"]), int(arguments["offset"]), bool(arguments.get("collect"))
-        self._keep_on(collect)
+    def spans(self, cursor: Cursor, collect: bool = False) -> Spans:
+        """The next records; see `queries.ReadSpans`."""
+        self._continue(collect)
         files = self._files(collect)
         if collect:
-            for path in [path for path in files if path.name < name]:
-                path.unlink(missing_ok=True)
-        here = [path for path in files if path.name >= name]
+            for path in files:
+                if path.name < cursor.file:
+                    path.unlink(missing_ok=True)
+        files = [path for path in files if path.name >= cursor.file]
         worker = self._worker()
         ended = not (worker and worker.alive)
-        reply: dict[str, Any] = {"file": name, "offset": offset, "data": "", "next": offset, "more": False,
-                                 "process": {}, "ended": ended}  # fmt: skip
-        for number, path in enumerate(here):
-            last, begin = number == len(here) - 1, offset if path.name == name else 0
+        spans = Spans(cursor.file, cursor.offset, "", next=cursor.offset, more=False, process={}, ended=ended)
+        for path in files:
+            begin = cursor.offset if path.name == cursor.file else 0
             data, more = _read(path, begin)
-            reply = {"file": path.name, "offset": begin, "data": data, "next": begin + len(data.encode()),
-                     "more": more or not last, "process": _process(path), "ended": ended}  # fmt: skip
+            spans = Spans(
+                path.name,
+                begin,
+                data,
+                next=begin + len(data.encode()),
+                more=more or path != files[-1],
+                process=_process(path),
+                ended=ended,
+            )
             if data or more:
                 break
-        if collect and ended and not reply["data"] and not reply["more"]:
+        if collect and ended and not spans.data and not spans.more:
             self._collected.set()
-        return reply
+        return spans
 
-    def _keep_on(self, collect: bool) -> None:
-        """Makes a worker record that began after the request, or without TRACE=1."""
+    def _continue(self, collect: bool) -> None:
+        """Makes a worker record that has started after the request, or that has TRACE=0."""
         worker = self._running()
         if worker and not worker.traced:
             if collect:
@@ -141,12 +127,12 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path, offset: int) -> tuple[str, bool]:
-    """The whole lines of a file from `offset` on, up to `MAX_REPLY_BYTES`, and whether there are more."""
+    """The whole lines of a file from `offset` on, MAX_DATA_BYTES at most, and whether there are more."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read(MAX_REPLY_BYTES)
-            more = len(data) == MAX_REPLY_BYTES and bool(file.read(1))
+            data = file.read(MAX_DATA_BYTES)
+            more = len(data) == MAX_DATA_BYTES and bool(file.read(1))
     except FileNotFoundError:  # deleted meanwhile
         return "", False
     end = data.rfind(b"\n") + 1  # the worker is writing the rest, or was killed
@@ -160,11 +146,3 @@ def _process(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return dict(process) if kind == "process" else {}
-
-
-def register(replies: Replies, workers: WorkerManager) -> None:
-    """Makes a supervisor reply to both queries, and wait at its end until its worker's trace is collected."""
-    recordings = Recordings(workers.files.directory, lambda: workers.worker)
-    replies.on("trace", recordings.trace)
-    replies.on("spans", recordings.spans)
-    workers.before_leaving(recordings.hand_over)

@@ -31,7 +31,7 @@ from rolecall.declare.task import Task
 from rolecall.errors import Drained, PeerLostError, ProgramError, UsageError
 from rolecall.rank import stack_dump
 from rolecall.rank.pipe_messages import RecordTrace, Result
-from rolecall.rank.supervisor_pipe import SupervisorPipe
+from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 from rolecall.record.span_file import file_name
@@ -57,8 +57,8 @@ def main(task: Task, connection: Connection) -> None:
         ordinal=me.ordinal,
         generation=task.generation or None,
     )
-    watchdog = Watchdog(settings.phase_timeout, settings.stuck_seconds, first=me.rank == 0)
-    pipe = SupervisorPipe(connection, task, watchdog if task.members else None)
+    watchdog = Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
+    pipe = WorkerEnd(connection, task, watchdog if task.members else None)
     threading.Thread(target=pipe.report_forever, daemon=True).start()
     try:
         job = registry.get(task.job)
@@ -103,9 +103,9 @@ def check(task: Task, job: Job) -> Result:
     return Result("finished")
 
 
-def _work(task: Task, job: Job, pipe: SupervisorPipe, watchdog: Watchdog) -> Result:
+def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     settings, role = _settings(task, job), role_of(task, job)
-    first = task.me.rank == 0
+    is_rank0 = task.me.rank == 0
     _seed(mixed_seed(settings.seed, task.me.rank, task.generation))
     torch.set_num_threads(1)  # see Context.threads
     lighten()
@@ -119,10 +119,10 @@ def _work(task: Task, job: Job, pipe: SupervisorPipe, watchdog: Watchdog) -> Res
         me=task.me,
         members=task.members,
         generation=task.generation,
-        metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.me.role, first),
+        metrics=telemetry.build_worker([*telemetry.WORKER, *job.metrics], task.me.role, is_rank0),
         job=job,
         supervision=pipe,
-        checkpoints=_checkpoints(task, pipe) if first else None,
+        checkpoints=_checkpoints(task, pipe) if is_rank0 else None,
         lost=task.lost,
         watchdog=watchdog,
     )
@@ -134,7 +134,7 @@ def _work(task: Task, job: Job, pipe: SupervisorPipe, watchdog: Watchdog) -> Res
     if not job.rpc or not role.run:
         watchdog.ready()  # nothing else ends its loading
     summary = registry.resolve(role.run)(context) if role.run else None
-    if not first:
+    if not is_rank0:
         watchdog.ready()
         turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
@@ -160,7 +160,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _checkpoints(task: Task, pipe: SupervisorPipe) -> Checkpoints:
+def _checkpoints(task: Task, pipe: WorkerEnd) -> Checkpoints:
     directory: Path = task.settings.checkpoint_dir
     global _lock
     # the previous worker may take a moment to end; the lock lives as long as this process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rolecall.gang.protocol import OVER, Directive, Outcome, WorkerStatus, name_
 from rolecall.rank import fork_server
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.pipe_messages import Drain, LosePeer
+from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
 from rolecall.record.files import FileWork
 from rolecall.telemetry import WorkerFiles
@@ -53,7 +54,7 @@ class WorkerManager:
         self._unlogged: WorkerProcess | None = None  # a lost worker whose end is not logged yet
         self.log = telemetry.log()
         self._coordinator: Coordinator | None = None
-        self._before_leaving: list[Callable[[], Awaitable[None]]] = []
+        self.recordings = Recordings(files.directory, lambda: self.worker)
         self._changed, self._tunnel = changed, tunnel
         self._stacks = str(files.directory / "stacks")  # the file for those of a worker
         self._warned = False  # of another source on disk
@@ -63,10 +64,6 @@ class WorkerManager:
     def keep_history(self, coordinator: Coordinator) -> None:
         """Has `coordinator` record what rank 0's workers record from now on."""
         self._coordinator = coordinator
-
-    def before_leaving(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Has `action` awaited once the last worker has ended, before this rank leaves."""
-        self._before_leaving.append(action)
 
     def prepare(self) -> None:
         """Starts the process that workers are forked from, unless it runs. Raises UsageError if it cannot start."""
@@ -113,8 +110,7 @@ class WorkerManager:
                 await self.end()
                 role, kind = action.directive.role, action.directive.kind
                 if kind in (*OVER, "leave"):
-                    for act in self._before_leaving:
-                        await act()
+                    await self.recordings.hand_over()
                 if not self.role and kind in ("run", "stop") and role not in self._checked:
                     await self.check(role)  # the gang waits until this action is carried out
                     self._checked.add(role)

@@ -21,7 +21,7 @@ from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatu
 from rolecall.observe.memory import oom_kills, ran_out
 from rolecall.rank import fork_server, pipe_messages, stack_dump
 from rolecall.rank.coordinator import Coordinator
-from rolecall.rank.frames import PipeError, WorkerPipe
+from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
 from rolecall.record.pending_calls import Reported
@@ -124,7 +124,7 @@ class WorkerProcess:
         """
         stack_dump.forget(self.task.stacks)
         ours, theirs = fork_server.context.Pipe()
-        self._connection = WorkerPipe(ours)
+        self._connection = SupervisorEnd(ours)
         self._process = fork_server.context.Process(target=_run, args=(self.task, theirs), daemon=False)
         try:
             await fork_server.fork(self._process, limit)

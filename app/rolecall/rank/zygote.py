@@ -19,8 +19,8 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.reduction import DupFd
+from multiprocessing import resource_tracker  # undocumented: `ensure_running`, so that it starts with SIGINT blocked
+from multiprocessing.reduction import DupFd  # undocumented: passes a file descriptor to the forked process
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class ZygoteError(Exception):
 
 
 class Forked:
-    """A forked process. It leads a session."""
+    """A process that the zygote has forked, as its starter sees it. It leads a session, so its process group has its
+    process ID. `lock` serializes the use of `process`, whose exit code `multiprocessing` reads from the zygote."""
 
     def __init__(self, process: multiprocessing.context.ForkServerProcess, lock: threading.Lock) -> None:
         self._process, self._lock = process, lock
@@ -171,7 +172,8 @@ class Zygote:
 
 
 class Command:
-    """A command line of Rolecall, pickled for the forked process that runs it."""
+    """A command line of Rolecall, pickled for the forked process that runs it. `stdout` and `stderr` are file
+    descriptors of the starter, and `DupFd`s in the forked process."""
 
     def __init__(
         self, arguments: list[str], environment: dict[str, str], directory: str, stdout: int, stderr: int

@@ -72,7 +72,7 @@ def channels(settings: Settings, device: str, yama: Path = YAMA) -> list[str]:
     # elsewhere ranks may share a machine but not its network, which a link between them is to be measured through
     if settings.tls == "always" or not is_loopback(settings.master_addr):
         return ["basic"]
-    # where Yama restricts ptrace, TensorPipe would open this process to every other one of its user
+    # if Yama restricts ptrace, TensorPipe would open this process to every other one of its user
     try:
         allowed = not yama.exists() or yama.read_text().strip() == "0"
     except OSError:  # a container may not see it
@@ -95,7 +95,7 @@ def reads_memory() -> bool:
 
 
 def _options(context: Context[Any], store: Store) -> rpc.TensorPipeRpcBackendOptions:
-    """RPC's options. Where two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
+    """RPC's options. If two ranks compute with CUDA, tensors go from the one's first GPU to the other's."""
     device = context.device.type
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{NAME.lower()}://",

@@ -1,4 +1,4 @@
-"""A user's program that knows nothing of Rolecall: found, checked, and run in a rank."""
+"""Finds, checks and runs an unmodified program in a rank."""
 
 from __future__ import annotations
 

@@ -30,16 +30,16 @@ def open_store(
     UsageError for a port that stays taken, PeerLostError where rank 0 cannot be reached within CONNECT_TIMEOUT, and
     torch's DistError.
     """
-    first, listener = rank == 0, None
+    is_rank0, listener = rank == 0, None
     network, host = "lo", LOOPBACK
     if reach is None:
         network, port = interface(settings.master_addr), store_port(settings)
         # a cluster may not lead a pod back to itself by its Service
-        host = LOOPBACK if first and not settings.bind_addr else settings.master_addr
-        listener = _listen(settings) if first else None
+        host = LOOPBACK if is_rank0 and not settings.bind_addr else settings.master_addr
+        listener = _listen(settings) if is_rank0 else None
         if listener is None:
             _await_listener(settings)
-    elif first:
+    elif is_rank0:
         listener = socket.create_server((LOOPBACK, 0), backlog=1024)
         port = listener.getsockname()[1]
         reach.announce(port, places.store(generation))
@@ -50,7 +50,7 @@ def open_store(
         host,
         port,
         world_size,
-        is_master=first,
+        is_master=is_rank0,
         timeout=timedelta(seconds=settings.connect_timeout),
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,

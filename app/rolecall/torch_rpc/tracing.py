@@ -23,10 +23,18 @@ from rolecall.record.recorder import Span, current, recorder, under
 from rolecall.torch_rpc.failures import remote_failure
 
 OTEL = "opentelemetry.trace"  # in sys.modules if the program uses it
-COLLECTIVES = {"all_reduce": "all-reduce", "all_gather": "all-gather", "all_gather_into_tensor": "all-gather",
-               "reduce_scatter_tensor": "reduce-scatter", "broadcast": "broadcast", "reduce": "reduce",
-               "gather": "gather", "scatter": "scatter", "all_to_all_single": "all-to-all",
-               "barrier": "barrier"}  # fmt: skip
+COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "all_to_all_single": "all-to-all",
+    "barrier": "barrier",
+}
 Answer = torch.futures.Future[Any]
 Carrier = dict[str, str]  # a context, written by OpenTelemetry's propagators
 Header = tuple[str, str, str, Carrier | None]  # of a call: its span, the span's trace, the caller's name, the carrier

@@ -1,4 +1,5 @@
-"""The supervisor's end of the pipe to its worker. It never blocks: a worker may stop in the middle of a message."""
+"""The supervisor's end of the pipe to its worker (`worker_end.py` is the other). It never blocks: a worker may stop in
+the middle of a message."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from multiprocessing.connection import Connection
 from rolecall.rank.pipe_messages import FromWorker, ToWorker, decode_from_worker, encode
 
 RECEIVE_BYTES = 2**16
-MAX_MESSAGE_BYTES = 2**24  # the largest message, a result, has about 50,000 bytes
+MAX_MESSAGE_BYTES = 2**24  # the largest message, a `Result`, has about 50,000 bytes
 HEADER = struct.Struct("!i")  # multiprocessing's header for a message below 2 GiB: its length
 
 
 class PipeError(Exception):
-    """The worker sent no message of ours, or does not read."""
+    """The worker sent an unknown message, or does not read."""
 
 
-class WorkerPipe:
+class SupervisorEnd:
     """Takes over `connection`, one end of `multiprocessing.Pipe()`, of which the worker has the other."""
 
     def __init__(self, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The worker's end of the pipe to its supervisor: reports, and the supervisor's orders."""
+"""The worker's end of the pipe to its supervisor (`supervisor_end.py` is the other): reports, and orders to obey."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rolecall.torch_rpc import tracing
 REPORT_SECONDS = 0.5
 
 
-class SupervisorPipe(Supervision):
-    """Safe to use from several threads. If the supervisor is gone, the process ends at once. `watchdog` is None for a
+class WorkerEnd(Supervision):
+    """Safe to use from several threads. If the supervisor is gone, the process exits at once. `watchdog` is None for a
     check of the settings."""
 
     def __init__(self, connection: Connection, task: Task, watchdog: Watchdog | None) -> None:
@@ -36,7 +36,7 @@ class SupervisorPipe(Supervision):
     # ---- reports
 
     def _send(self, message: pipe_messages.FromWorker) -> None:
-        """Sends a message, with the lock held. The process ends if nobody receives it."""
+        """Sends a message, with the lock held. The process exits if the supervisor is gone."""
         try:
             self._connection.send_bytes(pipe_messages.encode(message))
         except OSError:
@@ -71,7 +71,7 @@ class SupervisorPipe(Supervision):
             if not stuck and self._watchdog and (problem := self._watchdog.check()):
                 stuck = True
                 self.report_stuck(problem)
-            time.sleep(REPORT_SECONDS)  # a period; nothing waits for it
+            time.sleep(REPORT_SECONDS)
 
     def connected(self) -> None:
         """Reports that this worker has connected to its peers."""
@@ -91,7 +91,7 @@ class SupervisorPipe(Supervision):
             self.report()
 
     def value(self, name: str, step: int, value: float) -> None:
-        """Keeps a value of the job's own for the next report."""
+        """Keeps a value that the job logs by `name` for the next report."""
         self._keep(NAMED + name, step, value)
 
     def _keep(self, kind: str, step: int, value: float) -> None:

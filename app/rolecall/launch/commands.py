@@ -1,0 +1,97 @@
+"""`rolecall ps`, `kill` and `scale`: commands for a local run, which they reach by its control socket.
+
+Each function runs its command with `words`, and returns the exit code. Raises UsageError if no local run is under way,
+or if it has no such rank, part or role.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+from rolecall.errors import UsageError
+from rolecall.launch import control
+from rolecall.launch.control import ListedRank
+from rolecall.machine import part_of
+
+SUPERVISOR = "supervisor"
+
+
+def ps(words: Sequence[str]) -> int:
+    """Lists the processes of the run."""
+    parser = argparse.ArgumentParser(prog="rolecall ps", description="The processes of a local run, by rank and part.")
+    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
+    arguments = parser.parse_args(words)
+    rows = [("rank", "part", "pid", "state")]
+    for rank in control.ranks(arguments.run):
+        processes = [(part, str(process.pid), _state(process)) for part, process in _parts(rank)]
+        for part, pid, state in processes or [("-", "-", "")]:
+            states = [rank.state if part in (SUPERVISOR, "-") else "", state]
+            rows.append((rank.name, part, pid, ", ".join(filter(None, states))))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def kill(words: Sequence[str]) -> int:
+    """Kills a rank of the run, or a part of it; `rolecall run` starts what was killed again."""
+    parser = argparse.ArgumentParser(
+        prog="rolecall kill",
+        description="Sends SIGKILL to a rank of a local run, as a crash does: `rolecall run` starts it again.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
+    parser.add_argument("rank", metavar="RANK", help="ROLE_ORDINAL, as `rolecall ps` lists it")
+    parser.add_argument("--part", help="only this part of it: supervisor, worker, tunnel, fork-server, ...")
+    arguments = parser.parse_args(words)
+    ranks = {rank.name: rank for rank in control.ranks(arguments.run)}
+    rank = ranks.get(re.sub(r"[ -](?=\d+$)", "_", arguments.rank))
+    if rank is None:
+        raise UsageError(f"RANK {arguments.rank!r}: no such rank; there are {', '.join(ranks)}")
+    parts = [*_parts(rank)]
+    chosen = [(part, process) for part, process in parts if arguments.part in (None, part)]
+    if not chosen:
+        there = ", ".join(dict.fromkeys(part for part, _ in parts)) or "none"
+        raise UsageError(f"{rank.name}: has no process {arguments.part or ''!r}; its parts are: {there}")
+    for _, process in chosen:  # the supervisor first, so that it starts nothing
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    print(f"rolecall: killed {rank.name}: {', '.join(f'{part} {process.pid}' for part, process in chosen)}")
+    return 0
+
+
+def scale(words: Sequence[str]) -> int:
+    """Changes how many ranks an elastic role of the run has."""
+    parser = argparse.ArgumentParser(
+        prog="rolecall scale",
+        description="Starts ranks of an elastic role of a local run, or has those with the highest ordinals drain.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder of `rolecall run`")
+    parser.add_argument("wanted", metavar="ROLE=COUNT", help="how many ranks the role is to have")
+    arguments = parser.parse_args(words)
+    role, _, count = arguments.wanted.partition("=")
+    if not role or not (count.isascii() and count.isdecimal()):
+        raise UsageError(f"ROLE=COUNT {arguments.wanted!r}: is no role and number, such as observer=4")
+    print(f"rolecall: {control.scale(arguments.run, role, int(count))}")
+    return 0
+
+
+def _parts(rank: ListedRank) -> Iterator[tuple[str, psutil.Process]]:
+    """The processes of `rank` by part, its supervisor first; none if it has no process."""
+    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        if rank.pid:
+            supervisor = psutil.Process(rank.pid)
+            yield SUPERVISOR, supervisor
+            for process in supervisor.children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    yield part_of(process), process
+
+
+def _state(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.status())
+    return "ended"

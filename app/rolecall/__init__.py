@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.logged import LoggedShare
     from rolecall.checkpoint.sharded import Sharded
     from rolecall.checkpoint.shards import Share
-    from rolecall.config import Epochs, Seconds, Settings, __version__
+    from rolecall.config import Seconds, Settings, __version__
     from rolecall.context.context import Context
     from rolecall.declare.spec import Job, Role
     from rolecall.declare.task import Peer
@@ -30,7 +30,6 @@ __all__ = [
     "CallTimeoutError",
     "Context",
     "Drained",
-    "Epochs",
     "Exported",
     "FromUser",
     "Job",
@@ -61,7 +60,7 @@ _MODULES = {
     "checkpoint.logged": ("LoggedShare",),
     "checkpoint.sharded": ("Sharded",),
     "checkpoint.shards": ("Share",),
-    "config": ("Epochs", "Seconds", "Settings", "__version__"),
+    "config": ("Seconds", "Settings", "__version__"),
     "context.context": ("Context",),
     "declare.spec": ("Job", "Role"),
     "declare.task": ("Peer",),

@@ -30,7 +30,6 @@ DESCRIPTION = "ROLECALL_DESCRIPTION"
 SOURCES = "ROLECALL_SOURCES"  # a file: see declare/sources.py
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
-Epochs = Annotated[int, Field(ge=1, le=1_000_000, description="passes over the training data")]
 
 
 class Settings(BaseSettings):

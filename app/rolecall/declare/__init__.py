@@ -1,13 +1,13 @@
-"""What the author of a job declares, and how it is found. Nothing here imports torch.
+"""What an author declares, and how it is found and checked, without torch.
 
-spec                the declaration: roles, settings, metrics
-registry            names of jobs, and the rank of a process
-loader              loads a user's file or module, and locates its errors
-sources             the source as it was at the start, for all processes
-describe            a job's description for processes without torch
-flags               the flags of `rolecall run JOB`
-preflight           checks a user's source before anything starts
-remote              which functions peers can call
-plain               which values a checkpoint can hold
-task                what a worker is started with
+describe.py   What a process without torch knows of a job: its roles, its settings, its labels
+flags.py      The flags of `rolecall run JOB`: every setting is one
+loader.py     Loads a user's file or module, and says where in it an error lies
+plain.py      Which values a checkpoint can hold
+preflight.py  What the text of a user's file tells before anything starts: functions that no peer could import
+registry.py   The names of jobs, and the rank of a process
+remote.py     Which functions peers can call: checked before a job starts, at the caller, and at the peer
+sources.py    The source of a user's job as it was when its rank, or `rolecall run`, started
+spec.py       What the author of a job declares: its roles, its settings, its metrics
+task.py       What a worker is started with, and the errors that end its function
 """

@@ -172,7 +172,7 @@ def call(arguments: Sequence[str], seconds: float) -> int:
 def ask(target: str, arguments: Sequence[str] = (), call: Callable[[Sequence[str], float], int] = call) -> Description:
     """The description of the job that `target` names, with the flags in `arguments`: from this process for a built-in
     job, otherwise from a child process. `call` runs a command of Rolecall's in one, for some seconds at most, and
-    returns its exit code. Raises UsageError, and SystemExit where the child process has said what is
+    returns its exit code. Raises UsageError, and SystemExit if the child process has said what is
     wrong, or has given the help that `arguments` request.
     """
     registry.require_target(target)

@@ -93,7 +93,7 @@ def add_folder(folder: Path) -> None:
 
 
 def compile_file(path: Path) -> CodeType:
-    """The code of a file, which is not run. Raises UsageError where it cannot be read or is no Python."""
+    """The code of a file, which is not run. Raises UsageError if it cannot be read or is no Python."""
     try:
         return compile(sources.content(path), str(path), "exec", dont_inherit=True)
     except OSError as error:
@@ -104,7 +104,7 @@ def compile_file(path: Path) -> CodeType:
 
 def takes_more(place: Path | str, function: str, than: int) -> bool:
     """Whether the text of a file, or of a module, defines `function` with more than so many parameters that must be
-    given. False where the text does not tell.
+    given. False if the text does not tell.
     """
     try:
         spec = None if isinstance(place, Path) else importlib.util.find_spec(place)
@@ -151,7 +151,7 @@ def with_place(error: BaseException) -> str:
 
 
 def locate(error: BaseException) -> str:
-    """`FILE:LINE` of the innermost line of a user's file that led to `error`; empty where there is none."""
+    """`FILE:LINE` of the innermost line of a user's file that led to `error`; empty if there is none."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_users(frame.f_code.co_filename):

@@ -38,7 +38,7 @@ def refusal(name: str, kind: type) -> str:
 
 
 def require_plain(name: str, value: Any) -> None:
-    """Raises UsageError where `value` holds anything that a checkpoint cannot hold."""
+    """Raises UsageError if `value` holds anything that a checkpoint cannot hold."""
     kind = type(value)
     if is_refused(kind):
         raise UsageError(refusal(name, kind))

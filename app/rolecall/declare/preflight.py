@@ -1,5 +1,5 @@
 """What the text of a user's file tells before anything starts: functions that no peer could import, values that no
-checkpoint could hold, roles that the job does not have. It says nothing where it cannot be certain; the worker says
+checkpoint could hold, roles that the job does not have. It says nothing if it cannot be certain; the worker says
 the rest.
 """
 
@@ -173,7 +173,7 @@ class _Body:
             self._refuse(given, plain.refusal(name, type(value)))
 
     def _known(self, node: ast.AST | None) -> ast.AST | None:
-        """What `node` is; of a local name, what it was bound to, or None where that may be several things."""
+        """What `node` is; of a local name, what it was bound to, or None if that may be several things."""
         if isinstance(node, ast.Name) and node.id in self.bound:
             return self.bound[node.id][0] if len(self.bound[node.id]) == 1 else None
         return node

@@ -33,7 +33,7 @@ class Identity:
 def get(target: str) -> Job:
     """The job that `target` names: a built-in one, FILE.py, or package.module, with :NAME where it is not called JOB.
 
-    Raises UsageError, with file and line where the user's file is wrong.
+    Raises UsageError, with file and line if the user's file is wrong.
     """
     require_target(target)
     module = module_of(target)
@@ -48,7 +48,7 @@ def get(target: str) -> Job:
 
 
 def require_target(target: str) -> None:
-    """Raises UsageError where `target` is neither a built-in job's name nor looks like a file or a module."""
+    """Raises UsageError if `target` is neither a built-in job's name nor looks like a file or a module."""
     if target not in JOBS and not loader.is_file(target) and not re.search(r"[.:]", target):
         problem = "no such job" if target else "is missing"
         raise UsageError(f"JOB={target!r}: {problem} ({', '.join(JOBS)}, FILE.py or package.module)")
@@ -63,7 +63,7 @@ def module_of(target: str) -> ModuleType:
 
 def sources_of(target: str) -> sources.Sources:
     """The source of the user's job or program that `target` names, as it is on disk now; empty for a built-in job and
-    for what is installed. Raises UsageError where the file does not exist.
+    for what is installed. Raises UsageError if the file does not exist.
     """
     place = loader.split(target)[0]
     if target in JOBS or not place:
@@ -131,7 +131,7 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
 
     A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
     a rank where it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
-    Raises UsageError where the role is unknown, or RANK or the ordinal is out of range.
+    Raises UsageError if the role is unknown, or RANK or the ordinal is out of range.
     """
     total = sum(role.count for role in roles)
     if settings.world_size is not None and settings.world_size != total and not settings.role:

@@ -38,7 +38,7 @@ def is_in_turn(function: Callable[..., Any]) -> bool:
 
 
 def require_importable(function: Callable[..., Any]) -> None:
-    """Raises UsageError where a peer could not import `function` by its module and name, or would call it on a copy."""
+    """Raises UsageError if a peer could not import `function` by its module and name, or would call it on a copy."""
     require_unbound(function)
     try:
         pickle.dumps(function)

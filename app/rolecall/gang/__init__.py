@@ -1,12 +1,12 @@
 """Who is in the gang, and which generation runs. Pure logic: no I/O, no clock.
 
-- `protocol`: the messages between members and coordinator, events, effects, and constants
-- `gang`: the coordinator's state machine, composed of the parts below
-- `roster`: which rank has which place, and which ranks are refused
-- `admission`: whether a generation may start, and with which members; backoff
-- `budget`: how many failures, and how many generations without progress, the job may have
-- `generation`: the newest generation: its members, its losses, its drain
-- `directives`: the epochs that number directives
-- `compact`: short forms of messages: names of what the other side has, ranges of members
-- `member`: one rank's side: starts, ends and fences its worker, reports, exits
+admission.py   Admission: whether a generation may start, which members it has, and who waits for how long
+budget.py      The restart budget: how many failures, and how many generations without progress, the job may have
+compact.py     Short forms of messages: names of what the other side has, and ranges of members
+directives.py  Epochs: the numbers of directives
+gang.py        The gang: who is in, which generation runs, what each member must do
+generation.py  The newest generation: its members, the ranks that it lost, and its drain
+member.py      A member of a gang: when it starts, ends and fences its worker, what it reports, and when it exits
+protocol.py    The messages between the members of a gang and its coordinator, and the gang's constants
+roster.py      The roster: which rank has which place, and which ranks are refused
 """

@@ -1,9 +1,9 @@
-"""The jobs that ship with Rolecall; each imports the public API, its own folder and `support`.
+"""The jobs that ship with Rolecall: they import its public API, `support` and their own folder.
 
-- `hybrid`: an embedding table on servers, a dense network under DistributedDataParallel on trainers
-- `ps`: parameter servers
-- `rl`: reinforcement learning, an agent and observers
-- `rnn`: a language model that is split over two ranks
-- `script`: an unmodified torch RPC program
-- `support`: helpers that the jobs share
+support.py  What the jobs of Rolecall share, and no job of a user's needs: progress, a disk cache, devices
+hybrid/     A large embedding table on servers, a dense network replicated on trainers by DistributedDataParallel
+ps/         Parameter server: trainers compute gradients, servers hold the parameters and update them
+rl/         Reinforcement learning: an agent (rank 0) learns from observers that step gymnasium environments
+rnn/        A word language model split over two ranks: the `ps` holds the embedding and the decoder
+script/     An unmodified torch.distributed.rpc program: every rank runs the same file
 """

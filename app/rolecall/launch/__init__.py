@@ -1,9 +1,9 @@
-"""`rolecall run`, and the commands for a local run.
+"""`rolecall run`: all ranks of a job on this machine, and commands for them.
 
-local               all ranks of a job as processes on this machine
-rank_process        one rank's process: starts it, restarts it
-output              the ranks' output, in log files and on the terminal
-control             the control socket of a local run
-commands            `rolecall ps`, `kill` and `scale`
-gpu                 shares this machine's GPUs among ranks
+commands.py      `rolecall ps`, `kill` and `scale`: commands for a local run, which they reach by its control socket
+control.py       The control socket of `rolecall run`: other commands list its ranks there
+gpu.py           GPUs for the ranks of `rolecall run`
+local.py         All ranks of a job as processes on this machine: `rolecall run JOB`
+output.py        What `rolecall run` prints, by a thread of its own: a terminal that is slow
+rank_process.py  A rank of `rolecall run`: its process, which is restarted when it crashes, and its log
 """

@@ -1,16 +1,16 @@
-"""What users see of a run.
+"""What can be seen of a run: traces, stacks, page, sinks, report, live display, doctor.
 
-page       the page in the browser
-sinks      TensorBoard, MLflow, Weights & Biases
-trace      traces
-stacks     stacks of all ranks
-doctor     `rolecall doctor`
-display    the live terminal display
-viewer     `rolecall watch`
-targets    the TARGETs of commands
-ask        signed requests to rank 0
-report     summary.json and the learning curve's picture
-picture    the process that draws it
-memory     the memory of a rank's cgroup
-probe      the health check in a container
+ask.py      Asks the ranks of a running job, by rank 0's METRICS_PORT, with requests that JOB_TOKEN signs
+display.py  A live terminal display of a job, from its ranks' /metrics
+memory.py   The memory of this rank's cgroup: whether it ran out, its limit and its peak
+picture.py  `python -m rolecall.observe.picture DIRECTORY` draws a run's curve.png
+probe.py    Queries this rank's endpoint inside its container: the health check
+report.py   The report of a run, written beside its checkpoints: summary.json, and a picture of the learning curve
+targets.py  The TARGETs of commands: the URLs of ranks' metrics
+viewer.py   `rolecall watch TARGET...`: the live display of ranks, and its end
+doctor/     `rolecall doctor`: checks what a rank needs, and says for each fault what to do
+page/       The page in the browser
+sinks/      Sinks write logged values to TensorBoard, MLflow and Weights & Biases, beside the run's history
+stacks/     The stacks of all ranks, and who waits for whom
+trace/      Traces: the activity of all ranks, and what they wait for
 """

@@ -1,30 +1,36 @@
-"""One rank's life, from its process to its end.
+"""One rank's processes and what they send each other: supervisor, coordinator, worker, fork server.
 
-start               a rank's processes on this machine: tunnel, supervisor
-supervisor          the long-lived process: connects what follows
-heartbeats, link    posts heartbeats to rank 0, and takes its directives
-messages            heartbeats and answers as JSON
-queries             typed queries of rank 0 to supervisors, and their replies
-stats               the reply with statistics
-stack_query         the reply with the worker's threads; threads watches them, stack_dump reads their stacks
-tracing             the reply with recorded spans
-coordinator         rank 0: runs the gang
-run_files           rank 0: the run directory
-collecting          rank 0: collects spans from all ranks
-signed_queries      rank 0: queries from outside
-site                rank 0: the page
-endpoints, port     every rank: metrics and health at METRICS_PORT
-worker_manager      carries out directives with one worker at a time
-worker_process      the supervisor's handle on a worker
-pipe_messages       the messages between a supervisor and its worker
-supervisor_end      the supervisor's end of their pipe
-worker_end          the worker's end of their pipe
-worker              the process that runs a role's function
-fork_server         the process that workers are forked from; adopting is its first import
-zygote              the process that ranks of `rolecall run` are forked from; zygote_main is its first import
-descendants         adopts and kills the processes below a process
-guard               restarts a container's rank after a crash
-disk_watch          warns of work on files that takes long
-termination         the message for Kubernetes at a container's end
-tasks               ends asyncio's tasks
+adopting.py        What the fork server imports first, and no other process
+collecting.py      Rank 0's collector of traces: writes the records of all workers to CHECKPOINT_DIR/trace
+coordinator.py     The gang's coordinator, in rank 0's supervisor
+descendants.py     The processes below a process: adopts orphans, kills them all, and exits with a parent process
+disk_watch.py      Warns if work on files, by this process or its worker, takes long: the disk is slow or hangs
+endpoints.py       What a rank serves on METRICS_PORT: /metrics, /healthz (liveness) and /readyz
+fork_server.py     The process that workers are forked from: it imports torch once, and never uses CUDA or RPC
+guard.py           A container's first process restarts its rank after a crash
+heartbeats.py      A member's heartbeats: posts them to rank 0, hands the answers to the member, and logs
+link.py            A member's connection to the coordinator: posts beats, returns answers
+messages.py        Heartbeats and answers as JSON, without fields that have their default
+pipe_messages.py   Messages between a supervisor and its worker
+port.py            Connections at METRICS_PORT, which anybody may open: how many there are at a time
+queries.py         Queries of rank 0 to the supervisors of all ranks, and their replies: statistics, stacks
+run_files.py       CHECKPOINT_DIR as the coordinator uses it: its lock, the generation's number, DONE, FAILED
+signed_queries.py  POST /v1/ask at rank 0's METRICS_PORT: sends a query to all ranks, for clients
+site.py            The page at rank 0's METRICS_PORT: what it shows now, as HTML, as JSON
+stack_dump.py      The stacks of a worker's threads for the log: dumped by the worker itself, or read by py-spy
+stack_query.py     A supervisor's reply to the query `ReadStacks`: the activity of each thread of its worker
+start.py           A rank's processes on this machine: starts its tunnel, and runs its supervisor
+stats.py           A supervisor's reply to the query `ReadStats`: counters and gauges of its worker
+supervisor.py      The supervisor of a rank, which lives across generations and does not import torch
+supervisor_end.py  The supervisor's end of the pipe to its worker (`worker_end.py` is the other)
+tasks.py           The end of asyncio's tasks
+termination.py     The message that Kubernetes keeps of an ended container: the cause in one line, then the rest
+threads.py         Watches the threads of a process in /proc, which needs no privilege: which compute, and
+tracing.py         A rank's part in traces: its supervisor starts a recording on request
+worker.py          The worker: one process for each rank and generation, forked from one that has imported torch
+worker_end.py      The worker's end of the pipe to its supervisor (`supervisor_end.py` is the other): reports
+worker_manager.py  Carries out a member's actions: starts, updates and ends its worker, at most one at a time
+worker_process.py  A supervisor's handle on its worker process: starts it, reads its messages, and ends it
+zygote.py          The zygote of `rolecall run`: the standard library's fork server
+zygote_main.py     The first import of the zygote; no other process imports it
 """

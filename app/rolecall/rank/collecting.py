@@ -172,7 +172,7 @@ class Collector:
         return self.folder / f"{key[0]}-{key[1]}-{generation}.jsonl"
 
     def _resume(self, key: Key) -> Cursor:
-        """Where an earlier process of rank 0 has stopped: its files are copies of the ranks', from their beginning."""
+        """If an earlier process of rank 0 has stopped: its files are copies of the ranks', from their beginning."""
         generations = [
             int(path.stem.rpartition("-")[2])
             for path in self.folder.glob(f"{key[0]}-{key[1]}-*.jsonl")

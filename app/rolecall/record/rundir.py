@@ -45,9 +45,9 @@ MOST = 10**15  # of a generation's number
 
 @dataclass(frozen=True)
 class Persisted:
-    """The newest generation's number and members; number 0 where there was none.
+    """The newest generation's number and members; number 0 if there was none.
 
-    `node` names the rank 0 of a run under way; empty where the run ended in order, finished or drained. `budget` is
+    `node` names the rank 0 of a run under way; empty if the run ended in order, finished or drained. `budget` is
     what it had spent without progress.
     """
 
@@ -71,7 +71,7 @@ class Failed:
 def read_generation(directory: Path) -> Persisted:
     """The last `write_generation`, with a number no lower than those in the checkpoints' names: numbers never repeat.
 
-    Raises UsageError where the file cannot be read, or is damaged.
+    Raises UsageError if the file cannot be read, or is damaged.
     """
     path = directory / GENERATION
     try:
@@ -112,7 +112,7 @@ def write_generation(directory: Path, persisted: Persisted) -> None:
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """The run's summary; None where there is none, or it is damaged. Raises OSError where it cannot be read."""
+    """The run's summary; None if there is none, or it is damaged. Raises OSError if it cannot be read."""
     try:
         summary = parse((directory / SUMMARY).read_text())
     except (FileNotFoundError, ValueError):
@@ -141,7 +141,7 @@ def _whole(text: str) -> int:
 
 
 def read_done(directory: Path) -> dict[str, Any] | None:
-    """The summary of the finished job, or None where it has not finished. Raises UsageError for a damaged file."""
+    """The summary of the finished job, or None if it has not finished. Raises UsageError for a damaged file."""
     path = directory / DONE
     try:
         summary = json.loads(path.read_text())
@@ -162,7 +162,7 @@ def write_done(directory: Path, summary: dict[str, Any]) -> None:
 
 
 def read_failed(directory: Path) -> Failed | None:
-    """How the run failed for good, or None where it has not. Raises UsageError for a damaged file."""
+    """How the run failed for good, or None if it has not. Raises UsageError for a damaged file."""
     path = directory / FAILED
     try:
         read = json.loads(path.read_text())
@@ -181,7 +181,7 @@ def write_failed(directory: Path, failed: Failed) -> None:
 
 
 def forget_failed(directory: Path) -> None:
-    """Deletes FAILED. Raises UsageError where that is not possible."""
+    """Deletes FAILED. Raises UsageError if that is not possible."""
     with UsageError.wrap(f"{directory / FAILED}: cannot be deleted", OSError):
         (directory / FAILED).unlink(missing_ok=True)
 
@@ -193,7 +193,7 @@ def saved(directory: Path) -> list[tuple[int, int]]:
 
 
 def newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint, by the files' names; 0 where there is none."""
+    """The step of the newest checkpoint, by the files' names; 0 if there is none."""
     return max(saved(directory), default=(0, 0))[1]
 
 
@@ -201,7 +201,7 @@ def set_aside(directory: Path, number: int, timeout: float) -> Path | None:
     """Moves an earlier run's files to a directory of their own, and returns that; None if there are none.
 
     `number` is the earlier run's newest generation. After an interruption, the next call moves the rest. Waits
-    `timeout` seconds for a worker that still writes. Raises UsageError where it does not end, or files cannot be moved.
+    `timeout` seconds for a worker that still writes. Raises UsageError if it does not end, or files cannot be moved.
     """
     writer = lock(directory, WRITER_LOCK, timeout)
     aside = directory / f"earlier-{number:06d}"
@@ -238,7 +238,7 @@ class TakenError(UsageError):
 def lock(directory: Path, name: str, timeout: float, variable: str = "CHECKPOINT_DIR") -> FileLock:
     """Makes `directory`, which `variable` names, and locks its file `name` until this process ends, or `release`.
 
-    Raises TakenError where another process holds it for `timeout` seconds, UsageError where it cannot be written.
+    Raises TakenError if another process holds it for `timeout` seconds, UsageError if it cannot be written.
     """
     # flock or nothing: a lock of another kind would outlast a killed process
     lock = FileLock(directory / name, timeout, thread_local=False, poll_interval=0.02, fallback_to_soft=False)

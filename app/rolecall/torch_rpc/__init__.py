@@ -1,15 +1,15 @@
-"""Programs that use torch.distributed.rpc.
+"""Everything that touches torch.distributed.rpc.
 
-rpc                 connects a generation's workers; calls with deadlines
-agent               a worker's RPC agent, which connects to a peer at the first call
-store               the store through which workers meet, in rank 0's worker
-reach               announces a worker's addresses to its tunnel, and finds its peers'
-failures            the errors of failed calls
-late                the stacks of a peer that passed a call's deadline
-turns               runs calls of `in_turn` functions on the main thread
-tracing             calls and collectives as spans
-limits              limits for modules that do not import torch
-program             finds, checks and runs an unmodified program
-adopt               its `init_rpc` and `init_process_group` in a generation
-script_calls        its pending calls
+adopt.py         An unmodified program's `init_rpc` and `init_process_group` meet the members of this generation
+agent.py         A worker's RPC agent, which connects to a peer at the first call between them
+failures.py      Turns what torch raises for a failed call into one of three errors
+late.py          Asks the peer of a call that has passed its deadline for its stacks, and logs them
+limits.py        Limits of torch's RPC, for modules that do not import torch
+program.py       Finds, checks and runs an unmodified program in a rank
+reach.py         How a worker reaches its peers where their tunnels stand between
+rpc.py           torch.distributed.rpc: connect a generation's workers, call with a deadline, count what is called
+script_calls.py  The pending calls of a program that uses torch's RPC directly
+store.py         The generation's store: where its workers meet, in rank 0's worker
+tracing.py       Remote calls, waits for their answers, and collectives as spans of a trace
+turns.py         Runs incoming calls of `in_turn` functions one at a time, in the main thread
 """

@@ -101,7 +101,7 @@ class Rendezvous:
         self._process = os.getpid()
 
     def __call__(self, url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:
-        """The store, rank and world size of one meeting. Raises RuntimeError where another rank's process has met in
+        """The store, rank and world size of one meeting. Raises RuntimeError if another rank's process has met in
         the place of this one.
         """
         parts = urlsplit(url)

@@ -30,7 +30,7 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 def start(context: Context[Any], store: Store) -> None:
     """Starts the agent of this process, which has none yet, and waits until every member of the generation has.
 
-    Raises RuntimeError and torch's DistError where not all start within CONNECT_TIMEOUT.
+    Raises RuntimeError and torch's DistError if not all start within CONNECT_TIMEOUT.
     """
     rank, world_size = context.me.rank, len(context.members)
     register_rendezvous_handler(NAME.lower(), lambda url, **_: iter([(store, rank, world_size)]))
@@ -65,7 +65,7 @@ def _start(
 
 def channels(settings: Settings, device: str, yama: Path = YAMA) -> list[str]:
     """What TensorPipe may send tensors by. Between processes of one machine and user that is `cma`: the receiver copies
-    them from the sender's memory (process_vm_readv), past sockets and tunnels. Where the two cannot, it takes `basic`.
+    them from the sender's memory (process_vm_readv), past sockets and tunnels. If the two cannot, it takes `basic`.
     """
     if device == "cuda":
         return ["basic", "cuda_basic"]  # not cuda_ipc, which aborts where a process does not see the other's GPU

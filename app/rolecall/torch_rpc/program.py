@@ -31,7 +31,7 @@ class Program:
     `{rank}` and `{world_size}` in them are replaced. What follows a `--` in them are values of the function's further
     parameters; where these have to be given, all arguments are.
 
-    Raises UsageError where these name nothing that can be run.
+    Raises UsageError if these name nothing that can be run.
     """
 
     def __init__(self, script: str, arguments: str = "") -> None:

@@ -35,7 +35,7 @@ class Reach:
     """This worker's connection to its rank's tunnel, whose sockets are in `directory`; `name` is this member, which
     peers reach at `host` and `port`.
 
-    Raises PeerLostError where the tunnel has ended: so does the rank.
+    Raises PeerLostError if the tunnel has ended: so does the rank.
     """
 
     def __init__(self, directory: Path, name: str, host: str, port: int) -> None:

@@ -59,7 +59,7 @@ class RankObject(Generic[T]):
         return value
 
     def get(self) -> T:
-        """The object. Raises PeerLostError where it is not set within PHASE_TIMEOUT."""
+        """The object. Raises PeerLostError if it is not set within PHASE_TIMEOUT."""
         keep_thread()
         try:
             return self._future.result(self.deadline)
@@ -79,7 +79,7 @@ def connect(context: Context[Any], tunnel: Path | None = None) -> None:
     """Joins the store of `context`'s generation and, unless the job has none, its RPC, the context's transport: by way
     of the rank's `tunnel`, the folder with its sockets, if there is one.
 
-    Raises UsageError for a port that stays taken, and PeerLostError where not all members connect in time.
+    Raises UsageError for a port that stays taken, and PeerLostError if not all members connect in time.
     """
     settings = context.settings
     RankObject.deadline = settings.phase_timeout

@@ -126,7 +126,7 @@ def _await_listener(settings: Settings) -> None:
 
 
 def local_address(address: str) -> str:
-    """This machine's address on the way to `address`. Raises PeerLostError where there is none."""
+    """This machine's address on the way to `address`. Raises PeerLostError if there is none."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

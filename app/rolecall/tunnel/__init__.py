@@ -1,1 +1,15 @@
-"""One TLS port a rank: what ranks send each other passes through it, for members only."""
+"""One TLS port a rank, through which everything between ranks passes.
+
+acceptor.py    Accepts TLS on the rank's port: authenticates within DEADLINE_SECONDS, reads the requested service
+channel.py     One TLS connection to a peer's tunnel, on a non-blocking socket, and the frames in it
+dial.py        Connects to a peer's tunnel, authenticates it, and requests a service
+handle.py      Starts the tunnel's process, sends it the rank's member name, and receives its figures
+keys.py        Certificates for TLS between ranks: made from JOB_TOKEN, or a user's own
+local.py       Serves the tunnel's own rank, over a Unix socket that only the rank's user can open
+loop.py        The tunnel's event loop, on epoll
+peek.py        Reads the certificate that is presented at a port, whoever signed it
+places.py      Names of the services and sockets of tunnels
+process.py     The tunnel's process: one a rank, beside its supervisor and its worker; it ends with the supervisor
+signatures.py  Requests that are signed with a key derived from JOB_TOKEN
+splice.py      Splices a local connection and one to a peer: data that arrives at one end is sent at the other
+"""

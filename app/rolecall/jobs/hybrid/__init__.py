@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, field_serializer, model_validator
 
-from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
+from rolecall import FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.hybrid.metrics import METRICS
 
 ROW_BYTES = 4 + 4 + 1  # memory for a row on disk
@@ -30,7 +30,7 @@ class HybridSettings(Settings):
     embedding_dim: int = Field(64, ge=1, le=65536, description="width of a row")
     hidden_size: int = Field(64, ge=0, le=65536, description="width of the dense network's hidden layer; 0: none")
     batch_size: int = Field(64, ge=1, le=1_000_000, description="samples of one trainer in a step")
-    epochs: Epochs = 5
+    epochs: int = Field(5, ge=1, le=1_000_000, description="passes over the training data")
     table: Literal["fixed", "hashed"] = Field(
         "fixed", description="fixed (NUM_EMBEDDINGS rows) or hashed (a row for each 64-bit id that occurs again)"
     )

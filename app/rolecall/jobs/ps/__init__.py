@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
+from rolecall import FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.ps.metrics import METRICS
 
 
@@ -45,7 +45,7 @@ class PsSettings(Settings):
         description="type of gradients and parameters on the network; int8 and int4 have a scale for each 256 elements",
     )
     batch_size: int = Field(32, ge=1, le=1_000_000, description="samples of one trainer's gradient")
-    epochs: Epochs = 30
+    epochs: int = Field(30, ge=1, le=1_000_000, description="passes over the training data")
     optimizer: Literal["sgd", "adam"] = Field(
         "sgd", description="optimizer of the servers; with UPDATE_MODE=local of each trainer"
     )

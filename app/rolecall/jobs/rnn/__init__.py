@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolecall import Epochs, FromUser, Job, PerRank, Role, Seconds, Settings
+from rolecall import FromUser, Job, PerRank, Role, Seconds, Settings
 from rolecall.jobs.rnn.metrics import METRICS
 
 
@@ -41,7 +41,7 @@ class RnnSettings(Settings):
     micro_batches: int = Field(
         2, ge=1, le=16, description="parts of a batch, which the two ranks process at the same time"
     )
-    epochs: Epochs = 3
+    epochs: int = Field(3, ge=1, le=1_000_000, description="passes over the training data")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="adam (SparseAdam for the embedding) or sgd")
     lr: float = Field(2e-3, gt=0, description="learning rate")
     step_timeout: Seconds = Field(60.0, description="deadline of one remote call of a step")

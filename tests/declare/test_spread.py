@@ -14,7 +14,7 @@ from matplotlib.collections import PolyCollection
 
 from rolecall import Context
 from rolecall.jobs.rl.messages import Episode
-from rolecall.jobs.rl.score import EPISODES, Score
+from rolecall.jobs.rl.score import MEAN_EPISODES, Score
 from rolecall.observe import picture
 from rolecall.record import history, rundir
 from rolecall.record.history import History
@@ -150,7 +150,12 @@ def test_it_is_that_of_the_observers_mean_returns_in_the_scores_own_episodes() -
 def test_every_observer_is_among_the_last_episodes() -> None:
     """Also where one observer has more than those by itself, and another few."""
     score = Score(None, "episodes")
-    score.add([[Episode(float(number), 1)] * count for number, count in ((1, 3 * EPISODES), (2, 3 * EPISODES), (3, 6))])
+    score.add(
+        [
+            [Episode(float(number), 1)] * count
+            for number, count in ((1, 3 * MEAN_EPISODES), (2, 3 * MEAN_EPISODES), (3, 6))
+        ]
+    )
     assert score.spread == (1.0, 3.0)
     counts = [list(score.returns).count(float(number)) for number in (1, 2, 3)]
     assert counts == [49, 50, 1]

@@ -61,7 +61,7 @@ def test_games_with_other_arguments_are_made_one_by_one() -> None:
     assert atari.fits(spec)
     gymnasium.register("Memory-v0", "ale_py.env:AtariEnv", kwargs={"game": "pong", "obs_type": "ram"})
     try:
-        group = envs.make(setup("Memory-v0"), 1)
+        group, _ = envs.make(setup("Memory-v0"), 1)
     finally:
         del gymnasium.registry["Memory-v0"]
     assert isinstance(group, Singles)

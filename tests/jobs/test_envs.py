@@ -263,7 +263,7 @@ def test_arrays_of_earlier_steps_do_not_change(env_id: str) -> None:
 
 
 def test_a_vector_implementation_is_used_only_if_it_resets_in_the_next_step() -> None:
-    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2).unwrapped, ScriptedVector)
+    assert isinstance(envs.make(setup("ScriptedVector-v0"), 2)[0].unwrapped, ScriptedVector)
     for name in ("Scripted-v0", "SameStep-v0", "Silent-v0"):
         group, _ = envs.make(setup(name), 2)
         assert isinstance(group, Singles)

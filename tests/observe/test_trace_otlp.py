@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as proto
 from rolecall.observe.trace import otlp
 from rolecall.observe.trace.otlp import Exporter
 from rolecall.rank.collecting import Collector
+from rolecall.rank.queries import ReadSpans
 from tests.observe.traces import MS, UNIX, Worker, call, line
 
 DEADLINE = 20.0  # seconds
@@ -213,7 +214,7 @@ def test_rank_0_exports_what_it_collects_once(tmp_path: Path, monkeypatch: pytes
         *[{**file, "offset": 8, "data": "", "next": 8, "more": False, "ended": True}] * 5,
     ]
 
-    async def ask(what: str, arguments: dict[str, Any], to: Any, timeout: float) -> dict[Any, Any]:
+    async def ask(question: ReadSpans, *, to: Any, timeout: float) -> dict[Any, Any]:
         return {("ps", 0): replies.pop(0)}
 
     async def disk(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -34,7 +34,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, code: int, directive: Directive | None
     class Ended:
         member = SimpleNamespace(directive=directive, hurried=False)
 
-        def __init__(self, *_: Any) -> None: ...
+        def __init__(self, *_: Any, **__: Any) -> None: ...
 
         async def run(self) -> int:
             return code

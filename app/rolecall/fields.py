@@ -28,7 +28,7 @@ PerRank = Annotated[T, MustAgree(False)]  # a job's setting that may differ from
 
 
 def agrees(field: FieldInfo, default: bool) -> bool:
-    """Whether every rank must have rank 0's value of the setting; `default` where its declaration does not say."""
+    """Whether every rank must have rank 0's value of the setting; `default` if its declaration does not say."""
     return next((mark.needed for mark in field.metadata if isinstance(mark, MustAgree)), default)
 
 

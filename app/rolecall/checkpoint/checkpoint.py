@@ -1,7 +1,7 @@
 """Checkpoints: atomic, checksummed snapshots, ordered by (generation, step).
 
 A file is one line of JSON (format, job, generation, step, length of the rest, and SHA-256 of all that) and a
-`torch.save` of the state and what is known about it, which is read with `weights_only=True`; then, where several ranks
+`torch.save` of the state and what is known about it, which is read with `weights_only=True`; then, if several ranks
 hold a value of the state, a line of JSON that names their files, which are beside it in `shards/` (shardfile.py). It is
 written under another name, synced and renamed, so a reader never sees a partial file, and it is what makes the shards a
 checkpoint. A file that is torn all the same is skipped, and the one before it is used.
@@ -163,7 +163,7 @@ class Checkpoints:
 
     def newest(self, accept: Callable[[Snapshot], Snapshot] = Snapshot.whole) -> Snapshot | None:
         """The newest intact checkpoint, or None if there is none at all. `accept` returns what to use in its place,
-        or raises CheckpointError where its shards cannot be used.
+        or raises CheckpointError if its shards cannot be used.
 
         Raises UsageError if there are checkpoints and none can be read: starting over beside them would silently
         discard their training.

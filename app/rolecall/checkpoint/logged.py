@@ -28,7 +28,7 @@ MOST_LOGGED = 0.5  # rows in logs, of those in the base: beyond it a new base is
 MOST_LOGS = 64  # after a base: each is a file to link at a checkpoint, and to read at a resume
 FILE = 2**27  # bytes of a file
 ASIDE = 2**24  # bytes that are set aside; beyond it, changes wait for the disk
-TOGETHER = 8  # where fewer than one in so many rows are written, they are fetched in the order of their numbers
+TOGETHER = 8  # if fewer than one row in so many is written, rows are fetched in the order of their numbers
 SPAN = 2**17  # marks that are looked at at once: the numbers of rows found take 8 bytes each
 
 Values = Mapping[str, Tensor]  # of some rows, by column

@@ -155,7 +155,7 @@ def header(columns: Mapping[str, Column]) -> bytes:
 
 
 class Writer:
-    """Writes a file in one go, a block at a time in a thread of its own, around the page cache where the file system
+    """Writes a file in one go, a block at a time in a thread of its own, around the page cache if the file system
     allows that: gigabytes of a checkpoint would displace what the training needs. Raises OSError.
     """
 
@@ -246,7 +246,7 @@ def _aligned(size: int) -> Tensor:
 
 
 def write(directory: Path, name: str, columns: Mapping[str, Column], blocks: Iterable[Tensor]) -> ShardFile:
-    """Writes the `columns`, whose bytes are `blocks`, to the file `name` in `directory`, which is made where it is not
+    """Writes the `columns`, whose bytes are `blocks`, to the file `name` in `directory`, which is made if it is not
     there. Raises ShardError.
     """
     try:

@@ -90,7 +90,7 @@ class Description:
         return json.dumps(asdict(self), indent=1)
 
     def preload(self, role: str) -> tuple[str, ...]:
-        """Modules to import before workers of `role` are forked; of every role, where it is empty."""
+        """Modules to import before workers of `role` are forked; of every role if it is empty."""
         roles = [role] if role else list(self.preloads)
         return tuple(dict.fromkeys(name for role in roles for name in self.preloads[role]))
 

@@ -111,7 +111,7 @@ class _Body:
             self._refuse(given, self.job.no_role(str(given.value)))
 
     def _check_steps(self) -> None:
-        """Rank 0's loop, where nothing but this function could have restored what it goes on from."""
+        """Rank 0's loop, if nothing but this function could have restored the state that it continues."""
         run = self.job.roles[0].run
         if not isinstance(run, FunctionType) or run.__module__ != self.module.__name__:
             return
@@ -208,7 +208,7 @@ def _argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
 
 
 def _is_plainly_refused(kind: type) -> bool:
-    """Whether no instance of `kind` can be saved; not, where an instance may have methods that the class has not."""
+    """Whether no instance of `kind` can be saved; False if an instance may have methods that the class lacks."""
     if all(callable(getattr(kind, name, None)) for name in plain.STATEFUL) or not plain.is_refused(kind):
         return False
     if type(kind) not in (type, ABCMeta) or isinstance(kind.__new__, FunctionType):

@@ -24,14 +24,14 @@ JOBS = ("rl", "ps", "rnn", "hybrid", "script")
 
 @dataclass(frozen=True)
 class Identity:
-    """A process's role and ordinal; `role` is empty, and `ordinal` None, where the gang assigns one."""
+    """A process's role and ordinal; `role` is empty, and `ordinal` None, if the gang assigns one."""
 
     role: str
     ordinal: int | None
 
 
 def get(target: str) -> Job:
-    """The job that `target` names: a built-in one, FILE.py, or package.module, with :NAME where it is not called JOB.
+    """The job that `target` names: a built-in one, FILE.py, or package.module, with :NAME if it is not called JOB.
 
     Raises UsageError, with file and line if the user's file is wrong.
     """
@@ -129,8 +129,8 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
 def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identity:
     """The rank of this process, from ROLE and ORDINAL, the host name, or torch's RANK.
 
-    A host name gives an ordinal where it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
-    a rank where it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
+    A host name gives an ordinal if it is exactly <role>-<n> or ends in -<role>-<n>, as a StatefulSet's pods do, and
+    a rank if it so ends in rank-<n>. Without any of them, and beyond the counts, the gang assigns role and ordinal.
     Raises UsageError if the role is unknown, or RANK or the ordinal is out of range.
     """
     total = sum(role.count for role in roles)
@@ -160,7 +160,7 @@ def identity(roles: Sequence[RoleSpec], settings: Settings, host: str) -> Identi
 
 
 def _by_rank(roles: Sequence[RoleSpec], rank: int) -> Identity:
-    """The place of rank `rank` where the roles are filled in order, each up to its count."""
+    """The place of rank `rank` if the roles are filled in order, each up to its count."""
     places = [(role.name, ordinal) for role in roles for ordinal in range(role.count)]
     return Identity(*places[rank])
 

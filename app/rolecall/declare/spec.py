@@ -74,7 +74,7 @@ class Job:
 
     Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job.md.
 
-    `score` labels the curve that `Context.log` draws, of which lower is better where `lower` is set; `unit` is what
+    `score` labels the curve that `Context.log` draws, of which lower is better if `lower` is set; `unit` is what
     its `done` counts. Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
     """
 
@@ -102,7 +102,7 @@ class Job:
         return value if isinstance(value, int) else int(getattr(settings, value.lower()))
 
     def no_role(self, name: str) -> str:
-        """What is wrong where `name` is used as a role's."""
+        """What is wrong with `name` as the name of a role."""
         return f"no role {name!r} in this job ({', '.join(role.name for role in self.roles)})"
 
     def _problems_of_settings(self) -> Iterator[str]:

@@ -9,8 +9,8 @@ report.py   The report of a run, written beside its checkpoints: summary.json, a
 targets.py  The TARGETs of commands: the URLs of ranks' metrics
 viewer.py   `rolecall watch TARGET...`: the live display of ranks, and its end
 doctor/     `rolecall doctor`: checks what a rank needs, and says for each fault what to do
-page/       The page in the browser
+page/       Rank 0's page in the browser, also as one file
 sinks/      Sinks write logged values to TensorBoard, MLflow and Weights & Biases, beside the run's history
 stacks/     The stacks of all ranks, and who waits for whom
-trace/      Traces: the activity of all ranks, and what they wait for
+trace/      The spans of all ranks on one time line
 """

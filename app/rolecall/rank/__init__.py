@@ -25,7 +25,7 @@ supervisor.py      The supervisor of a rank, which lives across generations and 
 supervisor_end.py  The supervisor's end of the pipe to its worker (`worker_end.py` is the other)
 tasks.py           The end of asyncio's tasks
 termination.py     The message that Kubernetes keeps of an ended container: the cause in one line, then the rest
-threads.py         Watches the threads of a process in /proc, which needs no privilege: which compute, and
+threads.py         Watches the threads of a process in /proc, which needs no privilege: which compute
 tracing.py         A rank's part in traces: its supervisor starts a recording on request
 worker.py          The worker: one process for each rank and generation, forked from one that has imported torch
 worker_end.py      The worker's end of the pipe to its supervisor (`supervisor_end.py` is the other): reports

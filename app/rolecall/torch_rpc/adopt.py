@@ -170,6 +170,6 @@ def tcp_options(options: rpc.TensorPipeRpcBackendOptions) -> rpc.TensorPipeRpcBa
         device_maps=options.device_maps,  # type: ignore[arg-type]
         devices=options.devices,  # type: ignore[arg-type]
         _transports=["uv"],
-        # not cuda_ipc, which aborts where a process does not see the other's GPU
+        # not cuda_ipc, which aborts if a process does not see the other's GPU
         _channels=["basic", "cuda_basic"] if torch.cuda.is_available() else ["basic"],
     )

@@ -68,7 +68,7 @@ def channels(settings: Settings, device: str, yama: Path = YAMA) -> list[str]:
     them from the sender's memory (process_vm_readv), past sockets and tunnels. If the two cannot, it takes `basic`.
     """
     if device == "cuda":
-        return ["basic", "cuda_basic"]  # not cuda_ipc, which aborts where a process does not see the other's GPU
+        return ["basic", "cuda_basic"]  # not cuda_ipc, which aborts if a process does not see the other's GPU
     # elsewhere ranks may share a machine but not its network, which a link between them is to be measured through
     if settings.tls == "always" or not is_loopback(settings.master_addr):
         return ["basic"]

@@ -29,7 +29,7 @@ class Program:
     """`script` is FILE.py, FILE.py:FUNCTION or package.module:FUNCTION, of which a function is called with rank and
     world size, and a file alone is run as `__main__`. `arguments`, quoted as for a shell, become `sys.argv`;
     `{rank}` and `{world_size}` in them are replaced. What follows a `--` in them are values of the function's further
-    parameters; where these have to be given, all arguments are.
+    parameters; if these have to be given, all arguments are.
 
     Raises UsageError if these name nothing that can be run.
     """
@@ -132,7 +132,7 @@ class Program:
             pass  # from the program's own handler of SIGTERM: SIGINT does not reach a worker
         except BaseException as error:
             if _says_that_a_peer_is_gone(error):
-                # where one is, the gang ends this worker within a lease, and the peer's end is the cause
+                # if one is, the gang ends this worker within a lease, and the peer's end is the cause
                 time.sleep(1.5 * context.settings.lease_seconds)
             raise ProgramError(loader.users_traceback(error)) from None
         finally:

@@ -149,7 +149,7 @@ class TunnelStore(Store):
         return TunnelStore(self._store.clone(), self._reach)  # type: ignore[attr-defined]
 
     def opener(self, inner: Callable[[], Store]) -> Callable[[], Store]:
-        """Opens another such store, in another process of this rank too, where `inner` opens what is below it."""
+        """Opens another such store, in another process of this rank too, if `inner` opens the store below it."""
         return partial(_open, inner, self._reach.another)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:

@@ -27,7 +27,7 @@ def open_store(
     the loopback interface, and the tunnel of the member `rank0` leads to the store.
 
     Its keys carry the generation's number, so a worker of an earlier generation that arrives late meets nobody. Raises
-    UsageError for a port that stays taken, PeerLostError where rank 0 cannot be reached within CONNECT_TIMEOUT, and
+    UsageError for a port that stays taken, PeerLostError if rank 0 cannot be reached within CONNECT_TIMEOUT, and
     torch's DistError.
     """
     is_rank0, listener = rank == 0, None
@@ -64,7 +64,7 @@ def _prefix(generation: int) -> str:
 
 def opener(store: Store, generation: int) -> Callable[[], Store]:
     """Opens another connection to `store`, that of `generation`, in a process that this one starts too: it can be
-    pickled. It raises torch's DistError, and PeerLostError where the tunnel has ended.
+    pickled. It raises torch's DistError, and PeerLostError if the tunnel has ended.
     """
     inner = store.inner if isinstance(store, TunnelStore) else store
     tcp: Any = inner.underlying_store  # type: ignore[attr-defined]

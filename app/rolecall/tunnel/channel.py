@@ -88,7 +88,7 @@ class Channel:
         self.flush()
 
     def read_into(self, buffer: memoryview) -> int:
-        """Decrypts what has arrived into `buffer`. Returns the bytes. Raises ssl.SSLError where the other end has
+        """Decrypts what has arrived into `buffer`. Returns the bytes. Raises ssl.SSLError if the other end has
         closed the connection, or what arrived was altered."""
         count = 0
         try:

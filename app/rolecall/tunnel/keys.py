@@ -103,7 +103,7 @@ class Credentials:
         return host_of(self._job, name)
 
     def refresh(self) -> str:
-        """Renews a certificate of this rank's own making; reads the user's files where they have changed. Returns what
+        """Renews a certificate of this rank's own making; reads the user's files if they have changed. Returns what
         is wrong with those, or nothing: then the ones from before stay in use."""
         now = time.monotonic()
         try:

@@ -1,24 +1,13 @@
-"""`rolecall doctor`: checks what a rank needs, and says for each fault what to do.
+"""`rolecall doctor`: checks what a rank needs, and says what to do about each fault.
 
-checks      what a check is, how it is run, helpers
-subject     the rank that is examined, from the environment
-rank0       requests to rank 0 as this rank would make them
-network     name, route and ports
-membership  token, certificates, TLS handshake
-common      what this rank and rank 0 must agree on
-files       CHECKPOINT_DIR, TMPDIR, shared memory
-machine     limits, memory, GPU
-diagnosis   rank 0's answer: versions, clock, agreed settings
-command     the command line and the report
-
-    checks.py      What a check is, how it is run within a deadline, and helpers that checks share
-    command.py     `rolecall doctor [JOB]`: runs the checks of the rank that the environment describes, and reports them
-    common.py      Checks of what this rank and rank 0 must agree on: the state of the gang, settings in common
-    diagnosis.py   Rank 0's answer to `rolecall doctor`, by the channel of heartbeats: versions, clock
-    files.py       Checks of directories
-    machine.py     Checks of the machine, or of the container's cgroup: open files, processes, memory
-    membership.py  Checks of what proves membership: the token, certificates, the TLS handshake with rank 0
-    network.py     Checks of the network: rank 0's name, the route, rank 0's port, this rank's own ports
-    rank0.py       Requests to rank 0 as this rank's supervisor would make them
-    subject.py     The rank that is examined, as the environment of this process describes it
+checks.py      What a check is, how it is run within a deadline, and helpers that checks share
+command.py     `rolecall doctor [JOB]`: runs the checks of the rank that the environment describes, and reports them
+common.py      Checks of what this rank and rank 0 must agree on: the state of the gang, settings in common
+diagnosis.py   Rank 0's answer to `rolecall doctor`, by the channel of heartbeats: versions, clock
+files.py       Checks of directories
+machine.py     Checks of the machine, or of the container's cgroup: open files, processes, memory
+membership.py  Checks of what proves membership: the token, certificates, the TLS handshake with rank 0
+network.py     Checks of the network: rank 0's name, the route, rank 0's port, this rank's own ports
+rank0.py       Requests to rank 0 as this rank's supervisor would make them
+subject.py     The rank that is examined, as the environment of this process describes it
 """

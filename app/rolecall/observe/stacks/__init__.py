@@ -1,10 +1,6 @@
-"""The stacks of all ranks, and who waits for whom.
+"""`rolecall stacks`: the stacks of all ranks, who waits for whom, deadlocks.
 
-deadlocks      who waits for whom, from stacks and pending calls
-stack_report   stacks as text
-command        `rolecall stacks`
-
-    command.py       `rolecall stacks`: the stacks of all ranks' workers, and who waits for whom
-    deadlocks.py     Who waits for whom, from the stacks and the pending calls of all ranks
-    stack_report.py  The replies to the query "stacks" as text: the activity of each rank's threads
+command.py       `rolecall stacks`: the stacks of all ranks' workers, and who waits for whom
+deadlocks.py     Who waits for whom, from the stacks and the pending calls of all ranks
+stack_report.py  The replies to the query "stacks" as text: the activity of each rank's threads
 """

@@ -124,7 +124,7 @@ def attests() -> bool:
 
 
 @pytest.mark.timeout(1200)
-def test_it_is_pushed_as_one_index_and_runs_from_there(registry_address: str) -> None:
+def test_a_pushed_image_runs_from_its_digest(registry_address: str) -> None:
     name = f"{registry_address}/team/rolecall"
     platform = docker("version", "--format", "{{.Server.Os}}/{{.Server.Arch}}")
     command = [
@@ -142,8 +142,9 @@ def test_it_is_pushed_as_one_index_and_runs_from_there(registry_address: str) ->
     assert line == {"name": "rolecall", "newName": name, "digest": pinned.partition("@")[2]}
     index = json.loads(inspected(f"{name}:cpu").stdout)
     assert index["digest"] == line["digest"]
-    built = ["/".join((one["platform"]["os"], one["platform"]["architecture"])) for one in index["manifests"]]
-    assert set(built) - {"unknown/unknown"} == {platform}  # attestations are of no platform
+    if attests():  # one platform without an attestation needs no index
+        built = {"/".join((one["platform"]["os"], one["platform"]["architecture"])) for one in index["manifests"]}
+        assert built - {"unknown/unknown"} == {platform}  # attestations are of no platform
     docker("pull", "--quiet", pinned)
     try:
         usage = docker("run", "--rm", "--entrypoint", "python", pinned, "-m", "rolecall", "--help")

@@ -184,6 +184,22 @@ def test_training_goes_on_while_it_is_written(monkeypatch: pytest.MonkeyPatch, t
     assert torch.equal(first.state["model"]["weight"], saved)
 
 
+def test_none_is_due_while_one_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang, go, next_item = Gang(monkeypatch, tmp_path, 1), threading.Event(), shards.next_item
+
+    def wait(*args: Any) -> Any:
+        assert go.wait(60)
+        return next_item(*args)
+
+    monkeypatch.setattr(shards, "next_item", wait)
+    saver = gang.context.training.require_saver()
+    gang.save(7, wait=False)
+    assert not saver.due(0.0)
+    go.set()
+    assert saver.wait(60)
+    assert saver.due(0.0)
+
+
 def test_what_has_not_changed_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gang = Gang(monkeypatch, tmp_path, 2)
     gang.restore()

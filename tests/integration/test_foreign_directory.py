@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, reported
 
-OURS = ("app.py", "config.py", "telemetry.py", "jobs/__init__.py", "gang/__init__.py", "run.py", "watch/__init__.py")
+OURS = ("errors.py", "config.py", "telemetry.py", "jobs/__init__.py", "gang/__init__.py", "declare/__init__.py")
 LIBRARIES = ("queue.py", "platform.py", "filelock.py", "structlog/__init__.py")  # which ranks import
 
 

@@ -211,7 +211,7 @@ def test_ten_thousand_connections_keep_no_member_out(lead: Tunnel) -> None:
         assert slowest < DEADLINE
         crowd.communicate("")
     assert "Traceback" not in lead.log()
-    assert lead.log().count("connection rejected") < 20  # not one line a stranger
+    assert 0 < lead.log().count("connection rejected") < 20  # not one line a stranger
 
 
 class Between:

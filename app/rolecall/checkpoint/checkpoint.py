@@ -111,14 +111,6 @@ class Snapshot:
             (name, current[name], before) for name, before in self.pinned.items() if current.get(name, before) != before
         ]
 
-    def require_digest(self, digest: str, setting: str) -> None:
-        """Raises UsageError if the data that `setting` (NAME=value) names are not those of the checkpoint."""
-        if self.state.get("digest") != digest:
-            raise UsageError(
-                f"{setting}: the data are not those that {self.path.name} was trained on; restore them, or set another "
-                "CHECKPOINT_DIR"
-            )
-
 
 class Checkpoints:
     """A directory of checkpoints with one writer.

@@ -67,8 +67,11 @@ class Forked:
                 await asyncio.wait_for(_readable(self._process.sentinel), STATUS_SECONDS)
                 break
             fork_server.signal_server(number)
-        await _readable(self._process.sentinel)
-        return self.wait_for(0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_readable(self._process.sentinel), fork_server.KILL_SECONDS)
+            return self.wait_for(0)
+        self.returncode = -signal.SIGKILL  # its exit code is lost with a zygote that even SIGKILL does not end
+        return self.returncode
 
     def wait_for(self, seconds: float) -> int:
         """Waits without an event loop. Raises TimeoutError."""

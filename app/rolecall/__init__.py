@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Seconds, Settings, __version__
     from rolecall.context.context import Context
+    from rolecall.declare.remote import remote
     from rolecall.declare.spec import Job, Role
     from rolecall.declare.task import Peer
     from rolecall.errors import CallTimeoutError, Drained, PeerLostError, ProgramError, RemoteError, UsageError
@@ -52,6 +53,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "in_turn",
+    "remote",
 ]
 
 _MODULES = {
@@ -62,6 +64,7 @@ _MODULES = {
     "checkpoint.shards": ("Share",),
     "config": ("Seconds", "Settings", "__version__"),
     "context.context": ("Context",),
+    "declare.remote": ("remote",),
     "declare.spec": ("Job", "Role"),
     "declare.task": ("Peer",),
     "errors": ("CallTimeoutError", "Drained", "PeerLostError", "ProgramError", "RemoteError", "UsageError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,15 +13,18 @@ from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
 from rolecall.config import Settings
+from rolecall.context.calls import Calls, wait_all
 from rolecall.context.group import Group, Lost
 from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
+from rolecall.declare.remote import remote_of
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
-from rolecall.errors import UsageError
+from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
+from rolecall.wire.future import Future
 
 S = TypeVar("S", bound=Settings)
 
@@ -53,7 +57,9 @@ class Context(Generic[S]):
         self.settings, self.me, self.members, self.generation = settings, me, members, generation
         self.metrics, self.job, self.supervision = metrics, job, supervision or Supervision()
         self.logger = telemetry.log()
-        self.store: Any = None  # the generation's torch Store, where its workers meet
+        self.store: Any = None  # the generation's torch Store, once it is open
+        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.rpc.Torch`; `connect` sets it
+        self._role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
         self.group = Group(
             settings,
@@ -65,6 +71,7 @@ class Context(Generic[S]):
             watchdog=self.watchdog,
             lost=lost,
         )
+        self.calls = Calls(self.group)
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
 
@@ -95,8 +102,13 @@ class Context(Generic[S]):
         return self.group.mapped
 
     @property
+    def rank0(self) -> Peer:
+        """The member of rank 0."""
+        return self.members[0]
+
+    @property
     def transport(self) -> Any:
-        """The `TorchRpc` that carries the calls; None before it is connected."""
+        """What carries the calls; None before it is connected."""
         return self.group.transport
 
     @transport.setter
@@ -105,7 +117,9 @@ class Context(Generic[S]):
 
     # ---- calls
 
-    def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
+    def call(
+        self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, **kwargs: Any
+    ) -> Any:
         """Calls `function(*args)` at the peer `to`. Returns a torch future of the answer. It raises RemoteError for
         what the function raised, PeerLostError for a peer that is gone or silent, and CallTimeoutError for one that is
         alive and has not answered within `timeout` seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline).
@@ -114,11 +128,11 @@ class Context(Generic[S]):
 
         Raises UsageError for a function that the peer cannot import, a method of an object, and an `in_turn` at rank 0.
         """
+        if remote_of(function):
+            return self.calls.call(to, function, *args, **kwargs)
         return self.group.call(to, function, *args, timeout=timeout)
 
-    def call_each(
-        self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, lost: Lost | None = None
-    ) -> Iterator[tuple[Peer, Any]]:
+    def call_each(self, role: Any, *args: Any, timeout: float = -1.0, lost: Lost | None = None, **kwargs: Any) -> Any:
         """Calls `function(*args)` at every member with `role`, at once. Yields each with its answer, as they come.
 
         A member that is gone, or does not answer within `timeout` seconds, is given up: the gang replaces it. With
@@ -127,18 +141,28 @@ class Context(Generic[S]):
         function raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields nothing
         while the job drains.
         """
-        return self.group.call_each(role, function, *args, timeout=timeout, lost=lost)
+        if not isinstance(role, str):
+            return self.calls.call_each(role, *args, **kwargs)
+        return self.group.call_each(role, *args, timeout=timeout, lost=lost)
 
-    def call_all(
-        self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, lost: Lost | None = None
-    ) -> Iterator[Any]:
+    def call_any(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.calls.call_any(method, *args, **kwargs)
+
+    def options(self, **options: Any) -> Calls:
+        return self.calls.options(**options)
+
+    def call_all(self, role: Any, *args: Any, timeout: float = -1.0, lost: Lost | None = None, **kwargs: Any) -> Any:
         """The answers of `call_each`, without the members that gave them."""
-        answers = self.group.call_each(role, function, *args, timeout=timeout, lost=lost)
+        if not isinstance(role, str):
+            return self.calls.call_all(role, *args, **kwargs)
+        answers = self.group.call_each(role, *args, timeout=timeout, lost=lost)
         return (value for _, value in answers)
 
     def wait_all(self, calls: list[Any]) -> list[Any]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
-        return self.group.connected.wait_all(calls)
+        if calls and isinstance(calls[0], Future):
+            return wait_all(calls)
+        return self.group.functions.wait_all(calls)
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is
@@ -151,7 +175,26 @@ class Context(Generic[S]):
         out after `timeout` seconds. The backend is NCCL if each has a GPU of its own, otherwise gloo. Raises
         PeerLostError.
         """
-        self.group.connected.join_group(self, role, timeout)
+        self.torch.join_group(role, timeout)
+
+    def reference(self, to: Peer | str) -> Any:
+        """A torch RRef of the role's object at the peer `to`, for distributed autograd: `reference.rpc_async().embed(x)`
+        calls its method `embed` over torch's RPC, marked as remote or not. Only in a job with `torch_rpc`."""
+        return self.torch.reference(to)
+
+    def serve(self, target: object) -> None:
+        """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
+        made of the role's class."""
+        self._role_object.set_result(target)
+        if self.group.dispatcher:
+            self.group.dispatcher.serve(target)
+
+    def role_object(self) -> Any:
+        """This role's object. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
+        try:
+            return self._role_object.result(self.settings.phase_timeout)
+        except TimeoutError:
+            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT") from None
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""

@@ -7,43 +7,23 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rolecall import telemetry
 from rolecall.config import Settings
-from rolecall.context.progress import ProgressEvent, Supervision
-from rolecall.context.watchdog import Deadline, Watchdog
+from rolecall.context.progress import Supervision
+from rolecall.context.transport import Transport
+from rolecall.context.watchdog import Watchdog
 from rolecall.declare.remote import NOT_SERVED, is_in_turn, require_unbound
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record.recorder import recorder
+from rolecall.wire.dispatch import Dispatcher
 
 Lost = Literal["skip", "raise", "answer"]
 EXAMINE_SECONDS = 2.0  # that a call may take past its deadline, to ask the peer what it does
 Answers = queue.SimpleQueue[tuple[str, Any]]
-
-
-class Transport(Protocol):
-    """What carries a group's calls: `TorchRpc`."""
-
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: Deadline) -> Any:
-        """See `Context.call`; `timeout` is the deadline."""
-
-    def wait_all(self, calls: list[Any]) -> list[Any]:
-        """See `Context.wait_all`."""
-
-    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
-        """See `Context.on_disconnect`."""
-
-    def join_group(self, context: Any, role: str, timeout: float) -> None:
-        """See `Context.join_group`."""
-
-    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
-        """Has the worker of `to` end as stuck. Calls `otherwise` if it cannot be reached."""
-
-    def forward(self, event: ProgressEvent) -> None:
-        """Has rank 0 apply `event` by `Progress.take`."""
 
 
 class Group:
@@ -65,6 +45,8 @@ class Group:
         self.lost = set(lost)
         self.mapped = set[str]()  # peers that CUDA tensors can be sent to
         self.transport: Transport | None = None
+        self.functions: Any = None  # the TorchRpc
+        self.dispatcher: Dispatcher | None = None
         self.logger = telemetry.log()
         self.supervision, self.watchdog, self.drain_ordered = supervision, watchdog, threading.Event()
         self._elastic = {role.name for role in (job.roles if job else ()) if role.elastic}
@@ -83,6 +65,17 @@ class Group:
         """See `Context.peers`."""
         return [peer for peer in self.members if peer.role == role and peer.name not in self.lost]
 
+    def is_elastic(self, role: str) -> bool:
+        """Whether members of `role` may join and leave while the job trains."""
+        return role in self._elastic
+
+    def collect(self) -> Answers:
+        """A queue for answers; it gets (name, None) for a member that is lost meanwhile."""
+        answers: Answers = queue.SimpleQueue()
+        with self._lock:
+            self._answers.add(answers)
+        return answers
+
     # ---- calls
 
     def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
@@ -92,7 +85,7 @@ class Group:
         if is_in_turn(function) and name == self.members[0].name:
             raise UsageError(f"{function.__name__} {NOT_SERVED}")
         limit = self.watchdog.limit(name, timeout, self.settings.rpc_timeout)
-        return self.connected.call(name, function, *args, timeout=limit)
+        return self.functions.call(name, function, *args, timeout=limit)
 
     def call_each(
         self, role: str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, lost: Lost | None = None
@@ -163,6 +156,8 @@ class Group:
             answers.put((name, None))
         for listener in self._listeners:
             listener(name)
+        if self.transport is not None:
+            self.transport.lose(name)
 
     def give_up(self, name: str, stuck: str = "") -> None:
         """See `Context.give_up`."""
@@ -179,7 +174,7 @@ class Group:
             report()
 
     def disconnected(self, name: str, error: PeerLostError) -> None:
-        """A call found the connection to `name` closed. A member of an elastic role is given up; the supervisor of
+        """The connection to `name` has closed. A member of an elastic role is given up; the supervisor of
         another one reports how its worker ended."""
         peer = next((peer for peer in self.members if peer.name == name), None)
         if peer and peer.role in self._elastic and name not in self.lost:

@@ -16,23 +16,12 @@ from typing import Literal
 from rolecall.record import pending_calls
 from rolecall.record.pending_calls import PendingCall
 from rolecall.record.recorder import recorder
+from rolecall.wire.messages import Deadline
 
 Phase = Literal["loading", "restoring", "compiling", "evaluating", "saving"]
 RECENT_STEPS = 20  # steps that the next one is compared with
 STUCK_FACTOR = 10  # a step is stuck only if it takes this many times as long as the longest of them
 SUSPENDED_SECONDS = 2.0  # between two checks, which come every half second: this process was suspended
-
-
-class Deadline(float):
-    """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from."""
-
-    setting: str
-
-    def __new__(cls, seconds: float, setting: str = "") -> Deadline:
-        """A deadline of `seconds`."""
-        self = super().__new__(cls, seconds)
-        self.setting = setting
-        return self
 
 
 @dataclass(eq=False)

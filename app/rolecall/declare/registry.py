@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,13 @@ def resolve(function: Function) -> Callable[..., Any]:
         return function
     module, _, name = function.partition(":")
     return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
+
+
+def has_method(role: Role, method: Callable[..., Any]) -> bool:
+    """Whether the class of `role` has `method`, perhaps from a class above it."""
+    kind = resolve(role.run) if role.run else None
+    name = getattr(method, "__name__", "")
+    return inspect.isclass(kind) and inspect.getattr_static(kind, name, None) is method
 
 
 def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:

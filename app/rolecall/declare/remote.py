@@ -1,14 +1,83 @@
-"""Which functions peers can call: checked before a job starts, at the caller, and at the peer."""
+"""Which methods of a role's class peers may call: `remote` marks them."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from rolecall.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+MARK = "__rolecall_remote__"  # attribute of a function that `remote` has marked
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How a method is called; see `remote`."""
+
+    turn: bool = False
+    stream: bool = False
+    idempotent: bool = False
+
+
+@overload
+def remote(method: F) -> F: ...
+@overload
+def remote(*, turn: bool = False, stream: bool = False, idempotent: bool = False) -> Callable[[F], F]: ...
+def remote(
+    method: F | None = None, *, turn: bool = False, stream: bool = False, idempotent: bool = False
+) -> F | Callable[[F], F]:
+    """Lets peers call a method of a role's class. Calls run concurrently, each in a thread of its own; an `async`
+    method runs in an event loop; a method may also return a concurrent.futures.Future, whose result is the answer.
+
+    With `turn`, calls run one after the other in the member's main thread, once `run` has returned, if there is one;
+    not at rank 0. With `stream`, the method is a generator, and the caller iterates over what it yields. With
+    `idempotent`, `call_any` calls it again at another member if the first is lost.
+
+    Raises UsageError for a stream that is no generator, and for one with `turn`.
+    """
+
+    def mark(function: F) -> F:
+        if not inspect.isfunction(function):
+            raise UsageError(f"@remote: {function!r} is no function; put it above the method's `def`, below no other")
+        if stream != inspect.isgeneratorfunction(function):
+            advice = "yield in it" if stream else "say @remote(stream=True)"
+            raise UsageError(f"@remote: {function.__qualname__} is {'no' if stream else 'a'} generator; {advice}")
+        if turn and (stream or inspect.iscoroutinefunction(function)):
+            raise UsageError(f"@remote(turn=True): {function.__qualname__} is async or a stream; leave turn out")
+        setattr(function, MARK, Remote(turn, stream, idempotent))
+        return function
+
+    return mark if method is None else mark(method)
+
+
+def remote_of(method: Any) -> Remote | None:
+    """How a method is called; None for one that `remote` has not marked."""
+    mark = getattr(method, MARK, None)
+    return mark if isinstance(mark, Remote) else None
+
+
+def require_remote(method: Any) -> Remote:
+    """How a method is called. Raises UsageError for what is no method marked by `remote`."""
+    name = getattr(method, "__qualname__", repr(method))
+    mark = remote_of(method)
+    if mark is None:
+        raise UsageError(f"{name} cannot be called at a peer: put @remote above its `def` in the class of a role")
+    if inspect.ismethod(method):
+        raise UsageError(f"{name} is a method of an object here: name it by its class, such as {name}")
+    return mark
+
+
+def find(target: object, name: str) -> Callable[..., Any] | None:
+    """The bound method `name` of `target`, if its class marks it as remote. Attributes of the instance do not count."""
+    function = inspect.getattr_static(type(target), name, None)
+    return getattr(target, name) if inspect.isfunction(function) and remote_of(function) else None
+
 
 NOT_IMPORTABLE = "cannot be called at a peer: define it with `def` at the top of a module"
 METHOD = (

@@ -75,7 +75,8 @@ class Job:
     Keyword-only parameters of `evaluate` and `complete` are options of `rolecall eval JOB`: see docs/job.md.
 
     `score` labels the curve that `Context.log` draws, of which lower is better if `lower` is set; `unit` is what
-    its `done` counts. Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
+    its `done` counts. With `torch_rpc`, which may be a function of the settings, workers start torch's RPC too.
+    Without `rpc`, workers do not connect: the roles' functions do, through `Context.adopt`.
     """
 
     roles: Sequence[Role]
@@ -91,11 +92,18 @@ class Job:
     metrics: Sequence[Metric] = ()
     pinned: Sequence[str] = ()
     rpc: bool = True
+    torch_rpc: bool | Callable[[Any], bool] | None = None
     layout: int = 1
 
     def __post_init__(self) -> None:
         for problem in (*self._problems_of_settings(), *self._problems_of_roles(), *self._problems_of_metrics()):
             raise UsageError(problem)
+
+    def uses_torch_rpc(self, settings: Settings) -> bool:
+        """Whether the job's workers start torch's RPC."""
+        if self.torch_rpc is None:
+            return True
+        return self.torch_rpc(settings) if callable(self.torch_rpc) else self.torch_rpc
 
     def number(self, value: str | int, settings: Settings) -> int:
         """A role's count, minimum or maximum, with `settings` filled in."""

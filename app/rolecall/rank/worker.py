@@ -5,6 +5,7 @@ role's function, reports the outcome to its supervisor, and exits.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,13 +131,16 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     context.metrics.evaluating.set(0)  # the previous worker may have been killed during an evaluation
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
     with recorder.span("connecting"):
-        rpc.connect(context, task.tunnel)
+        assert task.directory is not None
+        rpc.connect(context, task.directory, task.tunnel)
     pipe.connected()
     if not job.rpc or not role.run:
         watchdog.ready()  # nothing else ends its loading
-    summary = registry.resolve(role.run)(context) if role.run else None
+    summary = _run(context, role)
     if not is_rank0:
         watchdog.ready()
+        if role.run and inspect.isclass(registry.resolve(role.run)) and context.group.dispatcher:
+            context.group.dispatcher.serve_turns()
         turns.serve()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
@@ -151,6 +156,21 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
         if len(json.dumps(finished)) > MAX_SUMMARY_BYTES:
             raise ValueError(f"more than {MAX_SUMMARY_BYTES} bytes")
     return Result("finished", step=context.step, summary=finished)
+
+
+def _run(context: Context[Any], role: Role) -> Any:
+    """Makes the role's object, if it is a class, and serves its calls; runs it. Returns what that returns."""
+    run, dispatcher = registry.resolve(role.run) if role.run else None, context.group.dispatcher
+    if not inspect.isclass(run):
+        if dispatcher:
+            dispatcher.serve(None, f"role {role.name} has no class, and so no methods")
+        return run(context) if run else None
+    target = run(context)
+    context.serve(target)
+    if not hasattr(run, "run"):
+        context.watchdog.ready()
+        return None
+    return target.run()
 
 
 def _seed(seed: int) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rpc.internal import RemoteException
 
-from rolecall.context.watchdog import Deadline
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback
+from rolecall.wire.messages import Deadline
 
 # torch's texts for a late answer and for a broken connection, which have no type of their own
 LATE = "RPCErr:1:"

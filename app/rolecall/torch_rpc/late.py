@@ -13,9 +13,9 @@ from torch.distributed import rpc
 
 from rolecall import telemetry
 from rolecall.context.group import EXAMINE_SECONDS
-from rolecall.context.watchdog import Deadline
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.stacks import HANDLER
+from rolecall.wire.messages import Deadline
 
 MAX_STACKS_CHARS = 8_000
 

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from rolecall.errors import PeerLostError
-from rolecall.tunnel import places
+from rolecall.tunnel.client import TunnelClient
 
-DEADLINE = 10.0  # seconds for an answer of the own tunnel
 LOOPBACK, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 TENSORPIPE = b"uv://127.0.0.1:"
 PLACE = b"rolecall-place:"  # before a place at a tunnel
@@ -31,54 +27,10 @@ ADDRESS_BYTES = (136).to_bytes(8, "little")  # of gloo: 128 of a socket's addres
 _kept: list[Store] = []  # C++ keeps a store's half, and Python's must live as long
 
 
-class Reach:
-    """This worker's connection to its rank's tunnel, whose sockets are in `directory`; `name` is this member, which
-    peers reach at `host` and `port`.
-
-    Raises PeerLostError if the tunnel has ended: so does the rank.
-    """
-
-    def __init__(self, directory: Path, name: str, host: str, port: int) -> None:
-        self.name, self.host, self.port = name, host, port
-        self.another = partial(Reach, directory, name, host, port)  # opens one, in another process of this rank too
-        self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(DEADLINE)
-        try:
-            self._socket.connect(str(directory / places.INSIDE))
-        except OSError as error:
-            raise PeerLostError(f"this rank's tunnel cannot be reached ({error.strerror})") from error
-
-    def announce(self, port: int, service: str = "") -> str:
-        """Lets peers reach the loopback `port`. Returns what they must ask for."""
-        return str(self._ask(announce=port, service=service)["service"])
-
-    def port_to(self, name: str, host: str, port: int, service: str, **wishes: int) -> int:
-        """A loopback port that leads to what the member `name` announced as `service`."""
-        return int(
-            self._ask(
-                reach={"name": name, "host": host, "port": port, "service": service, "real": wishes.pop("real", 0)},
-                **wishes,
-            )["port"]
-        )
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        try:
-            with self._lock:
-                self._socket.send(json.dumps(request).encode())
-                answer = self._socket.recv(4096)
-        except OSError as error:
-            self._socket.close()  # the answer, should it come, is not the next request's
-            raise PeerLostError(f"this rank's tunnel does not answer ({error})") from error
-        if not answer:
-            raise PeerLostError("this rank's tunnel has ended")
-        return dict(json.loads(answer))
-
-
 class TunnelStore(Store):
     """`store`, with the addresses in it rewritten. For TensorPipe and gloo: others may use `store` itself."""
 
-    def __init__(self, store: Store, reach: Reach) -> None:
+    def __init__(self, store: Store, reach: TunnelClient) -> None:
         super().__init__()
         self._store, self._reach = store, reach
         self._replaced: dict[tuple[str, bytes], bytes] = {}
@@ -166,7 +118,7 @@ class TunnelStore(Store):
             self.set(key, value)
 
 
-def _open(inner: Callable[[], Store], reach: Callable[[], Reach]) -> Store:
+def _open(inner: Callable[[], Store], reach: Callable[[], TunnelClient]) -> Store:
     return TunnelStore(inner(), reach())
 
 

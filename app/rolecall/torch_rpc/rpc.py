@@ -5,14 +5,16 @@ A process connects once: workers are fresh processes, and end without a shutdown
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,18 +24,21 @@ from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defin
 
 from rolecall import telemetry
 from rolecall.config import Settings
+from rolecall.context import meeting
 from rolecall.context.context import Context
 from rolecall.context.group import EXAMINE_SECONDS
 from rolecall.context.progress import ProgressEvent, StepLogged
-from rolecall.context.watchdog import Deadline
 from rolecall.declare.remote import require_importable
+from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError
 from rolecall.record.recorder import recorder
 from rolecall.telemetry import Timer
 from rolecall.torch_rpc import agent, failures, late, tracing
 from rolecall.torch_rpc.failures import Answer, first_line
-from rolecall.torch_rpc.reach import Reach, TunnelStore
+from rolecall.torch_rpc.reach import TunnelStore
 from rolecall.torch_rpc.store import local_address, open_store
+from rolecall.tunnel.client import TunnelClient
+from rolecall.wire.messages import Deadline
 
 T = TypeVar("T")
 _threads = threading.local()
@@ -75,37 +80,134 @@ def is_rank0() -> bool:
     return _context._future.done() and _context._future.result().rank == 0
 
 
-def connect(context: Context[Any], tunnel: Path | None = None) -> None:
-    """Joins the store of `context`'s generation and, unless the job has none, its RPC, the context's transport: by way
-    of the rank's `tunnel`, the folder with its sockets, if there is one.
+def connect(context: Context[Any], directory: Path, tunnel: Path | None = None) -> None:
+    """Meets the workers of `context`'s generation, and starts torch's RPC: by way of the rank's `tunnel`, the folder
+    with its sockets, if there is one.
 
     Raises UsageError for a port that stays taken, and PeerLostError if not all members connect in time.
     """
     settings = context.settings
     RankObject.deadline = settings.phase_timeout
     _context.set(context)
+    open_tunnel, host = None, settings.bind_addr
+    if settings.bind_addr in ("", "0.0.0.0", "::"):
+        host = local_address(settings.master_addr)
+    if tunnel:
+        open_tunnel = partial(TunnelClient, tunnel, context.me.name, host, settings.port)
+    context.torch = Torch(context, open_tunnel)
     with Timer() as timer:
-        try:
-            rank0, reach = context.members[0].name, None
-            if tunnel:
-                everywhere = settings.bind_addr in ("", "0.0.0.0", "::")
-                host = local_address(settings.master_addr) if everywhere else settings.bind_addr
-                reach = Reach(tunnel, context.me.name, host, settings.port)
-            me = context.me.rank
-            store = open_store(
-                settings, context.generation, me, world_size=len(context.members), reach=reach, rank0=rank0
-            )
-            if reach:
-                store = TunnelStore(store, reach)
-            context.store = store
-            if context.job is not None and not context.job.rpc:
-                return
-            context.transport = TorchRpc(context, store)
-            agent.start(context, store)
-        except (RuntimeError, dist.DistError) as error:
-            raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
+        if context.job is None or context.job.rpc:
+            _connect_calls(context, directory, open_tunnel, host)
+        else:
+            context.torch.store()
     rpc._set_rpc_timeout(settings.rpc_timeout)  # type: ignore[attr-defined]
     context.metrics.rpc_connect_seconds.set(timer.seconds)
+
+
+@contextlib.contextmanager
+def _meeting(context: Context[Any]) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, PeerLostError):
+            raise
+        raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
+
+
+class Torch:
+    """What torch.distributed does in a generation: its store, process groups, RPC. `tunnel` opens a connection to the
+    rank's tunnel; None with TLS=off. `ask_port` returns the port of the store that rank 0 has started; it starts the
+    store if need be.
+    """
+
+    def __init__(self, context: Context[Any], tunnel: Callable[[], TunnelClient] | None) -> None:
+        self._context, self._tunnel = context, tunnel
+        self.ask_port: Callable[[], int] | None = None
+        self._store: Store | None = None
+        self._lock = threading.RLock()
+
+    def store(self, port: int | None = None) -> Store:
+        """The generation's store. With `port` 0, rank 0 starts it at a free port; without, at the port that all know.
+
+        Raises PeerLostError if it cannot be reached, UsageError for a port that stays taken.
+        """
+        context = self._context
+        with self._lock, _meeting(context):
+            if self._store is None:
+                if port is None and self.ask_port:
+                    port = 0 if context.rank == 0 else self.ask_port()
+                reach = self._tunnel() if self._tunnel else None
+                store = open_store(
+                    context.settings,
+                    context.generation,
+                    context.me.rank,
+                    world_size=len(context.members),
+                    reach=reach,
+                    rank0=context.members[0].name,
+                    port=port,
+                )
+                self._store = context.store = TunnelStore(store, reach) if reach else store
+            return self._store
+
+    def start_store(self) -> int:
+        """Starts the store at rank 0. Returns its port."""
+        store = self.store(port=0)
+        inner: Any = store.inner if isinstance(store, TunnelStore) else store
+        return int(inner.underlying_store.port)
+
+    def start_rpc(self, store_port: int) -> None:
+        """Starts torch's RPC at all members at once."""
+        with _meeting(self._context):
+            agent.start(self._context, self.store(port=store_port))
+
+    def reference(self, to: Peer | str) -> rpc.RRef[Any]:
+        """See `Context.reference`."""
+        return rpc.remote(to if isinstance(to, str) else to.name, _role_object)
+
+    def join_group(self, role: str, timeout: float) -> None:
+        """See `Context.join_group`."""
+        context = self._context
+        store, members = PrefixStore(f"group-{role}", self.store()), context.peers(role)
+        place, device = members.index(context.me), context.device
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        try:
+            store.set(f"gpu-{place}", gpu)
+            gpus = {store.get(f"gpu-{number}") for number in range(len(members))}
+            backend = "nccl" if len(gpus) == len(members) and b"" not in gpus else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=place, world_size=len(members), timeout=timedelta(seconds=timeout)
+            )
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
+
+
+def _role_object() -> Any:
+    """Runs at the owner: the object of its role."""
+    return _context.get().role_object()
+
+
+def _connect_calls(
+    context: Context[Any], directory: Path, tunnel: Callable[[], TunnelClient] | None, host: str
+) -> None:
+    with_rpc = context.job is not None and context.job.uses_torch_rpc(context.settings)
+    wire, store_port = meeting.meet(
+        context,
+        directory=directory,
+        tunnel=tunnel,
+        host=host,
+        open_store=context.torch.start_store,
+        with_store=with_rpc,
+    )
+    rank0, seconds = context.rank0.name, context.settings.connect_timeout
+
+    def ask_port() -> int:
+        ask = Request("store_port", (), {}, seconds, internal=True)
+        return int(wire.call(rank0, ask, Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")).result())
+
+    context.torch.ask_port = ask_port
+    if with_rpc:
+        context.torch.start_rpc(store_port)
+        context.group.functions = TorchRpc(context, context.store)
 
 
 class TorchRpc:
@@ -216,21 +318,6 @@ class TorchRpc:
         """See `Context.on_disconnect`."""
         # no deadline: the answer never comes, the call fails with the connection
         rpc.rpc_async(to, _stay, timeout=0).add_done_callback(lambda _: gone(to))
-
-    def join_group(self, context: Context[Any], role: str, timeout: float) -> None:
-        """See `Context.join_group`."""
-        store, members = PrefixStore(f"group-{role}", self._store), context.peers(role)
-        place, device = members.index(context.me), context.device
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        try:
-            store.set(f"gpu-{place}", gpu)
-            gpus = {store.get(f"gpu-{number}") for number in range(len(members))}
-            backend = "nccl" if len(gpus) == len(members) and b"" not in gpus else "gloo"
-            dist.init_process_group(
-                backend, store=store, rank=place, world_size=len(members), timeout=timedelta(seconds=timeout)
-            )
-        except (RuntimeError, dist.DistError) as error:
-            raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
 
     def forward(self, event: ProgressEvent) -> None:
         """Has rank 0 apply `event`, in order: the one before must have been answered. Waits for a score, after which

@@ -16,12 +16,19 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rolecall import config
 from rolecall.config import Settings
 from rolecall.errors import PeerLostError, UsageError
-from rolecall.torch_rpc.reach import LOOPBACK, Reach, TunnelStore
+from rolecall.torch_rpc.reach import LOOPBACK, TunnelStore
 from rolecall.tunnel import places
+from rolecall.tunnel.client import TunnelClient
 
 
 def open_store(
-    settings: Settings, generation: int, rank: int, world_size: int, reach: Reach | None = None, rank0: str = ""
+    settings: Settings,
+    generation: int,
+    rank: int,
+    world_size: int,
+    reach: TunnelClient | None = None,
+    rank0: str = "",
+    port: int | None = None,
 ) -> Store:
     """The store of `generation`, and from now on RPC and gloo use the network interface that leads to it: with `reach`,
     the loopback interface, and the tunnel of the member `rank0` leads to the store.
@@ -33,11 +40,14 @@ def open_store(
     is_rank0, listener = rank == 0, None
     network, host = "lo", LOOPBACK
     if reach is None:
-        network, port = interface(settings.master_addr), store_port(settings)
+        network, known = interface(settings.master_addr), port is not None
+        port = port or (0 if known else store_port(settings))
         # a cluster may not lead a pod back to itself by its Service
         host = LOOPBACK if is_rank0 and not settings.bind_addr else settings.master_addr
-        listener = _listen(settings) if is_rank0 else None
-        if listener is None:
+        if is_rank0:
+            listener = socket.create_server((settings.bind_addr, 0)) if known else _listen(settings)
+            port = listener.getsockname()[1]
+        elif not known:
             _await_listener(settings)
     elif is_rank0:
         listener = socket.create_server((LOOPBACK, 0), backlog=1024)

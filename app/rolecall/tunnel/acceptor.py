@@ -18,17 +18,19 @@ from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.dial import set_keepalive
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.loop import Loop
+from rolecall.tunnel.tickets import peek
 
 MAX_PENDING = 512  # unauthenticated connections; a further one replaces the oldest
 DEADLINE_SECONDS = 5.0  # from the connection to the requested service
 MAX_PER_TURN = 16  # connections that one turn serves or accepts
 REST_FACTOR = 1.0  # the rest after a turn, in durations of that turn
-REASONS = ("certificate", "protocol", "late", "overload", "closed")  # of a rejection, as a metric's label
+REASONS = ("certificate", "protocol", "late", "overload", "ticket", "closed")  # of a rejection, as a metric's label
 
 
 class Acceptor:
-    """Serves `listener`. Calls `connected(channel, service)` for an authenticated member, and
-    `rejected(reason, address, problem)` for anybody else."""
+    """Serves `listener`. Calls `connected(channel, service)` for an authenticated member, `redeem(ticket, sock)` for a
+    connection that begins with a ticket, which returns whether it is good, and `rejected(reason, address, problem)` for
+    anybody else."""
 
     def __init__(
         self,
@@ -36,10 +38,13 @@ class Acceptor:
         credentials: Credentials,
         lease: float,
         connected: Callable[[Channel, str], None],
+        redeem: Callable[[bytes, socket.socket], bool],
         rejected: Callable[[str, str, str], None],
     ) -> None:
         self._credentials, self._lease, self._member_connected, self._rejected = credentials, lease, connected, rejected
+        self._redeem = redeem
         self._loop = Loop()
+        self._begun = set[Channel]()  # those that have sent something
         self._pending: OrderedDict[Channel, tuple[float, str, bool]] = OrderedDict()  # since, address, authenticated
         self.rests_until = 0.0
         self._listener = listener
@@ -87,6 +92,14 @@ class Acceptor:
     def _serve(self, channel: Channel, _: int) -> None:
         since, address, authenticated = self._pending[channel]
         try:
+            if channel not in self._begun:
+                ticket = peek(channel.sock)
+                if ticket is None:
+                    return
+                if ticket:
+                    self._take_ticket(channel, ticket)
+                    return
+                self._begun.add(channel)
             if not channel.fill():
                 self._reject(channel, "closed", "gone before the end of the handshake")
                 return
@@ -106,12 +119,23 @@ class Acceptor:
             self._reject(channel, "protocol", str(error))
         else:
             if service is not None:
-                self._loop.forget(channel)
-                del self._pending[channel]
+                self._forget(channel)
                 self._member_connected(channel, service)
 
-    def _reject(self, channel: Channel, reason: str, problem: str) -> None:
-        _, address, _ = self._pending.pop(channel)
+    def _take_ticket(self, channel: Channel, ticket: bytes) -> None:
+        if self._redeem(ticket, channel.sock):
+            self._forget(channel)
+            channel.close()  # the worker has it
+        else:
+            self._reject(channel, "ticket", "its ticket is unknown, used or too old")
+
+    def _forget(self, channel: Channel) -> str:
+        """Watches a connection no more. Returns the other end's address."""
         self._loop.forget(channel)
+        self._begun.discard(channel)
+        return self._pending.pop(channel)[1]
+
+    def _reject(self, channel: Channel, reason: str, problem: str) -> None:
+        address = self._forget(channel)
         channel.close()
         self._rejected(reason, address, problem)

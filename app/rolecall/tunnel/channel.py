@@ -36,6 +36,7 @@ class Channel:
         self.tls = context.wrap_bio(self._arrived, self._leaving, server_side=server, server_hostname=host)
         self._unsent = memoryview(b"")
         self._text = bytearray()
+        self.answer = ""  # what the other end said to the request for a service
 
     def fileno(self) -> int:
         """The socket's."""

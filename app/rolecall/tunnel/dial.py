@@ -87,6 +87,7 @@ def _dial(credentials: Credentials, to: Destination, *, lease: float, is_rank0: 
             raise ConnectionError(f"what answers is no rank ({error})") from error
         if not answer.startswith(CONNECTED):
             raise ConnectionError(answer.removeprefix(REFUSED))
+        channel.answer = answer.removeprefix(CONNECTED)
         undo.pop_all()
         return channel
 

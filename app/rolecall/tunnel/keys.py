@@ -88,6 +88,7 @@ class Credentials:
         self.server: ssl.SSLContext
         self.client: ssl.SSLContext
         self.anybody: ssl.SSLContext  # of a client that checks no name
+        self.authority = self.chain = ""  # as PEM: the authority; the certificate and its key
         self._make()
 
     def place(self, name: str) -> None:
@@ -127,16 +128,17 @@ class Credentials:
         if self.given:
             self._make_of_files()
             return
-        with _certificates(self._settings.token, self._job, self._name) as (authority, chain):
-            self.server, self.client, self.anybody = _contexts(chain, None, cadata=authority)
+        self.authority, self.chain = _certificates(self._settings.token, self._job, self._name)
+        self.server, self.client, self.anybody = contexts(self.authority, self.chain)
         self._made_at = time.time()
 
     def _make_of_files(self) -> None:
         s = self._settings
+        seen = self._files()  # before they are read: a change meanwhile is another one
+        texts = dict[str, str]()
         for variable in ("tls_cert", "tls_key", "tls_ca"):
             with UsageError.wrap(f"{variable.upper()}={getattr(s, variable)}: cannot be read", OSError):
-                getattr(s, variable).read_bytes()
-        seen = self._files()  # before they are read: a change meanwhile is another one
+                texts[variable] = getattr(s, variable).read_bytes().decode(errors="replace")
         with UsageError.wrap(
             f"TLS_CERT={s.tls_cert} TLS_KEY={s.tls_key} TLS_CA={s.tls_ca}: are not a certificate, its "
             "key and an authority",
@@ -145,26 +147,28 @@ class Credentials:
             ValueError,
             advice="give them as PEM files",
         ):
-            contexts = _contexts(str(s.tls_cert), str(s.tls_key), cafile=str(s.tls_ca))
-        self.server, self.client, self.anybody = contexts
-        self._seen = seen
+            authority, chain = texts["tls_ca"], f"{texts['tls_key']}\n{texts['tls_cert']}"
+            self.server, self.client, self.anybody = contexts(authority, chain)
+        self.authority, self.chain, self._seen = authority, chain, seen
 
 
-def _contexts(chain: str, key: str | None, **authority: str) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
-    """The contexts of a server, a client, and a client that checks no name: TLS 1.3, both ends show a certificate of
-    the authority."""
-    contexts = []
-    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.hostname_checks_common_name = False
-        context.load_verify_locations(**authority)
-        context.load_cert_chain(chain, key, password=_refuse_to_ask)
-        contexts.append(context)
-    contexts[0].num_tickets = 0  # no connection is resumed, so none can be replayed
-    contexts[2].check_hostname = False
-    return contexts[0], contexts[1], contexts[2]
+def contexts(authority: str, chain: str) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+    """The contexts of a server, a client, and a client that checks no name, from PEM: TLS 1.3, both ends show a
+    certificate of the authority. `chain` has the certificate and its key. Raises ssl.SSLError, OSError and
+    ValueError."""
+    made = []
+    with _file_in_memory(chain) as path:
+        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT):
+            context = ssl.SSLContext(protocol)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.hostname_checks_common_name = False
+            context.load_verify_locations(cadata=authority)
+            context.load_cert_chain(path, password=_refuse_to_ask)
+            made.append(context)
+    made[0].num_tickets = 0  # no connection is resumed, so none can be replayed
+    made[2].check_hostname = False
+    return made[0], made[1], made[2]
 
 
 def _refuse_to_ask() -> str:
@@ -202,14 +206,20 @@ def pem(key: Ed25519PrivateKey, certificate: x509.Certificate) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
 
 
-@contextlib.contextmanager
-def _certificates(token: str, job: str, name: str) -> Iterator[tuple[str, str]]:
-    """The authority as PEM, and a file in memory with a new certificate and its key, which ssl reads from files."""
+def _certificates(token: str, job: str, name: str) -> tuple[str, str]:
+    """The authority as PEM, and a new certificate with its key."""
     key, certificate = derive_authority(token, job)
+    chain = pem(*issue(key, certificate, host_of(job, name) if name else ""))
+    return certificate.public_bytes(Encoding.PEM).decode(), chain.decode()
+
+
+@contextlib.contextmanager
+def _file_in_memory(content: str) -> Iterator[str]:
+    """The path of a file with `content` that is on no disk: ssl reads keys from files."""
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
-        os.write(file, pem(*issue(key, certificate, host_of(job, name) if name else "")))
-        yield certificate.public_bytes(Encoding.PEM).decode(), f"/proc/self/fd/{file}"
+        os.write(file, content.encode())
+        yield f"/proc/self/fd/{file}"
     finally:
         os.close(file)
 

@@ -54,8 +54,10 @@ class LocalListener:
 
 
 class LocalServer:
-    """Serves `listener`. Calls `announced(service, port)`, with None once the service ends, and
-    `reach(destination, port, connection)` for each connection to a port that leads to a peer."""
+    """Serves `listener`. Calls `announced(service, port)`, with None once the service ends,
+    `reach(destination, port, connection)` for each connection to a port that leads to a peer, `receive(service, client)`
+    for a worker that takes the connections to a service itself, and `ticket(destination, answer)` for one that asks for
+    a ticket; `certificate()` is the answer to a request for the rank's certificate."""
 
     def __init__(
         self,
@@ -63,8 +65,13 @@ class LocalServer:
         listener: socket.socket,
         announced: Callable[[str, int | None], None],
         reach: Callable[[Destination, int, socket.socket], None],
+        *,
+        receive: Callable[[str, socket.socket], None],
+        ticket: Callable[[Destination, Callable[[dict[str, Any]], None]], None],
+        certificate: Callable[[], dict[str, Any]],
     ) -> None:
         self._loop, self._announced, self._reach = loop, announced, reach
+        self._receive, self._ticket, self._certificate = receive, ticket, certificate
         LocalListener(loop, listener, self._serve_client)
 
     def _serve_client(self, client: socket.socket) -> None:
@@ -80,7 +87,9 @@ class LocalServer:
                 request = b""
             try:
                 if request:
-                    client.send(json.dumps(self._serve(json.loads(request), services, listeners)).encode())
+                    answer = self._serve(json.loads(request), client, services, listeners)
+                    if answer is not None:
+                        client.send(json.dumps(answer).encode())
                     return
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 pass  # it has ended, or is no worker of this version
@@ -93,23 +102,43 @@ class LocalServer:
 
         self._loop.watch(client, select.EPOLLIN, ready)
 
-    def _serve(self, request: dict[str, Any], services: list[str], listeners: list[LocalListener]) -> dict[str, Any]:
+    def _serve(
+        self, request: dict[str, Any], client: socket.socket, services: list[str], listeners: list[LocalListener]
+    ) -> dict[str, Any] | None:
+        """The answer to a request; None if it is sent later."""
         if "announce" in request:
             services.append(request["service"] or secrets.token_hex(8))
             self._announced(services[-1], int(request["announce"]))
             return {"service": services[-1]}
-        wanted = request["reach"]
-        peer = Destination(
-            name=str(wanted["name"]),
-            host=str(wanted["host"]),
-            port=int(wanted["port"]),
-            service=str(wanted["service"]),
-            real=int(wanted["real"]),
-        )
+        if "certificate" in request:
+            return self._certificate()
+        if "receive" in request:
+            services.append(str(request["receive"]))
+            self._receive(services[-1], client)
+            return {}
+        if "ticket" in request:
+
+            def answer(ticket: dict[str, Any]) -> None:
+                with contextlib.suppress(OSError):  # it has ended
+                    client.send(json.dumps(ticket).encode())
+
+            self._ticket(_destination(request["ticket"]), answer)
+            return None
+        peer = _destination(request["reach"])
         listener = loopback_listener(request.get("below", 0), request.get("digits", 0))
         port = int(listener.getsockname()[1])
         listeners.append(LocalListener(self._loop, listener, lambda connection: self._reach(peer, port, connection)))
         return {"port": port}
+
+
+def _destination(wanted: dict[str, Any]) -> Destination:
+    return Destination(
+        name=str(wanted["name"]),
+        host=str(wanted["host"]),
+        port=int(wanted["port"]),
+        service=str(wanted["service"]),
+        real=int(wanted["real"]),
+    )
 
 
 def unix_listener(path: Path, kind: int = socket.SOCK_STREAM) -> socket.socket:

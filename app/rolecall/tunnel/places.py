@@ -6,8 +6,15 @@ CONTROL = "control"  # the coordinator; and the socket in a rank's own folder th
 COORDINATOR = "coordinator"  # rank 0's socket for it
 INSIDE = "inside"  # the socket for a rank's own worker
 STORE = "store-"  # with its number, the store of a generation
+WIRE = "wire-"  # with its number, a worker's calls in a generation
+TICKET = "ticket-"  # before another service's name: a ticket for it
 
 
 def store(generation: int) -> str:
     """The name of the store of `generation`."""
     return f"{STORE}{generation}"
+
+
+def wire(generation: int) -> str:
+    """The name of a worker's service for calls in `generation`."""
+    return f"{WIRE}{generation}"

@@ -29,6 +29,7 @@ from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.local import LOOPBACK, LocalListener, LocalServer
 from rolecall.tunnel.loop import Loop
 from rolecall.tunnel.splice import RESET, Rewrite, Splice
+from rolecall.tunnel.tickets import Tickets
 
 PULSE_SECONDS = 1.0  # between two checks of deadlines, and two reports of figures
 MAX_DIALS = 32
@@ -64,7 +65,9 @@ class Tunnel:
         self._settings, self._credentials, self._rank0 = settings, credentials, rank0
         self._loop = loop = Loop()
         self._supervisor = supervisor
-        self._services: dict[str, int | Path] = {}  # loopback ports; the coordinator's socket
+        # loopback ports; the coordinator's socket; the worker that takes a service's connections itself
+        self._services: dict[str, int | Path | socket.socket] = {}
+        self._tickets = Tickets()
         if coordinator:
             self._services[places.CONTROL] = coordinator
         self._parked: dict[str, list[tuple[float, Channel]]] = {}
@@ -81,9 +84,22 @@ class Tunnel:
         self._awake = awake
         loop.watch(awake, select.EPOLLIN, lambda _: self._finish_dials())
         self._acceptor = Acceptor(
-            sockets.outside, credentials, settings.lease_seconds, self._member_connected, self._rejected
+            sockets.outside,
+            credentials,
+            settings.lease_seconds,
+            connected=self._member_connected,
+            redeem=self._redeem,
+            rejected=self._rejected,
         )
-        LocalServer(loop, sockets.inside, self._announce, self._reach)
+        LocalServer(
+            loop,
+            sockets.inside,
+            self._announce,
+            self._reach,
+            receive=self._receive,
+            ticket=self._fetch_ticket,
+            certificate=self._certificate,
+        )
         LocalListener(loop, sockets.control, self._reach_rank0)
         loop.watch(supervisor, select.EPOLLIN, self._receive_order)
         self._ended = False
@@ -106,16 +122,23 @@ class Tunnel:
     # ---- connections from peers
 
     def _member_connected(self, channel: Channel, service: str) -> None:
-        if service in self._services:
+        if service.removeprefix(places.TICKET) in self._services:
             self._accept_member(channel, service)
-        elif service.startswith(places.STORE) and sum(map(len, self._parked.values())) < MAX_PARKED:
+        elif service.startswith((places.STORE, places.TICKET)) and sum(map(len, self._parked.values())) < MAX_PARKED:
             # rank 0's worker is about to announce it
-            self._parked.setdefault(service, []).append((time.monotonic() + self._settings.connect_timeout, channel))
+            self._parked.setdefault(service.removeprefix(places.TICKET), []).append(
+                (time.monotonic() + self._settings.connect_timeout, channel)
+            )
         else:
             self._decline(channel, f"{service[:64]} is not announced here")
 
     def _accept_member(self, channel: Channel, service: str) -> None:
-        target = self._services[service]
+        target = self._services[service.removeprefix(places.TICKET)]
+        if isinstance(target, socket.socket):
+            with contextlib.suppress(OSError):  # the peer has closed it
+                channel.send_text(CONNECTED + self._tickets.issue(service.removeprefix(places.TICKET)))
+            channel.close()
+            return
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
             try:
@@ -133,6 +156,17 @@ class Tunnel:
                 channel.send_text(CONNECTED)
                 undo.pop_all()
                 self._splice(channel, plain)
+
+    def _redeem(self, ticket: bytes, connection: socket.socket) -> bool:
+        """Hands a connection with a ticket to the worker that it is for."""
+        receiver = self._services.get(self._tickets.redeem(ticket))
+        if not isinstance(receiver, socket.socket):
+            return False
+        try:
+            socket.send_fds(receiver, [b"+"], [connection.fileno()])
+        except OSError:  # the worker has ended, or takes none
+            return False
+        return True
 
     def _decline(self, channel: Channel, problem: str) -> None:
         self._refused[UNKNOWN_SERVICE] += 1
@@ -164,6 +198,26 @@ class Tunnel:
         self._services[service] = port
         for _, channel in self._parked.pop(service, ()):
             self._accept_member(channel, service)
+
+    def _receive(self, service: str, client: socket.socket) -> None:
+        self._services[service] = client
+        for _, channel in self._parked.pop(service, ()):
+            self._accept_member(channel, service)
+
+    def _certificate(self) -> dict[str, Any]:
+        made = self._credentials
+        return {"authority": made.authority, "chain": made.chain, "given": made.given}
+
+    def _fetch_ticket(self, peer: Destination, answer: Callable[[dict[str, Any]], None]) -> None:
+        def connected(channel: Channel) -> None:
+            channel.close()
+            answer({"ticket": channel.answer})
+
+        def failed(error: BaseException) -> None:
+            self._log_unreachable(f"{peer.name} at {peer.host}:{peer.port}", error)
+            answer({"problem": str(error) or type(error).__name__})
+
+        self._dial(self._dials, peer._replace(service=places.TICKET + peer.service), connected, failed)
 
     def _reach(self, peer: Destination, port: int, plain: socket.socket) -> None:
         rewrite = None

@@ -1,0 +1,262 @@
+"""Calls of peers' methods: to one, to all of a role, to the least loaded of a role."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+
+from rolecall.context.group import Group
+from rolecall.declare import registry
+from rolecall.declare.remote import Remote, require_remote
+from rolecall.declare.task import Peer
+from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.record.recorder import recorder
+from rolecall.wire.future import Future, Stream
+from rolecall.wire.late import EXAMINE_SECONDS
+from rolecall.wire.messages import Request
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Lost = Literal["skip", "raise", "answer"]
+Answers = queue.SimpleQueue[tuple[str, Any]]
+NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its `run` has returned"
+
+
+class Calls:
+    """Calls of a member's peers, with options: `timeout` in seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no
+    deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method."""
+
+    def __init__(self, group: Group, timeout: float = -1.0, lost: Lost | None = None, role: str = "") -> None:
+        self._group, self._timeout, self._lost, self._role = group, timeout, lost, role
+
+    def options(self, *, timeout: float | None = None, lost: Lost | None = None, role: str = "") -> Calls:
+        """The same calls with other options."""
+        return Calls(
+            self._group,
+            self._timeout if timeout is None else timeout,
+            self._lost if lost is None else lost,
+            role or self._role,
+        )
+
+    # ---- to one peer
+
+    @overload
+    def call(
+        self, to: Peer | str, method: Callable[Concatenate[Any, P], Iterator[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[T]: ...
+    @overload
+    def call(
+        self,
+        to: Peer | str,
+        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]: ...
+    @overload
+    def call(
+        self,
+        to: Peer | str,
+        method: Callable[Concatenate[Any, P], concurrent.futures.Future[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]: ...
+    @overload
+    def call(
+        self, to: Peer | str, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+    def call(self, to: Peer | str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls `method`, named by its class such as `Sampler.hits`, of the peer `to`. Returns a `Future` of its
+        answer; of a method with `stream`, a `Stream`. They raise RemoteError for what the method raised, PeerLostError
+        for a peer that is gone or silent, and CallTimeoutError for one that is alive and has not answered before the
+        deadline. A peer that has answered no call yet may be loading, and has PHASE_TIMEOUT more. A member of an
+        elastic role whose connection is found closed is given up.
+
+        Raises UsageError for what is no method marked by `remote`, and for one with `turn` at rank 0.
+        """
+        mark, name = require_remote(method), to if isinstance(to, str) else to.name
+        self._require_served(mark, method, name)
+        return self._send(name, mark, method, args, kwargs)
+
+    def _require_served(self, mark: Remote, method: Callable[..., Any], name: str) -> None:
+        if mark.turn and name == self._group.members[0].name:
+            raise UsageError(f"{method.__qualname__} {NOT_SERVED}")
+
+    def _send(
+        self, name: str, mark: Remote, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        group = self._group
+        deadline = group.watchdog.limit(name, self._timeout, group.settings.rpc_timeout)
+        request = Request(method.__name__, args, kwargs, float(deadline))
+        if mark.stream:
+            return group.connected.stream(name, request, deadline)
+        return group.connected.call(name, request, deadline)
+
+    # ---- to a role
+
+    @overload
+    def call_each(
+        self,
+        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T] | concurrent.futures.Future[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Iterator[tuple[Peer, T]]: ...
+    @overload
+    def call_each(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[tuple[Peer, T]]: ...
+    def call_each(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[tuple[Peer, Any]]:
+        """Calls `method` at every member of the role whose class has it, at once. Yields each with its answer, as they
+        come.
+
+        A member that is gone, or does not answer before the deadline, is given up: the gang replaces it. With the
+        option `lost="skip"`, the default for an elastic role, it is left out. `lost="answer"` yields a PeerLostError in
+        place of its answer. `lost="raise"`, the default for other roles, raises the PeerLostError or CallTimeoutError.
+        What the method raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields
+        nothing while the job drains.
+        """
+        mark, group, role = require_remote(method), self._group, self._role_of(method)
+        if mark.stream:
+            raise UsageError(f"{method.__qualname__} is a stream: call it at one peer at a time")
+        group.require_peers(role)
+        called = {peer.name: peer for peer in group.peers(role)}
+        for name in called:
+            self._require_served(mark, method, name)
+        answers = group.collect()
+        limit = group.settings.rpc_timeout
+        limits = [group.watchdog.limit(name, self._timeout, limit) for name in called]
+        for name in called:
+            future = self._send(name, mark, method, args, kwargs)
+            future.add_done_callback(lambda answered, name=name: answers.put((name, answered)))
+        # longer than the calls' own deadlines, which end each of them
+        seconds = max(limits, default=0.0) + EXAMINE_SECONDS + limit if self._timeout else None
+        elastic = group.is_elastic(role)
+        return self._collect(role, called, answers, seconds, self._lost or ("skip" if elastic else "raise"))
+
+    @overload
+    def call_all(
+        self,
+        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T] | concurrent.futures.Future[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Iterator[T]: ...
+    @overload
+    def call_all(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[T]: ...
+    def call_all(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """The answers of `call_each`, without the members that gave them."""
+        answers: Iterator[tuple[Peer, Any]] = self.call_each(method, *args, **kwargs)
+        return (value for _, value in answers)
+
+    def _collect(
+        self, role: str, called: dict[str, Peer], answers: Answers, seconds: float | None, lost: Lost
+    ) -> Iterator[tuple[Peer, Any]]:
+        group, any_answered = self._group, False
+        while called:
+            with recorder.span("wait"):
+                name, answered = answers.get(timeout=seconds)
+            peer = called.pop(name, None)
+            if peer is None:
+                continue  # lost before its answer came
+            try:
+                value = self._outcome(name, answered)
+            except (PeerLostError, CallTimeoutError) as error:
+                if lost == "raise":
+                    raise
+                group.give_up(name, stuck=str(error) if isinstance(error, CallTimeoutError) else "")
+                if lost == "skip":
+                    continue
+                value = error
+                if isinstance(error, CallTimeoutError):
+                    value = PeerLostError(f"{name} was given up: {error}")
+                    value.__cause__ = error
+            any_answered = True
+            yield peer, value
+        if not any_answered:
+            group.require_peers(role)  # all were lost meanwhile
+
+    def _outcome(self, name: str, answered: Future[Any] | None) -> Any:
+        """The answer of a call to `name`. Raises what the call failed with."""
+        if answered is None or name in self._group.lost:
+            raise PeerLostError(f"{name} was lost")
+        try:
+            return answered.result()
+        except (PeerLostError, CallTimeoutError) as error:
+            self._group.logger.warning("peer given up", peer=name, problem=str(error))
+            raise
+
+    # ---- to any of a role
+
+    @overload
+    def call_any(
+        self,
+        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T] | concurrent.futures.Future[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]: ...
+    @overload
+    def call_any(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    def call_any(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls `method` at the member of its role that has the fewest of this worker's calls without an answer. If
+        that member is lost, the call goes to another one, provided that the method is `idempotent`; otherwise, or if
+        none is left, the future raises PeerLostError.
+        """
+        mark, role = require_remote(method), self._role_of(method)
+        if mark.stream:
+            raise UsageError(f"{method.__qualname__} is a stream: call it at one peer")
+        answer: Future[Any] = Future()
+        tried = set[str]()
+
+        def attempt(previous: PeerLostError | None) -> None:
+            names = [peer.name for peer in self._group.peers(role) if peer.name not in tried]
+            if not names:
+                answer.set_exception(previous or PeerLostError(f"no {role} is left"))
+                return
+            name = min(names, key=self._group.connected.in_flight)
+            self._require_served(mark, method, name)
+            tried.add(name)
+            self._send(name, mark, method, args, kwargs).add_done_callback(ended)
+
+        def ended(call: Future[Any]) -> None:
+            if answer.cancelled():
+                return
+            error = call.exception()
+            if isinstance(error, PeerLostError) and mark.idempotent:
+                attempt(error)
+            elif error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(call.result())
+
+        attempt(None)
+        return answer
+
+    def _role_of(self, method: Callable[..., Any]) -> str:
+        """The role whose class has `method`. Raises UsageError if there is none, or several and no option says which."""
+        job = self._group.job
+        if self._role or job is None:
+            if job is not None and self._role not in {role.name for role in job.roles}:
+                raise UsageError(job.no_role(self._role))
+            return self._role
+        having = [role.name for role in job.roles if registry.has_method(role, method)]
+        if len(having) == 1:
+            return having[0]
+        name = method.__qualname__
+        if not having:
+            raise UsageError(f"{name} is a method of no role's class ({', '.join(role.name for role in job.roles)})")
+        raise UsageError(f"{name} is a method of several roles ({', '.join(having)}); say options(role=...)")
+
+
+def wait_all(calls: list[Future[T]]) -> list[T]:
+    """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
+    with recorder.span("wait"):
+        for call in concurrent.futures.as_completed(calls):  # each ends at its own deadline
+            call.result()
+    return [call.result() for call in calls]

@@ -1,0 +1,129 @@
+"""What carries a group's calls: the wire, with each call counted, timed, watched and traced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rolecall import telemetry
+from rolecall.context.progress import ProgressEvent, StepLogged
+from rolecall.context.watchdog import Watchdog
+from rolecall.wire import tracing
+from rolecall.wire.calls import Wire
+from rolecall.wire.codec import encode
+from rolecall.wire.future import Future, Stream
+from rolecall.wire.late import EXAMINE_SECONDS
+from rolecall.wire.messages import Deadline, Request
+
+
+class Transport(Protocol):
+    """What carries a group's calls: `WireTransport`."""
+
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        """Calls a method of the peer `to`."""
+
+    def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
+        """Calls a generator of the peer `to`."""
+
+    def in_flight(self, to: str) -> int:
+        """The calls to `to` without an answer."""
+
+    def lose(self, to: str) -> None:
+        """Closes the links to `to`: calls to it fail, and it is not called again."""
+
+    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
+        """See `Context.on_disconnect`."""
+
+    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
+        """Has the worker of `to` end as stuck. Calls `otherwise` if it cannot be reached."""
+
+    def forward(self, event: ProgressEvent) -> None:
+        """Has rank 0 apply `event` by `Progress.take`."""
+
+
+class WireTransport:
+    """The calls of one worker by its `wire`; `rank0` is rank 0's name."""
+
+    def __init__(self, wire: Wire, metrics: Any, watchdog: Watchdog, *, rank0: str, rpc_timeout: float) -> None:
+        self.wire = wire
+        self._metrics, self._watchdog, self._rank0 = metrics, watchdog, rank0
+        self._deadline = Deadline(rpc_timeout, f"RPC_TIMEOUT={rpc_timeout:g}")
+        self._callees: set[tuple[str, str]] = set()  # methods, with the peers that they were called at
+        self._forwarded: Future[None] | None = None
+        self._lock = threading.Lock()
+
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        """See `Transport.call`."""
+        content, request, ended = self._begin(to, request, deadline)
+        return self.wire.call(to, request, deadline, ended, content=content)
+
+    def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
+        """See `Transport.stream`."""
+        _, request, ended = self._begin(to, request, Deadline(0.0))
+        return self.wire.stream(to, request, deadline, ended)
+
+    def _begin(self, to: str, request: Request, deadline: Deadline) -> Any:
+        method, metrics, watchdog = request.method, self._metrics, self._watchdog
+        if (method, to) not in self._callees:
+            with self._lock:
+                self._callees.add((method, to))
+            telemetry.begin(metrics.rpc_failures, [method])
+            metrics.rpc_callee.labels(method, to.rpartition("_")[0]).set(1)
+        span = tracing.begin(to, method, 0)
+        request = request._replace(trace=tracing.header(span))
+        content = encode(tuple(request))
+        sent, started = content.nbytes, time.perf_counter()
+        if span:
+            span.attributes["sent"] = sent
+        metrics.rpc_calls.labels(method).inc()
+        metrics.rpc_sent_bytes.labels(method).inc(sent)
+        token = watchdog.called(deadline, to, method)
+
+        def ended(_: Any, error: Exception | None, received: int) -> None:
+            watchdog.answered(token, to if error is None else "")
+            metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
+            if error is None:
+                metrics.rpc_received_bytes.labels(method).inc(received)
+            else:
+                metrics.rpc_failures.labels(method).inc()
+            if span:
+                span.attributes["received"] = received
+                if error:
+                    span.fail(error)
+                span.end()
+
+        return content, request, ended
+
+    def in_flight(self, to: str) -> int:
+        """See `Transport.in_flight`."""
+        return self.wire.in_flight(to)
+
+    def lose(self, to: str) -> None:
+        """See `Transport.lose`."""
+        self.wire.lose(to, "it was lost")
+
+    def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
+        """See `Context.on_disconnect`."""
+        self.wire.on_disconnect(to, gone)
+
+    def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
+        """See `Transport.end_stuck`."""
+        request = Request("end_stuck", (problem,), {}, EXAMINE_SECONDS, internal=True)
+
+        def told(answer: Any) -> None:
+            if answer.exception():
+                otherwise()
+
+        self.wire.call(to, request, Deadline(EXAMINE_SECONDS)).add_done_callback(told)
+
+    def forward(self, event: ProgressEvent) -> None:
+        """See `Transport.forward`. In order: the one before must have been answered. Waits for a score, after which the
+        job may end."""
+        if self._forwarded is not None:
+            self._forwarded.result()
+        request = Request("take_progress", (event,), {}, float(self._deadline), internal=True)
+        self._forwarded = self.wire.call(self._rank0, request, self._deadline)
+        if isinstance(event, StepLogged) and event.score is not None:
+            self._forwarded.result()

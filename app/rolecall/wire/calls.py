@@ -1,0 +1,372 @@
+"""The wire of one worker: its links to peers, the calls that it makes, and those that it carries out."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
+from rolecall.wire import late
+from rolecall.wire.codec import Encoded, decode, encode
+from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
+from rolecall.wire.frames import Frame, Kind
+from rolecall.wire.future import Future, Stream
+from rolecall.wire.late import EXAMINE_SECONDS
+from rolecall.wire.link import Link, Sockets
+from rolecall.wire.messages import Deadline, Failure, Request
+
+CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
+Ended = Callable[[Any, Exception | None, int], None]  # with the answer, or the error; and the answer's bytes
+_NOTHING = Encoded(b"", [])
+
+
+class Connector(Protocol):
+    """Opens connections to peers."""
+
+    def open(self, peer: str) -> Sockets:
+        """Connects to `peer`. Raises PeerLostError."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A call without an answer. `expires` is in monotonic seconds, infinite without a deadline."""
+
+    to: str
+    request: Request
+    deadline: Deadline
+    future: Future[Any]
+    ended: Ended | None
+    expires: float
+    number: int = 0
+    link: Link | None = None
+    nbytes: int = 0
+    items: queue.SimpleQueue[tuple[Any, Exception | None, bool]] | None = None  # of a stream; the last is marked
+
+
+class Wire:
+    """The links of the member `me`. `internals` are the services that each worker offers its peers: an object whose
+    class has methods marked by `remote`. `lost(peer, error)` is called once a link that was made has broken."""
+
+    def __init__(
+        self,
+        me: str,
+        connector: Connector,
+        internals: object,
+        *,
+        max_message_bytes: int,
+        lost: Callable[[str, PeerLostError], None] = lambda peer, error: None,
+    ) -> None:
+        self.me, self._connector, self._limit, self._lost = me, connector, max_message_bytes, lost
+        self.dispatcher = Dispatcher(me, internals)
+        self._links: dict[str, Link] = {}  # to peers that this worker calls
+        self._accepted: set[Link] = set()  # from peers that call this worker
+        self._opening: dict[str, threading.Lock] = {}
+        self._refused: dict[str, str] = {}  # peers that are lost, and why
+        self._listeners: dict[str, list[Callable[[str], None]]] = {}
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._due = threading.Condition()  # a call with an early deadline was made
+        self._next_check = float("inf")
+        threading.Thread(target=self._check_deadlines, name="wire deadlines", daemon=True).start()
+
+    # ---- links
+
+    def accept(self, peer: str, sockets: Sockets) -> None:
+        """A peer has connected, to call this worker."""
+        if peer in self._refused:
+            for sock in {sockets.outgoing, sockets.incoming}:
+                sock.close()
+            return
+        link = self._link(peer, sockets)
+        self._accepted.add(link)
+        link.start()
+
+    def _link(self, peer: str, sockets: Sockets) -> Link:
+        return Link(peer, sockets, limit=self._limit, quick=self._quick, received=self._received, closed=self._closed)
+
+    def _link_to(self, peer: str) -> Link:
+        link = self._links.get(peer)
+        if link is not None:
+            return link
+        with self._lock:
+            opening = self._opening.setdefault(peer, threading.Lock())
+        with opening:
+            if link := self._links.get(peer):
+                return link
+            if problem := self._refused.get(peer):
+                raise PeerLostError(f"{peer} does not answer: {problem}")
+            link = self._link(peer, self._connector.open(peer))
+            self._links[peer] = link
+            link.start()
+        return link
+
+    def connect(self, peer: str) -> None:
+        """Makes the link to `peer`, unless there is one. Raises PeerLostError."""
+        self._link_to(peer)
+
+    def lose(self, peer: str, problem: str) -> None:
+        """Refuses `peer` from now on: its links are closed, and calls to it fail."""
+        self._refused[peer] = problem
+        for link in [*self._accepted, *self._links.values()]:
+            if link.peer == peer:
+                link.close(problem)
+
+    def forget_link(self, peer: str) -> None:
+        """Closes the link to `peer` without losing it: the next call makes another."""
+        if link := self._links.pop(peer, None):
+            link.close("")
+
+    def on_disconnect(self, peer: str, gone: Callable[[str], None]) -> None:
+        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended. Raises PeerLostError."""
+        link = self._link_to(peer)
+        with self._lock:
+            ended = link.ended
+            if not ended:
+                self._listeners.setdefault(peer, []).append(gone)
+        if ended:
+            gone(peer)
+
+    def in_flight(self, peer: str) -> int:
+        """Calls to `peer` without an answer."""
+        link = self._links.get(peer)
+        return link.in_flight if link else 0
+
+    def _closed(self, link: Link, problem: str) -> None:
+        self._accepted.discard(link)
+        self.dispatcher.closed(link)
+        if self._links.get(link.peer) is not link:
+            return
+        error = PeerLostError(f"{link.peer} does not answer: {problem or 'the connection was closed'}")
+        self._refused.setdefault(link.peer, problem)
+        for call in [call for call in list(self._pending.values()) if call.link is link]:
+            self._finish(call, None, error)
+        with self._lock:
+            listeners = self._listeners.pop(link.peer, [])
+        self._lost(link.peer, error)
+        for gone in listeners:
+            gone(link.peer)
+
+    # ---- calls
+
+    def call(
+        self,
+        to: str,
+        request: Request,
+        deadline: Deadline,
+        ended: Ended | None = None,
+        *,
+        content: Encoded | None = None,
+    ) -> Future[Any]:
+        """Calls `request` at the peer `to`; `ended` is called before the future has its result. `content` is the
+        encoded request, if the caller has it already. Raises what pickling the arguments raises."""
+        call = self._new(to, request, deadline, ended)
+        self._send(call, content or encode(tuple(request)))
+        return call.future
+
+    def stream(self, to: str, request: Request, deadline: Deadline, ended: Ended | None = None) -> Stream[Any]:
+        """Calls a generator at the peer `to`. Each item may take until the deadline."""
+        call = self._new(to, request, deadline, ended)
+        items = call.items = queue.SimpleQueue()
+        # a stream as a whole has no deadline; the reader's waits have
+        call.expires = float("inf")
+        self._send(call, encode(tuple(request._replace(seconds=0.0))))
+
+        def read() -> Iterator[Any]:
+            taken = 0
+            while True:
+                try:
+                    item, error, last = items.get(timeout=deadline or None)
+                except queue.Empty:
+                    late_error = self._late(call)
+                    self._give_up(call)
+                    raise late_error from None
+                if error is not None:
+                    raise error
+                if last:
+                    return
+                yield item
+                taken += 1
+                if taken >= STREAM_CREDITS // 2 and call.link and not call.link.ended:
+                    call.link.send_count(Kind.CREDIT, call.number, taken)
+                    taken = 0
+
+        def close() -> None:
+            if call.number in self._pending:
+                self._give_up(call)
+                items.put((None, None, True))
+
+        return Stream(read(), close)
+
+    def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
+        now = time.monotonic()
+        call = Pending(to, request, deadline, Future(), ended, now + deadline if deadline else float("inf"))
+        call.future = Future(lambda: self._give_up(call))
+        return call
+
+    def _send(self, call: Pending, content: Encoded) -> None:
+        call.number = next(self._numbers)
+        nbytes = content.nbytes
+        try:
+            link = self._link_to(call.to)
+        except PeerLostError as error:
+            self._end(call, None, error, 0)
+            return
+        wait = None if call.expires == float("inf") else max(0.0, call.expires - time.monotonic())
+        if not link.take_room(nbytes, wait):
+            text = f"{call.to} has not answered earlier calls of {call.request.method}"
+            self._end(call, None, CallTimeoutError(f"{text} within {call.deadline:g} s ({call.deadline.setting})"), 0)
+            return
+        call.link, call.nbytes = link, nbytes
+        self._pending[call.number] = call
+        if call.expires < self._next_check:
+            with self._due:
+                self._due.notify()
+        try:
+            link.send(Kind.REQUEST, call.number, content)
+        except OSError as error:
+            link.close(str(error))
+        if link.ended:  # it may have ended before the call was pending
+            problem = link.problem or "the connection was closed"
+            self._finish(call, None, PeerLostError(f"{call.to} does not answer: {problem}"))
+
+    def _finish(self, call: Pending, value: Any, error: Exception | None, received: int = 0) -> None:
+        """A pending call has ended, unless it had already."""
+        if self._pending.pop(call.number, None) is None:
+            return
+        if call.link:
+            call.link.return_room(call.nbytes)
+        self._end(call, value, error, received)
+
+    def _end(self, call: Pending, value: Any, error: Exception | None, received: int) -> None:
+        try:
+            if call.ended:
+                call.ended(value, error, received)
+        finally:
+            if call.items is not None:
+                call.items.put((None, error, True))
+            elif call.future.set_running_or_notify_cancel():
+                if error is None:
+                    call.future.set_result(value)
+                else:
+                    call.future.set_exception(error)
+
+    def _give_up(self, call: Pending) -> None:
+        """Nobody waits for the answer of a call any more."""
+        if self._pending.pop(call.number, None) is None:
+            return
+        if call.link:
+            call.link.return_room(call.nbytes)
+            try:
+                call.link.send(Kind.CANCEL, call.number, _NOTHING)
+            except OSError as error:
+                call.link.close(str(error))
+        if call.ended:
+            call.ended(None, RemoteError(f"{call.request.method} was cancelled"), 0)
+
+    # ---- deadlines
+
+    def _check_deadlines(self) -> None:
+        while True:
+            now = time.monotonic()
+            pending = list(self._pending.values())
+            for call in pending:
+                if now >= call.expires:
+                    self._expire(call)
+            earliest = min((call.expires for call in pending if call.expires > now), default=float("inf"))
+            wait = min(CHECK_SECONDS, max(0.0, earliest - now))
+            self._next_check = now + wait
+            with self._due:
+                self._due.wait(wait)
+
+    def _late(self, call: Pending) -> CallTimeoutError:
+        text = f"{call.to} has not answered {call.request.method} within {call.deadline:g} s"
+        return CallTimeoutError(f"{text} ({call.deadline.setting})" if call.deadline.setting else text)
+
+    def _expire(self, call: Pending) -> None:
+        """A call is late: its peer is asked what it does, and the caller gets the error after that."""
+        if self._pending.pop(call.number, None) is None:
+            return
+        assert call.link is not None
+        call.link.return_room(call.nbytes)
+        error = self._late(call)
+
+        def asked(stacks: str | None) -> None:
+            judged = late.judge(
+                error,
+                to=call.to,
+                method=call.request.method,
+                setting=call.deadline.setting,
+                seconds=float(call.deadline),
+                stacks=stacks,
+            )
+            self._end(call, None, judged, 0)
+
+        if call.request.internal:  # such as this very question
+            self._end(call, None, error, 0)
+            return
+        threading.Thread(target=self._ask_stacks, args=(call, asked), daemon=True).start()
+
+    def _ask_stacks(self, call: Pending, asked: Callable[[str | None], None]) -> None:
+        request = Request("stacks", (call.request.method,), {}, EXAMINE_SECONDS, internal=True)
+        try:
+            if call.link and not call.link.ended:
+                call.link.send(Kind.CANCEL, call.number, _NOTHING)
+            stacks: str | None = self.call(call.to, request, Deadline(EXAMINE_SECONDS)).result()
+        except (OSError, RuntimeError, UsageError):  # it does not answer, or cannot
+            stacks = None
+        asked(stacks)
+
+    # ---- what arrives
+
+    def _quick(self, link: Link, frame: Frame) -> bool:
+        """Deals with a frame at once, if that takes no time."""
+        match frame.kind:
+            case Kind.REQUEST:
+                return False
+            case Kind.CANCEL:
+                self.dispatcher.cancel(link, frame.call)
+                return True
+            case Kind.CREDIT:
+                self.dispatcher.credit(link, frame)
+                return True
+            case _:
+                call = self._pending.get(frame.call)
+                if call is None:
+                    return True  # it was given up
+                if call.future.has_callbacks and frame.kind != Kind.ITEM:
+                    return False  # which may take time, or make calls
+                self._answered(call, frame)
+                return True
+
+    def _received(self, link: Link, frame: Frame) -> None:
+        if frame.kind == Kind.REQUEST:
+            self.dispatcher.received(link, frame)
+            return
+        link.release(frame)
+        if call := self._pending.get(frame.call):
+            self._answered(call, frame)
+
+    def _answered(self, call: Pending, frame: Frame) -> None:
+        value, error = None, None
+        if frame.excess:
+            size = f"{frame.excess} bytes, over MAX_MESSAGE_BYTES of {self.me}"
+            error = RemoteError(f"the answer of {call.request.method} by {call.to} has {size}; return it in parts")
+        else:
+            try:
+                value = decode(frame.body, frame.buffers)
+            except Exception as problem:  # whatever unpickling the answer raises
+                text = f"the answer of {call.request.method} by {call.to} cannot be read"
+                error = RemoteError(f"{text}: {type(problem).__name__}: {problem}")
+                error.__cause__ = problem
+        if frame.kind == Kind.ITEM and call.items is not None:
+            call.items.put((value, error, False))
+        elif frame.kind == Kind.FAILURE and error is None:
+            self._finish(call, None, Failure(*value).error())
+        else:
+            self._finish(call, value, error, frame.nbytes)

@@ -1,0 +1,364 @@
+"""Connections between workers: by a Unix socket on one machine, by TLS or, with TLS=off, unencrypted between machines.
+
+Between machines a connection comes in at the rank's one port. The peer's tunnel gives a ticket for it, and hands it to
+the peer's worker, with which this worker makes a mutual TLS handshake. A link takes two such connections, one for each
+direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rolecall import telemetry
+from rolecall.errors import PeerLostError
+from rolecall.tunnel import keys, places
+from rolecall.tunnel.client import Certificate, TunnelClient
+from rolecall.tunnel.dial import connect, set_keepalive
+from rolecall.tunnel.local import same_user, unix_listener
+from rolecall.tunnel.tickets import preamble
+from rolecall.wire import memory
+from rolecall.wire.link import Sockets
+from rolecall.wire.memory import Region
+
+HELLO_SECONDS = 5.0  # from a connection to its end's hello
+MAX_HELLO_BYTES = 4096
+ATTEMPTS = 3  # to connect with a ticket, which somebody else may have used
+RETRY_SECONDS = 0.05
+CERTIFICATE_SECONDS = 3600.0  # that a worker uses the certificate of its tunnel
+SOCKET_BYTES = 4 * 2**20  # of a Unix socket's buffer
+Direction = Literal["both", "out", "back"]  # of a connection's frames: as its maker sees it
+
+
+class Address(NamedTuple):
+    """Where a member's worker is reached: at the Unix socket `path` of the machine `machine`, or at its rank's `host`
+    and `port`."""
+
+    name: str
+    host: str
+    port: int
+    path: str = ""
+    machine: str = ""
+
+
+class Hello(NamedTuple):
+    """What the maker of a connection says first: who it is, whom it wants, and which connections belong together.
+    `address` and `probe` are bytes of its memory, for the other end to try to read."""
+
+    caller: str
+    callee: str
+    job: str
+    generation: int
+    link: str
+    direction: Direction
+    address: int = 0
+    probe: str = ""
+
+
+class Identity(NamedTuple):
+    """A worker, for its peers."""
+
+    name: str
+    job: str
+    generation: int
+    lease: float
+
+
+def machine_id() -> str:
+    """What the workers of one machine have in common; it says nothing about other machines."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+# ---- hello
+
+
+def _send(sock: socket.socket, value: dict[str, Any]) -> None:
+    sock.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _receive(sock: socket.socket) -> dict[str, Any]:
+    """The line that the other end sends. Raises OSError and ValueError."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        more = sock.recv(MAX_HELLO_BYTES - len(line))
+        if not more:
+            raise ConnectionError(
+                "the connection was closed" if len(line) < MAX_HELLO_BYTES else "its hello is too long"
+            )
+        line += more
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("no hello")
+    return value
+
+
+def _widen(sock: socket.socket) -> None:
+    """Gives a Unix socket more room than the kernel's default."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+
+
+def _probe() -> dict[str, Any]:
+    return {"address": int(memory.PROBE.ctypes.data), "probe": memory.PROBE.tobytes().hex()}
+
+
+def _reads(sock: socket.socket, theirs: dict[str, Any]) -> int:
+    """The process at the other end of a Unix socket, if this one may read its memory; otherwise 0."""
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    expected = bytes.fromhex(str(theirs.get("probe", "")))
+    region = Region(int(theirs.get("address", 0)), len(expected))
+    return int(pid) if expected and memory.may_read(pid, region, expected) else 0
+
+
+class Tls:
+    """The TLS contexts of this worker, made from the certificate that its tunnel gives."""
+
+    def __init__(self, tunnel: Callable[[], TunnelClient], job: str, master_addr: str) -> None:
+        self._tunnel, self._job, self._master_addr = tunnel, job, master_addr
+        self._lock = threading.Lock()
+        self._made_at = float("-inf")
+        self._contexts: tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]
+        self._certificate: Certificate
+
+    def _refresh(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._made_at > CERTIFICATE_SECONDS:
+                with contextlib.closing(self._tunnel()) as tunnel:
+                    self._certificate = tunnel.certificate()
+                self._contexts = keys.contexts(self._certificate.authority, self._certificate.chain)
+                self._made_at = time.monotonic()
+
+    def server(self, sock: socket.socket) -> ssl.SSLSocket:
+        """Makes the handshake with whoever connected. Raises OSError."""
+        self._refresh()
+        return self._contexts[0].wrap_socket(sock, server_side=True)
+
+    def client(self, sock: socket.socket, peer: str, is_rank0: bool) -> ssl.SSLSocket:
+        """Makes the handshake with the member `peer`. Raises OSError."""
+        self._refresh()
+        host = keys.host_of(self._job, peer)
+        if self._certificate.given:
+            if not is_rank0:  # of the user's certificates, rank 0's alone must carry a known name
+                return self._contexts[2].wrap_socket(sock)
+            host = self._master_addr
+        return self._contexts[1].wrap_socket(sock, server_hostname=host)
+
+
+# ---- the end that is called
+
+
+class Acceptor:
+    """Takes the connections to this worker. Calls `accepted(peer, sockets)` for each link, from another thread."""
+
+    def __init__(self, me: Identity, tls: Tls | None, accepted: Callable[[str, Sockets], None]) -> None:
+        self._me, self._tls, self._accepted = me, tls, accepted
+        self._halves: dict[str, tuple[Direction, socket.socket]] = {}  # of links that have one connection
+        self._lock = threading.Lock()
+
+    def listen_unix(self, path: Path) -> None:
+        """Takes connections of this user's processes at the socket `path`."""
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        self._serve(unix_listener(path), "unix")
+
+    def listen_tcp(self, host: str, port: int) -> int:
+        """Takes unencrypted connections. Returns the port. Raises OSError."""
+        listener = socket.create_server((host, port), backlog=1024)
+        self._serve(listener, "tcp")
+        return int(listener.getsockname()[1])
+
+    def listen_tunnel(self, tunnel: TunnelClient) -> None:
+        """Takes the connections that the rank's tunnel hands over."""
+        receiver = tunnel.receive_forever(places.wire(self._me.generation))
+
+        def receive() -> None:
+            while True:
+                try:
+                    message, files, _, _ = socket.recv_fds(receiver, 16, 4)
+                except OSError:
+                    return
+                if not message:
+                    return  # the tunnel has ended, and with it this rank
+                for file in files:
+                    self._begin(socket.socket(fileno=file), "tls")
+
+        threading.Thread(target=receive, name="wire tunnel", daemon=True).start()
+
+    def _serve(self, listener: socket.socket, kind: Literal["unix", "tcp"]) -> None:
+        def accept() -> None:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except OSError:  # it has gone, or no file is left
+                    time.sleep(RETRY_SECONDS)
+                    continue
+                if kind == "unix" and not same_user(sock):
+                    sock.close()
+                else:
+                    self._begin(sock, kind)
+
+        threading.Thread(target=accept, name=f"wire {kind}", daemon=True).start()
+
+    def _begin(self, sock: socket.socket, kind: Literal["unix", "tcp", "tls"]) -> None:
+        threading.Thread(target=self._greet, args=(sock, kind), name="wire hello", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, kind: Literal["unix", "tcp", "tls"]) -> None:
+        try:
+            sock.settimeout(HELLO_SECONDS)
+            if kind == "unix":
+                _widen(sock)
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                set_keepalive(sock, self._me.lease)
+            if kind == "tls":
+                assert self._tls is not None
+                sock = self._tls.server(sock)
+            received = _receive(sock)
+            hello = Hello(**received)
+            if problem := self._problem(hello):
+                _send(sock, {"problem": problem})
+                sock.close()
+                return
+            pid = _reads(sock, received) if kind == "unix" else 0
+            _send(sock, {"reads": bool(pid), **(_probe() if kind == "unix" else {})})
+            read_by_peer = bool(_receive(sock)["reads"]) if kind == "unix" else False
+            sock.settimeout(None)
+            self._complete(hello, sock, pid, read_by_peer)
+        except (OSError, ValueError, TypeError, KeyError, PeerLostError) as error:
+            sock.close()
+            telemetry.log().info("a connection to this worker failed", problem=str(error) or type(error).__name__)
+
+    def _problem(self, hello: Hello) -> str:
+        me = self._me
+        if hello.callee != me.name or hello.job != me.job:
+            return f"this is {me.name} of {me.job}"
+        if hello.generation != me.generation:
+            return f"this is generation {me.generation}"
+        return ""
+
+    def _complete(self, hello: Hello, sock: socket.socket, pid: int, read_by_peer: bool) -> None:
+        if hello.direction == "both":
+            self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer))
+            return
+        with self._lock:
+            other = self._halves.pop(hello.link, None)
+            if other is None:
+                self._halves[hello.link] = hello.direction, sock
+                return
+        ends = {hello.direction: sock, other[0]: other[1]}
+        if set(ends) == {"out", "back"}:
+            self._accepted(hello.caller, Sockets(outgoing=ends["back"], incoming=ends["out"]))
+
+
+# ---- the end that calls
+
+
+class Dialer:
+    """Connects to peers, whose `addresses` become known when the generation meets. `rank0` is rank 0's name. Without
+    `tls`, connections between machines are unencrypted; with `always_tls`, those of one machine are not made by Unix
+    sockets."""
+
+    def __init__(
+        self,
+        me: Identity,
+        tls: Tls | None,
+        tunnel: Callable[[], TunnelClient] | None,
+        *,
+        rank0: str,
+        always_tls: bool,
+        seconds: float,
+    ) -> None:
+        self._me, self._tls, self._tunnel = me, tls, tunnel
+        self._rank0, self._always_tls, self._seconds = rank0, always_tls, seconds
+        self.addresses: dict[str, Address] = {}
+        self._machine = machine_id()
+
+    def open(self, peer: str) -> Sockets:
+        """See `Connector.open`. It takes CONNECT_TIMEOUT at most."""
+        end, address = time.monotonic() + self._seconds, self.addresses.get(peer)
+        if address is None:
+            raise PeerLostError(f"{peer} does not answer: it is no member of generation {self._me.generation}")
+        if address.path and address.machine == self._machine and not self._always_tls and Path(address.path).exists():
+            with contextlib.suppress(OSError, ValueError):  # another container's, by the same name
+                return self._open_unix(address)
+        while True:
+            try:
+                return self._open_pair(address, end) if self._tls else self._open_tcp(address, end)
+            except (OSError, ValueError, PeerLostError) as error:
+                if time.monotonic() + RETRY_SECONDS > end:
+                    place = f"{address.host}:{address.port}"
+                    raise PeerLostError(f"{peer} at {place} cannot be reached: {error}") from error
+            time.sleep(RETRY_SECONDS)  # another process's port has no event for becoming open
+
+    def _open_unix(self, address: Address) -> Sockets:
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(HELLO_SECONDS)
+            _widen(sock)
+            sock.connect(address.path)
+            if not same_user(sock):
+                raise ConnectionError("another user's socket")
+            answer = self._greet(sock, address.name, "both", secrets.token_hex(8), **_probe())
+            pid = _reads(sock, answer)
+            _send(sock, {"reads": bool(pid)})
+            sock.settimeout(None)
+            undo.pop_all()
+        return Sockets(sock, sock, pid, bool(answer["reads"]))
+
+    def _open_tcp(self, address: Address, end: float) -> Sockets:
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(connect((address.host, address.port), end))
+            self._prepare(sock)
+            self._greet(sock, address.name, "both", secrets.token_hex(8))
+            sock.settimeout(None)
+            undo.pop_all()
+        return Sockets(sock, sock)
+
+    def _open_pair(self, address: Address, end: float) -> Sockets:
+        link = secrets.token_hex(8)
+        with contextlib.ExitStack() as undo:
+            outgoing = undo.enter_context(self._open_tls(address, "out", link, end))
+            incoming = undo.enter_context(self._open_tls(address, "back", link, end))
+            undo.pop_all()
+        return Sockets(outgoing, incoming)
+
+    def _open_tls(self, address: Address, direction: Direction, link: str, end: float) -> ssl.SSLSocket:
+        assert self._tls is not None
+        assert self._tunnel is not None
+        service, left = places.wire(self._me.generation), max(0.1, end - time.monotonic())
+        with contextlib.closing(self._tunnel()) as tunnel:
+            ticket = tunnel.ticket(address.name, address.host, address.port, service, left)
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(connect((address.host, address.port), end))
+            self._prepare(sock)
+            sock.sendall(preamble(ticket))
+            secured = undo.enter_context(self._tls.client(sock, address.name, address.name == self._rank0))
+            self._greet(secured, address.name, direction, link)
+            secured.settimeout(None)
+            undo.pop_all()
+        return secured
+
+    def _prepare(self, sock: socket.socket) -> None:
+        sock.settimeout(HELLO_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_keepalive(sock, self._me.lease)
+
+    def _greet(self, sock: socket.socket, callee: str, direction: Direction, link: str, **probe: Any) -> dict[str, Any]:
+        me = self._me
+        _send(sock, Hello(me.name, callee, me.job, me.generation, link, direction, **probe)._asdict())
+        answer = _receive(sock)
+        if "problem" in answer:
+            raise ConnectionError(str(answer["problem"]))
+        return answer

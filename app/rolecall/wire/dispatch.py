@@ -1,0 +1,265 @@
+"""Runs the calls that arrive: in the thread that read them, in the main thread, or in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from rolecall.declare import loader
+from rolecall.declare.remote import MARK, Remote, find
+from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
+from rolecall.wire import tracing
+from rolecall.wire.codec import decode, encode
+from rolecall.wire.frames import Frame, Kind
+from rolecall.wire.link import COUNT, Link
+from rolecall.wire.messages import Failure, Request, pickled
+
+MAX_RUNNING = 64  # calls that run at a time; further ones wait
+STREAM_CREDITS = 16  # items of a stream that may be on their way
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that arrived and has not ended. `expires` is in monotonic seconds."""
+
+    link: Link
+    number: int
+    request: Request
+    expires: float
+    cancelled: bool = False
+    future: concurrent.futures.Future[Any] | None = None  # of an async method, or that the method has returned
+    credits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(STREAM_CREDITS))
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for its answer any more."""
+        return self.cancelled or self.link.ended or time.monotonic() > self.expires
+
+    def cancel(self) -> None:
+        """The caller does not wait any more."""
+        self.cancelled = True
+        self.credits.release()
+        if self.future:
+            self.future.cancel()
+
+
+class Dispatcher:
+    """Runs calls of `internals`, this worker's own services, and of the role's object once `serve` has named it. `me`
+    is this member's name."""
+
+    def __init__(self, me: str, internals: object) -> None:
+        self._me, self._internals = me, internals
+        self._target: object | None = None
+        self._refusal = ""  # why there is no target
+        self._early: list[Call] = []  # that arrived before the target was there
+        self._turns: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: dict[tuple[Link, int], Call] = {}
+        self._lock = threading.Lock()
+        self._running, self._waiting = 0, deque[Call]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---- what is called
+
+    def serve(self, target: object | None, refusal: str = "") -> None:
+        """Calls go to `target` from now on; without one they are refused with the text `refusal`."""
+        with self._lock:
+            self._target, self._refusal = target, refusal
+            early, self._early = self._early, []
+        for call in early:
+            threading.Thread(target=self._run, args=(call,), daemon=True).start()
+
+    def serve_turns(self) -> NoReturn:
+        """Runs calls of methods with `turn`, as they come."""
+        while True:
+            self._call(self._turns.get())  # bounded by the supervisor, which ends this process
+
+    # ---- what arrives
+
+    def received(self, link: Link, frame: Frame) -> None:
+        """A request arrived. Returns once it has run, or waits somewhere."""
+        link.release(frame)
+        if frame.excess:
+            text = f"a message of {frame.excess} bytes is over MAX_MESSAGE_BYTES of {self._me}; send it in parts"
+            self._fail(link, frame.call, Failure(UsageError.__name__, text))
+            return
+        try:
+            request = Request(*decode(frame.body, frame.buffers))
+        except Exception as error:  # whatever unpickling the arguments raises
+            self._fail(link, frame.call, self._failure(error))
+            return
+        expires = time.monotonic() + request.seconds if request.seconds else float("inf")
+        call = Call(link, frame.call, request, expires)
+        self._calls[link, frame.call] = call
+        with self._lock:
+            if self._running >= MAX_RUNNING and not request.internal:
+                self._waiting.append(call)
+                return
+            self._running += 1
+        next_call: Call | None = call
+        while next_call:
+            self._run(next_call)
+            with self._lock:
+                next_call = self._waiting.popleft() if self._waiting else None
+                if next_call is None:
+                    self._running -= 1
+
+    def cancel(self, link: Link, number: int) -> None:
+        """The caller has given a call up."""
+        if call := self._calls.pop((link, number), None):
+            call.cancel()
+
+    def credit(self, link: Link, frame: Frame) -> None:
+        """The caller takes further items of a stream."""
+        if call := self._calls.get((link, frame.call)):
+            call.credits.release(COUNT.unpack(frame.body)[0])
+
+    def closed(self, link: Link) -> None:
+        """A link has ended, and with it the calls that came by it."""
+        for place in [place for place in list(self._calls) if place[0] is link]:
+            self.cancel(*place)
+
+    # ---- running
+
+    def _run(self, call: Call) -> None:
+        request = call.request
+        target: object | None = self._internals
+        if not request.internal:
+            with self._lock:
+                target = self._target
+                if target is None and not self._refusal:
+                    self._early.append(call)
+                    return
+        method = None if target is None else find(target, request.method)
+        if method is None:
+            of = self._refusal or f"{type(target).__name__} has no method of that name marked by @remote"
+            self._end(call, Failure(UsageError.__name__, f"{request.method} cannot be called at {self._me}: {of}"))
+            return
+        mark: Remote = getattr(method, MARK)
+        if mark.turn:
+            self._turns.put(call)
+        elif mark.stream:
+            self._stream(call, method)
+        elif inspect.iscoroutinefunction(method):
+            self._submit(call, method)
+        else:
+            self._call(call, method)
+
+    def _call(self, call: Call, method: Callable[..., Any] | None = None) -> None:
+        if call.given_up:
+            self._calls.pop((call.link, call.number), None)
+            return
+        request = call.request
+        method = method or find(self._target, request.method)
+        assert method is not None
+        try:
+            with tracing.serving(request) as span:
+                value = method(*request.args, **request.kwargs)
+                if isinstance(value, concurrent.futures.Future):
+                    span.returned()
+        except Exception as error:
+            self._end(call, self._failure(error))
+            return
+        if isinstance(value, concurrent.futures.Future):
+            self._answer_later(call, value, span)
+        else:
+            span.end()
+            self._answer(call, value)
+
+    def _submit(self, call: Call, method: Callable[..., Any]) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="remote async", daemon=True).start()
+
+        async def run() -> Any:
+            with tracing.serving(call.request) as span:
+                try:
+                    return await method(*call.request.args, **call.request.kwargs)
+                finally:
+                    span.end()
+
+        self._answer_later(call, asyncio.run_coroutine_threadsafe(run(), self._loop), tracing.NO_SPAN)
+
+    def _answer_later(
+        self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan | tracing.NoSpan
+    ) -> None:
+        call.future = future
+        if call.cancelled:
+            future.cancel()
+
+        def done(_: concurrent.futures.Future[Any]) -> None:
+            if future.cancelled():
+                span.end()
+                self._end(call, Failure("RemoteError", f"{self._me}: {call.request.method} was cancelled"))
+                return
+            error = future.exception()
+            span.end(error)
+            if error is None:
+                self._answer(call, future.result())
+            else:
+                self._end(call, self._failure(error))
+
+        future.add_done_callback(done)
+
+    def _stream(self, call: Call, method: Callable[..., Iterator[Any]]) -> None:
+        request = call.request
+        try:
+            with tracing.serving(request) as span:
+                items = method(*request.args, **request.kwargs)
+                try:
+                    for item in items:
+                        call.credits.acquire()  # bounded by the link, and by the reader's cancel
+                        if call.cancelled or call.link.ended:
+                            return
+                        call.link.send(Kind.ITEM, call.number, encode(item))
+                finally:
+                    items.close()  # type: ignore[attr-defined]
+                    span.end()
+        except OSError as error:
+            if call.link.ended:
+                return
+            self._end(call, self._failure(error))
+        except Exception as error:
+            self._end(call, self._failure(error))
+        else:
+            self._answer(call, None)
+
+    # ---- answering
+
+    def _answer(self, call: Call, value: Any) -> None:
+        if self._calls.pop((call.link, call.number), None) is None:
+            return  # nobody waits
+        try:
+            content = encode(value)
+        except Exception as error:  # whatever pickling the answer raises
+            self._fail(call.link, call.number, self._failure(error))
+            return
+        try:
+            call.link.send(Kind.ANSWER, call.number, content)
+        except OSError as error:
+            call.link.close(str(error))
+
+    def _end(self, call: Call, failure: Failure) -> None:
+        if self._calls.pop((call.link, call.number), None):
+            self._fail(call.link, call.number, failure)
+
+    @staticmethod
+    def _fail(link: Link, number: int, failure: Failure) -> None:
+        try:
+            link.send(Kind.FAILURE, number, encode(tuple(failure)))
+        except OSError as error:
+            link.close(str(error))
+
+    def _failure(self, error: BaseException) -> Failure:
+        what = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        kind = type(error).__name__ if isinstance(error, PeerLostError | CallTimeoutError) else "RemoteError"
+        return Failure(kind, f"{self._me} raised {what}", loader.users_traceback(error), pickled(error))

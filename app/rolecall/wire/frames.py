@@ -1,0 +1,221 @@
+"""Frames of a connection between two workers: a header, a pickle, and its large buffers.
+
+A header is kind, flags, number of buffers, bytes of the pickle, and number of the call; then each buffer's bytes and,
+if the receiver is to read it from the sender's memory, its address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rolecall.wire import memory
+from rolecall.wire.codec import Encoded
+from rolecall.wire.memory import Region
+
+HEAD = struct.Struct("!BBHIQ")
+SIZE, REGION = struct.Struct("!Q"), struct.Struct("!QQ")
+IN_MEMORY = 1  # flag: the buffers are in the sender's memory
+RECEIVE_BYTES = 256 * 1024  # of a connection's buffer
+JOIN_BYTES = 64 * 1024  # a smaller frame is sent by one system call
+MAX_BUFFERS = 1024  # that one sendmsg takes
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1
+    ANSWER = 2
+    FAILURE = 3
+    ITEM = 4  # of a stream
+    CREDIT = 5  # for as many further items as the number in its body
+    CANCEL = 6
+    RELEASED = 7  # the receiver has read the buffers; the body is the kind of their frame
+
+
+class Frame(NamedTuple):
+    """A frame that was received. `excess` is the size of a message that is too large, of which nothing was kept."""
+
+    kind: int
+    call: int
+    body: bytes
+    buffers: Sequence[np.ndarray | bytearray]
+    in_memory: bool = False
+    excess: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its contents."""
+        return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+
+class FrameError(ConnectionError):
+    """What arrived is no frame."""
+
+
+class FrameReader:
+    """Reads frames from `sock`, of at most `limit` bytes each; buffers in memory are those of the process `pid`. One
+    thread at a time."""
+
+    def __init__(self, sock: socket.socket, limit: int, pid: int = 0) -> None:
+        self._sock, self._limit, self._pid = sock, limit, pid
+        self._buffer = bytearray(RECEIVE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # of what has arrived and was not read
+
+    def next(self) -> Frame:
+        """The next frame. Raises EOFError at the end of the connection, FrameError, and OSError."""
+        self._require(HEAD.size)
+        kind, flags, count, length, call = HEAD.unpack_from(self._buffer, self._start)
+        self._start += HEAD.size
+        if kind not in _KINDS or flags & ~IN_MEMORY:
+            raise FrameError(f"a frame of kind {kind} and flags {flags}")
+        in_memory = bool(flags)
+        regions = self._regions(count, in_memory)
+        total = length + sum(region.nbytes for region in regions)
+        if total > self._limit:
+            self._skip(length if in_memory else total)
+            return Frame(kind, call, b"", (), in_memory, total)
+        body = self._bytes(length)
+        if in_memory:
+            return Frame(kind, call, body, [memory.read(self._pid, region) for region in regions], True)
+        return Frame(kind, call, body, [self._large(region.nbytes) for region in regions])
+
+    @property
+    def pending(self) -> bool:
+        """Whether another frame has begun to arrive."""
+        return self._end - self._start >= HEAD.size
+
+    def _regions(self, count: int, in_memory: bool) -> list[Region]:
+        if not count:
+            return []
+        if in_memory and not self._pid:
+            raise FrameError("a frame in memory that this process cannot read")
+        entry = REGION if in_memory else SIZE
+        table = self._bytes(count * entry.size)
+        if in_memory:
+            return [Region(*entry_) for entry_ in REGION.iter_unpack(table)]
+        return [Region(0, size) for (size,) in SIZE.iter_unpack(table)]
+
+    def _require(self, count: int) -> None:
+        """Waits until `count` bytes, less than the buffer has, are there."""
+        if self._end - self._start >= count:
+            return
+        if self._start:
+            left = self._end - self._start
+            self._view[:left] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, left
+        while self._end < count:
+            arrived = self._sock.recv_into(self._view[self._end :])
+            if not arrived:
+                raise EOFError("the connection has ended")
+            self._end += arrived
+
+    def _bytes(self, count: int) -> bytes:
+        if count <= RECEIVE_BYTES:
+            self._require(count)
+            self._start += count
+            return bytes(self._view[self._start - count : self._start])
+        return bytes(self._large(count))
+
+    def _large(self, count: int) -> bytearray | np.ndarray:
+        """The next `count` bytes, in memory of their own."""
+        if count <= JOIN_BYTES:
+            return bytearray(self._bytes(count))
+        target = np.empty(count, np.uint8)  # unlike a bytearray, not cleared first
+        view, here = memoryview(target), min(count, self._end - self._start)
+        view[:here] = self._view[self._start : self._start + here]
+        self._start += here
+        while here < count:
+            arrived = self._sock.recv_into(view[here:])
+            if not arrived:
+                raise EOFError("the connection has ended within a frame")
+            here += arrived
+        return target
+
+    def _skip(self, count: int) -> None:
+        while count:
+            part = min(count, RECEIVE_BYTES // 2)
+            self._require(part)
+            self._start += part
+            count -= part
+
+
+_KINDS = frozenset(Kind)
+
+
+class FrameWriter:
+    """Writes frames to `sock`, from several threads. With `in_memory`, the peer reads large messages' buffers from
+    this process's memory."""
+
+    def __init__(self, sock: socket.socket, in_memory: bool = False) -> None:
+        self._sock, self._in_memory, self._lock = sock, in_memory, threading.Lock()
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._held: dict[tuple[int, int], threading.Event] = {}  # frames whose buffers the peer has not read
+        self._closed = False
+
+    def send(self, kind: Kind, call: int, content: Encoded) -> None:
+        """Sends a frame. Its buffers may change once this returns: they are sent, or the peer has read them. Raises
+        OSError, and ConnectionError if the connection is closed meanwhile."""
+        body, buffers = content
+        size = sum(buffer.nbytes for buffer in buffers)
+        if self._in_memory and size >= memory.MIN_BYTES:
+            self._send_in_memory(kind, call, content)
+            return
+        head = HEAD.pack(kind, 0, len(buffers), len(body), call) + b"".join(SIZE.pack(one.nbytes) for one in buffers)
+        if len(body) + size <= JOIN_BYTES:
+            data = b"".join((head, body, *buffers))
+            with self._lock:
+                self._sock.sendall(data)
+            return
+        parts = [memoryview(head + body), *buffers] if len(body) <= JOIN_BYTES else [head, body, *buffers]
+        with self._lock:
+            self._send_parts([memoryview(part) for part in parts])
+
+    def _send_parts(self, parts: list[memoryview]) -> None:
+        if self._tls:  # which has no sendmsg; a part is encrypted and sent as a whole
+            for part in parts:
+                self._sock.sendall(part)
+            return
+        while parts:
+            sent = self._sock.sendmsg(parts[:MAX_BUFFERS])
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts.pop(0).nbytes
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def _send_in_memory(self, kind: Kind, call: int, content: Encoded) -> None:
+        body, buffers = content
+        table = b"".join(REGION.pack(memory.address_of(buffer), buffer.nbytes) for buffer in buffers)
+        read = self._held[kind, call] = threading.Event()
+        try:
+            with self._lock:
+                self._sock.sendall(HEAD.pack(kind, IN_MEMORY, len(buffers), len(body), call) + table + body)
+            if self._closed:
+                raise ConnectionError("the connection was closed")
+            read.wait()  # bounded by the connection, which ends with the peer
+        finally:
+            del self._held[kind, call]
+        if self._closed:
+            raise ConnectionError("the connection was closed")
+
+    def released(self, kind: int, call: int) -> None:
+        """The peer has read the buffers of a frame."""
+        if read := self._held.get((kind, call)):
+            read.set()
+
+    def close(self) -> None:
+        """Ends the waits for the peer."""
+        self._closed = True
+        for read in list(self._held.values()):
+            read.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not TLS's own, which another thread may be in

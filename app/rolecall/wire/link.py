@@ -1,0 +1,157 @@
+"""A link to a peer, made by the one that calls: frames go out by one socket and come in by another.
+
+A TLS object cannot be read and written at the same time, so each of its two connections is used in one direction. A
+socket of this machine is used in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rolecall.wire.codec import Encoded
+from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
+
+MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests without an answer; a larger one goes alone
+MAX_IN_FLIGHT = 4096  # requests without an answer
+SPARE_THREADS = 2  # that wait to read; further ones end
+COUNT = struct.Struct("!Q")
+
+
+class Sockets(NamedTuple):
+    """What a link is made of: a socket to write to, one to read from, which may be the same, the peer's process if its
+    memory can be read, and whether it can read this one's."""
+
+    outgoing: socket.socket
+    incoming: socket.socket
+    pid: int = 0
+    read_by_peer: bool = False
+
+
+class Link:
+    """A link to the worker `peer`. `received(link, frame)` is called in a thread that may block: another one reads on
+    meanwhile. `quick(link, frame)` is called before, and returns True for a frame that it has dealt with at once.
+    `closed(link, problem)` is called once.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        sockets: Sockets,
+        *,
+        limit: int,
+        quick: Callable[[Link, Frame], bool],
+        received: Callable[[Link, Frame], None],
+        closed: Callable[[Link, str], None],
+    ) -> None:
+        self.peer, self.problem = peer, ""
+        self._sockets = sockets
+        self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
+        self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
+        self._quick, self._received, self._closed = quick, received, closed
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._spare, self._ended = 0, False
+        self._bytes = self.in_flight = 0
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._add_thread()
+
+    # ---- sending
+
+    def send(self, kind: Kind, call: int, content: Encoded) -> None:
+        """Sends a frame; see `FrameWriter.send`."""
+        self._writer.send(kind, call, content)
+
+    def send_count(self, kind: Kind, call: int, count: int) -> None:
+        """Sends a frame with a number."""
+        self._writer.send(kind, call, Encoded(COUNT.pack(count), []))
+
+    def take_room(self, nbytes: int, seconds: float | None) -> bool:
+        """Waits until a request of `nbytes` may be in flight. Returns False after `seconds`."""
+        with self._lock:
+            if self.in_flight and (self._bytes + nbytes > MAX_IN_FLIGHT_BYTES or self.in_flight >= MAX_IN_FLIGHT):
+                fits = self._room.wait_for(
+                    lambda: (
+                        self._ended
+                        or not self.in_flight
+                        or (self._bytes + nbytes <= MAX_IN_FLIGHT_BYTES and self.in_flight < MAX_IN_FLIGHT)
+                    ),
+                    seconds,
+                )
+                if not fits:
+                    return False
+            self._bytes += nbytes
+            self.in_flight += 1
+            return True
+
+    def return_room(self, nbytes: int) -> None:
+        """A request of `nbytes` has ended."""
+        with self._lock:
+            self._bytes -= nbytes
+            self.in_flight -= 1
+            self._room.notify()
+
+    # ---- receiving
+
+    def _add_thread(self) -> None:
+        self._spare += 1
+        threading.Thread(target=self._run, name=f"wire {self.peer}", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._reading:
+                frame = self._next()
+                with self._lock:
+                    self._spare -= 1
+                    if frame is not None and not self._spare:
+                        self._add_thread()
+            if frame is None:
+                return
+            self._received(self, frame)
+            with self._lock:
+                if self._spare >= SPARE_THREADS:
+                    return
+                self._spare += 1
+
+    def _next(self) -> Frame | None:
+        """The next frame that may take time; None after the end."""
+        try:
+            while not self._ended:
+                frame = self._reader.next()
+                if frame.kind == Kind.RELEASED:
+                    self._writer.released(COUNT.unpack(frame.body)[0], frame.call)
+                elif frame.in_memory or not self._quick(self, frame):
+                    return frame
+        except (OSError, EOFError, ValueError, struct.error) as error:
+            self.close(str(error) or type(error).__name__)
+        return None
+
+    def release(self, frame: Frame) -> None:
+        """Tells the peer that a frame's buffers were read from its memory."""
+        if frame.in_memory:
+            with contextlib.suppress(OSError):  # the reader finds out
+                self.send_count(Kind.RELEASED, frame.call, frame.kind)
+
+    def close(self, problem: str) -> None:
+        """Closes the link: who waits for it goes on."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended, self.problem = True, problem
+            self._room.notify_all()
+        self._writer.close()
+        for sock in {self._sockets.outgoing, self._sockets.incoming}:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        self._closed(self, problem)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is closed."""
+        return self._ended

@@ -1,0 +1,79 @@
+"""What frames carry: requests, and what a method raised. They travel as plain tuples, which decode to these."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+from rolecall.errors import CallError, CallTimeoutError, PeerLostError, RemoteError, RemoteTraceback, UsageError
+
+MAX_ERROR_BYTES = 64 * 1024  # of a pickled exception
+Carrier = dict[str, str]  # a context, written by OpenTelemetry's propagators
+KINDS: dict[str, type[CallError]] = {kind.__name__: kind for kind in (PeerLostError, CallTimeoutError, RemoteError)}
+
+
+class Deadline(float):
+    """A call's deadline in seconds, 0 for none; `setting` names the setting that it comes from."""
+
+    setting: str
+
+    def __new__(cls, seconds: float, setting: str = "") -> Deadline:
+        """A deadline of `seconds`."""
+        self = super().__new__(cls, seconds)
+        self.setting = setting
+        return self
+
+
+class TraceHeader(NamedTuple):
+    """The caller's span, for the callee's: empty texts while the caller records nothing."""
+
+    span: str = ""
+    trace: str = ""
+    caller: str = ""
+    carrier: Carrier | None = None
+
+
+class Request(NamedTuple):
+    """A call of `method` of the callee's role; of its worker's own services, if it is `internal`. It is given up after
+    `seconds`, unless they are 0."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seconds: float
+    internal: bool = False
+    trace: tuple[str, str, str, Carrier | None] | None = None
+
+
+class Failure(NamedTuple):
+    """What a call ended with at the callee: the error's kind, if it is one of KINDS, its text in a line, its traceback,
+    and itself, if it can be pickled."""
+
+    kind: str
+    text: str
+    traceback: str = ""
+    pickled: bytes = b""
+
+    def error(self) -> CallError | UsageError:
+        """The error to raise at the caller, with its cause."""
+        if self.kind == UsageError.__name__:
+            return UsageError(self.text)
+        error = KINDS.get(self.kind, RemoteError)(self.text)
+        error.__cause__ = RemoteTraceback(self.traceback)
+        if self.pickled:
+            try:
+                raised = pickle.loads(self.pickled)
+            except Exception:  # a class that is unknown here, or has a constructor of its own
+                return error
+            if isinstance(raised, Exception):
+                raised.__cause__, error.__cause__ = error.__cause__, raised
+        return error
+
+
+def pickled(error: BaseException) -> bytes:
+    """An exception without its traceback; nothing if it cannot be pickled."""
+    try:
+        body = pickle.dumps(error)
+    except Exception:  # of any kind
+        return b""
+    return body if len(body) <= MAX_ERROR_BYTES else b""

@@ -43,7 +43,7 @@ class Calls:
     # ---- to one peer
 
     @overload
-    def call(
+    def call(  # type: ignore[overload-overlap]  # the last one takes what the others leave
         self, to: Peer | str, method: Callable[Concatenate[Any, P], Iterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[T]: ...
     @overload
@@ -239,7 +239,7 @@ class Calls:
         return answer
 
     def _role_of(self, method: Callable[..., Any]) -> str:
-        """The role whose class has `method`. Raises UsageError if there is none, or several and no option says which."""
+        """The role whose class has `method`. Raises UsageError if none has, or several do and no option says which."""
         job = self._group.job
         if self._role or job is None:
             if job is not None and self._role not in {role.name for role in job.roles}:

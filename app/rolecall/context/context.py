@@ -146,9 +146,11 @@ class Context(Generic[S]):
         return self.group.call_each(role, *args, timeout=timeout, lost=lost)
 
     def call_any(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Calls.call_any`."""
         return self.calls.call_any(method, *args, **kwargs)
 
     def options(self, **options: Any) -> Calls:
+        """See `Calls.options`."""
         return self.calls.options(**options)
 
     def call_all(self, role: Any, *args: Any, timeout: float = -1.0, lost: Lost | None = None, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ class Context(Generic[S]):
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
         if calls and isinstance(calls[0], Future):
             return wait_all(calls)
-        return self.group.functions.wait_all(calls)
+        return list(self.group.functions.wait_all(calls))
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is
@@ -178,8 +180,9 @@ class Context(Generic[S]):
         self.torch.join_group(role, timeout)
 
     def reference(self, to: Peer | str) -> Any:
-        """A torch RRef of the role's object at the peer `to`, for distributed autograd: `reference.rpc_async().embed(x)`
-        calls its method `embed` over torch's RPC, marked as remote or not. Only in a job with `torch_rpc`."""
+        """A torch RRef of the role's object at the peer `to`, for distributed autograd:
+        `reference.rpc_async().embed(x)` calls its method `embed` over torch's RPC, marked as remote or not. Only in a
+        job with `torch_rpc`."""
         return self.torch.reference(to)
 
     def serve(self, target: object) -> None:

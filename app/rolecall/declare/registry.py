@@ -16,7 +16,7 @@ from typing import Any, cast
 from rolecall import config
 from rolecall.config import Settings
 from rolecall.declare import loader, sources
-from rolecall.declare.spec import MOST, Function, Job
+from rolecall.declare.spec import MOST, Function, Job, Role
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import RoleSpec
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -160,12 +160,13 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
 
 def _run(context: Context[Any], role: Role) -> Any:
     """Makes the role's object, if it is a class, and serves its calls; runs it. Returns what that returns."""
-    run, dispatcher = registry.resolve(role.run) if role.run else None, context.group.dispatcher
+    run: Any = registry.resolve(role.run) if role.run else None
+    dispatcher = context.group.dispatcher
     if not inspect.isclass(run):
         if dispatcher:
             dispatcher.serve(None, f"role {role.name} has no class, and so no methods")
         return run(context) if run else None
-    target = run(context)
+    target: Any = cast(Any, run)(context)
     context.serve(target)
     if not hasattr(run, "run"):
         context.watchdog.ready()

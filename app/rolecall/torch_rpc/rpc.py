@@ -38,7 +38,7 @@ from rolecall.torch_rpc.failures import Answer, first_line
 from rolecall.torch_rpc.reach import TunnelStore
 from rolecall.torch_rpc.store import local_address, open_store
 from rolecall.tunnel.client import TunnelClient
-from rolecall.wire.messages import Deadline
+from rolecall.wire.messages import Deadline, Request
 
 T = TypeVar("T")
 _threads = threading.local()
@@ -100,7 +100,6 @@ def connect(context: Context[Any], directory: Path, tunnel: Path | None = None) 
             _connect_calls(context, directory, open_tunnel, host)
         else:
             context.torch.store()
-    rpc._set_rpc_timeout(settings.rpc_timeout)  # type: ignore[attr-defined]
     context.metrics.rpc_connect_seconds.set(timer.seconds)
 
 
@@ -159,10 +158,12 @@ class Torch:
         """Starts torch's RPC at all members at once."""
         with _meeting(self._context):
             agent.start(self._context, self.store(port=store_port))
+            rpc._set_rpc_timeout(self._context.settings.rpc_timeout)  # type: ignore[attr-defined]
 
     def reference(self, to: Peer | str) -> rpc.RRef[Any]:
         """See `Context.reference`."""
-        return rpc.remote(to if isinstance(to, str) else to.name, _role_object)
+        name = to if isinstance(to, str) else to.name
+        return rpc.remote(name, _role_object)  # type: ignore[no-any-return]
 
     def join_group(self, role: str, timeout: float) -> None:
         """See `Context.join_group`."""

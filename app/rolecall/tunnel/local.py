@@ -55,9 +55,10 @@ class LocalListener:
 
 class LocalServer:
     """Serves `listener`. Calls `announced(service, port)`, with None once the service ends,
-    `reach(destination, port, connection)` for each connection to a port that leads to a peer, `receive(service, client)`
-    for a worker that takes the connections to a service itself, and `ticket(destination, answer)` for one that asks for
-    a ticket; `certificate()` is the answer to a request for the rank's certificate."""
+    `reach(destination, port, connection)` for each connection to a port that leads to a peer,
+    `receive(service, client)` for a worker that takes the connections to a service itself, and
+    `ticket(destination, answer)` for one that asks for a ticket; `certificate()` is the answer to a request for the
+    rank's certificate."""
 
     def __init__(
         self,

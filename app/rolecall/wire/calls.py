@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
 from rolecall.wire import late
@@ -367,6 +367,6 @@ class Wire:
         if frame.kind == Kind.ITEM and call.items is not None:
             call.items.put((value, error, False))
         elif frame.kind == Kind.FAILURE and error is None:
-            self._finish(call, None, Failure(*value).error())
+            self._finish(call, None, Failure(*cast(tuple[Any, ...], value)).error())
         else:
             self._finish(call, value, error, frame.nbytes)

@@ -76,7 +76,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
         pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
         data = pinned.copy_(data)  # waits for the copy
     flat = data.contiguous().view(-1).view(torch.uint8)
-    return _rebuild, (pickle.PickleBuffer(flat.numpy()), data.dtype, tuple(data.shape), grad, on_gpu)
+    return _rebuild, (pickle.PickleBuffer(flat.numpy().data), data.dtype, tuple(data.shape), grad, on_gpu)
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

@@ -189,9 +189,7 @@ class Dispatcher:
 
         self._answer_later(call, asyncio.run_coroutine_threadsafe(run(), self._loop), tracing.NO_SPAN)
 
-    def _answer_later(
-        self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan | tracing.NoSpan
-    ) -> None:
+    def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan) -> None:
         call.future = future
         if call.cancelled:
             future.cancel()

@@ -54,7 +54,7 @@ class Frame(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its contents."""
-        return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        return len(self.body) + sum(len(buffer) for buffer in self.buffers)
 
 
 class FrameError(ConnectionError):
@@ -131,7 +131,7 @@ class FrameReader:
         if count <= JOIN_BYTES:
             return bytearray(self._bytes(count))
         target = np.empty(count, np.uint8)  # unlike a bytearray, not cleared first
-        view, here = memoryview(target), min(count, self._end - self._start)
+        view, here = memoryview(target.data), min(count, self._end - self._start)
         view[:here] = self._view[self._start : self._start + here]
         self._start += here
         while here < count:
@@ -176,9 +176,13 @@ class FrameWriter:
             with self._lock:
                 self._sock.sendall(data)
             return
-        parts = [memoryview(head + body), *buffers] if len(body) <= JOIN_BYTES else [head, body, *buffers]
+        parts = (
+            [memoryview(head + body), *buffers]
+            if len(body) <= JOIN_BYTES
+            else [memoryview(head), memoryview(body), *buffers]
+        )
         with self._lock:
-            self._send_parts([memoryview(part) for part in parts])
+            self._send_parts(parts)
 
     def _send_parts(self, parts: list[memoryview]) -> None:
         if self._tls:  # which has no sendmsg; a part is encrypted and sent as a whole

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from rolecall.fields import FromUser, PerRank
     from rolecall.telemetry import Metric
     from rolecall.torch_rpc.program import Program
-    from rolecall.torch_rpc.rpc import RankObject
-    from rolecall.torch_rpc.turns import in_turn
+    from rolecall.wire.future import Future, Stream
 
 __all__ = [
     "CallTimeoutError",
@@ -33,6 +32,7 @@ __all__ = [
     "Drained",
     "Exported",
     "FromUser",
+    "Future",
     "Job",
     "LoggedShare",
     "Metric",
@@ -41,7 +41,6 @@ __all__ = [
     "PerRank",
     "Program",
     "ProgramError",
-    "RankObject",
     "RemoteError",
     "Role",
     "Rows",
@@ -50,9 +49,9 @@ __all__ = [
     "Sharded",
     "Share",
     "Snapshot",
+    "Stream",
     "UsageError",
     "__version__",
-    "in_turn",
     "remote",
 ]
 
@@ -72,8 +71,7 @@ _MODULES = {
     "fields": ("FromUser", "PerRank"),
     "telemetry": ("Metric",),
     "torch_rpc.program": ("Program",),
-    "torch_rpc.rpc": ("RankObject",),
-    "torch_rpc.turns": ("in_turn",),
+    "wire.future": ("Future", "Stream"),
 }
 
 

@@ -7,6 +7,8 @@ import concurrent.futures
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
+from rolecall.record.recorder import recorder
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,13 @@ class Future(concurrent.futures.Future[T]):
         """Calls `fn(future)` once the answer is there, from another thread."""
         self.has_callbacks = True
         super().add_done_callback(fn)
+
+    def result(self, timeout: float | None = None) -> T:
+        """The answer; waits for it."""
+        if not recorder.on or self.done():
+            return super().result(timeout)
+        with recorder.span("wait"):
+            return super().result(timeout)
 
     def cancel(self) -> bool:
         """Gives the call up. Returns False if its answer is there already."""
@@ -66,10 +75,3 @@ class Stream(Generic[T]):
 
     def __del__(self) -> None:
         self._close()
-
-
-def first_error(futures: list[Future[Any]]) -> list[Any]:
-    """The results of all. As soon as one fails, raises its error."""
-    for future in concurrent.futures.as_completed(futures):
-        future.result()
-    return [future.result() for future in futures]

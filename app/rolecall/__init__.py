@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Seconds, Settings, __version__
     from rolecall.context.context import Context
+    from rolecall.context.queues import Queue
     from rolecall.declare.remote import remote
     from rolecall.declare.spec import Job, Role
     from rolecall.declare.task import Peer
@@ -41,6 +42,7 @@ __all__ = [
     "PerRank",
     "Program",
     "ProgramError",
+    "Queue",
     "RemoteError",
     "Role",
     "Rows",
@@ -63,6 +65,7 @@ _MODULES = {
     "checkpoint.shards": ("Share",),
     "config": ("Seconds", "Settings", "__version__"),
     "context.context": ("Context",),
+    "context.queues": ("Queue",),
     "declare.remote": ("remote",),
     "declare.spec": ("Job", "Role"),
     "declare.task": ("Peer",),

@@ -17,6 +17,7 @@ from rolecall.config import Settings
 from rolecall.context.calls import Calls, wait_all
 from rolecall.context.group import Group
 from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
+from rolecall.context.queues import Queue
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
 from rolecall.declare.spec import Job
@@ -124,6 +125,13 @@ class Context(Generic[S]):
     def wait_all(self, calls: list[Future[T]]) -> list[T]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
         return wait_all(calls)
+
+    def queue(self, name: str, maxsize: int, at: Peer | None = None) -> Queue[Any]:
+        """The queue `name` of at most `maxsize` items, which the member `at` owns; without it, rank 0 does. Every rank
+        that uses it names it, its size and its owner alike. Raises UsageError for another size."""
+        owner = at or self.rank0
+        items = self.group.queues.open(name, maxsize) if owner == self.me else None
+        return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is

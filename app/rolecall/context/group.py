@@ -12,6 +12,7 @@ from typing import Any
 from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.context.progress import Supervision
+from rolecall.context.queues import Queues
 from rolecall.context.transport import Transport
 from rolecall.context.watchdog import Watchdog
 from rolecall.declare.spec import Job
@@ -42,6 +43,7 @@ class Group:
         self.mapped = set[str]()  # peers that CUDA tensors can be sent to
         self.transport: Transport | None = None
         self.dispatcher: Dispatcher | None = None
+        self.queues = Queues()  # that this member owns
         self.logger = telemetry.log()
         self.supervision, self.watchdog, self.drain_ordered = supervision, watchdog, threading.Event()
         self._elastic = {role.name for role in (job.roles if job else ()) if role.elastic}

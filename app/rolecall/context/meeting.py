@@ -70,7 +70,7 @@ def meet(
     group.transport = WireTransport(
         wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout
     )
-    group.dispatcher = wire.dispatcher
+    group.dispatcher, group.queues = wire.dispatcher, services.queues
     context.metrics.rpc_connect_seconds.set(timer.seconds)
     return wire, met.store_port
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rolecall.context.progress import Progress, ProgressEvent, Supervision
+from rolecall.context.queues import Queues
 from rolecall.declare.remote import remote
 from rolecall.wire.connecting import Address
 from rolecall.wire.late import stacks_of
@@ -29,10 +30,21 @@ class Services:
         self, members: frozenset[str], supervision: Supervision, progress: Progress, open_store: Callable[[], int]
     ) -> None:
         self._members, self._supervision, self._progress = members, supervision, progress
+        self.queues = Queues()
         self._open_store, self._store_port = open_store, 0
         self._addresses: dict[str, Address] = {}
         self._met: concurrent.futures.Future[Met] = concurrent.futures.Future()
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
+
+    @remote
+    async def queue_put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
+        """See `Queues.put`."""
+        return await self.queues.put(name, maxsize, item, seconds)
+
+    @remote
+    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> tuple[Any, ...]:
+        """See `Queues.get`."""
+        return await self.queues.get(name, maxsize, seconds)
 
     @remote
     def stacks(self, method: str) -> str:

@@ -1,6 +1,6 @@
-"""What the text of a user's file tells before anything starts: calls of what is no remote method, or with arguments that
-it does not take, and values that no checkpoint could hold. It says nothing if it cannot be certain; the worker says
-the rest.
+"""What the text of a user's file tells before anything starts: calls of what is no remote method, or with arguments
+that it does not take, and values that no checkpoint could hold. It says nothing if it cannot be certain; the worker
+says the rest.
 """
 
 from __future__ import annotations

@@ -40,12 +40,13 @@ RESERVED = {
 class Role:
     """One role of a job. The first role's member 0 is rank 0, which coordinates and writes checkpoints.
 
-    `run` is a function, which is called with a `Context`, or a class, of which each member's worker makes one object with
-    its `Context`. Peers call the methods of that object which `remote` marks. If the class has a method `run(self)`, it
-    is called; once it has returned, or without one, the member serves calls only. A start waits for `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and
-    leave while the job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to
-    itself under `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once,
-    before workers are forked.
+    `run` is a function, which is called with a `Context`, or a class, of which each member's worker makes one object
+    with its `Context`. Peers call the methods of that object which `remote` marks. If the class has a method
+    `run(self)`, it is called; once it has returned, or without one, the member serves calls only. A start waits for
+    `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and leave while the
+    job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to itself under
+    `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once, before workers are
+    forked.
     """
 
     name: str

@@ -59,8 +59,7 @@ class Context(Generic[S]):
         self.settings, self.me, self.members, self.generation = settings, me, members, generation
         self.metrics, self.job, self.supervision = metrics, job, supervision or Supervision()
         self.logger = telemetry.log()
-        self.store: Any = None  # the generation's torch Store, once it is open
-        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.rpc.Torch`; `connect` sets it
+        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
         self._role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
         self.group = Group(
@@ -156,6 +155,8 @@ class Context(Generic[S]):
         """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
         made of the role's class."""
         self._role_object.set_result(target)
+        if self.me.rank:
+            self.watchdog.ready()
         if self.group.dispatcher:
             self.group.dispatcher.serve(target)
 
@@ -169,10 +170,11 @@ class Context(Generic[S]):
 
     def role_object(self) -> Any:
         """This role's object. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
+        limit = self.settings.phase_timeout
         try:
-            return self._role_object.result(self.settings.phase_timeout)
+            return self._role_object.result(limit)
         except TimeoutError:
-            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT") from None
+            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""

@@ -135,7 +135,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
         assert task.directory is not None
         connect(context, task.directory, task.tunnel)
     pipe.connected()
-    if not job.rpc or not role.run:
+    if not job.rpc:
         watchdog.ready()  # nothing else ends its loading
     summary = _run(context, role)
     if not is_rank0:
@@ -167,10 +167,7 @@ def _run(context: Context[Any], role: Role) -> Any:
         return run(context) if run else None
     target: Any = cast(Any, run)(context)
     context.serve(target)
-    if not hasattr(run, "run"):
-        context.watchdog.ready()
-        return None
-    return target.run()
+    return target.run() if hasattr(run, "run") else None
 
 
 def _seed(seed: int) -> None:

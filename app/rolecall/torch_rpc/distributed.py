@@ -36,15 +36,17 @@ def _meeting(context: Context[Any]) -> Iterator[None]:
 
 class Torch:
     """What torch.distributed does in a generation: its store, process groups, RPC. `tunnel` opens a connection to the
-    rank's tunnel; None with TLS=off. `ask_port` returns the port of the store that rank 0 has started; it starts the
+    rank's tunnel; None with TLS=off. `store` is one that is open already. `ask_port` returns the port of the store that rank 0 has started; it starts the
     store if need be.
     """
 
-    def __init__(self, context: Context[Any], tunnel: Callable[[], TunnelClient] | None) -> None:
+    def __init__(
+        self, context: Context[Any], tunnel: Callable[[], TunnelClient] | None, store: Store | None = None
+    ) -> None:
         self._context, self._tunnel = context, tunnel
         _served[:] = [context]
         self.ask_port: Callable[[], int] | None = None
-        self._store: Store | None = None
+        self._store = store
         self._lock = threading.RLock()
 
     def store(self, port: int | None = None) -> Store:
@@ -67,7 +69,7 @@ class Torch:
                     rank0=context.members[0].name,
                     port=port,
                 )
-                self._store = context.store = TunnelStore(store, reach) if reach else store
+                self._store = TunnelStore(store, reach) if reach else store
             return self._store
 
     def start_store(self) -> int:

@@ -185,9 +185,7 @@ def _shown(name: str, value: float | None) -> str:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    table = Table(
-        "medians", "TRACE=0", "TRACE=1", "1 over 0", title="The cost of traces"
-    )
+    table = Table("medians", "TRACE=0", "TRACE=1", "1 over 0", title="The cost of traces")
     for name in measured.values:
         ratios = [measured.ratio(name, "on", "off")]
         table.add_row(NAMES[name], *(_shown(name, measured.median(name, mode)) for mode in MODES),

@@ -1,4 +1,5 @@
-"""What a call costs in the caller's thread, in microseconds, without the network: `python -m bench.trace_calls MODE`."""
+"""What a call costs in the caller's thread, in microseconds, without the network:
+`python -m bench.trace_calls MODE`."""
 
 from __future__ import annotations
 

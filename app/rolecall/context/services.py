@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,7 +67,12 @@ class Services:
         """At rank 0: a member is there, at `address`. The answer comes once all are."""
         self.arrived(Address(*address))
         waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
-        self._met.add_done_callback(lambda met: waiting.set_result(met.result()))
+
+        def met(all_there: concurrent.futures.Future[Met]) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller has given it up
+                waiting.set_result(all_there.result())
+
+        self._met.add_done_callback(met)
         return waiting
 
     @remote

@@ -35,9 +35,10 @@ def _meeting(context: Context[Any]) -> Iterator[None]:
 
 
 class Torch:
-    """What torch.distributed does in a generation: its store, process groups, RPC. `tunnel` opens a connection to the
-    rank's tunnel; None with TLS=off. `store` is one that is open already. `ask_port` returns the port of the store that rank 0 has started; it starts the
-    store if need be.
+    """What torch.distributed does in a generation: its store, process groups, RPC.
+
+    `tunnel` opens a connection to the rank's tunnel; it is None with TLS=off. `store` is one that is open already.
+    `ask_port` returns the port of the store that rank 0 has started; it starts the store if need be.
     """
 
     def __init__(

@@ -122,12 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--variables", action="store_true", help="print the names of its own variables alone")
     describe.add_argument("--output", type=Path, metavar="FILE", help="write the description to a file")
     describe.set_defaults(handler=_describe)
-    watch = commands.add_parser("watch", help="the live display of ranks that run anywhere, from their metrics")
+    watch = commands.add_parser("watch", help="the live display of a job that runs anywhere, from its rank 0")
     watch.add_argument(
-        "targets",
-        nargs="+",
+        "target",
         metavar="TARGET",
-        help="a port, host:port or URL of a rank's metrics, or the folder of `rolecall run`",
+        help="a port, host:port or URL of rank 0's METRICS_PORT, or the folder of `rolecall run`",
     )
     watch.add_argument("--plain", action="store_true", help="lines instead of the live display")
     watch.add_argument("--once", action="store_true", help="display the ranks once, and end")
@@ -263,9 +262,9 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from rolecall.observe import viewer
+    from rolecall.observe import watch
 
-    return viewer.run(arguments.targets, arguments.plain, arguments.once, arguments.timeout)
+    return watch.run(arguments.target, arguments.plain, arguments.once, arguments.timeout)
 
 
 def _seconds(text: str) -> float:

@@ -27,8 +27,8 @@ from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT_SECONDS, RankProcess
 from rolecall.observe import ask, report, targets
-from rolecall.observe.display import Display, Target, poll_forever
 from rolecall.observe.targets import Address
+from rolecall.observe.watch import PERIOD_SECONDS, Display
 from rolecall.rank.zygote import Zygote
 from rolecall.record import rundir
 from rolecall.tunnel import keys
@@ -139,7 +139,7 @@ class LocalRun:
         self.addresses = [_address(rank) for rank in self.ranks]
         repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
         self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
-        self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
+        self.display = Display()
 
     def _plan(self) -> list[RankProcess]:
         logs = self.directory / "logs"
@@ -349,15 +349,12 @@ class LocalRun:
         rank = self._rank(role, ordinal, port, scraped, gpu.share([*before, self.job.gpus[role]])[-1])
         self.ranks.append(rank)
         self.addresses.append(_address(rank))
-        self.display.targets.append(Target(rank.name, self.addresses[-1].url))
         return rank
 
     def _forget_dropped(self, rank: RankProcess) -> None:
         """Removes a rank that has drained from the lists of this run's ranks."""
-        address = _address(rank)
         self.ranks.remove(rank)
-        self.addresses.remove(address)
-        self.display.targets = [target for target in self.display.targets if target.url != address.url]
+        self.addresses.remove(_address(rank))
         self._republish()
 
     def _republish(self) -> None:
@@ -397,7 +394,12 @@ class LocalRun:
         self.show("rolecall: stopping: a checkpoint is written; Ctrl-C again to stop at once")
 
     async def _display(self) -> None:
-        await poll_forever(self.display, lambda: self.output.picture(self.display.render(self.output.width)))
+        rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.display.follow_forever(rank0))
+            while True:
+                self.output.picture(self.display.render(self.output.width))
+                await asyncio.sleep(PERIOD_SECONDS)
 
 
 def run(job: Description, zygote: Zygote | None = None) -> int:

@@ -26,7 +26,8 @@ from rolecall.launch import gpu
 from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT_SECONDS, RankProcess
-from rolecall.observe import ask, report, targets
+from rolecall.observe import ask, targets
+from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
 from rolecall.observe.watch import PERIOD_SECONDS, Display
 from rolecall.rank.zygote import Zygote
@@ -247,7 +248,7 @@ class LocalRun:
 
     def _report_files(self) -> dict[str, int]:
         """The report's files that are there, and when each was written (nanoseconds, by the disk's clock)."""
-        names = (rundir.SUMMARY, rundir.CURVE, rundir.PAGE)
+        names = (rundir.SUMMARY, rundir.PAGE)
         return {name: file.stat().st_mtime_ns for name in names if (file := self.directory / name).exists()}
 
     async def _report_crash(self, role: str, ordinal: int) -> None:
@@ -291,7 +292,7 @@ class LocalRun:
             self._zygote.end()  # it imports, and they wait for it
         if interrupted.done():
             s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
-            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAW_SECONDS
+            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
             frozen = asyncio.create_task(self._frozen(rank0))
             await _wait({rank0, frozen}, signalled, grace, any_of=True)
             frozen.cancel()

@@ -33,7 +33,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Target:
-    """Rank 0 of a job: `url` is that of its METRICS_PORT, without a path at its end. `folder` is that of a local run."""
+    """Rank 0 of a job: `url` is that of its METRICS_PORT, `folder` that of a local run."""
 
     text: str
     url: str

@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import Budget, Key
-from rolecall.record.files import CURVE as CURVE
 from rolecall.record.files import HISTORY as HISTORY
 from rolecall.record.files import SUMMARY as SUMMARY
 from rolecall.record.files import sync_directory as sync_directory
@@ -36,7 +35,7 @@ PAGE = "page.html"
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
-OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, PAGE, TRACE, FILES, SHARDS, *SINKS)
+OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, PAGE, TRACE, FILES, SHARDS, *SINKS)
 PARTS = ("world", "curve", "throughput", "result", "settings", "restarts", "ranks_lost")  # of a summary: objects
 BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d{1,15})-(\d{1,15})\.pt")  # of a checkpoint: generation and step

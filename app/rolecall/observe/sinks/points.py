@@ -17,6 +17,7 @@ NAMED = "value "  # a record of a job's named value has the kind NAMED + name
 NAMES = {"score": "score", "low": "score_low", "high": "score_high", "loss": "loss", "done": "done"}
 FULL_POINTS = 1000  # of a curve before it is thinned
 MIN_SPACING = 10_000  # then two points are at least 1/10,000 of the training time apart
+MAX_ITEMS = 100_000  # kept for a sink that does not take them
 Item = list[Any]
 
 
@@ -27,6 +28,13 @@ class Point(NamedTuple):
     step: int
     unix: float
     value: float
+
+
+def bounded(items: list[Item]) -> list[Item]:
+    """`items`, without every other point if there are too many."""
+    if len(items) <= MAX_ITEMS:
+        return items
+    return [item for place, item in enumerate(items) if item[0] == "start" or place % 2]
 
 
 @dataclass(slots=True)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.launch.local import free_ports
+from rolecall.observe.cgroup import Cgroup
 from rolecall.observe.doctor import files, machine
 from rolecall.observe.doctor.subject import Subject
 from rolecall.record import rundir
 from tests.observe.doctors import look, subject
-from tests.observe.test_doctor import metrics_of
 from tests.tunnel.tunnel_process import JOB
 from tests.tunnel.tunnels import TOKEN
 
@@ -43,11 +40,11 @@ def saved(directory: Path, size: int = 0) -> Path:
 
 
 def test_a_directory_that_is_as_it_should_be(tmp_path: Path) -> None:
-    path, one = saved(tmp_path), lead(tmp_path)
+    saved(tmp_path)
+    one = lead(tmp_path)
     before = sorted(tmp_path.iterdir())
-    names = ("checkpoint directory", "free space", "locks", "newest checkpoint")
+    names = ("checkpoint directory", "free space")
     assert {name: look(name, one).state for name in names} == dict.fromkeys(names, "ok")
-    assert look("newest checkpoint", one).text == f"{path.name} is intact"
     assert sorted(tmp_path.iterdir()) == before  # nothing is left behind
 
 
@@ -68,7 +65,7 @@ def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     assert look("checkpoint directory", subject(tmp_path / "a")).state == "not checked"
     (tmp_path / "file").touch()
     assert look("checkpoint directory", lead(tmp_path / "file" / "a")).state == "problem"
-    assert {look(name, lead(tmp_path / "a")).state for name in ("free space", "newest checkpoint")} == {"not checked"}
+    assert look("free space", lead(tmp_path / "a")).state == "not checked"
 
 
 def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,98 +90,20 @@ def test_free_space(free: float, state: str, tmp_path: Path, monkeypatch: pytest
     assert look("free space", lead(tmp_path)).state == state
 
 
-def test_a_lock_that_another_run_holds(tmp_path: Path) -> None:
-    one = lead(tmp_path)
-    with (tmp_path / rundir.WRITER_LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        finding = look("locks", one)
-        assert finding.state == "problem"
-        assert f"{rundir.WRITER_LOCK} by process {os.getpid()} (" in finding.text
-        one.proc = tmp_path  # as where the kernel's list cannot be read
-        assert "a process that is not visible here" in look("locks", one).text
-    assert look("locks", one).state == "ok"
-    assert look("locks", subject(tmp_path)).state == "not checked"
+# ---- TMPDIR
 
 
-def test_a_lock_that_this_rank_holds(tmp_path: Path) -> None:
-    served = metrics_of("lead")
-    one = lead(tmp_path, port=free_ports(1)[0], metrics_port=served.port)
-    with (tmp_path / rundir.COORDINATOR_LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert look("locks", one).text.startswith("this rank runs, and holds them (.coordinator.lock by process")
-    served.close()
-
-
-@pytest.mark.parametrize(
-    ("damage", "text"),
-    [
-        ("cut", "is torn"),
-        ("flipped", "is corrupt"),
-        ("head", "first line cannot be read"),
-        ("job", "is of job another"),
-    ],
-)
-def test_a_newest_checkpoint_of_no_use(damage: str, text: str, tmp_path: Path) -> None:
-    saved(tmp_path, 3 * files.BLOCK_BYTES)
-    path = Checkpoints(tmp_path, "another" if damage == "job" else JOB, 2).write(9, {"weights": [bytes(10_000)]})
-    content = bytearray(path.read_bytes())
-    if damage == "flipped":
-        content[-5000] ^= 1
-    path.write_bytes({"cut": content[:-1], "head": b"x" + content}.get(damage, content))
-    finding = look("newest checkpoint", lead(tmp_path))
-    assert finding.state == "problem"
-    assert text in finding.text
-    path.unlink()
-    assert look("newest checkpoint", lead(tmp_path)).state == "ok"
-
-
-def test_a_checkpoint_that_takes_too_long_to_read(tmp_path: Path) -> None:
-    saved(tmp_path)
-    one = lead(tmp_path)
-    one.timeout = 0.0
-    finding = look("newest checkpoint", one)
-    assert finding.state == "not checked"
-    assert "--timeout" in finding.text
-
-
-# ---- TMPDIR, shared memory
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    yield monkeypatch
-    tempfile.tempdir = None
-
-
-def test_tmpdir(temporary: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = subject(tmp_path)
-    temporary.setenv("TMPDIR", str(tmp_path))
-    assert look("TMPDIR", one).text.startswith(f"{tmp_path} can be written")
-    tempfile.tempdir = None
-    temporary.setenv("TMPDIR", str(tmp_path / "none"))
-    finding = look("TMPDIR", one)
-    assert finding.state == "warning"
-    assert "cannot be used" in finding.text
-    tempfile.tempdir = None
-    deep = tmp_path / ("x" * 100)
+def test_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, deep = subject(tmp_path), tmp_path / ("x" * 100)
     deep.mkdir()
-    temporary.setenv("TMPDIR", str(deep))
-    finding = look("TMPDIR", one)
-    assert finding.state == "problem"
-    assert "too long for a socket's path" in finding.text
-
-
-def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = subject(tmp_path)
-    one.shared_memory = tmp_path
-    assert look("shared memory", one).state == "ok"
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 2**20))
-    finding = look("shared memory", one)
-    assert finding.state == "warning"
-    assert "1.0 MB of 67.1 MB are free" in finding.text
-    one.shared_memory = tmp_path / "none"
-    assert look("shared memory", one).state == "warning"
+    for path, state, text in (
+        (tmp_path, "ok", f"{tmp_path} can be written"),
+        (tmp_path / "none", "problem", "cannot be written"),
+        (deep, "problem", "too long for a socket's path"),
+    ):
+        monkeypatch.setenv("TMPDIR", str(path))
+        finding = look("TMPDIR", one)
+        assert (finding.state, text in finding.text) == (state, True)
 
 
 # ---- limits of this process, for real
@@ -266,12 +185,12 @@ def test_a_limit_above_counts_too_and_so_does_version_1(tmp_path: Path) -> None:
     (one.cgroup / "pod" / "container").mkdir(parents=True)
     (one.cgroup / "pod" / "container" / "memory.max").write_text("max\n")
     (one.cgroup / "pod" / "memory.max").write_text(f"{GIB // 2}\n")
-    assert machine.smallest(one, "memory", "memory.max") == GIB // 2
+    assert Cgroup(one.cgroup, one.proc / "self" / "cgroup").least("memory", "memory.max") == GIB // 2
     old = subject(tmp_path)
     container(tmp_path / "proc", old)
     (old.cgroup / "memory").mkdir()
     (old.cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{GIB}\n")
-    assert machine.smallest(old, "memory", "memory.max", "memory.limit_in_bytes") == GIB
+    assert Cgroup(old.cgroup, old.proc / "self" / "cgroup").least("memory", "memory.limit_in_bytes") == GIB
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What can be seen of a run: traces, stacks, page, sinks, report, live display, doctor.
 
 ask.py      Asks the ranks of a running job, by rank 0's METRICS_PORT, with requests that JOB_TOKEN signs
-memory.py   The memory of this rank's cgroup: whether it ran out, its limit and its peak
+cgroup.py   This process's cgroup: its limits, and whether its memory ran out
 probe.py    Queries this rank's endpoint inside its container: the health check
 report.py   The report of a run, written beside its checkpoints: summary.json
 targets.py  The TARGETs of commands: where rank 0 of a job serves its METRICS_PORT

@@ -14,7 +14,7 @@ from typing import get_args
 from rolecall import config
 from rolecall.config import Settings, __version__
 from rolecall.errors import USAGE, UsageError
-from rolecall.observe.doctor import common, files, machine, membership, network
+from rolecall.observe.doctor import common, files, machine, network
 from rolecall.observe.doctor.checks import Check, Finding, State, check, examine, ok, problem, unchecked, warning
 from rolecall.observe.doctor.subject import Subject, load
 
@@ -49,12 +49,11 @@ def role(subject: Subject) -> Finding:
 TOPICS: dict[str, Sequence[Check]] = {
     "settings": (settings, role),
     "network": network.CHECKS,
-    "membership": membership.CHECKS,
     "rank 0": common.CHECKS,
     "files": files.CHECKS,
     "machine": machine.CHECKS,
 }
-RANK_TOPICS = ("network", "membership", "rank 0")  # topics that need a rank's environment
+RANK_TOPICS = ("network", "rank 0")  # topics that need a rank's environment
 Results = Sequence[tuple[Check, Finding]]
 
 

@@ -1,8 +1,8 @@
 """`python -m rolecall.observe.sinks.process SINK`: writes one sink.
 
-The parent sends one JSON object a line to standard input: the argument of the sink first, then {"items": [...]}, and
-{"end": STATE, "summary": {...} or null} last. The end of the input stops the sink, too. Each error is a line of standard
-output.
+The parent sends JSON objects, one a line, to standard input: the argument of the sink, then {"items": [...]}, and
+{"end": STATE, "summary": {...} or null} last. The end of the input stops the sink, too. Each error is a line of
+standard output.
 """
 
 from __future__ import annotations

@@ -358,11 +358,6 @@ def test_a_summary_with_a_wrong_part_is_shown_without_it(part: str, value: Any) 
     assert '"ordinal": 0' in render.saved(leftover.read(Path("run"), 1e9))
 
 
-@pytest.mark.parametrize("shown", [{}, {"job": 5}, {"job": {"job": "x"}, "state": "x", "errors": [], "now": 1e999}])
-def test_an_earlier_page_that_shows_nothing_is_none(shown: dict[str, Any]) -> None:
-    assert render.read(f'<script type="application/json" id="data">{json.dumps(shown)}</script>') is None
-
-
 @SOME
 @given(st.data())
 def test_a_damaged_checkpoint_with_a_right_checksum_is_read_or_refused(data: st.DataObject) -> None:
@@ -426,9 +421,9 @@ SUMMARY = JSON | st.fixed_dictionaries(
 
 
 @SOME
-@given(rows=ROWS, summary=SUMMARY, generation=JSON, done=JSON, ranks=JSON, page=JSON)
+@given(rows=ROWS, summary=SUMMARY, generation=JSON, done=JSON, ranks=JSON)
 def test_a_runs_directory_is_shown_or_refused(
-    rows: list[Any], summary: Any, generation: Any, done: Any, ranks: Any, page: Any
+    rows: list[Any], summary: Any, generation: Any, done: Any, ranks: Any
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -437,8 +432,6 @@ def test_a_runs_directory_is_shown_or_refused(
         written = {rundir.SUMMARY: summary, rundir.GENERATION: generation, rundir.FAILED: done, targets.RANKS: ranks}
         for file, content in written.items():
             (folder / file).write_text(json.dumps(content))
-        data = json.dumps(page).replace("<", "\\u003c")
-        (folder / rundir.PAGE).write_text(f'<script type="application/json" id="data">{data}</script>')
         try:
             state = leftover.read(folder, 1e9)
         except UsageError:

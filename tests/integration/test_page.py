@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rolecall.observe.page import command, render
+from rolecall.observe.page import command
 from tests.integration import browser
 from tests.integration.browser import is_too_wide
 from tests.integration.cluster import DEADLINE, TOKEN, Cluster, Rank, until
@@ -125,8 +125,9 @@ def test_a_browser_shows_it_and_drains_it(cluster: MakeCluster) -> None:
         page.wait_for_selector("#connection >> text=/Rank 0 has not answered since/")
         assert not [text for text in chromium.complaints if "Failed to load" not in text and "/page/" not in text]
     summary = json.loads((job.checkpoints / "summary.json").read_text())
-    left = render.read((job.checkpoints / "page.html").read_text())
-    assert left is not None
+    data = re.search(r'id="data">(.*?)</script>', (job.checkpoints / "page.html").read_text(), re.DOTALL)
+    assert data
+    left = json.loads(data[1])
     assert (left["state"], left["summary"]["steps"]) == ("stopped", summary["steps"])
 
 

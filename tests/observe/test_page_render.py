@@ -15,8 +15,7 @@ import pytest
 
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import RoleSpec
-from rolecall.observe import report
-from rolecall.observe.page import command, leftover, render, state
+from rolecall.observe.page import command, render, state
 from rolecall.observe.page.rates import Rates
 from rolecall.observe.page.state import GangView, Titles
 from rolecall.record import rundir
@@ -70,7 +69,7 @@ def test_names_of_a_job_are_text(page: str) -> None:
     assert "".join(here.texts["title"]).startswith(EVIL)
     data = here.texts["script"][0]
     assert not set("<>&\u2028") & set(data)
-    assert json.loads(data) == render.read(page) == json.loads(json.dumps(SHOWN))
+    assert json.loads(data) == json.loads(json.dumps(SHOWN))
 
 
 @pytest.mark.parametrize("page", [render.live(shown("x"), "abc"), render.saved(shown("x"))], ids=["live", "saved"])
@@ -112,28 +111,20 @@ def test_the_saved_page_allows_only_its_own_script_and_style_by_their_digests() 
 # ---- the command
 
 
-def run_in(directory: Path, word: str = "") -> History:
+def run_in(directory: Path) -> None:
     run = History()
     run.record([("start", 0, 0.0, 1), ("score", 1, 1.0, 2.0)])
     (directory / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in run.rows()))
-    if word:
-        report.write(directory, summary_of(run, word))
-    return run
-
-
-def summary_of(run: History, word: str) -> dict[str, Any]:
-    return report.summary(
-        "rl", {"SEED": 5}, run, word, "", [("agent", 0)], {}, 9.0, score="return", unit="steps", lower=False
-    )
 
 
 def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(tmp_path)
     assert command.run([str(tmp_path)]) == 0
     assert str(tmp_path / "page.html") in capsys.readouterr().out
-    read = render.read((tmp_path / "page.html").read_text())
-    assert read is not None
-    assert read["state"] == "killed"
+    page = Elements((tmp_path / "page.html").read_text())
+    assert json.loads(page.texts["script"][0])["state"] == "killed"
+    with pytest.raises(UsageError, match="rank 0 has written it"):
+        command.run([str(tmp_path)])
     assert command.run([str(tmp_path), "--output", str(tmp_path / "else.html")]) == 0
     assert (tmp_path / "else.html").exists()
 
@@ -142,20 +133,3 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     run_in(tmp_path)
     with pytest.raises(UsageError, match="cannot be written"):
         command.run([str(tmp_path), "--output", str(tmp_path / "no" / "file.html")])
-
-
-def test_page_of_rank0_is_kept(tmp_path: Path) -> None:
-    """Its own page has it; the files have not."""
-    run = run_in(tmp_path, "stopped")
-    last = {**shown("x"), "ranks": [{"name": "agent 0", "role": "agent", "word": "drained"}]}
-    render.write(tmp_path, state.ended(last, summary_of(run, "stopped")))
-    assert leftover.read(tmp_path, 10.0)["ranks"][0]["word"] == "drained"
-    report.write(tmp_path, summary_of(run, "finished"))  # the page is of an earlier end
-    assert leftover.read(tmp_path, 10.0)["ranks"][0]["word"] == "ended"
-
-
-def test_damaged_page_is_ignored(tmp_path: Path) -> None:
-    run_in(tmp_path, "stopped")
-    for text in ("", "<script", '<script type="application/json" id="data">{"torn</script>'):
-        (tmp_path / rundir.PAGE).write_text(text)
-        assert leftover.read(tmp_path, 10.0)["state"] == "stopped"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from collections import defaultdict
 from datetime import datetime
 from typing import Any
 
 import psutil
 
 from rolecall import telemetry
+from rolecall.observe.page.rates import LogEvent, Method, Stats
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.telemetry import PREFIX, WorkerFiles
 
@@ -32,18 +33,6 @@ MAX_TRACEBACK_CHARACTERS = 1500
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
 
 
-@dataclass(frozen=True)
-class Stats:
-    """The statistics of one rank: `started` is a Unix time, `at` is in monotonic seconds, `methods` and `values` are
-    those of `of_files`, and `log` has the events of `events`."""
-
-    started: float
-    at: float
-    methods: dict[str, dict[str, Any]]
-    values: dict[str, float]
-    log: list[tuple[float, str, str]]
-
-
 async def read(workers: WorkerManager, started: float) -> Stats:
     """The statistics of the rank with `workers`, whose supervisor `started` at that Unix time."""
     worker = workers.worker
@@ -56,39 +45,37 @@ async def read(workers: WorkerManager, started: float) -> Stats:
     return Stats(started, time.monotonic(), methods, values | gauges, events())
 
 
-def of_files(files: WorkerFiles) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+def of_files(files: WorkerFiles) -> tuple[dict[str, Method], dict[str, float]]:
     """The counters of the remote calls that this rank's workers have made, by method, and VALUES, from their files."""
-    methods: dict[str, dict[str, Any]] = {}
+    counts = defaultdict[str, dict[str, float]](dict)
+    roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
     values: dict[str, float] = {}
-    for family in files.collect():
-        for sample in family.samples:
-            name, labels = sample.name.removeprefix(PREFIX), sample.labels
-            if name in VALUES and math.isfinite(sample.value):  # JSON has no others
-                values[name] = sample.value
-            if name not in (*COUNTS, BUCKETS, CALLEE):
-                continue
-            method = methods.setdefault(labels["method"], dict.fromkeys(COUNTS.values(), 0.0) | {"roles": [], "le": {}})
-            if name in COUNTS:
-                method[COUNTS[name]] = sample.value
-            elif name == CALLEE:
-                method["roles"].append(labels["callee"])
-            else:
-                method["le"][float(labels["le"])] = sample.value
-    for method in methods.values():
-        bounds = (*telemetry.LATENCY, float("inf"))
-        method["buckets"] = [method["le"].get(bound, 0.0) for bound in bounds]
-        del method["le"]
+    for sample in (sample for family in files.collect() for sample in family.samples):
+        name, labels = sample.name.removeprefix(PREFIX), sample.labels
+        if name in VALUES and math.isfinite(sample.value):  # JSON has no others
+            values[name] = sample.value
+        elif name in COUNTS:
+            counts[labels["method"]][COUNTS[name]] = sample.value
+        elif name == CALLEE:
+            roles[labels["method"]].append(labels["callee"])
+        elif name == BUCKETS:
+            buckets[labels["method"]][float(labels["le"])] = sample.value
+    bounds = (*telemetry.LATENCY, math.inf)
+    methods = {
+        name: Method(**counts[name], buckets=[buckets[name].get(bound, 0.0) for bound in bounds], roles=roles[name])
+        for name in {*counts, *roles, *buckets}
+    }
     return methods, values
 
 
-def events() -> list[tuple[float, str, str]]:
-    """The newest warnings and errors that this process has logged: Unix time, level, and text with its fields."""
+def events() -> list[LogEvent]:
+    """The newest warnings and errors that this process has logged, each with its fields."""
     return [_event(event) for event in [*telemetry.recent]]
 
 
-def _event(event: dict[str, Any]) -> tuple[float, str, str]:
+def _event(event: dict[str, Any]) -> LogEvent:
     fields = " ".join(f"{name}={value}" for name, value in event.items() if name not in HIDDEN_FIELDS)
     text = f"{event['event']} {fields}".strip()
     if trace := str(event.get("exception") or ""):
         text += "\n" + trace[-MAX_TRACEBACK_CHARACTERS:]
-    return datetime.fromisoformat(event["timestamp"]).timestamp(), str(event["level"]), text
+    return LogEvent(datetime.fromisoformat(event["timestamp"]).timestamp(), str(event["level"]), text)

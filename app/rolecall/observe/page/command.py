@@ -12,7 +12,7 @@ from rolecall.observe.page import leftover, render
 from rolecall.record import rundir
 
 DESCRIPTION = (
-    "Writes one HTML file from a run's history, its summary and the logs of `rolecall run`. The file needs neither a "
+    "Writes one HTML file from the history and the summary of a run whose rank 0 was killed. The file needs neither a "
     "network nor another file. During a run, rank 0 serves the page at http://HOST:METRICS_PORT/."
 )
 
@@ -24,6 +24,8 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of RUN_DIRECTORY/page.html")
     arguments = parser.parse_args(words)
     output = arguments.output or arguments.directory / rundir.PAGE
+    if output.exists() and not arguments.output:
+        raise UsageError(f"{output}: rank 0 has written it; give another file by --output")
     page = render.saved(leftover.read(arguments.directory, time.time()))
     with UsageError.wrap(f"{output}: cannot be written", OSError):
         rundir.write_atomically(output, page.encode())

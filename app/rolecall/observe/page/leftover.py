@@ -1,13 +1,9 @@
-"""The page's state for a run of which only files are left: summary, history and logs. Any of them may be missing or
-damaged, as after a kill."""
+"""The page's state for a run of which only files are left: summary and history. Any of them may be missing or damaged,
+as after a kill."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
-from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +11,12 @@ from filelock import FileLock, Timeout
 
 from rolecall.declare import registry
 from rolecall.errors import UsageError
-from rolecall.observe.page import render, state
-from rolecall.observe.page.rates import LogEvent
+from rolecall.observe.page import state
 from rolecall.observe.page.state import Titles
 from rolecall.record import history, rundir
 from rolecall.record.history import History
 
-LOGS = "logs"  # the folder of `rolecall run`
-MAX_LOG_BYTES = 2**18  # that are read at the end of a log
-MAX_EVENTS = 10  # of one log
 MAX_RANKS = 10_000  # of a role
-LEVELS = ("warning", "error", "critical")
-LINE = re.compile(r"(\d{4}-\S+Z) \[(\w+) *\] (.*)")
-RANK = re.compile(r" (role|ordinal)=\S+")  # which the file's name has, too
-LEFT_OUT = ("event", "level", "timestamp", "role", "ordinal", "exception")
 
 
 def read(directory: Path, now: float) -> dict[str, Any]:
@@ -45,21 +33,7 @@ def read(directory: Path, now: float) -> dict[str, Any]:
         word, reason = _ending(directory, run, summary)
         titles = _titles(persisted.job, summary)
         members = Counter(role for role, _ in persisted.members) or _world(summary)
-        errors = _errors(directory)
-        if summary is not None and (earlier := _earlier(directory, summary)):
-            return earlier | {"errors": errors or earlier["errors"]}
-        ending = state.Ending(word, reason, errors)
-        return state.of_files(titles, ending, run, members, now=now, summary=summary)
-
-
-def _earlier(directory: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
-    """The state in the page that rank 0 has written with this `summary`, which has the end of each rank, too."""
-    try:
-        earlier = render.read((directory / rundir.PAGE).read_text())
-    except FileNotFoundError:
-        return None
-    same = earlier is not None and earlier.get("form") == state.FORM and not earlier.get("live")
-    return earlier if earlier and same and earlier.get("summary") == state.without_settings(summary) else None
+        return state.of_files(titles, word, reason, run, members, now=now, summary=summary)
 
 
 def _ending(directory: Path, run: History, summary: dict[str, Any] | None) -> tuple[str, str]:
@@ -107,52 +81,3 @@ def _titles(name: str, summary: dict[str, Any] | None) -> Titles:
         lower=bool(job and job.lower),
         version=str(summary.get("version", "")),
     )
-
-
-# ---- logs
-
-
-def _errors(directory: Path) -> list[dict[str, Any]]:
-    """The last warnings and errors in the logs of `rolecall run`, whose files are called <role>-<ordinal>.log."""
-    rows = []
-    for path in sorted((directory / LOGS).glob("*.log")):
-        role, _, ordinal = path.stem.rpartition("-")
-        rows += [state.error(f"{role} {ordinal}", event) for event in [*events(_end(path))][-MAX_EVENTS:]]
-    return rows
-
-
-def _end(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - MAX_LOG_BYTES))
-        return file.read().decode(errors="replace")
-
-
-def events(text: str) -> Iterator[LogEvent]:
-    """The warnings and errors in a log, of LOG_FORMAT text or json; a traceback belongs to the event before it."""
-    event: LogEvent | None = None
-    for line in text.splitlines():
-        match = _parse(line)
-        if match is None:
-            if event:
-                event = LogEvent(event.time, event.level, f"{event.text}\n{line}")
-            continue
-        if event:
-            yield event
-        moment, level, words = match
-        event = LogEvent(moment, level, words) if level in LEVELS else None
-    if event:
-        yield event
-
-
-def _parse(line: str) -> tuple[float, str, str] | None:
-    """Unix time, level and text of a line that begins an event."""
-    try:
-        if match := LINE.fullmatch(line):
-            return datetime.fromisoformat(match[1]).timestamp(), match[2], RANK.sub("", match[3])
-        fields = json.loads(line)
-        words = [str(fields["event"])] + [f"{name}={value}" for name, value in fields.items() if name not in LEFT_OUT]
-        text = " ".join(words) + (f"\n{fields['exception']}" if fields.get("exception") else "")
-        return datetime.fromisoformat(fields["timestamp"]).timestamp(), str(fields["level"]), text
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -29,7 +29,6 @@ POLICY = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src data:; "
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 MARKUP = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}
 
@@ -50,17 +49,6 @@ def saved(state: dict[str, Any]) -> str:
     script, style = (_hash(part) for part in _inline())
     policy = POLICY.format(script=script, style=style, connect="'none'")
     return _fill(state, "", f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">')
-
-
-def read(page: str) -> dict[str, Any] | None:
-    """The state in a page; None if this version cannot show it."""
-    if not (match := DATA.search(page)):
-        return None
-    try:
-        state: dict[str, Any] = rundir.parse(match[1])
-        return state if {"state", "errors"} <= state.keys() and "job" in state["job"] else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def write(directory: Path, state: dict[str, Any]) -> None:

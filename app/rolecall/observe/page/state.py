@@ -61,15 +61,6 @@ class GangView:
     members: Mapping[Key, MemberView] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a run ended: its final state, the reason, and the last errors, as `error` makes them."""
-
-    state: str
-    reason: str
-    errors: Sequence[dict[str, Any]] = ()
-
-
 def of_gang(
     titles: Titles,
     roles: Sequence[RoleSpec],
@@ -110,24 +101,26 @@ def of_gang(
 
 def of_files(
     titles: Titles,
-    ending: Ending,
+    word: str,
+    reason: str,
     history: History,
     roles: Mapping[str, int],
     *,
     now: float,
     summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state of a run of which only files are left; `roles` has the number of its ranks by role."""
+    """The state of a run of which only files are left: `word` says how it ended, for `reason`; `roles` has the number
+    of its ranks by role."""
     specs = [RoleSpec(name, count, count, count, elastic=False) for name, count in roles.items()]
     keys = [(spec.name, ordinal) for spec in specs for ordinal in range(spec.count)]
-    word = "not known" if ending.state == "running" else "ended"
+    rank_word = "not known" if word == "running" else "ended"
     return _object(
         {
             **_common(titles, history, (summary or {}).get("settings") or {}, now, summary),
             "live": False,
-            "state": ending.state,
+            "state": word,
             "state_seconds": 0.0,
-            "reason": last_line(ending.reason),
+            "reason": last_line(reason),
             "missing": [],
             "generation": history.starts[-1].generation if history.starts else 0,
             "step": max((point.step for point in history.last.values()), default=0),
@@ -135,11 +128,11 @@ def of_files(
             "done_per_second": None,
             "roles": [asdict(spec) for spec in specs],
             "ranks": [
-                {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": word, "health": "idle"}
+                {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": rank_word, "health": "idle"}
                 for key in keys
             ],
             "links": [],
-            "errors": sorted(ending.errors, key=lambda each: each["time"])[-MAX_ERRORS:],
+            "errors": [],
         }
     )
 
@@ -150,13 +143,11 @@ def ended(shown: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any
     return _object({**shown, **end, "left_seconds": None, "summary": without_settings(summary)})
 
 
-def error(rank: str, event: LogEvent) -> dict[str, Any]:
-    """A warning or an error in a rank's log."""
-    return {"rank": rank, "time": event.time, "level": event.level, "text": event.text[-MAX_TEXT:]}
-
-
 def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, Any]]:
-    every = [error(name_of(key), event) for key, log in logs for event in log]
+    """The newest warnings and errors in the ranks' logs."""
+    every = [
+        {"rank": name_of(key), **asdict(event), "text": event.text[-MAX_TEXT:]} for key, log in logs for event in log
+    ]
     return sorted(every, key=lambda each: each["time"])[-MAX_ERRORS:]
 
 

@@ -55,7 +55,7 @@ def test_the_folder_of_the_spans_itself_and_another_output(run_folder: Path, tmp
 def test_the_summary_alone_writes_no_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace.run([str(run_folder), "--summary"]) == 0
     assert not (run_folder / "trace" / "trace.json").exists()
-    assert "who waits for whom" in capsys.readouterr().out
+    assert "calls, and the parts of their time" in capsys.readouterr().out
     assert trace.run([str(run_folder), "--summary", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["summary"]["steps"] == 10

@@ -176,39 +176,17 @@ def test_a_lock_is_not_held_by_a_thread_that_waits_for_work() -> None:
     assert look(Rank("trainer 0", (*trainer.threads, busy), trainer.calls), server).deadlocks == ()
 
 
-def test_a_lock_is_held_where_the_source_says_so() -> None:
-    """Another thread of the rank goes on, and is in no `with` statement on that lock."""
-    trainer, server = two_with_a_lock()
-    holder = main(WAIT, Frame("train", "job.py", 8, "calls.wait()", ("model.lock",)))
-    busy = Thread(7, (Frame("other", "job.py", 3, "", ("self.other",)),), "computes")
-    elsewhere = Thread(7, (Frame("other", "else.py", 3, "", ("self.lock",)),), "computes")
-    holds_too = Thread(7, (Frame("other", "job.py", 3, "", ("self.lock",)),), "computes")
-    for thread, count in ((busy, 1), (elsewhere, 1), (holds_too, 0)):
-        rank = Rank("trainer 0", (holder, trainer.threads[1], thread), trainer.calls)
-        assert len(look(rank, server).deadlocks) == count
-
-
-def test_a_statement_of_one_line_with_a_call_waits_for_the_call() -> None:
-    trainer, server = two_with_a_lock()
-    line = "with self.lock: context.call(peer, push).wait()  # both"
-    here = Thread(1, (Frame("lead", "job.py", 9, line, ("self.lock",)),), "waits", main=True)
-    both = Rank("trainer 0", (here, trainer.threads[1]), trainer.calls)
-    assert look(both, server, at_work()).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
-    assert not main(Frame("lead", "job.py", 9, "with self.lock:  # a comment")).on_one_line
-
-
 # ---- what the threads say
 
 
 def reply(**values: Any) -> dict[str, Any]:
     worker = {"state": "running", "generation": 2, "step": 118, "phase": "saving", "phase_seconds": 12.34}
-    stacks = {"note": "", "by": "py-spy", "rpc_threads": 16, "threads": [], "calls": []}
+    stacks = {"note": "", "rpc_threads": 16, "threads": [], "calls": []}
     return {**worker, "silent_seconds": 0.3, **stacks, **values}
 
 
 def thread(number: int, *frames: tuple[str, str, int, str], **values: Any) -> dict[str, Any]:
-    shown = [(*frame, []) for frame in frames]
-    return {"number": number, "name": "", "main": False, "gil": False, "state": "waits", "frames": shown, **values}
+    return {"number": number, "name": "", "main": False, "gil": False, "state": "waits", "frames": [*frames], **values}
 
 
 LEAD = ("lead", "job.py", 9, "context.wait_all(calls)")
@@ -247,7 +225,7 @@ def test_threads_that_wait_for_the_same_are_one_group_however_long_each_has_wait
 
 TURN = ("serve", "rolecall/torch_rpc/turns.py", 42, "")
 TEXT = """\
-lead 0: running, generation 2, step 118, saving for 12.3 s, stacks by py-spy
+lead 0: running, generation 2, step 118, saving for 12.3 s
   main thread: waits 3.2 s for trainer 0 (2 calls of train)
     lead (job.py:9)  context.wait_all(calls)
   2 threads: serves store for trainer 0: waits for the lock self.lock
@@ -256,7 +234,7 @@ lead 0: running, generation 2, step 118, saving for 12.3 s, stacks by py-spy
     write (job.py:3)
   14 of 16 RPC threads are idle; 1 thread of Rolecall
 
-trainer 0: running, generation 2, step 118, stacks by py-spy
+trainer 0: running, generation 2, step 118
   main thread: idle
   16 of 16 RPC threads are idle
 
@@ -293,12 +271,11 @@ def test_a_thread_serves_the_outermost_function_of_the_jobs(frames: Any, name: s
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"state": "none", "by": ""}, "ps 0: no worker"),
+        ({"state": "none"}, "ps 0: no worker"),
         ({"state": "stopped", "silent_seconds": 4.21}, "its worker is stopped (SIGSTOP)"),
         ({"silent_seconds": 4.21}, "no heartbeat for 4.2 s: a thread holds the GIL, or the process gets no CPU"),
         ({"silent_seconds": 4.21, "threads": [thread(1, LEAD, gil=True, state="computes")]}, "computes, holds the GIL"),
-        ({"by": "faulthandler", "note": "py-spy is not installed"}, "stacks by faulthandler (py-spy is not installed)"),
-        ({"by": "", "note": "py-spy: Permission denied"}, "no stacks (py-spy: Permission denied)"),
+        ({"note": "py-spy: Permission denied"}, "no stacks (py-spy: Permission denied)"),
         (
             {"threads": [thread(1, ("get", "rolecall/torch_rpc/rpc.py", 70, ""), main=True)]},
             "waits for its RankObject to be",

@@ -92,7 +92,7 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
     threads = [thread for thread in rank.threads if thread.main or not thread.idle]
     for thread in sorted(threads, key=lambda each: (not each.main, not each.in_rpc, each.in_background, each.number)):
         calls = [call for call in rank.calls if call.thread == thread.number]
-        is_waiting = calls and (thread.waits or not thread.state) and not rank.at_a_lock(thread)
+        is_waiting = calls and (thread.waits or not thread.state) and not thread.at_a_lock
         waits = _waits(calls) if is_waiting else {}
         frames = () if thread.idle else tuple(_frames(thread))
         kind = _name(thread, rank, ranks), "" if is_waiting else thread.doing, tuple(waits), frames
@@ -117,9 +117,8 @@ def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
         yield f"{reply['phase']} for {reply['phase_seconds']:.1f} s"
     if problem := silence(reply):
         yield problem
-    if reply["by"] or reply["note"]:
-        by = f"stacks by {reply['by']}" if reply["by"] else "no stacks"
-        yield f"{by} ({reply['note']})" if reply["note"] else by
+    if reply["note"]:
+        yield f"no stacks ({reply['note']})"
 
 
 def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:

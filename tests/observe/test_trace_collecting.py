@@ -48,9 +48,9 @@ class Rank:
         self.worker: Worker | None = None
         self.recordings = Recordings(directory, lambda: cast(WorkerProcess | None, self.worker))
 
-    def begin(self, generation: int, part: int = 0) -> Path:
+    def begin(self, generation: int) -> Path:
         """A worker's file."""
-        path = self.directory / file_name(generation, part)
+        path = self.directory / file_name(generation)
         process = {"job": "job", "role": self.key[0], "ordinal": self.key[1], "rank": 1, "generation": generation}
         path.write_text(json.dumps(["process", process]) + "\n")
         return path
@@ -207,47 +207,31 @@ def cursor(spans: Spans) -> Cursor:
     return Cursor(spans.file, spans.next)
 
 
-def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> None:
+def test_a_request_begins_where_the_workers_file_ends(rank: Rank) -> None:
     async def steps() -> None:
         rank.worker = worker = Worker(4, traced=False)
         reply = rank.recordings.start(10)
-        path = rank.directory / file_name(4, 1)
-        assert reply == Cursor(path.name)
-        (sent,) = worker.sent
-        assert sent.path == path
-        assert sent.seconds is not None
-        assert 9 < sent.seconds <= 10
-        rank.add(rank.begin(4, 1), "a")
+        assert reply == Cursor(file_name(4))
+        assert worker.sent == [RecordTrace(rank.directory / file_name(4), 10)]
+        path = rank.begin(4)
+        rank.add(path, "a")
         spans = rank.recordings.spans(reply)
         assert (spans.data, spans.more, spans.ended) == (path.read_text(), False, False)
         assert spans.process["generation"] == 4
         assert rank.recordings.spans(cursor(spans)).data == ""
         longer = rank.recordings.start(20)
         assert longer == Cursor(path.name, path.stat().st_size)
+        rank.add(path, "b")
+        assert rank.recordings.spans(longer).data == '["span", "b"]\n'
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)
-        spans = rank.recordings.spans(cursor(spans))
-        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5, 1)]
-        rank.add(rank.begin(5, 1), "b")
-        spans = rank.recordings.spans(cursor(spans))
-        assert (spans.file, spans.offset) == (file_name(5, 1), 0)
-        # over: another request has another file
-        rank.recordings._until = 0.0
-        assert rank.recordings.start(1) == Cursor(file_name(5, 2))
+        rank.recordings.spans(cursor(spans))
+        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5)]
+        rank.add(rank.begin(5), "c")
+        spans = rank.recordings.spans(Cursor(path.name, path.stat().st_size))
+        assert (spans.file, spans.offset) == (file_name(5), 0)
 
     asyncio.run(steps())
-
-
-def test_a_request_to_a_rank_that_records_anyway_begins_where_its_file_ends(rank: Rank) -> None:
-    rank.worker, path = Worker(4), rank.begin(4)
-    rank.add(path, "a")
-    reply = rank.recordings.start(10)
-    assert reply == Cursor(path.name, path.stat().st_size)
-    assert rank.worker.sent == []
-    rank.add(path, "b")
-    spans = rank.recordings.spans(reply)
-    assert spans.data == '["span", "b"]\n'
-    assert spans.process["generation"] == 4
 
 
 def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: Rank, tmp_path: Path) -> None:
@@ -255,7 +239,7 @@ def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: 
     here = collector(tmp_path / "trace", rank)
     for _ in range(2):
         asyncio.run(here.collect())
-    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4, 0), None)]
+    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4), None)]
 
 
 def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> None:
@@ -263,14 +247,14 @@ def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> 
     assert rank.recordings.spans(reply).data == ""
     rank.worker = Worker(1, traced=False)
     rank.recordings.spans(reply)
-    assert rank.worker.sent[0].path == rank.directory / file_name(1, 1)
+    assert rank.worker.sent[0].path == rank.directory / file_name(1)
     for seconds in (0, -1, 1e9, float("nan")):
         with pytest.raises(ValueError, match="seconds"):
             rank.recordings.start(seconds)
 
 
 def test_the_reply_is_what_a_recorder_writes(rank: Rank) -> None:
-    recorder, path = Recorder(), rank.directory / file_name(1, 0)
+    recorder, path = Recorder(), rank.directory / file_name(1)
     about = {"job": "job", "role": "ps", "ordinal": 0, "rank": 1, "generation": 1}
     recorder.start(path, about)
     recorder.event("one")

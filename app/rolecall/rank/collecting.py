@@ -181,7 +181,7 @@ class Collector:
         if not generations:
             return Cursor()
         newest = max(generations)
-        return Cursor(file_name(newest, 0), self._path(key, newest).stat().st_size)
+        return Cursor(file_name(newest), self._path(key, newest).stat().st_size)
 
     def _write(self, key: Key, spans: Spans) -> None:
         """Appends to the file of a rank and generation. What was written of it before is known by its size."""

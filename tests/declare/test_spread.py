@@ -64,7 +64,7 @@ def test_it_is_kept_where_its_score_is() -> None:
         late = 0.04 * (step % 3)  # as where another process computes meanwhile
         rows += run.record([score, (*low[:2], low[2] + late, low[3]), (*high[:2], high[2] + late, high[3])])
     rows += run.close()
-    for one in (run, again(rows), again(run.rows())):
+    for one in (run, again(rows)):
         steps = [point.step for point in one.curves["score"]]
         assert len(steps) < 4000
         assert steps[-1] == 5000

@@ -18,8 +18,8 @@ from rolecall.gang.protocol import RoleSpec
 from rolecall.observe.page import command, render, state
 from rolecall.observe.page.rates import Rates
 from rolecall.observe.page.state import GangView, Titles
-from rolecall.record import rundir
 from rolecall.record.history import History
+from tests.record import histories
 
 EVIL = "</script><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>&\"'\u2028<!--{{nonce}}"
 
@@ -114,7 +114,7 @@ def test_the_saved_page_allows_only_its_own_script_and_style_by_their_digests() 
 def run_in(directory: Path) -> None:
     run = History()
     run.record([("start", 0, 0.0, 1), ("score", 1, 1.0, 2.0)])
-    (directory / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in run.rows()))
+    histories.write(directory, run)
 
 
 def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

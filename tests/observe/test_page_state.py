@@ -23,6 +23,7 @@ from rolecall.rank import stats
 from rolecall.rank.queries import Question, Replies
 from rolecall.record import history, rundir
 from rolecall.record.history import History
+from tests.record import histories
 
 ROLES = (RoleSpec("agent", 1, 1, 1, elastic=False), RoleSpec("observer", 3, 1, 8, elastic=True))
 AGENT, FIRST, SECOND, THIRD = ("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)
@@ -121,8 +122,8 @@ def test_untrained_and_killed_generations_are_listed() -> None:
     run.end_generation("failed", 1, "agent 0: ImportError")
     run.record([("start", 0, 0.0, 2)])
     again = History()
-    for row in run.rows():
-        again.add(json.loads(json.dumps(row)))
+    for row in histories.rows(run):
+        again.add(row)
     again.record([("start", 5, 9.0, 3)])
     rows = state.generations(again)
     assert [(row["number"], row["began"] is None, row["cause"]) for row in rows] == [
@@ -307,8 +308,7 @@ metrics.step.set(7)
 
 def left(directory: Path, run: History, word: str = "") -> Path:
     """The files of a run, with a summary where it ended in order."""
-    lines = [json.dumps(row) for row in run.rows()]
-    (directory / rundir.HISTORY).write_text("\n".join(lines) + '\n{"torn')
+    histories.write(directory, run, '{"torn')
     rundir.write_generation(directory, rundir.Persisted(2, "rl", (AGENT, FIRST, SECOND)))
     if word:
         titles: dict[str, Any] = {"score": "return", "unit": "steps", "lower": False}

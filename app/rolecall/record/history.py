@@ -178,12 +178,6 @@ class History:
                 generation, cause, reason = _whole(row["generation"]), str(row["cause"]), str(row["reason"])
                 event = Event(what, generation, _unix(row["time"]), cause, reason)
                 self.events = [*self.events, event][-MAX_EVENTS:]
-            case "earlier":
-                generations, began = _whole(row["generations"]), _unix(row["began"])
-                ends, lost = _counts(row["ends"]), _counts(row["lost"])
-                self.generations, self.began = self.generations + generations, began
-                self.ends.update(ends)
-                self.lost.update(lost)
             case str(kind) if kind in self.curves:
                 point = Point(_whole(row["step"]), _bounded(row["seconds"]), _finite(row["value"]))
                 self.curves[kind].append(point)
@@ -210,21 +204,6 @@ class History:
         if kind == "score":
             self.least = point if self.least is None or point.value < self.least.value else self.least
             self.greatest = point if self.greatest is None or point.value > self.greatest.value else self.greatest
-
-    def rows(self) -> list[Row]:
-        """The rows from which `add` rebuilds this history."""
-        if not self.generations:
-            return []
-        causes = Counter(start.after for start in self.starts if start.after)
-        ends, lost, generations = dict(self.ends - causes), dict(self.lost), self.generations - len(self.starts)
-        earlier = {"generations": generations, "began": self.began, "ends": ends, "lost": lost}
-        rows: list[Row] = [{"kind": "earlier", **earlier}]
-        if self.goal is not None:
-            rows.append({"kind": "goal", "value": self.goal})
-        rows += [{"kind": "start", **asdict(start)} for start in self.starts]  # before the points, which they would cut
-        rows += [{"kind": "event", **asdict(event)} for event in self.events]
-        rows += [{"kind": kind, **asdict(point)} for kind, points in self.curves.items() for point in points]
-        return rows + ([{"kind": "end", "cause": self._end}] if self._end else [])
 
     def spread(self) -> list[tuple[Point, Point]]:
         """The lowest and the highest value behind a mean score, at each step that has both."""
@@ -268,10 +247,6 @@ def _finite(value: Any) -> float:
     if isinstance(value, str) or not math.isfinite(number := float(value)):
         raise ValueError("not a number")
     return number
-
-
-def _counts(values: dict[str, Any]) -> dict[str, int]:
-    return {str(cause): _whole(count) for cause, count in values.items()}
 
 
 def read(directory: Path) -> History:

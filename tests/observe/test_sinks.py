@@ -145,7 +145,7 @@ def test_steps_that_are_made_again_are_points_again() -> None:
     ]
 
 
-def test_a_long_curve_is_thinned_and_has_its_end() -> None:
+def test_a_long_curve_is_thinned() -> None:
     """A month of a point a second, from the first thousand on, would be 2.6 million of each curve."""
     curves, taken = Points(), list[Item]()
     for first in range(0, 200_000, 20_000):
@@ -154,19 +154,6 @@ def test_a_long_curve_is_thinned_and_has_its_end() -> None:
         *range(FULL_POINTS + 5)
     ]  # 10,000 points in, nothing is left out yet
     assert MIN_SPACING < len(taken) < 5 * MIN_SPACING
-    assert [item[2] for item in taken[-1:] + curves.rest()][-1] == 199_999
-    assert curves.rest() == []
-
-
-def test_a_start_passes_on_what_it_covers() -> None:
-    curves = Points()
-    curves.take(steps(*range(MIN_SPACING + FULL_POINTS)), 0)
-    many = MIN_SPACING + FULL_POINTS
-    at = many + 0.5
-    assert curves.take([("loss", many, float(many), 0.0), ("loss", many + 1, at, 1.0)], 0)[-1][2] == many
-    again = curves.take([("start", many + 1, at + 1, 2)], 0)
-    assert [item[0] for item in again] == ["point", "start"]
-    assert curves.rest() == []
 
 
 def test_points_that_could_not_be_written_come_again_and_none_comes_twice(tmp_path: Path) -> None:

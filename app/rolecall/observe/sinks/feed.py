@@ -157,8 +157,6 @@ class Sinks:
         if self._over:
             return
         self._over = True
-        if self.feeds:
-            self._add(self._points.rest())
         await asyncio.gather(*(feed.end(state, summary, limit) for feed in self.feeds))
 
     async def close(self) -> None:

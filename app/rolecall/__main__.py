@@ -38,7 +38,6 @@ COMMANDS = {  # the function that runs each with its words, as module:name
     "ps": ("rolecall.launch.commands:ps", "the processes of a local run"),
     "kill": ("rolecall.launch.commands:kill", "kill a rank of a local run, or a part of it, which is started again"),
     "scale": ("rolecall.launch.commands:scale", "change how many ranks an elastic role of a local run has"),
-    "page": ("rolecall.observe.page.command:run", "write how a run went as one HTML file"),
     "doctor": ("rolecall.observe.doctor.command:run", "check everything that a rank here needs"),
 }
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:

@@ -20,10 +20,9 @@ from rolecall import __main__, fields
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import CheckpointError
 from rolecall.declare import registry
-from rolecall.errors import USAGE, UsageError
+from rolecall.errors import USAGE
 from rolecall.jobs import rl
 from rolecall.observe import targets
-from rolecall.observe.page import leftover, render
 from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.summary import Summary
@@ -335,29 +334,6 @@ def test_a_checkpoint_is_read_or_refused(content: Any, manifest: Any) -> None:
         json.dumps(snapshot.pinned)
 
 
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("curve", 5),
-        ("throughput", "steps"),
-        ("settings", [1]),
-        ("world", [["agent", 1]]),
-        ("world", {"agent": 10**12}),
-        ("world", {"agent": "1"}),
-        ("curve", {"final": 10**400}),
-        ("curve", {"final": float("nan")}),
-        ("job", [[1]]),
-    ],
-)
-def test_a_summary_with_a_wrong_part_is_shown_without_it(part: str, value: Any) -> None:
-    Path("run").mkdir()
-    (Path("run") / rundir.SUMMARY).write_text(json.dumps({"job": "rl", "state": "finished", part: value}))
-    (Path("run") / rundir.GENERATION).write_text('{"number": 3, "job": "rl", "members": []}')
-    assert "killed" in render.saved(leftover.read(Path("run"), 1e9))
-    (Path("run") / rundir.GENERATION).write_text('{"number": 3, "job": "rl", "members": [["agent", 0]]}')
-    assert '"ordinal": 0' in render.saved(leftover.read(Path("run"), 1e9))
-
-
 @SOME
 @given(st.data())
 def test_a_damaged_checkpoint_with_a_right_checksum_is_read_or_refused(data: st.DataObject) -> None:
@@ -432,12 +408,6 @@ def test_a_runs_directory_is_shown_or_refused(
         written = {rundir.SUMMARY: summary, rundir.GENERATION: generation, rundir.FAILED: done, targets.RANKS: ranks}
         for file, content in written.items():
             (folder / file).write_text(json.dumps(content))
-        try:
-            state = leftover.read(folder, 1e9)
-        except UsageError:
-            pass
-        else:
-            assert len(render.saved(state)) < 10_000_000
         read = history.read(folder)
         perfetto.moments(read)
         assert targets.ranks_of(folder) == []

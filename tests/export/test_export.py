@@ -266,7 +266,7 @@ def test_card_describes_the_model(exports: Export) -> None:
     assert code == 0
     assert json.loads(out) == {
         "path": str(Path("line.pt2").absolute()),
-        **{name: value for name, value in described.items() if name not in ("extra", "layers", "load")},
+        **{name: value for name, value in described.items() if name not in ("extra", "layers")},
     }
     file = Path("line.pt2").read_bytes()
     assert described["files"] == {"line.pt2": {"bytes": len(file), "sha256": hashlib.sha256(file).hexdigest()}}
@@ -282,17 +282,6 @@ def test_card_describes_the_model(exports: Export) -> None:
     (compared,) = described["agreement"]
     assert (compared["output"], compared["values"]) == ("y", 10)
     assert not [path for path in Path().glob("line.pt2*") if b"nobody may read" in path.read_bytes()]
-
-
-@pytest.mark.parametrize("form", ["onnx", "torch"])
-def test_the_lines_in_the_card_load_the_model(exports: Export, form: str) -> None:
-    exports(form)
-    lines = card(f"line{formats.FORMATS[form].suffix}")["load"]
-    assert len(lines.splitlines()) <= 5
-    assert "rolecall" not in lines
-    values: dict[str, Any] = {}
-    exec(lines, values)
-    np.testing.assert_allclose(values["y"], np.tile(WEIGHTS["bias"].numpy(), (2, 1)))
 
 
 def test_with_the_runs_summary_the_card_has_all_settings_and_its_score(exports: Export) -> None:

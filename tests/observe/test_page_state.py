@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from rolecall import telemetry
-from rolecall.errors import UsageError
 from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
-from rolecall.observe import report
-from rolecall.observe.page import leftover, rates, state
+from rolecall.observe.page import rates, state
 from rolecall.observe.page.rates import Rates, quantile
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
 from rolecall.rank.queries import Question, Replies
-from rolecall.record import history, rundir
+from rolecall.record import history
 from rolecall.record.history import History
 from tests.record import histories
 
@@ -301,46 +299,3 @@ metrics.step.set(7)
     assert (report.values["step"], report.values["worker_starts"]) == (7.0, 3.0)
     (logged,) = report.log
     assert (logged.level, logged.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")
-
-
-# ---- what a run has left
-
-
-def left(directory: Path, run: History, word: str = "") -> Path:
-    """The files of a run, with a summary where it ended in order."""
-    histories.write(directory, run, '{"torn')
-    rundir.write_generation(directory, rundir.Persisted(2, "rl", (AGENT, FIRST, SECOND)))
-    if word:
-        titles: dict[str, Any] = {"score": "return", "unit": "steps", "lower": False}
-        members, result = [AGENT, FIRST], {"solved": True}
-        summary = report.summary("rl", {"SEED": 5}, run, word, "why", members, result, NOW, **titles)
-        report.write(directory, summary)
-    return directory
-
-
-def test_killed_run_is_read_from_its_history(tmp_path: Path) -> None:
-    one = leftover.read(left(tmp_path, trained()), NOW)
-    assert (one["state"], one["live"], one["job"]["score"], one["summary"]) == ("killed", False, "return", None)
-    assert [rank["name"] for rank in one["ranks"]] == ["agent 0", "observer 0", "observer 1"]
-    assert len(one["curve"]["score"]) == 9  # without those that the resume replaced
-
-
-def test_killed_after_an_earlier_end_is_killed(tmp_path: Path) -> None:
-    run = trained()
-    left(tmp_path, run, "stopped")
-    run.record([("start", 12, 200.0, 3)])
-    assert leftover.read(left(tmp_path, run), NOW)["state"] == "killed"
-
-
-def test_running_run_is_reported(tmp_path: Path) -> None:
-    lock = rundir.lock(left(tmp_path, trained()), rundir.COORDINATOR_LOCK, 1.0)
-    assert leftover.read(tmp_path, NOW)["state"] == "running"
-    lock.release()
-    assert leftover.read(tmp_path, NOW)["state"] == "killed"
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
-        leftover.read(tmp_path, NOW)
-    with pytest.raises(UsageError, match="no such folder"):
-        leftover.read(tmp_path / "nothing", NOW)

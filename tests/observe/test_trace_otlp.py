@@ -205,7 +205,7 @@ class Sink:
         self.closed = True
 
 
-def test_rank_0_exports_what_it_collects_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_exports_what_it_collects_once(tmp_path: Path) -> None:
     process = {"generation": 1}
     file = {"file": "trace-000000001-0000.jsonl", "process": process}
     replies = [
@@ -220,11 +220,7 @@ def test_rank_0_exports_what_it_collects_once(tmp_path: Path, monkeypatch: pytes
     async def disk(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
-    async def no_file(_: Collector) -> None:
-        pass
-
     sink = Sink()
-    monkeypatch.setattr(Collector, "export", no_file)
     folder, exporter = tmp_path / "trace", cast(Exporter, sink)
     collector = Collector(folder, lambda: [("ps", 0)], ask, disk, lambda: True, lambda: exporter)
 

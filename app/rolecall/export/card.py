@@ -100,7 +100,6 @@ def describe(
             {"name": each, "dtype": _dtype(value), "shape": list(value.shape)}
             for each, value in zip(exported.outputs, results, strict=True)
         ],
-        "load": form.usage(exported, file),
         "score": {each: value if math.isfinite(value) else None for each, value in score.items()},
         "scored_by": scored_by,
         "checked_by": form.runtime if agreement is not None else None,

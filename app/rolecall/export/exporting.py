@@ -78,7 +78,7 @@ def _run(words: Sequence[str]) -> int:
             rundir.write_atomically(folder / f"{output.name}.json", text.encode() + b"\n")
             files = _publish(_in_order(folder, path), output.parent)
     if arguments.json:
-        shown = {each: value for each, value in described.items() if each not in ("extra", "layers", "load")}
+        shown = {each: value for each, value in described.items() if each not in ("extra", "layers")}
         print(json.dumps({"path": str(files[-1]), **shown}))
         return 0
     print(f"wrote {', '.join(str(file) for file in reversed(files))}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ PERIOD_SECONDS = 2.0  # between two collections
 LAST_PERIOD_SECONDS = 0.1  # between two collections at the end of the job, when ranks wait for them
 MAX_PENDING_QUERIES = 32  # each reply may have a megabyte
 QUERY_TIMEOUT_SECONDS = 2.0
-EXPORT_TIMEOUT_SECONDS = 20.0  # to write the one file; this rank ends after it
 LOG_REPEAT_SECONDS = 30.0
 Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
 _SPANS = TypeAdapter(Spans)
@@ -71,7 +69,6 @@ class Collector:
         self._cursors: dict[Key, Cursor] = {}
         self._ended: set[Key] = set()  # members that had nothing to add, and no worker
         self._closing = False
-        self._wrote = False  # this process, to the folder
         self._complained = float("-inf")
         self._busy = asyncio.Lock()
         self._turns = asyncio.Semaphore(MAX_PENDING_QUERIES)
@@ -87,7 +84,7 @@ class Collector:
                 rested += LAST_PERIOD_SECONDS
 
     async def finish(self) -> None:
-        """Collects the rest of a run that ends here, for HAND_OVER_SECONDS at most, and writes it to one file."""
+        """Collects the rest of a run that ends here, for HAND_OVER_SECONDS at most."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_SECONDS):
@@ -97,8 +94,6 @@ class Collector:
                     await asyncio.sleep(LAST_PERIOD_SECONDS)
         if self._exporter:
             await asyncio.to_thread(self._exporter.close)
-        if self._wrote:
-            await self.export()
 
     async def collect(self, timeout: float = QUERY_TIMEOUT_SECONDS) -> bool:
         """Collects what there is, of all members at the same time. Returns whether no more will come of any."""
@@ -139,35 +134,6 @@ class Collector:
             self._ended.discard(key)
         return spans.ended
 
-    async def export(self) -> None:
-        """Has `rolecall trace` write the one file, in a process of its own, which reads all spans."""
-        command = [sys.executable, "-P", "-m", "rolecall", "trace", str(self.folder.parent)]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        except OSError as error:
-            self._complain(error)
-            return
-        problem = ""
-        try:
-            _, output = await asyncio.wait_for(process.communicate(), EXPORT_TIMEOUT_SECONDS)
-            if process.returncode:
-                problem = (output.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
-        except TimeoutError:
-            problem = f"it took over {EXPORT_TIMEOUT_SECONDS:g} s"
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if problem:
-            telemetry.log().warning(
-                "the trace is not in one file; `rolecall trace` tries again", folder=str(self.folder), problem=problem
-            )
-
     def _path(self, key: Key, generation: int) -> Path:
         return self.folder / f"{key[0]}-{key[1]}-{generation}.jsonl"
 
@@ -191,7 +157,6 @@ class Collector:
             if file.tell() > spans.offset:
                 file.truncate(spans.offset)  # a write failed halfway
             file.write(spans.data.encode())
-        self._wrote = True
 
     def _complain(self, error: Exception) -> None:
         now = time.monotonic()

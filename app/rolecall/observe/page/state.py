@@ -1,4 +1,4 @@
-"""The state that the page shows, as JSON: of a run under way from its gang, of one that is over from its files.
+"""The state that the page shows, as JSON.
 
 Pure: no I/O, no clock. Any text may come from a job; the page shows it as text only.
 """
@@ -95,44 +95,6 @@ def of_gang(
             "ranks": [_rank(key, gang, rates, over, key[1] < minimum[key[0]]) for key in keys],
             "links": [asdict(link) for link in rates.links()],
             "errors": _errors((key, report.log) for key in keys if (report := rates.newest(key))),
-        }
-    )
-
-
-def of_files(
-    titles: Titles,
-    word: str,
-    reason: str,
-    history: History,
-    roles: Mapping[str, int],
-    *,
-    now: float,
-    summary: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The state of a run of which only files are left: `word` says how it ended, for `reason`; `roles` has the number
-    of its ranks by role."""
-    specs = [RoleSpec(name, count, count, count, elastic=False) for name, count in roles.items()]
-    keys = [(spec.name, ordinal) for spec in specs for ordinal in range(spec.count)]
-    rank_word = "not known" if word == "running" else "ended"
-    return _object(
-        {
-            **_common(titles, history, (summary or {}).get("settings") or {}, now, summary),
-            "live": False,
-            "state": word,
-            "state_seconds": 0.0,
-            "reason": last_line(reason),
-            "missing": [],
-            "generation": history.starts[-1].generation if history.starts else 0,
-            "step": max((point.step for point in history.last.values()), default=0),
-            "left_seconds": None,
-            "done_per_second": None,
-            "roles": [asdict(spec) for spec in specs],
-            "ranks": [
-                {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": rank_word, "health": "idle"}
-                for key in keys
-            ],
-            "links": [],
-            "errors": [],
         }
     )
 

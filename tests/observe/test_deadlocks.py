@@ -107,13 +107,6 @@ def test_an_answer_needs_a_thread(serving: int) -> None:
     assert picture.exhausted == (("lead 0",) if serving == RPC_THREADS else ())
 
 
-def test_a_call_that_finds_no_thread_waits_for_those_that_are_taken() -> None:
-    threads = [serves("ask", WAIT, number=2 + number) for number in range(RPC_THREADS)]
-    lead = Rank("lead 0", (main(LOCK), *threads), tuple(calls("ps 0", "get", each.number) for each in threads))
-    server = Rank("ps 0", (idle_main(), serves("get", WAIT)), (calls("lead 0", "allow", thread=2),))
-    assert ("lead 0", "ps 0", "lead 0") in look(lead, server, at_work()).deadlocks
-
-
 def test_any_answer_releases_a_thread_with_two_calls() -> None:
     trainer, server = two_with_a_lock()
     both = Rank("trainer 0", trainer.threads, (*trainer.calls, calls("trainer 9", "compute")))
@@ -215,14 +208,6 @@ def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
     assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
 
 
-def test_threads_that_wait_for_the_same_are_one_group_however_long_each_has_waited() -> None:
-    threads = [thread(number, LEAD, HANDLER) for number in (2, 3, 4)]
-    waiting = [("trainer 0", "train", seconds, number) for number, seconds in ((2, 3.3), (3, 3.4), (4, 3.2))]
-    text = stack_report.text({"ps 0": reply(threads=threads, calls=waiting)})
-    assert "  3 threads: serves lead: waits 3.4 s for trainer 0 (train)\n" in text
-    assert text.count("serves lead") == 1
-
-
 TURN = ("serve", "rolecall/torch_rpc/turns.py", 42, "")
 TEXT = """\
 lead 0: running, generation 2, step 118, saving for 12.3 s
@@ -243,29 +228,6 @@ trainer 1: did not answer within 12 s
 who waits for whom:
   lead 0 waits 3.2 s for trainer 0 (train)
   trainer 0 waits 2.0 s for lead 0 (store)"""
-
-
-@pytest.mark.parametrize(
-    ("frames", "name"),
-    [
-        ((LEAD, HANDLER), "lead"),
-        ((LEAD, ("_serve", "rolecall/torch_rpc/tracing.py", 90, ""), HANDLER), "lead"),  # while a trace is recorded
-        (
-            (
-                ("get", "rolecall/torch_rpc/rpc.py", 70, ""),
-                LEAD,
-                ("inner", "torch/distributed/rpc/f.py", 5, ""),
-                HANDLER,
-            ),
-            "lead",
-        ),
-        ((("_progress", "rolecall/torch_rpc/rpc.py", 202, ""), HANDLER), "_progress"),
-        ((LEAD, TURN), "lead"),
-        ((LEAD,), ""),
-    ],
-)
-def test_a_thread_serves_the_outermost_function_of_the_jobs(frames: Any, name: str) -> None:
-    assert Thread.read(thread(2, *frames)).serves == name
 
 
 @pytest.mark.parametrize(

@@ -115,25 +115,6 @@ def test_page_is_served_as_html_and_json(tmp_path: Path) -> None:
     run(steps())
 
 
-def test_state_is_built_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps() -> None:
-        async with serving(tmp_path) as (served, session):
-            monkeypatch.setattr(site, "EVENT_SECONDS", 3600.0)
-            built, state = [], served.state
-
-            def build() -> dict[str, Any]:
-                built.append(1)
-                return state()
-
-            monkeypatch.setattr(served, "state", build)
-            for path in ("/", "/", "/"):
-                async with session.get(path) as response:
-                    assert response.status == 200
-            assert len(built) == 1
-
-    run(steps())
-
-
 def test_other_ranks_point_to_rank0(tmp_path: Path) -> None:
     async def steps() -> None:
         async with serving(tmp_path, first=False) as (_, session):

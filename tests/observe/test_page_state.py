@@ -97,12 +97,6 @@ def test_absent_ranks_have_a_state() -> None:
     assert set(words(GangView("finished")).values()) == {("idle", "has left")}
 
 
-def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
-    gang = GangView("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
-    names = [rank["name"] for rank in shown(gang)["ranks"]]
-    assert names == ["agent 0", "observer 0", "observer 1", "observer 2", "observer 5", "observer 10"]
-
-
 # ---- the run
 
 
@@ -212,13 +206,6 @@ def test_malformed_report_affects_one_rank(wrong: Any) -> None:
     assert counted.newest(SECOND) is not None
     ranks = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["ranks"]
     assert [bool(rank.get("problem")) for rank in ranks] == [False, True, False, False]
-
-
-def test_a_rank_that_has_left_is_forgotten() -> None:
-    counted = Rates()
-    take(counted, {FIRST: reply(1.0, 1)})
-    take(counted, {SECOND: reply(1.0, 1)})
-    assert counted.newest(FIRST) is None
 
 
 def test_quantiles_lie_in_their_bucket() -> None:

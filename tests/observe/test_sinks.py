@@ -22,8 +22,8 @@ from rolecall.errors import UsageError
 from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks import feed
 from rolecall.observe.sinks import points as curves
-from rolecall.observe.sinks.build import build, choose, is_installed
-from rolecall.observe.sinks.feed import Feed, Sinks
+from rolecall.observe.sinks.build import build, choose
+from rolecall.observe.sinks.feed import Feed
 from rolecall.observe.sinks.once import OnceSink, State
 from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
@@ -61,11 +61,6 @@ def test_sinks_are_chosen(setting: str, chosen: tuple[str, ...]) -> None:
     assert choose(setting) == chosen
 
 
-def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
-    installed.remove("tensorboard")
-    assert choose("auto") == ()
-
-
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("setting", "problem"),
@@ -78,15 +73,6 @@ def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
 def test_a_sink_that_cannot_be_is_refused(setting: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         choose(setting)
-
-
-def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb leaves a folder of its name in the directory that a program runs in."""
-    (tmp_path / "wandering").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not is_installed("wandering")
-    (tmp_path / "wandering" / "__init__.py").touch()
-    assert is_installed("wandering")
 
 
 def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -351,17 +337,6 @@ def test_items_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = curves.bounded([start(0), *points(*range(1, 40))])
     assert [item[0] for item in kept[:2]] == ["start", "point"]
     assert len(kept) == 21
-
-
-def test_a_run_without_training_starts_no_sink(tmp_path: Path) -> None:
-    async def run() -> None:
-        sinks = Sinks([fake(tmp_path)])
-        sinks.record([])
-        await sinks.end("finished", {})
-        await sinks.close()
-
-    asyncio.run(run())
-    assert not (tmp_path / "sink").exists()
 
 
 def test_new_run_sets_earlier_sinks_aside(tmp_path: Path) -> None:

@@ -127,12 +127,6 @@ def test_stopped_worker_is_reported(worker: Worker) -> None:
     assert "its worker is stopped (SIGSTOP)" in stack_report.text({"ps 0": reply})
 
 
-def test_a_rank_without_a_worker_replies_too() -> None:
-    assert asyncio.run(stack_query.describe(None))["state"] == "none"
-    ended: Any = SimpleNamespace(state="ended", pid=0)
-    assert stack_report.text({"ps 0": asyncio.run(stack_query.describe(ended))}).startswith("ps 0: ended")
-
-
 @pytest.mark.parametrize(
     ("script", "note"),
     [
@@ -198,12 +192,6 @@ def test_long_calls_are_reported() -> None:
     assert [call[1] for call in watchdog.long_calls()] == ["push", "pull"]
     watchdog.answered(first, "ps_0")
     assert [call[1] for call in watchdog.long_calls()] == ["pull"]
-
-
-def test_oldest_calls_are_reported() -> None:
-    calls = [pending_calls.PendingCall("ps_0", str(number), float(number), 0.0) for number in reversed(range(200))]
-    told = pending_calls.report(calls, 300.0)
-    assert [call[1] for call in told] == [str(number) for number in range(pending_calls.MAX_CALLS)]
 
 
 class Future:

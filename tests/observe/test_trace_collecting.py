@@ -20,7 +20,6 @@ from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.queries import Cursor, ReadSpans, Spans
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.record.recorder import Recorder
 from rolecall.record.span_file import file_name
 
 PS: Key = ("ps", 0)
@@ -168,31 +167,6 @@ def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path) -
     asyncio.run(asyncio.wait_for(steps(), 30))
 
 
-def test_a_rank_without_a_trace_hands_over_nothing(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "HAND_OVER_SECONDS", 0.05)
-    asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))
-    rank.begin(1)
-    asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))  # rank 0 does not collect
-
-
-def test_a_strange_reply_does_not_end_rank_0(rank: Rank, tmp_path: Path) -> None:
-    here = collector(tmp_path / "trace", rank)
-
-    async def strange(*_: Any, **options: Any) -> dict[Key, Any]:
-        return {PS: {"data": "x"}}
-
-    here.ask = strange
-    assert asyncio.run(here.collect()) is False
-
-    async def silent(*_: Any, **options: Any) -> dict[Key, Any]:
-        return {PS: {"error": "did not answer within 2 s"}}
-
-    here.ask = silent
-    assert asyncio.run(here.collect()) is False
-    here.members = lambda: []
-    assert asyncio.run(here.collect()) is True
-
-
 # ---- requests
 
 
@@ -244,18 +218,6 @@ def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> 
     for seconds in (0, -1, 1e9, float("nan")):
         with pytest.raises(ValueError, match="seconds"):
             rank.recordings.start(seconds)
-
-
-def test_the_reply_is_what_a_recorder_writes(rank: Rank) -> None:
-    recorder, path = Recorder(), rank.directory / file_name(1)
-    about = {"job": "job", "role": "ps", "ordinal": 0, "rank": 1, "generation": 1}
-    recorder.start(path, about)
-    recorder.event("one")
-    recorder.close()
-    reply = rank.recordings.spans(Cursor())
-    assert (reply.data, reply.next) == (path.read_text(), path.stat().st_size)
-    assert {name: reply.process[name] for name in about} == about
-    assert collecting.FOLDER == "trace"
 
 
 def test_some_members_are_asked_at_a_time(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -175,15 +174,6 @@ def test_a_collector_that_hangs_delays_the_end_by_no_more_than_the_limit(
     assert time.monotonic() - began < 5
     over.set()
     assert "too slow" in logged[-1]["problem"]
-
-
-def test_without_the_packages_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
-) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    assert otlp.exporter() is None
-    assert "rolecall[otel]" in logged[0]["problem"]
 
 
 # ---- rank 0's collector

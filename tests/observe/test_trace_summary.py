@@ -125,13 +125,6 @@ def test_a_large_message_is_compared_with_large_ones(tmp_path: Path) -> None:
     assert [(one.network / MS, one.queueing / MS) for one in parts if one] == [(1, 0), (1, 2), (10, 0), (10, 4)]
 
 
-def test_pending_calls_replace_missing_waits(tmp_path: Path) -> None:
-    workers = queueing()
-    workers[1].spans = [span for span in workers[1].spans if span.name != "wait"]
-    summary = summary_of(tmp_path, *workers)
-    assert summary.ranks["trainer 1"].spent["waiting"] / summary.nanoseconds == pytest.approx(0.41)
-
-
 def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, *queueing())
     text = text_of(summary)
@@ -141,11 +134,6 @@ def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
     (calls,) = content["ranks"]["trainer 1"]["calls"]
     assert (calls["to"], calls["method"], calls["count"]) == ("ps 0", "exchange", 10)
     assert sum(content["ranks"]["trainer 1"]["share"].values()) == pytest.approx(1)
-
-
-def test_empty_trace_has_a_summary(tmp_path: Path) -> None:
-    assert "no span was recorded" in text_of(summary_of(tmp_path, Worker("ps")))
-    assert summary_of(tmp_path, Worker("ps")).to_dict()["steps"] == 0
 
 
 TIMES = st.lists(st.integers(0, 200), min_size=4, max_size=4)

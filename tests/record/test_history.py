@@ -103,12 +103,6 @@ def test_non_finite_values_are_left_out(value: float) -> None:
     assert shown(run) == []
 
 
-def test_records_before_any_generation_are_ignored() -> None:
-    run = History()
-    assert run.record(steps(1, 2)) == []
-    assert state(run) == state(History())
-
-
 def test_kept_points_grow_with_the_logarithm_of_time() -> None:
     run, kept = History(), []
     run.record(generation(1, 0, 0.0))
@@ -192,10 +186,6 @@ def test_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     assert state(history.read(tmp_path)) == expected
 
 
-def test_no_file_is_an_empty_history(tmp_path: Path) -> None:
-    assert state(history.read(tmp_path)) == state(History())
-
-
 def save(journal: Journal, rows: list[dict[str, Any]]) -> None:
     journal.add(rows)
     asyncio.run(journal.save())
@@ -212,16 +202,6 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     assert state(history.read(tmp_path)) == state(second.history)
     assert [step for step, _ in shown(second.history)] == [1, 2, 3, 4]
     assert all(json.loads(line) for line in file.read_text().splitlines())
-
-
-def test_rows_are_appended_not_written_again(tmp_path: Path) -> None:
-    kept = Journal(tmp_path, Disk())
-    save(kept, kept.history.record([*generation(1, 0, 0.0), *steps(1)]))
-    inode = (tmp_path / rundir.HISTORY).stat().st_ino
-    for step in range(2, 50):
-        save(kept, kept.history.record(steps(step, at=float(step))))
-    assert (tmp_path / rundir.HISTORY).stat().st_ino == inode
-    assert len(shown(history.read(tmp_path))) == 49
 
 
 def test_failed_write_is_logged_once_and_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rolecall.record import recorder as module
-from rolecall.record.recorder import NOTHING, Recorder, plain, under
+from rolecall.record.recorder import NOTHING, Recorder, under
 from rolecall.record.records import Process, SpanRecord, parse
 from rolecall.record.span_file import file_name
 
@@ -85,21 +83,6 @@ def test_nothing_is_recorded_while_it_is_off(here: Recorder, tmp_path: Path) -> 
     assert here.span("after") is NOTHING
     here.event("after")
     assert [span.name for span in read(tmp_path / "trace")[1]] == ["during"]
-
-
-def test_an_attribute_may_have_any_name(here: Recorder, tmp_path: Path) -> None:
-    here.start(tmp_path / "trace", ABOUT)
-    attributes = {"self": 1, "name": "a", "kind": "server", "parent": "b", "start": 2}
-    with here.span("one", **attributes) as span:
-        span.note(**attributes)
-    here.event("two", **attributes)
-    here.since(time.monotonic_ns(), "three", **attributes)
-    here.flush()
-    assert [(span.name, span.kind, span.attributes) for span in read(tmp_path / "trace")[1]] == [
-        ("one", "internal", attributes),
-        ("two", "event", attributes),
-        ("three", "internal", attributes),
-    ]
 
 
 def test_an_error_is_noted_and_passes(here: Recorder, tmp_path: Path) -> None:
@@ -256,9 +239,3 @@ def test_uncollected_files_are_bounded(here: Recorder, tmp_path: Path) -> None:
     for generation in range(1, 10):
         here.start(tmp_path / file_name(generation), ABOUT)
     assert [path.name for path in sorted(tmp_path.iterdir())] == [file_name(each) for each in (7, 8, 9)]
-
-
-def test_attributes_are_plain() -> None:
-    values: dict[str, Any] = {"a": True, "b": 2, "c": 1.5, "d": "x" * 1000, "e": float("inf"), "f": None, "g": [1]}
-    texts = {"d": "x" * module.MAX_TEXT, "e": "inf", "f": "None", "g": "[1]"}
-    assert json.loads(json.dumps(plain(values), allow_nan=False)) == {"a": True, "b": 2, "c": 1.5, **texts}

@@ -474,7 +474,7 @@ def test_a_trace_is_read_or_left_out(first: list[Any], spans: list[Any]) -> None
         (Path(name) / "b.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*first, *spans]))
         trace = records.read(Path(name))
         perfetto.write_file(Calls(trace), Path(name) / "trace.json")
-        Summary(Calls(trace)).to_dict()
+        Summary(Calls(trace)).render()
 
 
 # ---- places outside

@@ -174,7 +174,7 @@ def test_a_lock_is_not_held_by_a_thread_that_waits_for_work() -> None:
 
 def reply(**values: Any) -> dict[str, Any]:
     worker = {"state": "running", "generation": 2, "step": 118, "phase": "saving", "phase_seconds": 12.34}
-    stacks = {"note": "", "rpc_threads": 16, "threads": [], "calls": []}
+    stacks = {"note": "", "threads": [], "calls": []}
     return {**worker, "silent_seconds": 0.3, **stacks, **values}
 
 
@@ -217,11 +217,9 @@ lead 0: running, generation 2, step 118, saving for 12.3 s
     store (job.py:5)  with self.lock:
   thread 'writer': computes
     write (job.py:3)
-  14 of 16 RPC threads are idle; 1 thread of Rolecall
 
 trainer 0: running, generation 2, step 118
   main thread: idle
-  16 of 16 RPC threads are idle
 
 trainer 1: did not answer within 12 s
 

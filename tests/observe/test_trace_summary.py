@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -125,15 +124,12 @@ def test_a_large_message_is_compared_with_large_ones(tmp_path: Path) -> None:
     assert [(one.network / MS, one.queueing / MS) for one in parts if one] == [(1, 0), (1, 2), (10, 0), (10, 4)]
 
 
-def test_the_tables_and_the_json_say_it(tmp_path: Path) -> None:
+def test_the_tables_say_it(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, *queueing())
     text = text_of(summary)
     assert "ps: 10 steps in 1.00 s, 100.0 ms each" in text
     assert "41.0 %" in text
-    content = json.loads(json.dumps(summary.to_dict()))
-    (calls,) = content["ranks"]["trainer 1"]["calls"]
-    assert (calls["to"], calls["method"], calls["count"]) == ("ps 0", "exchange", 10)
-    assert sum(content["ranks"]["trainer 1"]["share"].values()) == pytest.approx(1)
+    assert "exchange at ps 0" in text
 
 
 TIMES = st.lists(st.integers(0, 200), min_size=4, max_size=4)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -28,15 +28,8 @@ MAX_PENDING_QUERIES = 32  # each reply may have a megabyte
 QUERY_TIMEOUT_SECONDS = 2.0
 LOG_REPEAT_SECONDS = 30.0
 Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
+Ask = Callable[..., Awaitable[dict[Key, Any]]]  # `Queries.ask`
 _SPANS = TypeAdapter(Spans)
-
-
-class Ask(Protocol):
-    """`Queries.ask`, for spans."""
-
-    async def __call__(self, question: ReadSpans, *, to: Collection[Key], timeout: float) -> dict[Key, Any]:
-        """The replies by member."""
-        ...
 
 
 def collector(coordinator: Coordinator) -> Collector:

@@ -25,7 +25,6 @@ WATCH_SECONDS = 0.5
 SOURCES_TIMEOUT_SECONDS = 3.0  # for the lines of the frames, which may be on a disk that hangs
 _sources = Disk()
 MAX_FRAMES = 64  # of a thread
-POOL = "pt_thread_pool"  # the name of RPC's threads
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ async def describe(worker: WorkerProcess | None) -> dict[str, Any]:
         "phase": worker.phase,
         "phase_seconds": round(time.monotonic() - worker.phase_since, 1),
         "silent_seconds": round(waited, 1),
-        "rpc_threads": sum(seen.name == POOL for seen in after.values()),
         "note": note,
         "threads": threads,
         "calls": [

@@ -21,8 +21,6 @@ from rolecall.observe.doctor.subject import Subject
 MIN_FILES, FILES_PER_RANK = 256, 16  # open files of a rank, and more for each other rank
 MIN_PROCESSES = 128  # threads: a tunnel has 35, a worker those of torch and RPC
 MIN_MEMORY_BYTES = 512 * 2**20  # of a rank whose worker has imported torch
-# the oldest driver for each version of CUDA: https://docs.nvidia.com/deploy/cuda-compatibility/
-MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 @check("open files", "raise it: `ulimits` in compose, `LimitNOFILE` of the container engine, `ulimit -Hn`")
@@ -85,14 +83,9 @@ def gpu(subject: Subject) -> Finding:
         return ok(f"{error}; {torch}: it computes on the CPU")
     if error:
         return fault(f"DEVICE={device}, but {error}; {torch}", "give the container a GPU (--gpus), or set DEVICE=cpu")
-    name, version = gpus[0].split(", ")[:2]
-    text = f"{len(gpus)} x {name}, driver {version}; {torch}"
+    text = f"{len(gpus)} x {gpus[0]}; {torch}"
     if not built:
         return fault(text, "install the image or the wheels for CUDA (TORCH=cuda), or set DEVICE=cpu")
-    oldest = MIN_DRIVERS.get(int(built.partition(".")[0]), 0)
-    if int(version.partition(".")[0]) < oldest:
-        advice = "update the driver, or install torch for an earlier CUDA"
-        return problem(f"{text}, which needs driver {oldest} or newer", advice)
     if visible is not None and visible.strip() in ("", "-1"):
         text = f"{text}; CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
         return fault(text, "remove CUDA_VISIBLE_DEVICES, or set DEVICE=cpu")

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rolecall.record.records import Process
 
@@ -38,12 +38,6 @@ class Alignment:
         if self.error_ns is None or self.method != "round trips":
             return f"{self.process.name}: rank 0's clock" + (" (same host)" if self.method == "same host" else "")
         return f"{self.process.name}: within {self.error_ns / 1e6:.3f} ms, by {self.round_trips} round trips"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON, with the error in milliseconds."""
-        error_ms = None if self.error_ns is None else self.error_ns / 1e6
-        process = self.process
-        return {"rank": process.name, "generation": process.generation, "method": self.method, "error_ms": error_ms}
 
 
 class Samples:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -121,26 +121,6 @@ class Summary:
             times.queueing += parts.queueing
             times.handler += parts.handler
             times.held += parts.held
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON. Shares are of the time of the steps, times in nanoseconds."""
-        return {
-            "job": self.job,
-            "seconds": self.nanoseconds / 1e9,
-            "steps": self.steps,
-            "generations": self.generations,
-            "ranks": {
-                name: {
-                    "share": {what: rank.spent[what] / max(1, self.nanoseconds) for what in ACTIVITIES},
-                    "calls": [
-                        {"to": to, "method": method, **asdict(times)} for (to, method), times in rank.calls.items()
-                    ],
-                }
-                for name, rank in self.ranks.items()
-            },
-            "clocks": [one.to_dict() for one in self.calls.clocks.alignments()],
-            "problems": self.calls.trace.damage(),
-        }
 
     def render(self) -> RenderableType:
         """The tables, for a terminal."""

@@ -253,13 +253,13 @@ def test_ranks_are_chosen_by_name_or_role(words: tuple[str, ...], names: list[st
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
 
-    def ask(target: str, what: str, arguments: dict[str, Any], timeout: float) -> dict[str, Any]:
-        asked.append((target, what, arguments, timeout))
+    async def ask(target: str, what: str, timeout: float) -> dict[str, Any]:
+        asked.append((target, what, timeout))
         return REPLIES
 
-    monkeypatch.setattr(command, "ask_now", ask)
+    monkeypatch.setattr(command, "ask", ask)
     assert command.run(["host:9400", "lead-0"]) == 0
-    assert asked == [("host:9400", "stacks", {}, command.TIMEOUT_SECONDS)]
+    assert asked == [("host:9400", "stacks", command.TIMEOUT_SECONDS)]
     assert capsys.readouterr().out == "lead 0: a\n\nno rank waits long for another\n"
     assert command.run(["host:9400", "--json"]) == 0
     assert '"my worker 1"' in capsys.readouterr().out

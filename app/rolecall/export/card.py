@@ -25,8 +25,6 @@ from rolecall.export.formats import Format
 from rolecall.export.saved import Saved
 from rolecall.record import rundir
 
-HASH_BLOCK_BYTES = 1 << 24
-
 
 def facts(one: Saved) -> dict[str, str]:
     """The facts in the model's file: the job, the layout of its state, the step, and the settings as JSON."""
@@ -123,11 +121,8 @@ def describe(
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file. Raises OSError."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _described(exported: Exported, name: str, value: Tensor) -> dict[str, Any]:

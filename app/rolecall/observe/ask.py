@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Collection
@@ -52,17 +51,6 @@ async def ask(
     with contextlib.suppress(ValueError, KeyError, TypeError):
         text = json.loads(text)["error"]
     raise UsageError(f"TARGET {target!r}: {text or f'HTTP status {answer.status}'}")
-
-
-def ask_now(
-    target: str,
-    what: str,
-    arguments: dict[str, Any] | None = None,
-    to: Collection[str] | None = None,
-    timeout: float = 5.0,
-) -> dict[str, Any]:
-    """`ask` without an event loop."""
-    return asyncio.run(ask(target, what, arguments, to, timeout))
 
 
 def _token(target: targets.Target) -> str:

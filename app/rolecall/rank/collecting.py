@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -81,9 +80,7 @@ class Collector:
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_SECONDS):
-                for _ in itertools.count():
-                    if await self.collect():
-                        break
+                while not await self.collect():
                     await asyncio.sleep(LAST_PERIOD_SECONDS)
         if self._exporter:
             await asyncio.to_thread(self._exporter.close)

@@ -124,11 +124,9 @@ def line(name: str, finding: Finding) -> str:
 def totals(results: Results) -> str:
     """How many checks have which state."""
     counts = Counter(finding.state for _, finding in results)
-    names = (
-        (state, f"{state}s" if state in ("problem", "warning") and counts[state] > 1 else state)
-        for state in get_args(State)
+    return (
+        f"{len(results)} checks: {', '.join(f'{counts[state]} {state}' for state in get_args(State) if counts[state])}"
     )
-    return f"{len(results)} checks: {', '.join(f'{counts[state]} {name}' for state, name in names if counts[state])}"
 
 
 def worst(results: Results) -> State:

@@ -135,20 +135,9 @@ class Rates:
                 grown[role, name] = [one + other for one, other in zip(total, more, strict=True)]
         links = []
         for (role, name), roles in callees.items():
-            calls, failures, sent, received, *answered = grown[role, name]
-            links.append(
-                Link(
-                    role,
-                    tuple(sorted(roles)),
-                    name,
-                    calls=calls,
-                    failures=failures,
-                    sent=sent,
-                    received=received,
-                    p50=quantile(0.5, answered),
-                    p99=quantile(0.99, answered),
-                )
-            )
+            (calls, failures, sent, received), answered = grown[role, name][:4], grown[role, name][4:]
+            p50, p99 = quantile(0.5, answered), quantile(0.99, answered)
+            links.append(Link(role, tuple(sorted(roles)), name, calls, failures, sent, received, p50=p50, p99=p99))
         return sorted(links, key=lambda link: (-link.calls, link.caller, link.method))
 
 

@@ -6,7 +6,7 @@ Pure: no I/O, no clock. Any text may come from a job; the page shows it as text 
 from __future__ import annotations
 
 import itertools
-import math
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -228,17 +228,5 @@ def last_line(text: str) -> str:
 
 
 def _object(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _clean(value) for name, value in values.items()}
-
-
-def _clean(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON does not have."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {str(name): _clean(each) for name, each in value.items()}
-        case list() | tuple():
-            return [_clean(each) for each in value]
-        case _:
-            return value
+    """`values` as JSON's types, with None for NaN and infinity, which JSON does not have."""
+    return dict(json.loads(json.dumps(values), parse_constant=lambda _: None))

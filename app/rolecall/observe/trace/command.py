@@ -96,13 +96,10 @@ def _show(
     if not trace.recordings:
         problem = trace.problems[0] if trace.problems else NO_TRACE
         raise UsageError(f"TARGET {arguments.target!r}: {problem}")
-    size = sum(one.path.stat().st_size for one in trace.recordings) / 1e6
-    with console.status(f"reading {len(trace.recordings)} files, {size:,.1f} MB"):
+    with console.status(f"reading {len(trace.recordings)} files"):
         calls = Calls(trace)
-    if output:
-        with console.status(f"writing {output}"):
-            spans = perfetto.write_file(calls, output, run)
-    summary = Summary(calls) if arguments.summary else None
+        spans = perfetto.write_file(calls, output, run) if output else 0
+        summary = Summary(calls) if arguments.summary else None
     for problem in trace.damage():
         print(f"rolecall: {problem}", file=sys.stderr)
     if summary:

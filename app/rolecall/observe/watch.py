@@ -175,7 +175,9 @@ class Watch:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)  # which restores the terminal
         following = asyncio.create_task(display.follow_forever(self.target))
         console = Console()
-        live = contextlib.nullcontext() if plain or once else Live(console=console, auto_refresh=False)
+        live: contextlib.AbstractContextManager[Live | None] = (
+            contextlib.nullcontext() if plain or once else Live(console=console, auto_refresh=False)
+        )
         shown, printed_at, state = list[str](), float("-inf"), ""
         try:
             with live as drawing:

@@ -23,12 +23,7 @@ from rolecall.telemetry import PREFIX, WorkerFiles
 BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
 # of rank 0
 VALUES = ("step", "epoch", "done_total", "left_seconds", "loss", "score")
-COUNTS = {
-    "rpc_calls_total": "calls",
-    "rpc_failures_total": "failures",
-    "rpc_sent_bytes_total": "sent",
-    "rpc_received_bytes_total": "received",
-}
+COUNTS = ("rpc_calls_total", "rpc_failures_total", "rpc_sent_bytes_total", "rpc_received_bytes_total")
 MAX_TRACEBACK_CHARACTERS = 1500
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
 
@@ -47,7 +42,7 @@ async def read(workers: WorkerManager, started: float) -> Stats:
 
 def of_files(files: WorkerFiles) -> tuple[dict[str, Method], dict[str, float]]:
     """The counters of the remote calls that this rank's workers have made, by method, and VALUES, from their files."""
-    counts = defaultdict[str, dict[str, float]](dict)
+    counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(COUNTS, 0.0))
     roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
     values: dict[str, float] = {}
     for sample in (sample for family in files.collect() for sample in family.samples):
@@ -55,16 +50,17 @@ def of_files(files: WorkerFiles) -> tuple[dict[str, Method], dict[str, float]]:
         if name in VALUES and math.isfinite(sample.value):  # JSON has no others
             values[name] = sample.value
         elif name in COUNTS:
-            counts[labels["method"]][COUNTS[name]] = sample.value
+            counts[labels["method"]][name] = sample.value
         elif name == CALLEE:
             roles[labels["method"]].append(labels["callee"])
         elif name == BUCKETS:
             buckets[labels["method"]][float(labels["le"])] = sample.value
     bounds = (*telemetry.LATENCY, math.inf)
-    methods = {
-        name: Method(**counts[name], buckets=[buckets[name].get(bound, 0.0) for bound in bounds], roles=roles[name])
-        for name in {*counts, *roles, *buckets}
-    }
+    methods = {}
+    for name in {*counts, *roles, *buckets}:
+        calls, failures, sent, received = counts[name].values()
+        latency = [buckets[name].get(bound, 0.0) for bound in bounds]
+        methods[name] = Method(calls, failures, sent, received, latency, roles[name])
     return methods, values
 
 

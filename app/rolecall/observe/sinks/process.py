@@ -81,9 +81,10 @@ def serve(lines: Iterator[bytes], report: Callable[[str], None], begin: Callable
     for line in lines:
         request = json.loads(line)
         if "end" in request:
-            return writer.end(request["end"], request["summary"])
+            writer.end(request["end"], request["summary"])
+            return
         writer.write(request["items"])
-    return writer.end("stopped", None)
+    writer.end("stopped", None)
 
 
 def _follow(parent: int) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -60,7 +61,8 @@ def of_files(files: WorkerFiles) -> tuple[dict[str, Method], dict[str, float]]:
     for name in {*counts, *roles, *buckets}:
         calls, failures, sent, received = counts[name].values()
         latency = [buckets[name].get(bound, 0.0) for bound in bounds]
-        methods[name] = Method(calls, failures, sent, received, latency, roles[name])
+        counted = Method(calls, failures, sent, received)
+        methods[name] = replace(counted, buckets=latency, roles=roles[name])
     return methods, values
 
 

@@ -15,6 +15,7 @@ from rolecall.telemetry import LATENCY
 
 WINDOW_REPORTS = 6  # over which a rate is measured
 BUCKETS = len(LATENCY) + 1
+COUNTS = ("calls", "failures", "sent", "received")
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ class Rates:
                 grown[role, name] = [one + other for one, other in zip(total, more, strict=True)]
         links = []
         for (role, name), roles in callees.items():
-            (calls, failures, sent, received), answered = grown[role, name][:4], grown[role, name][4:]
+            counts, answered = dict(zip(COUNTS, grown[role, name], strict=False)), grown[role, name][len(COUNTS) :]
             p50, p99 = quantile(0.5, answered), quantile(0.99, answered)
-            links.append(Link(role, tuple(sorted(roles)), name, calls, failures, sent, received, p50=p50, p99=p99))
+            links.append(Link(role, tuple(sorted(roles)), name, **counts, p50=p50, p99=p99))
         return sorted(links, key=lambda link: (-link.calls, link.caller, link.method))
 
 

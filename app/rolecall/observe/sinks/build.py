@@ -21,8 +21,6 @@ def build(settings: Settings, job: str, values: dict[str, Any], secrets: Collect
     installed.
     """
     names = choose(settings.sinks)
-    if not names:
-        return Sinks([])
     directory = settings.checkpoint_dir.absolute()
     about = {
         "directory": str(directory),

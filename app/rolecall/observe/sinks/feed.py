@@ -145,10 +145,7 @@ class Sinks:
 
     def record(self, records: Sequence[Record]) -> None:
         """Passes on the records of rank 0's worker."""
-        if self.feeds and records:
-            self._add(self._points.take(records, time.time() - time.monotonic()))
-
-    def _add(self, items: list[Item]) -> None:
+        items = self._points.take(records, time.time() - time.monotonic()) if self.feeds else []
         for feed in self.feeds if items else ():
             feed.add(items)
 

@@ -157,15 +157,6 @@ def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
     assert scrapes.patience() == 0  # it comes no more
 
 
-def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
-    now = 0.0
-    scrapes = endpoints.Scrapes(lambda: now)
-    scrapes.record()
-    now = endpoints.MAX_SCRAPE_INTERVAL + 1
-    scrapes.record()
-    assert scrapes.patience() == 0
-
-
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_wait_ends_with_the_scrape_or_its_time(comes: bool) -> None:
     """Nobody else than Prometheus counts, and what it asks for is served first."""

@@ -29,7 +29,7 @@ from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item,
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
 from rolecall.rank.worker_end import WorkerEnd
-from rolecall.record import history, rundir
+from rolecall.record import history
 from tests.context import contexts
 from tests.context.contexts import AGENT
 from tests.observe import sink_readers
@@ -337,16 +337,6 @@ def test_items_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = curves.bounded([start(0), *points(*range(1, 40))])
     assert [item[0] for item in kept[:2]] == ["start", "point"]
     assert len(kept) == 21
-
-
-def test_new_run_sets_earlier_sinks_aside(tmp_path: Path) -> None:
-    """RESUME=0 moves an earlier run's folders aside."""
-    for name in building.KINDS:
-        (tmp_path / name).mkdir()
-    aside = rundir.set_aside(tmp_path, 3, 1.0)
-    assert aside is not None
-    assert {path.name for path in aside.iterdir()} == {*building.KINDS}
-    assert not [name for name in building.KINDS if (tmp_path / name).exists()]
 
 
 # ---- the real ones

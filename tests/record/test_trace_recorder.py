@@ -116,26 +116,6 @@ def test_threads_have_their_own_span_and_a_span_can_be_carried_to_another(here: 
     assert spans["alone"].thread == spans["carried"].thread != spans["outer"].thread
 
 
-def test_many_threads_lose_nothing(here: Recorder, tmp_path: Path) -> None:
-    here.start(tmp_path / "trace", ABOUT)
-
-    def work() -> None:
-        for number in range(200):
-            with here.span("one", number=number):
-                pass
-            if number % 50 == 0:
-                here.flush()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    here.flush()
-    _, spans = read(tmp_path / "trace")
-    assert len({span.id for span in spans}) == len(spans) == 800
-
-
 def test_full_file_is_marked_and_continued_by_a_request(here: Recorder, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     here.start(path, ABOUT, max_bytes=1000)

@@ -176,8 +176,8 @@ page: ## prints where rank 0 of the running containers serves its page (Linux: t
 	@docker/ranks.sh page
 
 watch: $(READY) ## shows the live display of the running containers (Linux: the host reaches their network)
-	@addresses=$$(docker/ranks.sh addresses) && test -n "$$addresses" || { echo "no container of a rank is running" >&2; exit 2; }; \
-	  $(BIN)/rolecall watch $$addresses
+	@page=$$(docker/ranks.sh page) && test -n "$$page" || { echo "no container of a rank 0 is running" >&2; exit 2; }; \
+	  $(BIN)/rolecall watch $$page
 
 stop: ## stops the containers after a checkpoint; up-JOB resumes from it
 	@$(COMPOSE) stop

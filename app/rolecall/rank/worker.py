@@ -116,7 +116,7 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     if task.directory:
         telemetry.use_directory(task.directory)
     if settings.trace and task.directory:
-        pipe.record_trace(RecordTrace(task.directory / file_name(task.generation, 0), None))
+        pipe.record_trace(RecordTrace(task.directory / file_name(task.generation), None))
     context = Context(
         settings=settings,
         me=task.me,

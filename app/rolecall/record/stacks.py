@@ -13,7 +13,7 @@ HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
 TURNS = ("serve", "rolecall/torch_rpc/turns.py")
 # files of Python's library that wait for a condition, which any thread may fulfil
 CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
-LOCK = re.compile(r"^with (?P<locks>.*?):|\.acquire\(")
+LOCK = re.compile(r"^with (?P<lock>.*?):|\.acquire\(")
 COLLECTIVE = re.compile(
     "all_reduce|all_gather(_into_tensor|_object)?|all_to_all(_single)?|barrier|broadcast(_object_list)?|"
     "gather(_object)?|monitored_barrier|reduce|reduce_scatter(_tensor)?|scatter"
@@ -35,14 +35,12 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame: its function, its file, the line's number, 0 if unknown, and text, and the context expressions of the
-    `with` statements around it."""
+    """A frame: its function, its file, the line's number, 0 if unknown, and text."""
 
     function: str
     file: str
     line: int = 0
     text: str = ""
-    within: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -64,8 +62,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a worker. `number` is its native ID, or its ID in Python if that is unknown; `frames` are those of
-    Python, the innermost first.
+    """A thread of a worker. `number` is its native ID; `frames` are those of Python, the innermost first.
 
     `state` is its activity while it was watched: it "computes", "moves" a little, "sleeps" for a time, waits for
     "input" or output, "waits" for another thread, is "stopped", or is unknown.
@@ -82,8 +79,7 @@ class Thread:
     def read(cls, reply: Mapping[str, Any]) -> Thread:
         """A thread of a reply."""
         frames = tuple(
-            Frame(str(function), str(file), int(line), str(text), tuple(map(str, within)))
-            for function, file, line, text, within in reply["frames"]
+            Frame(str(function), str(file), int(line), str(text)) for function, file, line, text in reply["frames"]
         )
         return cls(
             int(reply["number"]),
@@ -145,25 +141,6 @@ class Thread:
         return self.waits and bool(self.frames) and not self.at_a_condition and bool(LOCK.search(self.frames[0].text))
 
     @property
-    def on_one_line(self) -> bool:
-        """Whether its `with` statement has one line, so that it may be inside the statement."""
-        match = LOCK.search(self.frames[0].text) if self.frames else None
-        return bool(match and match["locks"] and self.frames[0].text[match.end() :].split("#")[0].strip())
-
-    @property
-    def lock(self) -> str:
-        """The lock that it waits for, as its line names it; empty if it has no name."""
-        match = LOCK.search(self.frames[0].text) if self.at_a_lock else None
-        return (match["locks"] or "").split(" as ")[0].strip() if match else ""
-
-    def may_hold(self, other: Thread) -> bool:
-        """Whether it is inside a `with` statement on a lock of the name that `other` waits for, in the same file."""
-        name, file = other.lock.rpartition(".")[2], other.frames[0].file if other.frames else ""
-        return bool(name) and any(
-            held.rpartition(".")[2] == name for frame in self.frames if frame.file == file for held in frame.within
-        )
-
-    @property
     def collective(self) -> str:
         """The operation of its process group that it is in."""
         names = (each.name for each in self.frames if each.file.endswith(GROUPS))
@@ -181,7 +158,9 @@ class Thread:
                 if frame.at(function, file):
                     return words if words.startswith("in ") else f"waits {words}"
         if self.at_a_lock:
-            return f"waits for the lock {self.lock}" if self.lock else "waits for a lock"
+            match = LOCK.search(self.frames[0].text)
+            lock = ((match and match["lock"]) or "").split(" as ")[0]
+            return f"waits for the lock {lock}" if lock else "waits for a lock"
         words = {"moves": "goes on", "input": "waits for input or output"}.get(self.state, self.state)
         return f"{words}, holds the GIL" if self.gil else words
 

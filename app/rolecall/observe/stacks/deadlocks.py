@@ -50,11 +50,6 @@ class Rank:
         """The threads that serve remote calls."""
         return tuple(thread for thread in self.threads if thread.in_rpc)
 
-    def at_a_lock(self, thread: Thread) -> bool:
-        """Whether `thread` waits for a lock, and not for a call that it makes on the same line."""
-        calls = thread.on_one_line and any(call.thread == thread.number for call in self.calls)
-        return thread.at_a_lock and not calls
-
     @property
     def exhausted(self) -> bool:
         """Whether each thread for remote calls and their answers serves a call."""
@@ -133,13 +128,6 @@ class _Graph:
         """The nodes of a rank, other than one of them."""
         return frozenset(node for node in {*self._threads, *self._calls} if node[0] == name and node != but)
 
-    def _holders(self, node: Node) -> Group:
-        """The threads that may hold the lock that `node` waits for: by their source, or else all of its rank."""
-        others = self._nodes(node[0], node)
-        waiting = self._threads[node]
-        sure = {other for other in others if other in self._threads and self._threads[other].may_hold(waiting)}
-        return frozenset(sure) or others
-
     def _serving(self, call: Call) -> Group:
         """The threads that may serve `call`; if its rank has none left, those that are taken."""
         callee = self.ranks.get(call.to)
@@ -163,8 +151,8 @@ class _Graph:
     def _groups(self, node: Node) -> list[Group]:
         """The groups that `node` waits for, as far as known."""
         thread, rank = self._threads.get(node), self.ranks[node[0]]
-        if thread and rank.at_a_lock(thread):
-            return [holders] if (holders := self._holders(node)) else []
+        if thread and thread.at_a_lock:
+            return [others] if (others := self._nodes(node[0], node)) else []
         if thread and thread.collective:
             return [frozenset({missing}) for missing in self._missing(rank)]
         if calls := self._calls.get(node):

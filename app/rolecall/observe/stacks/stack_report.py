@@ -92,7 +92,7 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
     threads = [thread for thread in rank.threads if thread.main or not thread.idle]
     for thread in sorted(threads, key=lambda each: (not each.main, not each.in_rpc, each.in_background, each.number)):
         calls = [call for call in rank.calls if call.thread == thread.number]
-        is_waiting = calls and (thread.waits or not thread.state) and not rank.at_a_lock(thread)
+        is_waiting = calls and (thread.waits or not thread.state) and not thread.at_a_lock
         waits = _waits(calls) if is_waiting else {}
         frames = () if thread.idle else tuple(_frames(thread))
         kind = _name(thread, rank, ranks), "" if is_waiting else thread.doing, tuple(waits), frames
@@ -102,8 +102,8 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
         doing = ", ".join(f"waits {seconds:.1f} s for {what}" for what, seconds in longest.items()) or doing
         head = f"{name}: {doing}" if doing else name
         yield "\n".join([f"  {f'{len(alike)} threads: ' if len(alike) > 1 else ''}{head}", *frames])
-    if rest := _rest(rank, int(reply.get("rpc_threads", 0))):
-        yield f"  {rest}"
+    if rank.exhausted:
+        yield f"  all {RPC_THREADS} RPC threads serve calls: none is left for another call, or for an answer"
 
 
 def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
@@ -117,9 +117,8 @@ def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
         yield f"{reply['phase']} for {reply['phase_seconds']:.1f} s"
     if problem := silence(reply):
         yield problem
-    if reply["by"] or reply["note"]:
-        by = f"stacks by {reply['by']}" if reply["by"] else "no stacks"
-        yield f"{by} ({reply['note']})" if reply["note"] else by
+    if reply["note"]:
+        yield f"no stacks ({reply['note']})"
 
 
 def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:
@@ -158,17 +157,3 @@ def _frames(thread: Thread) -> Iterator[str]:
 def _line(frame: Frame) -> str:
     line = f"{frame}  {frame.text}" if frame.text else str(frame)
     return line if len(line) <= LINE_WIDTH - 4 else line[: LINE_WIDTH - 8] + " ..."
-
-
-def _rest(rank: Rank, pool: int) -> str:
-    """How many threads are not shown."""
-    idle = max(0, min(pool, RPC_THREADS) - len(rank.serving))
-    others = sum(thread.idle and bool(thread.frames) and not thread.main for thread in rank.threads)
-    parts = []
-    if rank.exhausted:
-        parts.append(f"all {RPC_THREADS} RPC threads serve calls: none is left for another call, or for an answer")
-    elif pool:
-        parts.append(f"{idle} of {min(pool, RPC_THREADS)} RPC threads are idle")
-    if others:
-        parts.append(f"{others} {'thread' if others == 1 else 'threads'} of Rolecall")
-    return "; ".join(parts)

@@ -9,14 +9,14 @@ import pytest
 from rolecall.observe.stacks import deadlocks, stack_report
 from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank, Wait
 from rolecall.record.stacks import Frame, State, Thread
-from rolecall.torch_rpc.limits import RPC_THREADS
+from rolecall.wire.messages import MAX_RUNNING
 
 RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
 WAIT = Frame("wait_all", "torch/futures/__init__.py", 334, "for fut in torch._C._collect_all(futures):")
 CONDITION = Frame("Condition.wait", "threading.py", 320, "waiter.acquire()")
 LOCK = Frame("locked", "job.py", 5, "with self.lock:")
 MAIN = Frame("lead", "job.py", 9, "context.wait_all(calls)")
-TURNS = Frame("serve", "rolecall/torch_rpc/turns.py", 42)
+TURNS = Frame("serve_turns", "rolecall/wire/dispatch.py", 42)
 
 
 def main(*frames: Frame, state: State = "waits") -> Thread:
@@ -96,15 +96,16 @@ def test_two_locks_in_one_rank_need_no_call() -> None:
     assert "deadlock: ps 0 > ps 0 (threads of its process wait for each other)" in [*stack_report.conclusions(picture)]
 
 
-@pytest.mark.parametrize("serving", [RPC_THREADS, RPC_THREADS - 1])
-def test_an_answer_needs_a_thread(serving: int) -> None:
+@pytest.mark.parametrize("serving", [MAX_RUNNING, MAX_RUNNING - 1])
+def test_a_call_beyond_the_last_needs_one_to_end(serving: int) -> None:
     threads = [serves("ask", WAIT, number=2 + number) for number in range(serving)]
     lead = Rank("lead 0", (idle_main(), *threads), tuple(calls("ps 0", "get", each.number) for each in threads))
-    for server in (idle_main(), serves("get", state="computes")):  # it may answer as soon as it likes
-        picture = look(lead, Rank("ps 0", (server,)), at_work())
-        assert picture.deadlocks == ((("lead 0", "lead 0"),) if serving == RPC_THREADS else ())
-    assert picture.deadlocks == ((("lead 0", "lead 0"),) if serving == RPC_THREADS else ())
-    assert picture.exhausted == (("lead 0",) if serving == RPC_THREADS else ())
+    back = Rank("ps 0", (idle_main(), serves("get", WAIT)), (calls("lead 0", "more", thread=2),))
+    picture = look(lead, back, at_work())
+    assert bool(picture.deadlocks) == (serving == MAX_RUNNING)
+    assert picture.exhausted == (("lead 0",) if serving == MAX_RUNNING else ())
+    answering = Rank("ps 0", (idle_main(), serves("get", state="computes")))  # an answer needs no thread
+    assert look(lead, answering, at_work()).deadlocks == ()
 
 
 def test_any_answer_releases_a_thread_with_two_calls() -> None:
@@ -184,7 +185,7 @@ def thread(number: int, *frames: tuple[str, str, int, str], **values: Any) -> di
 
 LEAD = ("lead", "job.py", 9, "context.wait_all(calls)")
 OUTER = ("main", "rolecall/rank/worker.py", 150, "")
-HANDLER = ("_run_function", "torch/distributed/rpc/internal.py", 209, "")
+HANDLER = ("Dispatcher._call", "rolecall/wire/dispatch.py", 190, "")
 BOOT = ("Thread._bootstrap", "threading.py", 1002, "")
 
 
@@ -208,7 +209,7 @@ def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
     assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
 
 
-TURN = ("serve", "rolecall/torch_rpc/turns.py", 42, "")
+TURN = ("Dispatcher.serve_turns", "rolecall/wire/dispatch.py", 42, "")
 TEXT = """\
 lead 0: running, generation 2, step 118, saving for 12.3 s
   main thread: waits 3.2 s for trainer 0 (2 calls of train)
@@ -237,8 +238,8 @@ who waits for whom:
         ({"silent_seconds": 4.21, "threads": [thread(1, LEAD, gil=True, state="computes")]}, "computes, holds the GIL"),
         ({"note": "py-spy: Permission denied"}, "no stacks (py-spy: Permission denied)"),
         (
-            {"threads": [thread(1, ("get", "rolecall/torch_rpc/rpc.py", 70, ""), main=True)]},
-            "waits for its RankObject to be",
+            {"threads": [thread(1, ("_meet", "rolecall/context/meeting.py", 70, ""), main=True)]},
+            "waits for the other ranks' workers",
         ),
         ({"threads": "no list"}, "ps 0: its reply cannot be read; run the same version in every rank"),
         ({}, "no rank waits long for another"),

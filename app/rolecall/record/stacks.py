@@ -9,8 +9,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
-HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
-TURNS = ("serve", "rolecall/torch_rpc/turns.py")
+# frames that call a method for a peer
+DISPATCH = "rolecall/wire/dispatch.py"
+HANDLERS = (("_call", DISPATCH), ("_stream", DISPATCH), ("_run_function", "torch/distributed/rpc/internal.py"))
+TURNS = ("serve_turns", DISPATCH)
 # files of Python's library that wait for a condition, which any thread may fulfil
 CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
 LOCK = re.compile(r"^with (?P<lock>.*?):|\.acquire\(")
@@ -21,9 +23,9 @@ COLLECTIVE = re.compile(
 GROUPS = "torch/distributed/distributed_c10d.py"
 # by the end of a frame's file and its function: what its thread waits for
 WAITS = {
-    ("rolecall/torch_rpc/rpc.py", "get"): "for its RankObject to be set",
-    ("rolecall/torch_rpc/rpc.py", "join_group"): "for the members of its process group",
-    ("rolecall/torch_rpc/rpc.py", "forward"): "for rank 0 to take its progress",
+    ("rolecall/context/meeting.py", "_meet"): "for the other ranks' workers",
+    ("rolecall/context/transport.py", "forward"): "for rank 0 to take its progress",
+    ("rolecall/torch_rpc/distributed.py", "join_group"): "for the members of its process group",
     ("rolecall/torch_rpc/agent.py", "_start"): "for the other ranks' RPC",
     ("rolecall/torch_rpc/store.py", "open_store"): "for rank 0's store",
     ("rolecall/context/group.py", "require_peers"): "for a peer to come",
@@ -50,6 +52,11 @@ class Frame:
     def at(self, function: str, file: str) -> bool:
         """Whether it is a frame of `function` in a file whose name ends with `file`."""
         return self.name == function and self.file.endswith(file)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is the frame that calls a method for a peer."""
+        return any(self.at(*handler) for handler in HANDLERS)
 
     @property
     def in_rolecall(self) -> bool:
@@ -96,15 +103,15 @@ class Thread:
         return self.state == "waits"
 
     @property
-    def in_rpc(self) -> bool:
-        """Whether it is an RPC thread that serves a call."""
-        return any(frame.at(*HANDLER) for frame in self.frames)
+    def in_call(self) -> bool:
+        """Whether it serves a call beside the main thread."""
+        return not self.main and any(frame.serves for frame in self.frames)
 
     @cached_property
     def served(self) -> tuple[str, ...]:
         """The functions within the call that it serves, the called one among them; empty if it serves none."""
         for place, frame in enumerate(self.frames):
-            if frame.at(*HANDLER) or frame.at(*TURNS):
+            if frame.serves:
                 return tuple(inner.name for inner in self.frames[:place])
         return ()
 
@@ -122,13 +129,13 @@ class Thread:
         if not frames or frames[0].at(*TURNS):
             return True
         return (
-            not self.main and not self.in_rpc and (frames[-1].in_rolecall or frames[-1].at("end", "script/ending.py"))
+            not self.main and not self.in_call and (frames[-1].in_rolecall or frames[-1].at("end", "script/ending.py"))
         )
 
     @property
     def in_background(self) -> bool:
         """Whether it waits, mostly for work, and neither is the main thread nor serves a call."""
-        return self.waits and self.at_a_condition and not self.main and not self.in_rpc
+        return self.waits and self.at_a_condition and not self.main and not self.in_call
 
     @property
     def at_a_condition(self) -> bool:

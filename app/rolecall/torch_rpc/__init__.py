@@ -5,7 +5,6 @@ agent.py         A worker's RPC agent, which connects to a peer at the first cal
 connect.py       Connects a worker to its generation: by the wire and, if the job says so, by torch's RPC
 distributed.py   What torch.distributed does in a generation: its store, process groups, RPC
 failures.py      Tells by its text whether what torch raised means that a peer is gone
-limits.py        Limits of torch's RPC, for modules that do not import torch
 program.py       Finds, checks and runs an unmodified program in a rank
 reach.py         How a worker reaches its peers where their tunnels stand between
 script_calls.py  The pending calls of a program that uses torch's RPC directly

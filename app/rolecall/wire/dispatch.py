@@ -21,9 +21,8 @@ from rolecall.wire import tracing
 from rolecall.wire.codec import decode, encode
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.link import COUNT, Link
-from rolecall.wire.messages import Failure, Request, pickled
+from rolecall.wire.messages import MAX_RUNNING, Failure, Request, pickled
 
-MAX_RUNNING = 64  # calls that run at a time; further ones wait
 STREAM_CREDITS = 16  # items of a stream that may be on their way
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rolecall.observe.stacks import deadlocks
 from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank
-from rolecall.record.stacks import HANDLER, TURNS, Frame, Thread
-from rolecall.torch_rpc.limits import RPC_THREADS
+from rolecall.record.stacks import Frame, Thread
+from rolecall.wire.messages import MAX_RUNNING
 
 MAX_HEARTBEAT_AGE_SECONDS = 2.0  # a worker sends a heartbeat every half second
 LINE_WIDTH = 120  # characters
@@ -61,7 +61,7 @@ def _inside(circle: Collection[str], result: Conclusions) -> str:
     if len({*circle}) > 1:
         return ""
     if {*circle} <= {*result.exhausted}:
-        return f" (its {RPC_THREADS} RPC threads wait for answers, and an answer needs one of them)"
+        return f" (the {MAX_RUNNING} calls that it carries out wait for one that it has not begun)"
     return " (threads of its process wait for each other)"
 
 
@@ -90,7 +90,7 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
     yield f"{rank.name}: {', '.join(_facts(reply))}"
     groups: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], list[Mapping[str, float]]] = {}
     threads = [thread for thread in rank.threads if thread.main or not thread.idle]
-    for thread in sorted(threads, key=lambda each: (not each.main, not each.in_rpc, each.in_background, each.number)):
+    for thread in sorted(threads, key=lambda each: (not each.main, not each.in_call, each.in_background, each.number)):
         calls = [call for call in rank.calls if call.thread == thread.number]
         is_waiting = calls and (thread.waits or not thread.state) and not thread.at_a_lock
         waits = _waits(calls) if is_waiting else {}
@@ -103,7 +103,7 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
         head = f"{name}: {doing}" if doing else name
         yield "\n".join([f"  {f'{len(alike)} threads: ' if len(alike) > 1 else ''}{head}", *frames])
     if rank.exhausted:
-        yield f"  all {RPC_THREADS} RPC threads serve calls: none is left for another call, or for an answer"
+        yield f"  it carries out {MAX_RUNNING} calls: a further one waits until one of them ends"
 
 
 def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _frames(thread: Thread) -> Iterator[str]:
     """The frames without those that every stack has at its end."""
     frames = [*thread.frames]
     for place, frame in enumerate(frames):
-        if frame.at(*HANDLER) or frame.at(*TURNS) or frame.file.startswith("rolecall/rank/"):
+        if frame.serves or frame.file.startswith("rolecall/rank/"):
             frames = frames[:place]
             break
     while frames and (frames[-1].in_rolecall or frames[-1].file.startswith(OUTERMOST)):

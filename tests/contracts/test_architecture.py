@@ -30,6 +30,7 @@ ROOMS = (
     "record",
     "declare",
     "tunnel",
+    "wire",
     "checkpoint",
     "context",
     "torch_rpc",
@@ -43,7 +44,7 @@ ROOMS = (
     "__main__",
 )
 # the public API is imported by jobs, and by no room below it
-ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "export"}
+ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "wire", "export"}
 PURE = {
     "__future__",
     "bisect",

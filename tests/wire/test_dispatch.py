@@ -207,10 +207,10 @@ def test_a_stream_is_no_further_ahead_than_its_credits(wires: Wires) -> None:
     time.sleep(0.1)  # whether it stays so is the question
     assert len(member(wires).seen) == STREAM_CREDITS + 1
     assert [next(stream) for _ in range(STREAM_CREDITS)] == list(range(STREAM_CREDITS))
-    until(lambda: len(member(wires).seen) == 2 * STREAM_CREDITS + 1, "what it may send then")
+    until(lambda: len(member(wires).seen) > STREAM_CREDITS + 1, "what it may send then")
+    assert len(member(wires).seen) <= 2 * STREAM_CREDITS + 1
     stream.close()
     assert member(wires).closed.wait(DEADLINE)
-    assert list(stream) == [] or True
 
 
 @pytest.mark.parametrize("how", ["closed", "left", "dropped", "broken off", "lost"])

@@ -23,7 +23,7 @@ SETTINGS, METRICS, DESIGN, RL = (ROOT / "docs" / f"{name}.md" for name in ("sett
 DOCTOR = ROOT / "docs" / "doctor.md"
 # lowest first: each imports those before it
 ROOMS = ("errors.py", "fields.py", "secret.py", "machine.py", "config.py", "telemetry.py", "gang", "record", "declare",
-         "tunnel", "checkpoint", "context", "torch_rpc", "jobs", "export", "observe", "rank", "launch", "new.py",
+         "tunnel", "wire", "checkpoint", "context", "torch_rpc", "jobs", "export", "observe", "rank", "launch", "new.py",
          "__main__.py")  # fmt: skip
 ROOMS_TABLE = re.compile(r"(<!-- rooms: .*-->\n).*(<!-- end of rooms -->)", re.DOTALL)
 CHECKS = re.compile(r"(<!-- checks: .*-->\n).*(<!-- end of checks -->)", re.DOTALL)

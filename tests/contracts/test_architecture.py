@@ -30,6 +30,7 @@ ROOMS = (
     "record",
     "declare",
     "tunnel",
+    "wire",
     "checkpoint",
     "context",
     "torch_rpc",

@@ -191,7 +191,8 @@ def test_what_a_worker_announced_ends_with_it(pair: Pair) -> None:
     lead, worker = pair
     program = (
         "import sys; from pathlib import Path; from rolecall.tunnel.client import TunnelClient\n"
-        "reach = TunnelClient(Path(sys.argv[1]), 'lead_0', '', 0); print(reach.announce(int(sys.argv[2])), flush=True)\n"
+        "reach = TunnelClient(Path(sys.argv[1]), 'lead_0', '', 0)\n"
+        "print(reach.announce(int(sys.argv[2])), flush=True)\n"
         "sys.stdin.read()"
     )
     server = Server(echo)

@@ -54,9 +54,8 @@ def read(pid: int, region: Region) -> np.ndarray:
     while done < region.nbytes:
         count = min(region.nbytes - done, MAX_READ_BYTES)
         local, there = _Vector(target.ctypes.data + done, count), _Vector(region.address + done, count)
-        copied = _readv(
-            pid, ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1), ctypes.c_ulong(0)
-        )
+        vectors = (ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1))
+        copied = _readv(pid, *vectors, ctypes.c_ulong(0))
         if copied <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         done += copied

@@ -12,6 +12,7 @@ import pytest
 from rolecall.errors import RemoteError, UsageError
 from rolecall.wire import dispatch
 from rolecall.wire.dispatch import STREAM_CREDITS
+from rolecall.wire.future import Future
 from tests.wire.wires import DEADLINE, Member, Wires, until
 
 
@@ -97,14 +98,19 @@ def test_a_future_is_the_answer_later(wires: Wires) -> None:
     assert future.result(DEADLINE) == {"x": 1}
 
 
-def test_a_future_that_failed_or_that_nobody_waits_for(wires: Wires) -> None:
+def test_a_future_stays_its_makers_if_a_caller_gives_up(wires: Wires) -> None:
     future, given_up = wires.call("a", "b", "postponed"), wires.call("a", "b", "postponed")
     for _ in range(2):
         assert member(wires).entered.acquire(timeout=DEADLINE)
     given_up.cancel()
-    until(member(wires).later.cancelled, "the future's end")
-    with pytest.raises(RemoteError, match="postponed was cancelled"):
+    wires.call("a", "b", "echo", 1).result(DEADLINE)  # after the cancellation
+    member(wires).later.set_exception(ValueError("failed"))
+    with pytest.raises(RemoteError, match="b raised ValueError: failed"):
         future.result(DEADLINE)
+    wires.members["b"].later = Future()
+    member(wires).later.cancel()
+    with pytest.raises(RemoteError, match="postponed was cancelled"):
+        wires.call("a", "b", "postponed").result(DEADLINE)
 
 
 def test_a_call_that_is_cancelled_before_it_begins_never_does(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +189,7 @@ def test_what_cannot_be_pickled_or_read_fails_its_call_alone(wires: Wires) -> No
     member(wires).later.set_result(Mischief(True))
     with pytest.raises(RemoteError, match="b raised ZeroDivisionError: pickling"):
         wires.call("a", "b", "postponed").result(DEADLINE)
-    wires.members["b"].later = type(member(wires).later)()
+    wires.members["b"].later = Future()
     member(wires).later.set_result(Mischief(False))
     with pytest.raises(RemoteError, match="the answer of postponed by b cannot be read: ZeroDivisionError"):
         wires.call("a", "b", "postponed").result(DEADLINE)

@@ -92,21 +92,21 @@ def rank0(tmp_path: Path, fake: Fake) -> Context[Any]:
 
 
 def test_what_is_no_remote_method_is_refused(rank0: Context[Any], fake: Fake) -> None:
-    observer = Observer(rank0)
+    observer, calls = Observer(rank0), rank0.calls
     with pytest.raises(UsageError, match=r"Observer\.inner cannot be called at a peer: put @remote above"):
-        rank0.call("observer_0", Observer.inner)
+        calls.call("observer_0", Observer.inner)
     with pytest.raises(UsageError, match="print cannot be called at a peer"):
-        rank0.call("observer_0", cast(Any, print))
+        calls.call("observer_0", cast(Any, print))
     with pytest.raises(UsageError, match=r"look is a method of an object here: name it by its class"):
-        rank0.call("observer_0", cast(Any, observer.look), 1)
+        calls.call("observer_0", cast(Any, observer.look), 1)
     with pytest.raises(UsageError, match=r"Agent\.later has turn=True, which rank 0 never serves"):
-        rank0.call("agent_0", Agent.later)
+        calls.call("agent_0", Agent.later)
     with pytest.raises(UsageError, match="is a stream: call it at one peer"):
-        rank0.call_each(cast(Any, Observer.stream))
+        calls.call_each(cast(Any, Observer.stream))
     with pytest.raises(UsageError, match="is a stream: call it at one peer"):
-        rank0.call_any(cast(Any, Observer.stream))
+        calls.call_any(cast(Any, Observer.stream))
     with pytest.raises(UsageError, match="no role 'judge'"):
-        rank0.options(role="judge").call_any(Observer.look, 1)
+        calls.options(role="judge").call_any(Observer.look, 1)
     assert fake.calls == []
 
 

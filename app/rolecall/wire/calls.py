@@ -225,8 +225,14 @@ class Wire:
 
     def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
         now = time.monotonic()
-        call = Pending(to, request, deadline, Future(), ended, now + deadline if deadline else float("inf"))
-        call.future = Future(lambda: self._give_up(call))
+        call = Pending(
+            to,
+            request,
+            deadline,
+            Future(lambda: self._give_up(call)),
+            ended=ended,
+            expires=now + deadline if deadline else float("inf"),
+        )
         return call
 
     def _send(self, call: Pending, content: Encoded) -> None:

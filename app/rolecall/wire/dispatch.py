@@ -35,7 +35,7 @@ class Call:
     request: Request
     expires: float
     cancelled: bool = False
-    future: concurrent.futures.Future[Any] | None = None  # of an async method, or that the method has returned
+    coroutine: concurrent.futures.Future[Any] | None = None  # of an async method
     credits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(STREAM_CREDITS))
 
     @property
@@ -47,8 +47,8 @@ class Call:
         """The caller does not wait any more."""
         self.cancelled = True
         self.credits.release()
-        if self.future:
-            self.future.cancel()
+        if self.coroutine:
+            self.coroutine.cancel()
 
 
 class Dispatcher:
@@ -203,13 +203,12 @@ class Dispatcher:
                 finally:
                     span.end()
 
-        self._answer_later(call, asyncio.run_coroutine_threadsafe(run(), self._loop), tracing.NO_SPAN)
+        call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        if call.cancelled:
+            call.coroutine.cancel()
+        self._answer_later(call, call.coroutine, tracing.NO_SPAN)
 
     def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan) -> None:
-        call.future = future
-        if call.cancelled:
-            future.cancel()
-
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
                 span.end()

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from rolecall import UsageError, config
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, loss, model
-from rolecall.jobs.rnn.corpus import Vocabulary
-from rolecall.jobs.rnn.trainer import TextDescription
+from rolecall.jobs.rnn.corpus import TextDescription, Vocabulary
 
 
 def settings(**changes: object) -> RnnSettings:

@@ -70,3 +70,15 @@ def test_whoever_waits_for_an_answer_gets_its_error() -> None:
         with pytest.raises(PeerLostError) as raised:
             get()
         assert raised.value is error
+
+
+GONE = "eof (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"
+
+
+@pytest.mark.parametrize(
+    ("raised", "lost"), [(RuntimeError(GONE), True), (ValueError("bad value"), False), (CallTimeoutError("late"), False)]
+)
+def test_a_peer_whose_own_call_by_torch_finds_nobody_means_a_loss(raised: Exception, lost: bool) -> None:
+    error = RemoteError("trainer_0 raised it")
+    error.__cause__ = raised
+    assert failures.is_lost(error) == lost

@@ -76,7 +76,8 @@ GONE = "eof (this error originated at tensorpipe/transport/uv/connection_impl.cc
 
 
 @pytest.mark.parametrize(
-    ("raised", "lost"), [(RuntimeError(GONE), True), (ValueError("bad value"), False), (CallTimeoutError("late"), False)]
+    ("raised", "lost"),
+    [(RuntimeError(GONE), True), (ValueError("bad value"), False), (CallTimeoutError("late"), False)],
 )
 def test_a_peer_whose_own_call_by_torch_finds_nobody_means_a_loss(raised: Exception, lost: bool) -> None:
     error = RemoteError("trainer_0 raised it")

@@ -24,8 +24,7 @@ class Sampler:
 def lead(context: Context[Pi]) -> dict[str, float]:  # rank 0
     settings, state = context.settings, context.restore({"hits": 0, "points": 0})
     for _ in context.steps(settings.rounds):  # resumes, reports, saves when due, drains
-        counts = list(context.call_all(Sampler.hits, settings.points))
-        if not counts:
+        if not (counts := list(context.call_all(Sampler.hits, settings.points))):
             context.redo()  # every sampler was lost: this step is made again
             continue
         state["hits"] += sum(counts)

@@ -176,8 +176,8 @@ page: ## prints where rank 0 of the running containers serves its page (Linux: t
 	@docker/ranks.sh page
 
 watch: $(READY) ## shows the live display of the running containers (Linux: the host reaches their network)
-	@addresses=$$(docker/ranks.sh addresses) && test -n "$$addresses" || { echo "no container of a rank is running" >&2; exit 2; }; \
-	  $(BIN)/rolecall watch $$addresses
+	@page=$$(docker/ranks.sh page) && test -n "$$page" || { echo "no container of a rank 0 is running" >&2; exit 2; }; \
+	  $(BIN)/rolecall watch $$page
 
 stop: ## stops the containers after a checkpoint; up-JOB resumes from it
 	@$(COMPOSE) stop
@@ -218,7 +218,7 @@ bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24
 bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=rtt,ps)
 	$(BIN)/python -m bench.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
-bench-trace: $(READY) ## measures what traces cost: without any tracing code, off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
+bench-trace: $(READY) ## measures what traces cost: off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
 	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
 bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, rates, time to sync's accuracy (hours in full; BENCH_JSON=FILE; parts by TASKS=digits MODES=sync,local-int4 LINKS=20mbit SEEDS=1-5 ONLY=rate)

@@ -38,7 +38,6 @@ COMMANDS = {  # the function that runs each with its words, as module:name
     "ps": ("rolecall.launch.commands:ps", "the processes of a local run"),
     "kill": ("rolecall.launch.commands:kill", "kill a rank of a local run, or a part of it, which is started again"),
     "scale": ("rolecall.launch.commands:scale", "change how many ranks an elastic role of a local run has"),
-    "page": ("rolecall.observe.page.command:run", "write how a run went as one HTML file"),
     "doctor": ("rolecall.observe.doctor.command:run", "check everything that a rank here needs"),
 }
 RUN = """JOB is the name of one of these, FILE.py, or package.module[:NAME]:
@@ -122,12 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--variables", action="store_true", help="print the names of its own variables alone")
     describe.add_argument("--output", type=Path, metavar="FILE", help="write the description to a file")
     describe.set_defaults(handler=_describe)
-    watch = commands.add_parser("watch", help="the live display of ranks that run anywhere, from their metrics")
+    watch = commands.add_parser("watch", help="the live display of a job that runs anywhere, from its rank 0")
     watch.add_argument(
-        "targets",
-        nargs="+",
+        "target",
         metavar="TARGET",
-        help="a port, host:port or URL of a rank's metrics, or the folder of `rolecall run`",
+        help="a port, host:port or URL of rank 0's METRICS_PORT, or the folder of `rolecall run`",
     )
     watch.add_argument("--plain", action="store_true", help="lines instead of the live display")
     watch.add_argument("--once", action="store_true", help="display the ranks once, and end")
@@ -263,9 +261,9 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from rolecall.observe import viewer
+    from rolecall.observe import watch
 
-    return viewer.run(arguments.targets, arguments.plain, arguments.once, arguments.timeout)
+    return watch.run(arguments.target, arguments.plain, arguments.once, arguments.timeout)
 
 
 def _seconds(text: str) -> float:

@@ -20,10 +20,9 @@ from rolecall import __main__, fields
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import CheckpointError
 from rolecall.declare import registry
-from rolecall.errors import USAGE, UsageError
+from rolecall.errors import USAGE
 from rolecall.jobs import rl
 from rolecall.observe import targets
-from rolecall.observe.page import leftover, render
 from rolecall.observe.trace import perfetto
 from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.summary import Summary
@@ -335,34 +334,6 @@ def test_a_checkpoint_is_read_or_refused(content: Any, manifest: Any) -> None:
         json.dumps(snapshot.pinned)
 
 
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("curve", 5),
-        ("throughput", "steps"),
-        ("settings", [1]),
-        ("world", [["agent", 1]]),
-        ("world", {"agent": 10**12}),
-        ("world", {"agent": "1"}),
-        ("curve", {"final": 10**400}),
-        ("curve", {"final": float("nan")}),
-        ("job", [[1]]),
-    ],
-)
-def test_a_summary_with_a_wrong_part_is_shown_without_it(part: str, value: Any) -> None:
-    Path("run").mkdir()
-    (Path("run") / rundir.SUMMARY).write_text(json.dumps({"job": "rl", "state": "finished", part: value}))
-    (Path("run") / rundir.GENERATION).write_text('{"number": 3, "job": "rl", "members": []}')
-    assert "killed" in render.saved(leftover.read(Path("run"), 1e9))
-    (Path("run") / rundir.GENERATION).write_text('{"number": 3, "job": "rl", "members": [["agent", 0]]}')
-    assert '"ordinal": 0' in render.saved(leftover.read(Path("run"), 1e9))
-
-
-@pytest.mark.parametrize("shown", [{}, {"job": 5}, {"job": {"job": "x"}, "state": "x", "errors": [], "now": 1e999}])
-def test_an_earlier_page_that_shows_nothing_is_none(shown: dict[str, Any]) -> None:
-    assert render.read(f'<script type="application/json" id="data">{json.dumps(shown)}</script>') is None
-
-
 @SOME
 @given(st.data())
 def test_a_damaged_checkpoint_with_a_right_checksum_is_read_or_refused(data: st.DataObject) -> None:
@@ -426,9 +397,9 @@ SUMMARY = JSON | st.fixed_dictionaries(
 
 
 @SOME
-@given(rows=ROWS, summary=SUMMARY, generation=JSON, done=JSON, ranks=JSON, page=JSON)
+@given(rows=ROWS, summary=SUMMARY, generation=JSON, done=JSON, ranks=JSON)
 def test_a_runs_directory_is_shown_or_refused(
-    rows: list[Any], summary: Any, generation: Any, done: Any, ranks: Any, page: Any
+    rows: list[Any], summary: Any, generation: Any, done: Any, ranks: Any
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -437,16 +408,7 @@ def test_a_runs_directory_is_shown_or_refused(
         written = {rundir.SUMMARY: summary, rundir.GENERATION: generation, rundir.FAILED: done, targets.RANKS: ranks}
         for file, content in written.items():
             (folder / file).write_text(json.dumps(content))
-        data = json.dumps(page).replace("<", "\\u003c")
-        (folder / rundir.PAGE).write_text(f'<script type="application/json" id="data">{data}</script>')
-        try:
-            state = leftover.read(folder, 1e9)
-        except UsageError:
-            pass
-        else:
-            assert len(render.saved(state)) < 10_000_000
         read = history.read(folder)
-        assert history.read(folder).rows() == read.rows()
         perfetto.moments(read)
         assert targets.ranks_of(folder) == []
         assert targets.final_state(folder).isprintable()
@@ -512,7 +474,7 @@ def test_a_trace_is_read_or_left_out(first: list[Any], spans: list[Any]) -> None
         (Path(name) / "b.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*first, *spans]))
         trace = records.read(Path(name))
         perfetto.write_file(Calls(trace), Path(name) / "trace.json")
-        Summary(Calls(trace)).to_dict()
+        Summary(Calls(trace)).render()
 
 
 # ---- places outside

@@ -1,25 +1,20 @@
-"""How a score spreads: from what a job logs, through the run's history, to the band in the picture."""
+"""How a score spreads: from what a job logs, through the run's history, and the band of its curve."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.collections import PolyCollection
 
 from rolecall import Context
 from rolecall.jobs.rl.messages import Episode
 from rolecall.jobs.rl.score import MEAN_EPISODES, Score
-from rolecall.observe import picture
-from rolecall.record import history, rundir
+from rolecall.record import history
 from rolecall.record.history import History
 from tests.context.contexts import Supervisor
-from tests.observe.test_report import short
 from tests.record.test_history import again, generation
 
 
@@ -69,7 +64,7 @@ def test_it_is_kept_where_its_score_is() -> None:
         late = 0.04 * (step % 3)  # as where another process computes meanwhile
         rows += run.record([score, (*low[:2], low[2] + late, low[3]), (*high[:2], high[2] + late, high[3])])
     rows += run.close()
-    for one in (run, again(rows), again(run.rows())):
+    for one in (run, again(rows)):
         steps = [point.step for point in one.curves["score"]]
         assert len(steps) < 4000
         assert steps[-1] == 5000
@@ -88,44 +83,6 @@ def test_a_bound_that_is_no_number_leaves_its_step_out() -> None:
     run.record([*generation(1, 0, 0.0), *scored(1, 1.0, 5.0, math.nan, 6.0), *scored(2, 2.0, 6.0, 5.0, 7.0)])
     assert band(run) == [(2, 5.0, 7.0)]
     assert [point.step for point in run.curves["score"]] == [1, 2]
-
-
-# ---- what is drawn
-
-
-def bands(run: History) -> list[Any]:
-    figure = picture.draw(run, short(run, "stopped"))
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    drawn = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)]
-    assert ("lowest to highest" in legend) == bool(drawn)
-    return drawn
-
-
-def test_the_picture_has_it_as_a_band() -> None:
-    run = History()
-    run.record(generation(1, 0, 0.0))
-    for step in (1, 2, 3):
-        run.record(scored(step, float(step), 10.0 * step, 10.0 * step - step, 10.0 * step + 1))
-    (drawn,) = bands(run)
-    corners = {(float(x), float(y)) for x, y in drawn.get_paths()[0].vertices}
-    assert corners == {(1, 9), (1, 11), (2, 18), (2, 21), (3, 27), (3, 31)}
-
-
-def test_a_run_without_one_is_drawn_without_a_band(tmp_path: Path) -> None:
-    """Such as one of an earlier version, whose file has none."""
-    rows = [
-        {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": 1.0, "after": ""},
-        *(
-            {"kind": kind, "step": step, "seconds": float(step), "value": 1.0 * step}
-            for step in (1, 2)
-            for kind in ("score", "done")
-        ),
-    ]
-    (tmp_path / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = history.read(tmp_path)
-    assert bands(run) == []
-    (tmp_path / rundir.SUMMARY).write_text(json.dumps(short(run, "stopped")))
-    assert picture.main([str(tmp_path)]) == 0
 
 
 # ---- over the observers of `rl`

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from prometheus_client import CollectorRegistry
 
-from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe, registry
 from rolecall.gang.member import Member
-from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, RejectedError, SharedSettings, WorkerStatus
-from rolecall.launch.local import free_ports
-from rolecall.rank import coordinator, messages
-from rolecall.rank.coordinator import Coordinator
+from rolecall.gang.protocol import Answer, Directive, Heartbeat, RejectedError, SharedSettings, WorkerStatus
 from tests.gang.gangs import PS, RULES, Play
 
 OURS = SharedSettings("ours", {"BATCH_SIZE": 32, "LR": 0.1, "SEED": 1})
@@ -48,20 +41,6 @@ def test_the_difference_is_named() -> None:
 @pytest.mark.parametrize("settings", [None, OURS.values, {}])
 def test_a_difference_that_is_not_known_is_refused_all_the_same(settings: dict[str, Any] | None) -> None:
     assert "trainer 1 has " in str(refused(settings=settings))
-
-
-def test_who_has_the_same_settings_is_in() -> None:
-    play = Play(PS, settings=OURS)
-    assert play.gang.receive(Heartbeat("trainer", 1, "x", 1, digest="ours"), 0.0) == ("trainer", 1)
-
-
-def test_a_rank_whose_settings_have_changed_does_not_replace_the_one_that_runs() -> None:
-    play = Play(PS, settings=OURS)
-    play.join("trainer", 1, digest="ours")
-    with pytest.raises(RejectedError):
-        play.gang.receive(Heartbeat("trainer", 1, "newer", 1, digest="theirs"), 0.0)
-    play.members[0].sends()
-    assert play.members[0].key == ("trainer", 1)
 
 
 def test_values_travel_only_while_the_coordinator_has_not_answered() -> None:
@@ -115,34 +94,3 @@ JOB = Job([Role("lead", lead)], settings=Mine)
     assert "secret" not in json.dumps(asdict(agreement))
     assert agreement.digest != passed.agreement(Settings(seed=7)).digest
     assert agreement.digest == passed.agreement(Settings(rpc_timeout=77, threads=9)).digest
-
-
-def test_a_long_setting_makes_no_long_heartbeat() -> None:
-    described = describe.describe("rl")
-    one, other = (replace(described, settings={**described.settings, "policy": "x" * 100_000 + end}) for end in "ab")
-    assert len(json.dumps(asdict(one.agreement(Settings())))) < 5_000
-    assert one.agreement(Settings()) != other.agreement(Settings())
-
-
-def test_rank_0_logs_a_refusal_once_and_counts_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def steps() -> None:
-        settings = Settings(job="rl", checkpoint_dir=tmp_path, bind_addr="127.0.0.1", port=free_ports(1)[0], tls="off")
-        lead = Coordinator(describe.describe("rl"), settings, "first", "node")
-        metrics = telemetry.build(telemetry.COORDINATOR, CollectorRegistry())
-        await lead.start(metrics)
-        try:
-            values = {**lead.job.agreement(settings).values, "LR": 0.5}
-            heartbeat = Heartbeat("observer", 1, "x", 1, job=lead.job.identity, digest="other", settings=values)
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{settings.port}") as session:
-                beat = messages.write_beat(Beat(heartbeat.incarnation, 1, 0, heartbeat))
-                for _ in range(3):
-                    async with session.post(coordinator.PATH, data=beat) as answer:
-                        assert answer.status == 409
-                        told = await answer.json()
-        finally:
-            await lead.stop(ended=False)
-        assert told["text"].startswith("observer 1 has LR=0.5, rank 0 has LR=nothing; ")
-        assert metrics.gang_refused.labels("settings")._value.get() == 3
-
-    asyncio.run(asyncio.wait_for(steps(), 30))
-    assert capsys.readouterr().out.count("observer 1 has LR=0.5") == 1

@@ -81,18 +81,6 @@ def test_it_is_given_the_settings_of_the_checkpoint_and_its_state(
     assert err == "rolecall: WIDTH=4 is ignored: checkpoint-000002-0000000007.pt was made with 9\n"
 
 
-def test_a_variable_that_agrees_with_the_checkpoint_is_not_spoken_of(
-    evaluated: Evaluate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WIDTH", "9")
-    assert evaluated("return state") == (0, "checkpoint-000002-0000000007.pt: pi 3.125\n", "")
-
-
-def test_it_is_printed_with_the_checkpoints_name(evaluated: Evaluate) -> None:
-    code, out, _ = evaluated("return {'pi': state['pi'], 'points': 12345}")
-    assert (code, out) == (0, "checkpoint-000002-0000000007.pt: pi 3.125, points 12345\n")
-
-
 def test_one_file_is_evaluated_too(evaluated: Evaluate) -> None:
     code, out, _ = evaluated("return state", checkpoint="run/checkpoint-000002-0000000007.pt")
     assert (code, out) == (0, "checkpoint-000002-0000000007.pt: pi 3.125\n")
@@ -129,10 +117,6 @@ def test_an_exception_is_the_users_traceback(evaluated: Evaluate, tmp_path: Path
     assert err.endswith("KeyError: 'tau'\n")
 
 
-def test_program_error_is_one_line(evaluated: Evaluate) -> None:
-    assert evaluated("raise ProgramError('pi 3 is broken')") == (FAILED, "", "rolecall: pi 3 is broken\n")
-
-
 # ---- options
 
 
@@ -153,12 +137,6 @@ def test_keyword_only_parameters_are_options(
     assert json.loads(out) == dict(zip(("digits", "half_up", "table"), expected, strict=True), path="--table" in words)
 
 
-def test_options_may_stand_before_the_checkpoint(evaluated: Evaluate, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluated("return {'digits': digits}")
-    assert __main__.main(["eval", "pi.py", "--digits", "7", "--checkpoint", "run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"digits": 7}
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -177,24 +155,9 @@ def test_unknown_option_is_refused(evaluated: Evaluate, words: tuple[str, ...], 
     assert evaluated("return {}", *words) == (USAGE, "", f"rolecall: {line}\n")
 
 
-def test_a_parameter_without_a_type_is_text(evaluated: Evaluate) -> None:
-    assert evaluated("pass", "--prompt", "pi", "--unit", " rad") == (0, "pi is 3.125 rad\n", "")
-
-
 def test_an_option_cannot_be_one_of_the_commands_arguments(evaluated: Evaluate) -> None:
     code, out, err = evaluated("return {}", instead=("table: Path", "json: Path"))
     assert (code, out, err) == (USAGE, "", "rolecall: pi: --json means something else; choose another name\n")
-
-
-@pytest.mark.parametrize("job", ["pi.py", "ps"])
-def test_help_lists_a_jobs_options(evaluated: Evaluate, capsys: pytest.CaptureFixture[str], job: str) -> None:
-    evaluated("return {}")
-    with pytest.raises(SystemExit) as ended:
-        __main__.main(["eval", job, "--help"])
-    assert ended.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--checkpoint" in text
-    assert ("--digits INT after the point (3)" in text) == ("--no-half-up" in text) == (job == "pi.py")
 
 
 @pytest.mark.parametrize("words", [[], ["--checkpoint", "run"], ["pi.py"]])

@@ -17,24 +17,21 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from rolecall import __main__
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.errors import FAILED, USAGE
+from rolecall.errors import USAGE
 from rolecall.jobs.hybrid import HybridSettings
 from rolecall.jobs.hybrid import evaluate as of_hybrid
-from rolecall.jobs.hybrid import export as hybrid_export
 from rolecall.jobs.hybrid.table import Bags
 from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps import evaluate as of_ps
 from rolecall.jobs.rl import RlSettings
-from rolecall.jobs.rl import export as rl_export
 from rolecall.jobs.rl.envs import describe
 from rolecall.jobs.rnn import RnnSettings
 from rolecall.jobs.rnn import evaluate as of_rnn
-from rolecall.jobs.rnn import export as rnn_export
 from tests.export import exports
 
 pytestmark = pytest.mark.usefixtures("torchlib")
@@ -186,25 +183,6 @@ def test_policies_of_all_kinds_answer_as_their_checkpoints(env_id: str, settings
     assert space.contains(actions[0].numpy() if space.shape else np.int64(actions[0]))
 
 
-def test_a_state_is_carried_by_who_uses_the_policy() -> None:
-    """Two calls with the state between them are the checkpoint's two steps, and not one step twice."""
-    path = exports.rl(Path("run"), memory="lstm")
-    assert export("rl", path, "safetensors", "--no-evaluate") == 0
-    weights = checkpoint.read(path, "rl").state["learner"]["model"]
-    tensors = load_file("rl.safetensors")
-    assert all(torch.equal(tensors[name], value) for name, value in weights.items() if name.startswith("policy."))
-    assert card("rl.safetensors")["agreement"][2]["output"] == "next_state"
-
-
-def test_a_policy_that_does_not_normalise_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = exports.rl(Path("run"))
-    monkeypatch.setattr(rl_export.ExportedPolicy, "_prepared", lambda self, observations: observations)
-    assert export("rl", path, "safetensors", "--no-evaluate") == FAILED
-    assert "parameters: largest difference" in capsys.readouterr().err
-
-
 # ---- rnn
 
 
@@ -225,20 +203,6 @@ def test_rnn_is_one_module_for_texts_of_any_length() -> None:
         answer = run({"tokens": tokens.numpy(), "hidden": hidden.numpy(), "cell": cell.numpy()})
         np.testing.assert_allclose(answer["logits"], expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(answer["next_hidden"], after, rtol=1e-4, atol=1e-5)
-
-
-def test_a_loop_that_forgets_the_cell_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = exports.rnn(Path("run"), Path("text.txt"))
-    scanned = rnn_export.ExportedModel._scanned
-
-    def forgetful(self: Any, vectors: Tensor, hidden: Tensor, cell: Tensor) -> Any:
-        return scanned(self, vectors, hidden, torch.zeros_like(cell))
-
-    monkeypatch.setattr(rnn_export.ExportedModel, "_scanned", forgetful)
-    assert export("rnn", path, "torch", "--no-evaluate") == FAILED
-    assert "logits: largest difference" in capsys.readouterr().err
 
 
 def test_another_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,20 +237,6 @@ def test_hybrid_has_the_table_of_all_servers_and_no_optimizer() -> None:
         *(f"dense.{layer}.{what}" for layer in (0, 2) for what in ("weight", "bias")),
     }
     assert torch.equal(tensors["table.weight"], snapshot.state["embeddings"]["weight"])
-
-
-def test_weights_of_rows_that_are_ignored_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = exports.hybrid(Path("run"))
-    forward = hybrid_export.ExportedModel.forward
-
-    def unweighted(self: Any, rows: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-        return forward(self, rows, offsets, torch.ones_like(weights))
-
-    monkeypatch.setattr(hybrid_export.ExportedModel, "forward", unweighted)
-    assert export("hybrid", path, "torch", "--no-evaluate") == FAILED
-    assert "logits: largest difference" in capsys.readouterr().err
 
 
 # ---- the command, and the page's lines
@@ -324,12 +274,3 @@ def test_the_lines_of_the_page_run_without_rolecall(tmp_path: Path) -> None:
     assert len(printed) == len(pages)
     for line in printed:
         np.testing.assert_allclose(json.loads(line), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_pages_code_has_five_lines_each() -> None:
-    page = (ROOT / "docs" / "export.md").read_text()
-    snippets = page.split("```python\n")[1:]
-    assert len(snippets) == 3
-    for snippet in snippets:
-        lines = [line for line in snippet.partition("```")[0].splitlines() if line.strip()]
-        assert len(lines) <= 5

@@ -33,10 +33,9 @@ def test_ranks_that_are_well(kept: Cluster) -> None:
     generation, text = kept.agent.metric("generation"), kept.agent.text()
     for rank in (kept.agent, kept.observer(0)):
         checks = examined(rank, 0)
-        unchecked = {"certificate"} | (set() if rank is kept.agent else {"locks"})
-        assert {name for name, check in checks.items() if check["state"] == "not checked"} == unchecked, checks
+        assert {name for name, check in checks.items() if check["state"] == "not checked"} == set(), checks
         assert {name for name, check in checks.items() if check["state"] == "problem"} == set(), checks
-        assert all("is held by this rank, which runs" in checks[name]["text"] for name in ("PORT", "METRICS_PORT"))
+        assert checks["ports"]["text"].count("is held by this rank, which runs") == 2
         assert checks["rank 0"]["text"] == "it answers; the gang is running"
     assert kept.agent.metric("generation") == generation
     assert "connection rejected" not in kept.agent.text()[len(text) :]
@@ -45,5 +44,5 @@ def test_ranks_that_are_well(kept: Cluster) -> None:
 
 def test_a_rank_with_another_token_beside_them(kept: Cluster) -> None:
     checks = examined(kept.observer(0), 2, JOB_TOKEN=keys.new_token())
-    assert {name for name, check in checks.items() if check["state"] == "problem"} == {"token", "TLS handshake"}
+    assert {name for name, check in checks.items() if check["state"] == "problem"} == {"credentials", "rank 0"}
     kept.trains()

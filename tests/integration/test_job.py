@@ -82,7 +82,7 @@ def test_run_solves_a_quick_task(tmp_path: Path) -> None:
     done = json.loads((tmp_path / "DONE").read_text())
     assert done["solved"] is True
     assert done["mean_return"] >= 3.6
-    assert "summary.json, curve.png, page.html in" in out.splitlines()[-1]
+    assert "summary.json, page.html in" in out.splitlines()[-1]
     summary, history = reported(tmp_path)
     assert (summary["state"], summary["steps"], summary["result"]) == ("finished", done["iterations"], done)
     assert summary["world"] == {"agent": 1, "observer": 1}
@@ -167,7 +167,7 @@ def test_finished_job_lingers_and_stays_finished(cluster: MakeCluster) -> None:
     until(lambda: "summary=summary.json" in job.agent.text(), "the report")
     before = reported(job.checkpoints)[0]
     times = {
-        name: (job.checkpoints / name).stat().st_mtime_ns for name in ("summary.json", "curve.png", "history.jsonl")
+        name: (job.checkpoints / name).stat().st_mtime_ns for name in ("summary.json", "page.html", "history.jsonl")
     }
     for name in ("observer-0", "agent-0"):
         rank = job.ranks[name]

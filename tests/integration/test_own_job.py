@@ -137,7 +137,7 @@ def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 0, out + err
-    assert "finished; checkpoints, logs, summary.json, curve.png, page.html in run" in out.splitlines()[-1]
+    assert "finished; checkpoints, logs, summary.json, page.html in run" in out.splitlines()[-1]
     assert watched.returncode == 0, watched.stderr
     for text in ("rolecall dartboard", "gang running", "darts/s", "pi 3.", "lead 0", "thrower 0"):
         assert text in watched.stdout

@@ -6,10 +6,8 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from rolecall.observe.page import command, render
 from tests.integration import browser
 from tests.integration.browser import is_too_wide
 from tests.integration.cluster import DEADLINE, TOKEN, Cluster, Rank, until
@@ -125,8 +123,9 @@ def test_a_browser_shows_it_and_drains_it(cluster: MakeCluster) -> None:
         page.wait_for_selector("#connection >> text=/Rank 0 has not answered since/")
         assert not [text for text in chromium.complaints if "Failed to load" not in text and "/page/" not in text]
     summary = json.loads((job.checkpoints / "summary.json").read_text())
-    left = render.read((job.checkpoints / "page.html").read_text())
-    assert left is not None
+    data = re.search(r'id="data">(.*?)</script>', (job.checkpoints / "page.html").read_text(), re.DOTALL)
+    assert data
+    left = json.loads(data[1])
     assert (left["state"], left["summary"]["steps"]) == ("stopped", summary["steps"])
 
 
@@ -144,18 +143,9 @@ def test_after_the_end_it_says_how_it_went(cluster: MakeCluster) -> None:
         for name, rank in job.ranks.items():
             rank.terminate()
             assert rank.wait() == 0, name
-        for path in _files(job.checkpoints):
-            page = chromium.open(path.as_uri(), width=360)
-            assert page.inner_text("#state") == "finished"
-            assert re.search(r"finished.*5 steps", page.inner_text("#went"), re.DOTALL)
-            assert not page.is_visible("#control")
-            assert not is_too_wide(page)
+        page = chromium.open((job.checkpoints / "page.html").as_uri(), width=360)
+        assert page.inner_text("#state") == "finished"
+        assert re.search(r"finished.*5 steps", page.inner_text("#went"), re.DOTALL)
+        assert not page.is_visible("#control")
+        assert not is_too_wide(page)
         assert chromium.complaints == []
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    """The page that rank 0 has written, and one that is made of the other files."""
-    yield directory / "page.html"
-    (directory / "page.html").rename(directory / "rank0.html")
-    assert command.run([str(directory)]) == 0
-    yield directory / "page.html"

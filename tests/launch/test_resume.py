@@ -40,7 +40,7 @@ NAMES = (
     DONE,
     "history.jsonl",
     "summary.json",
-    "curve.png",
+    "page.html",
     "files/tokens.json",
 )
 STAYS = (
@@ -528,7 +528,7 @@ def test_started_again_it_reports_what_an_earlier_runs_report_hid(tmp_path: Path
         async with rank_0(tmp_path, resume=True) as lead:
             await end(lead)
         (tmp_path / rundir.SUMMARY).write_text(json.dumps({"state": "stopped"}))
-        (tmp_path / rundir.CURVE).touch()
+        (tmp_path / rundir.PAGE).touch()
         async with rank_0(tmp_path, resume=True) as lead:
             return await lead.files.report(lead.gang, 0)
 

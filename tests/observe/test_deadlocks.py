@@ -9,14 +9,14 @@ import pytest
 from rolecall.observe.stacks import deadlocks, stack_report
 from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank, Wait
 from rolecall.record.stacks import Frame, State, Thread
-from rolecall.torch_rpc.limits import RPC_THREADS
+from rolecall.wire.messages import MAX_RUNNING
 
 RPC = Frame("_run_function", "torch/distributed/rpc/internal.py", 209)
 WAIT = Frame("wait_all", "torch/futures/__init__.py", 334, "for fut in torch._C._collect_all(futures):")
 CONDITION = Frame("Condition.wait", "threading.py", 320, "waiter.acquire()")
 LOCK = Frame("locked", "job.py", 5, "with self.lock:")
 MAIN = Frame("lead", "job.py", 9, "context.wait_all(calls)")
-TURNS = Frame("serve", "rolecall/torch_rpc/turns.py", 42)
+TURNS = Frame("serve_turns", "rolecall/wire/dispatch.py", 42)
 
 
 def main(*frames: Frame, state: State = "waits") -> Thread:
@@ -96,22 +96,16 @@ def test_two_locks_in_one_rank_need_no_call() -> None:
     assert "deadlock: ps 0 > ps 0 (threads of its process wait for each other)" in [*stack_report.conclusions(picture)]
 
 
-@pytest.mark.parametrize("serving", [RPC_THREADS, RPC_THREADS - 1])
-def test_an_answer_needs_a_thread(serving: int) -> None:
+@pytest.mark.parametrize("serving", [MAX_RUNNING, MAX_RUNNING - 1])
+def test_a_call_beyond_the_last_needs_one_to_end(serving: int) -> None:
     threads = [serves("ask", WAIT, number=2 + number) for number in range(serving)]
     lead = Rank("lead 0", (idle_main(), *threads), tuple(calls("ps 0", "get", each.number) for each in threads))
-    for server in (idle_main(), serves("get", state="computes")):  # it may answer as soon as it likes
-        picture = look(lead, Rank("ps 0", (server,)), at_work())
-        assert picture.deadlocks == ((("lead 0", "lead 0"),) if serving == RPC_THREADS else ())
-    assert picture.deadlocks == ((("lead 0", "lead 0"),) if serving == RPC_THREADS else ())
-    assert picture.exhausted == (("lead 0",) if serving == RPC_THREADS else ())
-
-
-def test_a_call_that_finds_no_thread_waits_for_those_that_are_taken() -> None:
-    threads = [serves("ask", WAIT, number=2 + number) for number in range(RPC_THREADS)]
-    lead = Rank("lead 0", (main(LOCK), *threads), tuple(calls("ps 0", "get", each.number) for each in threads))
-    server = Rank("ps 0", (idle_main(), serves("get", WAIT)), (calls("lead 0", "allow", thread=2),))
-    assert ("lead 0", "ps 0", "lead 0") in look(lead, server, at_work()).deadlocks
+    back = Rank("ps 0", (idle_main(), serves("get", WAIT)), (calls("lead 0", "more", thread=2),))
+    picture = look(lead, back, at_work())
+    assert bool(picture.deadlocks) == (serving == MAX_RUNNING)
+    assert picture.exhausted == (("lead 0",) if serving == MAX_RUNNING else ())
+    answering = Rank("ps 0", (idle_main(), serves("get", state="computes")))  # an answer needs no thread
+    assert look(lead, answering, at_work()).deadlocks == ()
 
 
 def test_any_answer_releases_a_thread_with_two_calls() -> None:
@@ -176,44 +170,22 @@ def test_a_lock_is_not_held_by_a_thread_that_waits_for_work() -> None:
     assert look(Rank("trainer 0", (*trainer.threads, busy), trainer.calls), server).deadlocks == ()
 
 
-def test_a_lock_is_held_where_the_source_says_so() -> None:
-    """Another thread of the rank goes on, and is in no `with` statement on that lock."""
-    trainer, server = two_with_a_lock()
-    holder = main(WAIT, Frame("train", "job.py", 8, "calls.wait()", ("model.lock",)))
-    busy = Thread(7, (Frame("other", "job.py", 3, "", ("self.other",)),), "computes")
-    elsewhere = Thread(7, (Frame("other", "else.py", 3, "", ("self.lock",)),), "computes")
-    holds_too = Thread(7, (Frame("other", "job.py", 3, "", ("self.lock",)),), "computes")
-    for thread, count in ((busy, 1), (elsewhere, 1), (holds_too, 0)):
-        rank = Rank("trainer 0", (holder, trainer.threads[1], thread), trainer.calls)
-        assert len(look(rank, server).deadlocks) == count
-
-
-def test_a_statement_of_one_line_with_a_call_waits_for_the_call() -> None:
-    trainer, server = two_with_a_lock()
-    line = "with self.lock: context.call(peer, push).wait()  # both"
-    here = Thread(1, (Frame("lead", "job.py", 9, line, ("self.lock",)),), "waits", main=True)
-    both = Rank("trainer 0", (here, trainer.threads[1]), trainer.calls)
-    assert look(both, server, at_work()).deadlocks == (("ps 0", "trainer 0", "ps 0"),)
-    assert not main(Frame("lead", "job.py", 9, "with self.lock:  # a comment")).on_one_line
-
-
 # ---- what the threads say
 
 
 def reply(**values: Any) -> dict[str, Any]:
     worker = {"state": "running", "generation": 2, "step": 118, "phase": "saving", "phase_seconds": 12.34}
-    stacks = {"note": "", "by": "py-spy", "rpc_threads": 16, "threads": [], "calls": []}
+    stacks = {"note": "", "threads": [], "calls": []}
     return {**worker, "silent_seconds": 0.3, **stacks, **values}
 
 
 def thread(number: int, *frames: tuple[str, str, int, str], **values: Any) -> dict[str, Any]:
-    shown = [(*frame, []) for frame in frames]
-    return {"number": number, "name": "", "main": False, "gil": False, "state": "waits", "frames": shown, **values}
+    return {"number": number, "name": "", "main": False, "gil": False, "state": "waits", "frames": [*frames], **values}
 
 
 LEAD = ("lead", "job.py", 9, "context.wait_all(calls)")
 OUTER = ("main", "rolecall/rank/worker.py", 150, "")
-HANDLER = ("_run_function", "torch/distributed/rpc/internal.py", 209, "")
+HANDLER = ("Dispatcher._call", "rolecall/wire/dispatch.py", 190, "")
 BOOT = ("Thread._bootstrap", "threading.py", 1002, "")
 
 
@@ -237,28 +209,18 @@ def test_the_report_shows_what_matters_first_and_sums_up_the_rest() -> None:
     assert "lead 0: running" not in stack_report.text(replies, ["trainer 1"])
 
 
-def test_threads_that_wait_for_the_same_are_one_group_however_long_each_has_waited() -> None:
-    threads = [thread(number, LEAD, HANDLER) for number in (2, 3, 4)]
-    waiting = [("trainer 0", "train", seconds, number) for number, seconds in ((2, 3.3), (3, 3.4), (4, 3.2))]
-    text = stack_report.text({"ps 0": reply(threads=threads, calls=waiting)})
-    assert "  3 threads: serves lead: waits 3.4 s for trainer 0 (train)\n" in text
-    assert text.count("serves lead") == 1
-
-
-TURN = ("serve", "rolecall/torch_rpc/turns.py", 42, "")
+TURN = ("Dispatcher.serve_turns", "rolecall/wire/dispatch.py", 42, "")
 TEXT = """\
-lead 0: running, generation 2, step 118, saving for 12.3 s, stacks by py-spy
+lead 0: running, generation 2, step 118, saving for 12.3 s
   main thread: waits 3.2 s for trainer 0 (2 calls of train)
     lead (job.py:9)  context.wait_all(calls)
   2 threads: serves store for trainer 0: waits for the lock self.lock
     store (job.py:5)  with self.lock:
   thread 'writer': computes
     write (job.py:3)
-  14 of 16 RPC threads are idle; 1 thread of Rolecall
 
-trainer 0: running, generation 2, step 118, stacks by py-spy
+trainer 0: running, generation 2, step 118
   main thread: idle
-  16 of 16 RPC threads are idle
 
 trainer 1: did not answer within 12 s
 
@@ -268,40 +230,16 @@ who waits for whom:
 
 
 @pytest.mark.parametrize(
-    ("frames", "name"),
-    [
-        ((LEAD, HANDLER), "lead"),
-        ((LEAD, ("_serve", "rolecall/torch_rpc/tracing.py", 90, ""), HANDLER), "lead"),  # while a trace is recorded
-        (
-            (
-                ("get", "rolecall/torch_rpc/rpc.py", 70, ""),
-                LEAD,
-                ("inner", "torch/distributed/rpc/f.py", 5, ""),
-                HANDLER,
-            ),
-            "lead",
-        ),
-        ((("_progress", "rolecall/torch_rpc/rpc.py", 202, ""), HANDLER), "_progress"),
-        ((LEAD, TURN), "lead"),
-        ((LEAD,), ""),
-    ],
-)
-def test_a_thread_serves_the_outermost_function_of_the_jobs(frames: Any, name: str) -> None:
-    assert Thread.read(thread(2, *frames)).serves == name
-
-
-@pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"state": "none", "by": ""}, "ps 0: no worker"),
+        ({"state": "none"}, "ps 0: no worker"),
         ({"state": "stopped", "silent_seconds": 4.21}, "its worker is stopped (SIGSTOP)"),
         ({"silent_seconds": 4.21}, "no heartbeat for 4.2 s: a thread holds the GIL, or the process gets no CPU"),
         ({"silent_seconds": 4.21, "threads": [thread(1, LEAD, gil=True, state="computes")]}, "computes, holds the GIL"),
-        ({"by": "faulthandler", "note": "py-spy is not installed"}, "stacks by faulthandler (py-spy is not installed)"),
-        ({"by": "", "note": "py-spy: Permission denied"}, "no stacks (py-spy: Permission denied)"),
+        ({"note": "py-spy: Permission denied"}, "no stacks (py-spy: Permission denied)"),
         (
-            {"threads": [thread(1, ("get", "rolecall/torch_rpc/rpc.py", 70, ""), main=True)]},
-            "waits for its RankObject to be",
+            {"threads": [thread(1, ("_meet", "rolecall/context/meeting.py", 70, ""), main=True)]},
+            "waits for the other ranks' workers",
         ),
         ({"threads": "no list"}, "ps 0: its reply cannot be read; run the same version in every rank"),
         ({}, "no rank waits long for another"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rolecall.observe.memory import oom_kills, ran_out
+from rolecall.observe.cgroup import Cgroup
 
 
 def write(path: Path, text: str) -> None:
@@ -14,34 +14,34 @@ def write(path: Path, text: str) -> None:
 
 def test_the_counter_of_ones_own_cgroup(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
-    assert oom_kills(tmp_path, membership) is None
+    assert Cgroup(tmp_path, membership).oom_kills() is None
     write(membership, "0::/pods/rank\n")
     write(tmp_path / "memory.events", "low 0\noom 9\noom_kill 9\n")
-    assert oom_kills(tmp_path, membership) == 9  # a container sees its own at the root
+    assert Cgroup(tmp_path, membership).oom_kills() == 9  # a container sees its own at the root
     write(tmp_path / "pods/rank/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 1\n")
-    assert oom_kills(tmp_path, membership) == 2
+    assert Cgroup(tmp_path, membership).oom_kills() == 2
     write(membership, "5:memory:/docker/abc\n0::/\n")
     (tmp_path / "memory.events").unlink()
     write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
-    assert oom_kills(tmp_path, membership) == 4
+    assert Cgroup(tmp_path, membership).oom_kills() == 4
     write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n")  # an old kernel
-    assert oom_kills(tmp_path, membership) is None
+    assert Cgroup(tmp_path, membership).oom_kills() is None
 
 
 def test_that_memory_ran_out_is_said_with_its_limit_and_peak(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     write(membership, "0::/pods/rank\n")
     write(tmp_path / "pods/rank/memory.events", "oom_kill 2\n")
-    assert ran_out(2, tmp_path, membership) == ""
-    assert ran_out(None, tmp_path, membership) == ""
-    assert ran_out(1, tmp_path, membership) == "out of memory"
+    assert Cgroup(tmp_path, membership).ran_out(2) == ""
+    assert Cgroup(tmp_path, membership).ran_out(None) == ""
+    assert Cgroup(tmp_path, membership).ran_out(1) == "out of memory"
     write(tmp_path / "pods/rank/memory.max", "max\n")
     write(tmp_path / "pods/rank/memory.peak", f"{259 * 2**20}\n")
-    assert ran_out(1, tmp_path, membership) == "out of memory (peak 259 MiB)"
+    assert Cgroup(tmp_path, membership).ran_out(1) == "out of memory (peak 259 MiB)"
     write(tmp_path / "pods/rank/memory.max", f"{260 * 2**20}\n")
-    assert ran_out(1, tmp_path, membership) == "out of memory (limit 260 MiB, peak 259 MiB)"
+    assert Cgroup(tmp_path, membership).ran_out(1) == "out of memory (limit 260 MiB, peak 259 MiB)"
     write(membership, "5:memory:/docker/abc\n0::/\n")
     write(tmp_path / "memory/docker/abc/memory.oom_control", "oom_kill 4\n")
     write(tmp_path / "memory/docker/abc/memory.limit_in_bytes", "9223372036854771712\n")
     write(tmp_path / "memory/docker/abc/memory.max_usage_in_bytes", f"{5 * 2**20}\n")
-    assert ran_out(3, tmp_path, membership) == "out of memory (peak 5 MiB)"
+    assert Cgroup(tmp_path, membership).ran_out(3) == "out of memory (peak 5 MiB)"

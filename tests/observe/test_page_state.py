@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from rolecall import telemetry
-from rolecall.errors import UsageError
 from rolecall.gang.protocol import Query, RoleSpec, WorkerStatus
-from rolecall.observe import report
-from rolecall.observe.page import leftover, rates, state
-from rolecall.observe.page.rates import LogEvent, Rates, quantile
+from rolecall.observe.page import rates, state
+from rolecall.observe.page.rates import Rates, quantile
 from rolecall.observe.page.state import GangView, MemberView, Titles
 from rolecall.rank import stats
 from rolecall.rank.queries import Question, Replies
-from rolecall.record import history, rundir
+from rolecall.record import history
 from rolecall.record.history import History
+from tests.record import histories
 
 ROLES = (RoleSpec("agent", 1, 1, 1, elastic=False), RoleSpec("observer", 3, 1, 8, elastic=True))
 AGENT, FIRST, SECOND, THIRD = ("agent", 0), ("observer", 0), ("observer", 1), ("observer", 2)
@@ -98,12 +97,6 @@ def test_absent_ranks_have_a_state() -> None:
     assert set(words(GangView("finished")).values()) == {("idle", "has left")}
 
 
-def test_ranks_beyond_the_count_are_shown_and_all_in_order() -> None:
-    gang = GangView("running", ranks=(AGENT, ("observer", 5)), members={("observer", 10): works(), AGENT: works()})
-    names = [rank["name"] for rank in shown(gang)["ranks"]]
-    assert names == ["agent 0", "observer 0", "observer 1", "observer 2", "observer 5", "observer 10"]
-
-
 # ---- the run
 
 
@@ -121,8 +114,8 @@ def test_untrained_and_killed_generations_are_listed() -> None:
     run.end_generation("failed", 1, "agent 0: ImportError")
     run.record([("start", 0, 0.0, 2)])
     again = History()
-    for row in run.rows():
-        again.add(json.loads(json.dumps(row)))
+    for row in histories.rows(run):
+        again.add(row)
     again.record([("start", 5, 9.0, 3)])
     rows = state.generations(again)
     assert [(row["number"], row["began"] is None, row["cause"]) for row in rows] == [
@@ -131,11 +124,6 @@ def test_untrained_and_killed_generations_are_listed() -> None:
         (3, False, ""),
     ]
     assert rows[1]["ended"] == rows[2]["began"]
-
-
-def test_state_before_training_is_empty() -> None:
-    one = shown(GangView("gathering"), History())
-    assert (one["generations"], one["step"], one["began"], one["per_second"]) == ([], 0, None, None)
 
 
 def test_the_state_has_what_the_page_shows() -> None:
@@ -148,12 +136,6 @@ def test_the_state_has_what_the_page_shows() -> None:
     assert one["curve"]["loss"] == [[12, 14.0, 0.5]]
     assert one["settings"] == {"SEED": 1}
     assert one["summary"] == {"state": "x"}
-
-
-def test_values_that_json_does_not_have_are_left_out() -> None:
-    run = trained()
-    run.goal = math.inf
-    assert shown(GangView("running"), run)["curve"]["goal"] is None
 
 
 def test_a_long_curve_keeps_its_ends_and_its_newest_point() -> None:
@@ -226,23 +208,6 @@ def test_malformed_report_affects_one_rank(wrong: Any) -> None:
     assert [bool(rank.get("problem")) for rank in ranks] == [False, True, False, False]
 
 
-def test_a_rank_that_has_left_is_forgotten() -> None:
-    counted = Rates()
-    take(counted, {FIRST: reply(1.0, 1)})
-    take(counted, {SECOND: reply(1.0, 1)})
-    assert counted.newest(FIRST) is None
-
-
-def test_reports_are_kept_between_queries() -> None:
-    counted = Rates()
-    counted.take({FIRST: reply(1.0, 1), SECOND: {"error": "late"}}, [FIRST, SECOND])
-    counted.take({THIRD: reply(1.0, 1)}, [FIRST, SECOND, THIRD])
-    assert counted.newest(FIRST) is not None
-    assert counted.problems == {SECOND: "late"}
-    counted.take({SECOND: reply(1.0, 1)}, [FIRST, SECOND, THIRD])
-    assert not counted.problems
-
-
 def test_quantiles_lie_in_their_bucket() -> None:
     bounds = (1.0, 2.0, 4.0)
     assert quantile(0.5, [0, 10, 10, 10], bounds) == 1.5
@@ -251,9 +216,13 @@ def test_quantiles_lie_in_their_bucket() -> None:
     assert quantile(0.5, [0, 0, 0, 0], bounds) is None
 
 
+def event(time: float, text: str) -> dict[str, Any]:
+    return {"time": time, "level": "error", "text": text}
+
+
 def test_errors_of_all_ranks_come_in_order_and_limited() -> None:
     counted = Rates()
-    logs = {FIRST: [[30.0, "error", "late"], [10.0, "warning", "first"]], SECOND: [[20.0, "error", "x" * 9999]]}
+    logs = {FIRST: [event(30.0, "late"), event(10.0, "first")], SECOND: [event(20.0, "x" * 9999)]}
     take(counted, {key: {**reply(1.0, 1), "log": log} for key, log in logs.items()})
     errors = shown(GangView("running", members={FIRST: works(), SECOND: works()}), counted=counted)["errors"]
     assert [(each["rank"], each["time"]) for each in errors] == [
@@ -261,7 +230,7 @@ def test_errors_of_all_ranks_come_in_order_and_limited() -> None:
         ("observer 1", 20.0),
         ("observer 0", 30.0),
     ]
-    assert len(errors[1]["text"]) == rates.MAX_TEXT
+    assert len(errors[1]["text"]) == state.MAX_TEXT
 
 
 # ---- what a supervisor reports
@@ -294,7 +263,7 @@ metrics.step.set(7)
     async def steps() -> dict[str, Any]:
         answers = asyncio.Queue[Any]()
 
-        async def handle(_: Question) -> stats.Stats:
+        async def handle(_: Question) -> rates.Stats:
             return await stats.read(Workers(tmp_path), 0.0)  # type: ignore[arg-type]
 
         async def post(number: str, result: Any) -> None:
@@ -307,89 +276,13 @@ metrics.step.set(7)
     telemetry.recent.clear()
     telemetry.log().info("nothing to see")
     telemetry.log(role="agent").error("broken <b>", problem="disk", exception="Traceback\nOSError")
-    report = rates.read(asyncio.run(steps()))
-    assert report.methods["act"].counts[0] == 5.0
-    assert report.methods["act"].roles == ("agent",)
+    counted = Rates()
+    take(counted, {FIRST: asyncio.run(steps())})
+    report = counted.newest(FIRST)
+    assert report is not None
+    assert (report.methods["act"].calls, report.methods["act"].roles) == (5.0, ["agent"])
     assert report.methods["act"].buckets[telemetry.LATENCY.index(0.005)] == 1.0
     assert report.methods["act"].buckets[telemetry.LATENCY.index(0.002)] == 0.0
     assert (report.values["step"], report.values["worker_starts"]) == (7.0, 3.0)
-    (event,) = report.log
-    assert (event.level, event.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")
-
-
-# ---- what a run has left
-
-
-def left(directory: Path, run: History, word: str = "") -> Path:
-    """The files of a run, with a summary where it ended in order."""
-    lines = [json.dumps(row) for row in run.rows()]
-    (directory / rundir.HISTORY).write_text("\n".join(lines) + '\n{"torn')
-    rundir.write_generation(directory, rundir.Persisted(2, "rl", (AGENT, FIRST, SECOND)))
-    if word:
-        titles: dict[str, Any] = {"score": "return", "unit": "steps", "lower": False}
-        members, result = [AGENT, FIRST], {"solved": True}
-        summary = report.summary("rl", {"SEED": 5}, run, word, "why", members, result, NOW, **titles)
-        report.write(directory, summary)
-    return directory
-
-
-def test_killed_run_is_read_from_its_history(tmp_path: Path) -> None:
-    one = leftover.read(left(tmp_path, trained()), NOW)
-    assert (one["state"], one["live"], one["job"]["score"], one["summary"]) == ("killed", False, "return", None)
-    assert [rank["name"] for rank in one["ranks"]] == ["agent 0", "observer 0", "observer 1"]
-    assert len(one["curve"]["score"]) == 9  # without those that the resume replaced
-
-
-def test_ended_run_shows_its_summary(tmp_path: Path) -> None:
-    one = leftover.read(left(tmp_path, trained(), "finished"), NOW)
-    assert (one["state"], one["reason"], one["settings"]) == ("finished", "why", {"SEED": 5})
-    assert one["summary"]["result"] == {"solved": True}
-
-
-def test_killed_after_an_earlier_end_is_killed(tmp_path: Path) -> None:
-    run = trained()
-    left(tmp_path, run, "stopped")
-    run.record([("start", 12, 200.0, 3)])
-    assert leftover.read(left(tmp_path, run), NOW)["state"] == "killed"
-
-
-def test_running_run_is_reported(tmp_path: Path) -> None:
-    lock = rundir.lock(left(tmp_path, trained()), rundir.COORDINATOR_LOCK, 1.0)
-    assert leftover.read(tmp_path, NOW)["state"] == "running"
-    lock.release()
-    assert leftover.read(tmp_path, NOW)["state"] == "killed"
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
-        leftover.read(tmp_path, NOW)
-    with pytest.raises(UsageError, match="no such folder"):
-        leftover.read(tmp_path / "nothing", NOW)
-
-
-TEXT = """\
-2026-11-23T05:18:19.825Z [info     ] gang generation number=1 ordinal=0 role=agent
-2026-11-23T05:18:20.000Z [warning  ] worker ended outcome=killed ordinal=0 role=observer
-2026-11-23T05:18:21.000Z [error    ] the job failed cause=broken
-Traceback (most recent call last):
-ValueError: <script>
-2026-11-23T05:18:22.000Z [info     ] left
-a line of the user's
-"""
-JSON = """\
-{"event": "fine", "level": "info", "timestamp": "2026-11-23T05:18:19Z"}
-{"event": "bad", "level": "error", "timestamp": "2026-11-23T05:18:20Z", "problem": "x", "exception": "Traceback"}
-{"torn
-"""
-
-
-def test_errors_are_read_from_logs_of_both_formats(tmp_path: Path) -> None:
-    assert [(event.level, event.text) for event in leftover.events(TEXT)] == [
-        ("warning", "worker ended outcome=killed"),
-        ("error", "the job failed cause=broken\nTraceback (most recent call last):\nValueError: <script>"),
-    ]
-    (bad,) = leftover.events(JSON)
-    assert bad == LogEvent(bad.time, "error", 'bad problem=x\nTraceback\n{"torn')
-    (left(tmp_path, trained()) / "logs").mkdir()
-    (tmp_path / "logs" / "observer-11.log").write_text(TEXT)
-    assert {each["rank"] for each in leftover.read(tmp_path, NOW)["errors"]} == {"observer 11"}
+    (logged,) = report.log
+    assert (logged.level, logged.text) == ("error", "broken <b> problem=disk\nTraceback\nOSError")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import aiohttp
@@ -34,32 +31,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-class Answer(BaseHTTPRequestHandler):
-    """Says where it was asked and for what; /broken is none too well."""
-
-    def do_GET(self) -> None:
-        body = f"{self.server.server_address[0]} {self.path} is grün\n".encode()
-        self.send_response(503 if self.path == "/broken" else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving(host: str, port: int) -> Iterator[None]:
-    with ThreadingHTTPServer((host, port), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
     (free,) = free_ports(1)
@@ -73,26 +44,11 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, output.out, output.err
 
 
-def test_what_the_rank_answers_is_printed(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving("127.0.0.1", port):
-        assert ask(capsys) == (0, "127.0.0.1 /healthz is grün\n", "")
-        assert ask(capsys, "/metrics") == (0, "127.0.0.1 /metrics is grün\n", "")
-        assert ask(capsys, "/broken") == (1, "127.0.0.1 /broken is grün\n", "")
-
-
 def assert_no_answer(answer_lines: tuple[int, str, str], port: int) -> None:
     code, out, err = answer_lines
     assert (code, out) == (1, "")
     assert err.startswith(f"METRICS_PORT={port}: no answer (")
     assert err.count("\n") == 1
-
-
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("METRICS_PORT", str(port))
-        assert_no_answer(ask(capsys), port)
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok"])
@@ -124,15 +80,6 @@ def test_a_rank_that_hangs_is_not_waited_for(
         assert_no_answer(ask(capsys), silent.getsockname()[1])
 
 
-@pytest.mark.parametrize("value", ["0", "65536", "eighty"])
-def test_wrong_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str) -> None:
-    monkeypatch.setenv("METRICS_PORT", value)
-    code, out, err = ask(capsys)
-    assert (code, out) == (USAGE, "")
-    assert err.startswith(f"rolecall: wrong settings: METRICS_PORT='{value}': ")
-    assert err.count("\n") == 1
-
-
 ADDRESSES = [
     ({}, "127.0.0.1"),
     ({"BIND_ADDR": "127.0.0.2"}, "127.0.0.2"),
@@ -141,20 +88,6 @@ ADDRESSES = [
     ({"METRICS_BIND_ADDR": "0.0.0.0", "BIND_ADDR": "127.0.0.2"}, "127.0.0.1"),
     ({"METRICS_BIND_ADDR": "", "BIND_ADDR": "127.0.0.2"}, "127.0.0.2"),
 ]
-
-
-@pytest.mark.parametrize(("variables", "host"), ADDRESSES)
-def test_the_address_that_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    port: int,
-    variables: dict[str, str],
-    host: str,
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with serving("127.0.0.1", port), serving("127.0.0.2", port):
-        assert ask(capsys) == (0, f"{host} /healthz is grün\n", "")
 
 
 def test_as_a_program() -> None:
@@ -222,15 +155,6 @@ def test_a_rank_waits_for_a_prometheus_that_comes_regularly() -> None:
     assert scrapes.patience() == 1
     now = 27.0
     assert scrapes.patience() == 0  # it comes no more
-
-
-def test_nobody_waits_for_one_who_comes_now_and_then() -> None:
-    now = 0.0
-    scrapes = endpoints.Scrapes(lambda: now)
-    scrapes.record()
-    now = endpoints.MAX_SCRAPE_INTERVAL + 1
-    scrapes.record()
-    assert scrapes.patience() == 0
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -236,15 +236,16 @@ def test_the_token_of_a_local_run_comes_from_its_folder(monkeypatch: pytest.Monk
     file.write_text(TOKEN + "\n")
     run_folder = tmp_path / "run"
     (run_folder / "logs").mkdir(parents=True)
-    targets.publish(run_folder, [], str(file))
-    assert ask._token(targets.Folder(run_folder)) == TOKEN
+    targets.publish(run_folder, [targets.Address("ps 0", "http://127.0.0.1:7/metrics")], str(file))
+    target = targets.parse(str(run_folder))
+    assert ask._token(target) == TOKEN
     file.write_text("short")
-    assert ask._token(targets.Folder(run_folder)) == "short"  # the job has judged it
+    assert ask._token(target) == "short"  # the job has judged it
     file.unlink()
     with pytest.raises(UsageError, match="cannot be read"):
-        ask._token(targets.Folder(run_folder))
+        ask._token(target)
     (run_folder / targets.RANKS).write_text(json.dumps({"token_file": ""}))
-    assert ask._token(targets.Folder(run_folder)) == ""
+    assert ask._token(target) == ""
 
 
 def test_what_is_asked_of_a_job_that_is_over_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import sys
@@ -20,14 +21,15 @@ from rolecall.declare.task import Task
 from rolecall.errors import UsageError
 from rolecall.observe.sinks import build as building
 from rolecall.observe.sinks import feed
-from rolecall.observe.sinks.build import build, choose, is_installed
-from rolecall.observe.sinks.feed import Feed, Sinks
-from rolecall.observe.sinks.held import Held, HeldSink, State
+from rolecall.observe.sinks import points as curves
+from rolecall.observe.sinks.build import build, choose
+from rolecall.observe.sinks.feed import Feed
+from rolecall.observe.sinks.once import OnceSink, State
 from rolecall.observe.sinks.points import FULL_POINTS, MIN_SPACING, NAMED, Item, Point, Points
 from rolecall.rank import worker
 from rolecall.rank.pipe_messages import Records, Report, decode_from_worker
 from rolecall.rank.worker_end import WorkerEnd
-from rolecall.record import history, rundir
+from rolecall.record import history
 from tests.context import contexts
 from tests.context.contexts import AGENT
 from tests.observe import sink_readers
@@ -59,11 +61,6 @@ def test_sinks_are_chosen(setting: str, chosen: tuple[str, ...]) -> None:
     assert choose(setting) == chosen
 
 
-def test_auto_is_no_sink_without_tensorboard(installed: set[str]) -> None:
-    installed.remove("tensorboard")
-    assert choose("auto") == ()
-
-
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("setting", "problem"),
@@ -78,15 +75,6 @@ def test_a_sink_that_cannot_be_is_refused(setting: str, problem: str) -> None:
         choose(setting)
 
 
-def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb leaves a folder of its name in the directory that a program runs in."""
-    (tmp_path / "wandering").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not is_installed("wandering")
-    (tmp_path / "wandering" / "__init__.py").touch()
-    assert is_installed("wandering")
-
-
 def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And its library's own variables do, with defaults that need no network."""
     monkeypatch.setattr(building, "is_installed", lambda name: True)
@@ -95,7 +83,7 @@ def test_no_secret_reaches_a_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     settings = Settings(sinks="tensorboard,mlflow,wandb", checkpoint_dir=tmp_path)
-    for one in build(settings, "rl", {"LR": 0.1}, ["password"], covered_by(0)).feeds:
+    for one in build(settings, "rl", {"LR": 0.1}, ["password"]).feeds:
         assert "a-secret" not in json.dumps([dict(one._environment), one._about])
         assert one._environment["MLFLOW_TRACKING_URI"] == "http://tracking.example"
         assert one._environment["WANDB_MODE"] == "offline"
@@ -135,15 +123,15 @@ def test_named_values_are_curves() -> None:
 
 
 def test_steps_that_are_made_again_are_points_again() -> None:
-    curves = Points()
-    curves.take(steps(1, 2, 3, 4), 0)
-    assert [item[0:3] for item in curves.take([("start", 2, 9.0, 2), *steps(2, 3, at=10)], 0)] == [
+    taken = Points()
+    taken.take(steps(1, 2, 3, 4), 0)
+    assert [item[0:3] for item in taken.take([("start", 2, 9.0, 2), *steps(2, 3, at=10)], 0)] == [
         ["start", 2, 2],
         ["point", "loss", 3],
     ]
 
 
-def test_a_long_curve_is_thinned_and_has_its_end() -> None:
+def test_a_long_curve_is_thinned() -> None:
     """A month of a point a second, from the first thousand on, would be 2.6 million of each curve."""
     curves, taken = Points(), list[Item]()
     for first in range(0, 200_000, 20_000):
@@ -152,63 +140,25 @@ def test_a_long_curve_is_thinned_and_has_its_end() -> None:
         *range(FULL_POINTS + 5)
     ]  # 10,000 points in, nothing is left out yet
     assert MIN_SPACING < len(taken) < 5 * MIN_SPACING
-    assert [item[2] for item in taken[-1:] + curves.rest()][-1] == 199_999
-    assert curves.rest() == []
 
 
-def test_a_start_passes_on_what_it_covers() -> None:
-    curves = Points()
-    curves.take(steps(*range(MIN_SPACING + FULL_POINTS)), 0)
-    many = MIN_SPACING + FULL_POINTS
-    at = many + 0.5
-    assert curves.take([("loss", many, float(many), 0.0), ("loss", many + 1, at, 1.0)], 0)[-1][2] == many
-    again = curves.take([("start", many + 1, at + 1, 2)], 0)
-    assert [item[0] for item in again] == ["point", "start"]
-    assert curves.rest() == []
-
-
-def due(held: Held, covered: int, now: float | None = None) -> list[tuple[int, float]]:
-    some = held.due(covered, time.time() if now is None else now)
-    held.drop(some)
-    return [(point.step, point.value) for point in some]
-
-
-def test_a_held_point_waits_for_its_checkpoint() -> None:
-    held = Held({}, patience=60)
-    held.take([start(0), *points(1, 2, 3, 4)])
-    assert due(held, 2) == [(1, 1.0), (2, 2.0)]
-    assert due(held, 2) == []
-    held.take([start(2, 2), *points(3, 4, value=100)])  # the first ones were lost
-    held.take(points(3, 4, value=200))  # what could not be sent whole, once more
-    assert due(held, 4) == [(3, 103.0), (4, 104.0)]
-
-
-def test_held_point_is_written_after_its_patience() -> None:
-    """Of a job without checkpoints; its steps, made again, do not appear again."""
-    held = Held({}, patience=60)
-    held.take(points(1, 2, 3, unix=1000.0))
-    assert due(held, 0, now=1059.0) == []
-    assert due(held, 0, now=1061.0) == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    held.take([start(0, 2), *points(1, 2, 3, 4, value=100)])
-    assert due(held, 4) == [(4, 104.0)]
-
-
-def test_held_points_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
-    class Failing(HeldSink):
+def test_points_that_could_not_be_written_come_again_and_none_comes_twice(tmp_path: Path) -> None:
+    class Failing(OnceSink):
         def log(self, points: list[Point]) -> None:
             if not (tmp_path / "works").exists():
                 raise OSError(28, "No space left on device")
-            logged.extend(point.step for point in points)
+            logged.extend((point.step, point.value) for point in points)
 
-    logged: list[int] = []
-    sink = Failing(tmp_path, patience=60)
+    logged: list[tuple[int, float]] = []
+    sink = Failing(tmp_path)
     with pytest.raises(OSError, match="No space"):
-        sink.write(points(1, 2, 3), covered=2)
+        sink.write(points(1, 2, 3))
     assert State.read(tmp_path) == State()
     (tmp_path / "works").touch()
-    sink.write([], covered=2)
-    assert logged == [1, 2]
-    assert State.read(tmp_path) == State(last={"loss": 2}, rows=2)
+    sink.write([start(0), *points(1, 2, 3)])
+    Failing(tmp_path).write([start(1, 2), *points(2, 3, 4, value=100)])  # a resumed run makes 2 and 3 again
+    assert logged == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0)]
+    assert State.read(tmp_path) == State(last={"loss": 4}, rows=4)
 
 
 # ---- from the worker
@@ -264,18 +214,9 @@ def test_a_checkpoint_comes_after_its_records(tmp_path: Path) -> None:
 # ---- feeding
 
 
-def covered_by(step: int) -> Callable[[], Any]:
-    async def covered() -> int:
-        return step
-
-    return covered
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "PERIOD_SECONDS", 0.02)
-    monkeypatch.setattr(feed, "MIN_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(feed, "MAX_RETRY_SECONDS", 0.02)
 
 
 SINK = """
@@ -285,8 +226,8 @@ from rolecall.observe.sinks import process
 
 class Sink:
     def __init__(self, about):
-        self.file, self.fails = Path(about["file"]), 2
-    def write(self, items, covered):
+        self.file, self.fails = Path(about["file"]), 1
+    def write(self, items):
         if "{how}" == "hangs": time.sleep(1000)
         if "{how}" == "dies": os._exit(7)
         if "{how}" == "prints": print("What a library says")
@@ -296,7 +237,7 @@ class Sink:
         with self.file.open("a") as file:
             file.writelines(json.dumps(item) + "\\n" for item in items)
     def end(self, state, summary):
-        self.write([["end", state, summary]], 0)
+        self.write([["end", state, summary]])
 
 sys.modules["rolecall.observe.sinks.fake"] = type(sys)("fake")
 sys.modules["rolecall.observe.sinks.fake"].begin = Sink
@@ -305,7 +246,7 @@ process.main("fake")
 
 
 def fake(tmp_path: Path, how: str = "") -> Feed:
-    one = Feed("mlflow", {"file": str(tmp_path / "sink")}, {}, covered_by(0))
+    one = Feed("mlflow", {"file": str(tmp_path / "sink")}, {})
     one.command = [sys.executable, "-c", SINK.replace("{how}", how)]
     return one
 
@@ -342,7 +283,7 @@ def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[Even
     async def run() -> None:
         one = fake(tmp_path, how)
         one.add(items[:2])
-        await until(lambda: not one.pending)
+        await until(lambda: not one.items)
         one.add(items[2:])
         await one.end("finished", {"steps": 3}, DEADLINE)
 
@@ -354,24 +295,16 @@ def test_a_sink_gets_everything_once(tmp_path: Path, how: str, logged: list[Even
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    ("how", "problem"), [("hangs", "no answer for 1 s"), ("dies", "its process ended with exit code 7")]
+    ("how", "problem"), [("hangs", "its end takes over 1 s"), ("dies", "its process ended with exit code 7")]
 )
-def test_a_sink_that_is_broken_harms_nothing(
-    tmp_path: Path, how: str, problem: str, logged: list[EventDict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is ended, started anew as often as it likes, and complained of once."""
-    monkeypatch.setattr(feed, "REQUEST_SECONDS", 1.0)
-
+def test_a_sink_that_is_broken_harms_nothing(tmp_path: Path, how: str, problem: str, logged: list[EventDict]) -> None:
     async def run() -> None:
-        one, seen = fake(tmp_path, how), set[int]()
+        one = fake(tmp_path, how)
         one.add(points(1))
-
-        def again() -> bool:
-            seen.update(child.pid for child in {*psutil.Process().children()} - EARLIER)
-            return len(seen) > 1 and bool(logged)
-
-        await until(again)
-        await one.end("finished", {}, 0.2)
+        await until(lambda: not one.items)
+        await until(lambda: logged or how == "hangs")
+        one.add(points(2))
+        await one.end("finished", {}, 1.0)
 
     asyncio.run(run())
     assert nothing_is_left()
@@ -387,7 +320,7 @@ def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> No
     async def run() -> None:
         one = fake(tmp_path)
         one.add(points(1))
-        await until(lambda: not one.pending)
+        await until(lambda: not one.items and (tmp_path / "sink").exists())
         assert one._process is not None
         assert one._process.stdin is not None
         one._process.stdin.close()
@@ -399,42 +332,11 @@ def test_a_supervisor_that_is_killed_takes_its_sinks_along(tmp_path: Path) -> No
     assert [item[:2] for item in written(tmp_path)] == [["point", "loss"], ["end", "stopped"]]
 
 
-def test_queue_of_a_sink_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MAX_ITEMS", 10)
-
-    async def run() -> None:
-        one = fake(tmp_path)
-        one.add([start(0), *points(*range(1, 40))])
-        assert one.pending == 21
-        assert one._items[0][0] == "start"
-        one.add(points(40))
-        assert one.pending == 12
-        one._items.clear()
-        await one.end("stopped", None, 5)
-
-    asyncio.run(run())
-    assert nothing_is_left()
-
-
-def test_a_run_without_training_starts_no_sink(tmp_path: Path) -> None:
-    async def run() -> None:
-        sinks = Sinks([fake(tmp_path)])
-        sinks.record([])
-        await sinks.end("finished", {})
-        await sinks.close()
-
-    asyncio.run(run())
-    assert not (tmp_path / "sink").exists()
-
-
-def test_new_run_sets_earlier_sinks_aside(tmp_path: Path) -> None:
-    """RESUME=0 moves an earlier run's folders aside."""
-    for name in building.KINDS:
-        (tmp_path / name).mkdir()
-    aside = rundir.set_aside(tmp_path, 3, 1.0)
-    assert aside is not None
-    assert {path.name for path in aside.iterdir()} == {*building.KINDS}
-    assert not [name for name in building.KINDS if (tmp_path / name).exists()]
+def test_items_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "MAX_ITEMS", 10)
+    kept = curves.bounded([start(0), *points(*range(1, 40))])
+    assert [item[0] for item in kept[:2]] == ["start", "point"]
+    assert len(kept) == 21
 
 
 # ---- the real ones
@@ -452,31 +354,26 @@ def test_killed_run_has_each_step_once(
     for variable in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the test's own client
-    monkeypatch.setattr(feed, "TICK_SECONDS", 0.1)
-    monkeypatch.setattr(feed, "REQUEST_SECONDS", DEADLINE)  # a library's import takes long on a busy machine
-    curve, newest = sink_readers.CURVES[name], [0]
-
-    async def covered() -> int:
-        return newest[0]
+    curve = sink_readers.CURVES[name]
 
     def make() -> Feed:
-        settings = Settings(sinks=name, checkpoint_dir=tmp_path, checkpoint_interval=1000)
-        return build(settings, "rl", {"LR": 0.1, "ENV_ID": "Cart", "SIZES": [1, 2]}, [], covered).feeds[0]
+        settings = Settings(sinks=name, checkpoint_dir=tmp_path)
+        return build(settings, "rl", {"LR": 0.1, "ENV_ID": "Cart", "SIZES": [1, 2]}, []).feeds[0]
 
-    def covered_is_there() -> bool:
+    def is_there() -> bool:
         state = tmp_path / name / "rolecall.json"
-        if name == "tensorboard":
-            return True
-        return state.exists() and "loss" in json.loads(state.read_text())["last"] and len(curve(tmp_path, "loss")) == 5
+        if name != "tensorboard" and not (state.exists() and json.loads(state.read_text())["last"]):
+            return False
+        with contextlib.suppress(KeyError, ValueError, AssertionError):  # it is being written
+            return len(curve(tmp_path, "loss")) == 10
+        return False
 
     async def killed() -> None:
         one = make()
         one.add([start(0), *points(1, 2, 3, 4), start(2, 2), *points(*range(3, 11), value=10)])
-        newest[0] = 5
-        await until(lambda: not one.pending and covered_is_there())
-        assert one._task is not None
-        one._task.cancel()
+        await until(is_there)
         assert one._process is not None
+        one._tasks[0].cancel()
         one._process.kill()
         await one._process.wait()
 
@@ -487,8 +384,9 @@ def test_killed_run_has_each_step_once(
 
     asyncio.run(killed())
     asyncio.run(resumed())
-    assert [event for event in logged if event.get("sink")] == []
     values = {1: 1.0, 2: 2.0, 3: 13.0, 4: 14.0, 5: 15.0} | {step: 100.0 + step for step in range(6, 13)}
+    if name != "tensorboard":  # the first value stays
+        values |= {3: 3.0, 4: 4.0} | {step: 10.0 + step for step in range(6, 11)}
     assert curve(tmp_path, "loss") == [*values.items()]
     assert curve(tmp_path, "entropy") == [(12, 12.0)]
     LOOK[name](tmp_path)

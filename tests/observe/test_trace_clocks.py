@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.errors import UsageError
-from rolecall.observe.trace.calls import Calls
 from rolecall.observe.trace.clocks import DRIFT, WINDOW_NS, Clocks
 from rolecall.record import records
-from rolecall.record.records import Process, SpanRecord
-from tests.observe.traces import MS, UNIX, Worker, call, line, write
+from rolecall.record.records import SpanRecord
+from tests.observe.traces import MS, UNIX, Worker, line, write
 
 SECOND = 1000 * MS
 OFFSETS = st.integers(0, 10**16)
 DELAYS = st.integers(20_000, 5 * MS)
 DRIFTS = st.floats(-0.4 * DRIFT, 0.4 * DRIFT)  # of two clocks, whose difference then drifts by less than DRIFT
 CALLS = st.lists(
-    st.tuples(st.sampled_from([(0, 1), (1, 0), (1, 2), (2, 1)]), st.integers(0, 20 * SECOND), DELAYS, DELAYS, DELAYS),
+    st.tuples(st.booleans(), st.integers(0, 20 * SECOND), DELAYS, DELAYS, DELAYS),
     min_size=2,
     max_size=40,
 )
@@ -34,58 +33,22 @@ def observe(clocks: Clocks, caller: Worker, called: Worker, times: tuple[int, in
 
 
 @settings(deadline=None, max_examples=100)
-@given(offsets=st.tuples(OFFSETS, OFFSETS, OFFSETS), drifts=st.tuples(DRIFTS, DRIFTS, DRIFTS), calls=CALLS)
+@given(offsets=st.tuples(OFFSETS, OFFSETS), drifts=st.tuples(DRIFTS, DRIFTS), calls=CALLS)
 def test_the_stated_error_holds(
-    offsets: tuple[int, ...], drifts: tuple[float, ...], calls: list[tuple[tuple[int, int], int, int, int, int]]
+    offsets: tuple[int, ...], drifts: tuple[float, ...], calls: list[tuple[bool, int, int, int, int]]
 ) -> None:
-    workers = [Worker("ps", place, place, offset=offsets[place], drift=drifts[place]) for place in range(3)]
+    workers = [Worker("ps", place, place, offset=offsets[place], drift=drifts[place]) for place in range(2)]
     clocks = Clocks(worker.process for worker in workers)
-    for (caller, called), sent, there, handler, back in calls:
-        first, second = workers[caller], workers[called]
+    for turned, sent, there, handler, back in calls:
         came = sent + there
-        times = sent, came, came + handler, came + handler + back
-        observe(clocks, first, second, times)
+        observe(clocks, workers[turned], workers[not turned], (sent, came, came + handler, came + handler + back))
     clocks.solve()
-    spread, pairs = [sent for _, sent, *_ in calls], {tuple(sorted(pair)) for pair, *_ in calls}
-    for worker in workers:
-        alignment = clocks.alignment(worker.process)
-        connected = {(0, 1), (1, 2)}.intersection([(0, 1), (1, 2)][: worker.ordinal]) <= pairs
-        assert (alignment.method != "wall clock") == connected
-        if not connected:
-            continue
-        assert alignment.error_ns is not None
-        align = clocks.aligner(worker.process)
-        for time in (min(spread), sum(spread) // len(spread), max(spread)):
-            difference = align(worker.clock(time)) - workers[0].clock(time)
-            # the precision of floating-point numbers; and nothing is stated of times before the first call of a pair
-            slack = 100 + 2 * DRIFT * _beyond(worker.ordinal, time, calls)
-            assert abs(difference) <= alignment.error_ns + slack
-
-
-def _beyond(ordinal: int, time: int, calls: list[tuple[tuple[int, int], int, int, int, int]]) -> float:
-    """How far `time` is from the calls that bind a rank to rank 0: before and after them nothing is stated."""
-    far = 0.0
-    for pair in ((0, 1), (1, 2))[:ordinal]:
-        times = [sent for other, sent, *_ in calls if tuple(sorted(other)) == pair]
-        far += max(0, min(times) - time, time - max(times)) if times else 0
-    return far
-
-
-def test_the_tightest_round_trips_count() -> None:
-    one, other = Worker("ps"), Worker("trainer", rank=1, offset=10**12)
-    clocks = Clocks([one.process, other.process])
-    for number, delay in enumerate([5, 3, 0.01, 4]):  # ms, one way; the way back is always fast
-        sent = number * 10 * MS
-        came = sent + round(delay * MS)
-        left, back = came + MS, came + MS + 10_000
-        clocks.observe(one.process, other.process, sent, other.clock(came), other.clock(left), back)
-    clocks.solve()
-    alignment = clocks.alignment(other.process)
-    assert alignment.method == "round trips"
-    assert alignment.round_trips == 4
+    alignment, align = clocks.alignment(workers[1].process), clocks.aligner(workers[1].process)
     assert alignment.error_ns is not None
-    assert alignment.error_ns < 50_000
-    assert abs(clocks.aligner(other.process)(other.clock(20 * MS)) - 20 * MS) < 10_000
+    times = [sent for _, sent, *_ in calls]
+    for time in (min(times), sum(times) // len(times), max(times)):
+        difference = align(workers[1].clock(time)) - workers[0].clock(time)
+        assert abs(difference) <= alignment.error_ns + 100  # the precision of floating-point numbers
 
 
 def test_a_clock_that_drifts_is_followed() -> None:
@@ -115,21 +78,6 @@ def test_processes_of_one_host_share_a_clock_and_others_fall_back_to_the_wall_cl
     assert "error not known" in str(clocks.alignment(far.process))
     assert clocks.unix_ns(5) == UNIX + 5
     assert clocks.from_unix((UNIX + 5 * MS) / 1e9) == pytest.approx(5 * MS, abs=500)
-
-
-def test_a_rank_is_reached_by_way_of_another_where_that_is_better_known() -> None:
-    workers = [Worker("ps", place, place, offset=place * 10**10) for place in range(3)]
-    clocks = Clocks(worker.process for worker in workers)
-    for first, second, delay in ((0, 1, 10_000), (1, 2, 10_000), (0, 2, 4 * MS)):
-        one, other = workers[first], workers[second]
-        times = (0, delay, 2 * delay, 3 * delay)
-        observe(clocks, one, other, times)
-    clocks.solve()
-    alignment = clocks.alignment(workers[2].process)
-    assert alignment.via == "ps-1"
-    assert "by way of ps-1" in str(alignment)
-    assert alignment.error_ns is not None
-    assert alignment.error_ns < MS
 
 
 # ---- the records
@@ -174,16 +122,3 @@ def test_a_record_is_read_as_it_was_written() -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         records.read(tmp_path / "nothing")
-
-
-def test_the_clocks_of_a_trace_are_those_of_its_calls(tmp_path: Path) -> None:
-    first, other = Worker("ps", offset=10**13), Worker("trainer", rank=1)
-    for number in range(10):
-        sent = number * 10 * MS
-        call(other, first, "exchange", sent, sent + 40_000, sent + MS, sent + MS + 40_000)
-    calls = Calls(write(tmp_path, first, other))
-    assert calls.clocks.reference == first.process
-    assert isinstance(calls.clocks.reference, Process)
-    alignment = calls.clocks.alignment(other.process)
-    assert alignment.round_trips == 10
-    assert abs(calls.clocks.aligner(other.process)(other.clock(MS)) - first.clock(MS)) <= (alignment.error_ns or 0)

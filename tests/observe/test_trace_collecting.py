@@ -20,7 +20,6 @@ from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.queries import Cursor, ReadSpans, Spans
 from rolecall.rank.tracing import Recordings
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.record.recorder import Recorder
 from rolecall.record.span_file import file_name
 
 PS: Key = ("ps", 0)
@@ -48,9 +47,9 @@ class Rank:
         self.worker: Worker | None = None
         self.recordings = Recordings(directory, lambda: cast(WorkerProcess | None, self.worker))
 
-    def begin(self, generation: int, part: int = 0) -> Path:
+    def begin(self, generation: int) -> Path:
         """A worker's file."""
-        path = self.directory / file_name(generation, part)
+        path = self.directory / file_name(generation)
         process = {"job": "job", "role": self.key[0], "ordinal": self.key[1], "rank": 1, "generation": generation}
         path.write_text(json.dumps(["process", process]) + "\n")
         return path
@@ -145,17 +144,11 @@ def test_a_disk_that_fails_halfway_leaves_no_half(rank: Rank, tmp_path: Path) ->
     assert (folder / "ps-0-1.jsonl").read_text() == path.read_text()
 
 
-def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path) -> None:
     folder, path, rank.worker = tmp_path / "trace", rank.begin(1), Worker(1)
     lead = Rank(tmp_path / "lead", LEAD)
     lead.begin(1)
     here = collector(folder, rank, lead, over=True)
-    exported = []
-
-    async def export() -> None:
-        exported.append(path.read_text())
-
-    monkeypatch.setattr(here, "export", export)
 
     async def steps() -> None:
         await here.collect()
@@ -168,36 +161,10 @@ def test_at_the_end_ranks_hand_over_what_they_have(rank: Rank, tmp_path: Path, m
         await here.finish()
         await asyncio.wait_for(waiting, 10)
         assert (folder / "ps-0-1.jsonl").read_text() == path.read_text()
-        assert exported == [path.read_text()]
         rank.recordings = lead.recordings = cast(Recordings, None)  # it has ended, and is not asked again
         assert await here.collect()
 
     asyncio.run(asyncio.wait_for(steps(), 30))
-
-
-def test_a_rank_without_a_trace_hands_over_nothing(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "HAND_OVER_SECONDS", 0.05)
-    asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))
-    rank.begin(1)
-    asyncio.run(asyncio.wait_for(rank.recordings.hand_over(), 30))  # rank 0 does not collect
-
-
-def test_a_strange_reply_does_not_end_rank_0(rank: Rank, tmp_path: Path) -> None:
-    here = collector(tmp_path / "trace", rank)
-
-    async def strange(*_: Any, **options: Any) -> dict[Key, Any]:
-        return {PS: {"data": "x"}}
-
-    here.ask = strange
-    assert asyncio.run(here.collect()) is False
-
-    async def silent(*_: Any, **options: Any) -> dict[Key, Any]:
-        return {PS: {"error": "did not answer within 2 s"}}
-
-    here.ask = silent
-    assert asyncio.run(here.collect()) is False
-    here.members = lambda: []
-    assert asyncio.run(here.collect()) is True
 
 
 # ---- requests
@@ -207,47 +174,31 @@ def cursor(spans: Spans) -> Cursor:
     return Cursor(spans.file, spans.next)
 
 
-def test_a_request_has_the_worker_record_to_a_file_of_its_own(rank: Rank) -> None:
+def test_a_request_begins_where_the_workers_file_ends(rank: Rank) -> None:
     async def steps() -> None:
         rank.worker = worker = Worker(4, traced=False)
         reply = rank.recordings.start(10)
-        path = rank.directory / file_name(4, 1)
-        assert reply == Cursor(path.name)
-        (sent,) = worker.sent
-        assert sent.path == path
-        assert sent.seconds is not None
-        assert 9 < sent.seconds <= 10
-        rank.add(rank.begin(4, 1), "a")
+        assert reply == Cursor(file_name(4))
+        assert worker.sent == [RecordTrace(rank.directory / file_name(4), 10)]
+        path = rank.begin(4)
+        rank.add(path, "a")
         spans = rank.recordings.spans(reply)
         assert (spans.data, spans.more, spans.ended) == (path.read_text(), False, False)
         assert spans.process["generation"] == 4
         assert rank.recordings.spans(cursor(spans)).data == ""
         longer = rank.recordings.start(20)
         assert longer == Cursor(path.name, path.stat().st_size)
+        rank.add(path, "b")
+        assert rank.recordings.spans(longer).data == '["span", "b"]\n'
         # a generation that begins meanwhile is recorded too
         rank.worker = Worker(5, traced=False)
-        spans = rank.recordings.spans(cursor(spans))
-        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5, 1)]
-        rank.add(rank.begin(5, 1), "b")
-        spans = rank.recordings.spans(cursor(spans))
-        assert (spans.file, spans.offset) == (file_name(5, 1), 0)
-        # over: another request has another file
-        rank.recordings._until = 0.0
-        assert rank.recordings.start(1) == Cursor(file_name(5, 2))
+        rank.recordings.spans(cursor(spans))
+        assert [sent.path for sent in rank.worker.sent] == [rank.directory / file_name(5)]
+        rank.add(rank.begin(5), "c")
+        spans = rank.recordings.spans(Cursor(path.name, path.stat().st_size))
+        assert (spans.file, spans.offset) == (file_name(5), 0)
 
     asyncio.run(steps())
-
-
-def test_a_request_to_a_rank_that_records_anyway_begins_where_its_file_ends(rank: Rank) -> None:
-    rank.worker, path = Worker(4), rank.begin(4)
-    rank.add(path, "a")
-    reply = rank.recordings.start(10)
-    assert reply == Cursor(path.name, path.stat().st_size)
-    assert rank.worker.sent == []
-    rank.add(path, "b")
-    spans = rank.recordings.spans(reply)
-    assert spans.data == '["span", "b"]\n'
-    assert spans.process["generation"] == 4
 
 
 def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: Rank, tmp_path: Path) -> None:
@@ -255,7 +206,7 @@ def test_a_rank_whose_own_setting_is_off_records_for_rank_0_that_collects(rank: 
     here = collector(tmp_path / "trace", rank)
     for _ in range(2):
         asyncio.run(here.collect())
-    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4, 0), None)]
+    assert rank.worker.sent == [RecordTrace(rank.directory / file_name(4), None)]
 
 
 def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> None:
@@ -263,22 +214,10 @@ def test_a_request_before_the_first_worker_and_one_that_is_wrong(rank: Rank) -> 
     assert rank.recordings.spans(reply).data == ""
     rank.worker = Worker(1, traced=False)
     rank.recordings.spans(reply)
-    assert rank.worker.sent[0].path == rank.directory / file_name(1, 1)
+    assert rank.worker.sent[0].path == rank.directory / file_name(1)
     for seconds in (0, -1, 1e9, float("nan")):
         with pytest.raises(ValueError, match="seconds"):
             rank.recordings.start(seconds)
-
-
-def test_the_reply_is_what_a_recorder_writes(rank: Rank) -> None:
-    recorder, path = Recorder(), rank.directory / file_name(1, 0)
-    about = {"job": "job", "role": "ps", "ordinal": 0, "rank": 1, "generation": 1}
-    recorder.start(path, about)
-    recorder.event("one")
-    recorder.close()
-    reply = rank.recordings.spans(Cursor())
-    assert (reply.data, reply.next) == (path.read_text(), path.stat().st_size)
-    assert {name: reply.process[name] for name in about} == about
-    assert collecting.FOLDER == "trace"
 
 
 def test_some_members_are_asked_at_a_time(tmp_path: Path) -> None:
@@ -295,17 +234,3 @@ def test_some_members_are_asked_at_a_time(tmp_path: Path) -> None:
     keys = [("ps", number) for number in range(3 * collecting.MAX_PENDING_QUERIES)]
     assert not asyncio.run(Collector(tmp_path, lambda: keys, ask, disk, lambda: False).collect())
     assert most == collecting.MAX_PENDING_QUERIES
-
-
-def test_a_machine_that_starts_no_process_fails_no_job(
-    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(*arguments: Any, **options: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
-    rank.worker = Worker(1)
-    rank.add(rank.begin(1), "a")
-    rank.worker.alive = False
-    asyncio.run(collector(tmp_path / "trace", rank).finish())
-    assert (tmp_path / "trace" / "ps-0-1.jsonl").exists()

@@ -212,30 +212,6 @@ def test_worker_that_reads_nothing_does_not_block_the_sender() -> None:
         pipe.send(messages.Drain())
 
 
-def half(task: Task, connection: Any) -> None:
-    connection.send_bytes(messages.encode(messages.Report(7, "saving")))
-    os.write(connection.fileno(), struct.pack("!i", 1000) + b"half")
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_worker_that_stops_within_a_message_does_not_stop_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_run", half)
-
-    async def play() -> WorkerStatus:
-        heard = asyncio.Event()
-        worker = WorkerProcess(TASK, heard.set)
-        await worker.start(60)
-        await asyncio.wait_for(heard.wait(), 30)
-        status = worker.status()
-        worker.kill("silent")
-        await asyncio.wait_for(worker.ended.wait(), 30)
-        assert worker.outcome == "silent"
-        return status
-
-    status = asyncio.run(play())
-    assert (status.step, status.phase) == (7, "saving")
-
-
 # ---- stacks
 
 
@@ -322,6 +298,6 @@ def test_a_fork_server_that_was_killed_is_no_fault_of_its_worker(
     status = asyncio.run(play())
     assert (status.state, status.outcome) == ("ended", "killed")
     assert status.error == "cannot fork: the fork server was killed by SIGKILL; out of memory?"
-    monkeypatch.setattr(worker_process, "ran_out", lambda before: "out of memory (limit 260 MiB)")
+    monkeypatch.setattr(worker_process.Cgroup, "ran_out", lambda *_: "out of memory (limit 260 MiB)")
     status = asyncio.run(play())
     assert (status.outcome, status.error.partition("; ")[2]) == ("killed", "out of memory (limit 260 MiB)")

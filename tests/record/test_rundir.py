@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 import pytest
 from filelock import FileLock
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rolecall.errors import UsageError
 from rolecall.record import rundir
@@ -56,24 +54,15 @@ def test_a_number_is_never_below_one_that_a_checkpoint_has(tmp_path: Path) -> No
         b"",
         b"{",
         b"null",
-        b"[]",
-        b"7",
         b"\xff\xfe",
-        b"{}",
         bytes(40),
-        b'{"number": 3}',
         b'{"number": 3, "job": "rl"}',
         b'{"number": "x", "job": "rl", "members": []}',
-        b'{"number": "3", "job": "rl", "members": []}',
-        b'{"number": null, "job": "rl", "members": []}',
         b'{"number": 1.5, "job": "rl", "members": []}',
-        b'{"number": 1e999, "job": "rl", "members": []}',
         b'{"number": 1000000000000000000000000000000, "job": "rl", "members": []}',
         b'{"number": -3, "job": "rl", "members": []}',
         b'{"number": true, "job": "rl", "members": []}',
-        b'{"number": 3, "job": "rl", "members": 5}',
         b'{"number": 3, "job": "rl", "members": [5]}',
-        b'{"number": 3, "job": "rl", "members": [["agent"]]}',
         b'{"number": 3, "job": "rl", "members": [["agent", "x"]]}',
         b'{"number": 3, "job": "rl", "members": [["agent", 1e999]]}',
     ],
@@ -85,32 +74,6 @@ def test_a_damaged_generation_is_refused_and_kept(tmp_path: Path, content: bytes
         rundir.read_generation(tmp_path)
     assert str(path) in str(refusal.value)
     assert path.read_bytes() == content
-
-
-@given(position=st.integers(0, 200), bits=st.integers(1, 255))
-@settings(deadline=None, max_examples=200)
-def test_a_changed_byte_of_the_generation_is_refused_or_read(
-    tmp_path_factory: pytest.TempPathFactory, position: int, bits: int
-) -> None:
-    directory = tmp_path_factory.getbasetemp() / "generation"
-    directory.mkdir(exist_ok=True)
-    rundir.write_generation(directory, Persisted(12345, "rl", (("agent", 0), ("observer", 1))))
-    path = directory / rundir.GENERATION
-    content = bytearray(path.read_bytes())
-    content[position % len(content)] ^= bits
-    path.write_bytes(content)
-    found, refusal = None, ""
-    try:
-        found = rundir.read_generation(directory)
-    except UsageError as error:  # and nothing else
-        refusal = str(error)
-    assert found.number >= 0 if found else str(path) in refusal
-
-
-def test_a_generation_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / rundir.GENERATION).mkdir()
-    with pytest.raises(UsageError, match=os.strerror(errno.EISDIR)):
-        rundir.read_generation(tmp_path)
 
 
 @pytest.mark.parametrize("strike", [fail_with(errno.ENOSPC), end], ids=["fails", "is cut off"])
@@ -155,7 +118,7 @@ def test_done_is_read_as_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / rundir.DONE).read_text()) == summary
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"true", b"\xff\xfe", b'{"solved": tru', bytes(20)])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b'{"solved": tru'])
 def test_a_damaged_done_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / rundir.DONE
     path.write_bytes(content)
@@ -163,12 +126,6 @@ def test_a_damaged_done_is_refused_and_kept(tmp_path: Path, content: bytes) -> N
         rundir.read_done(tmp_path)
     assert str(path) in str(refusal.value)
     assert path.read_bytes() == content
-
-
-def test_done_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / rundir.DONE).mkdir()
-    with pytest.raises(UsageError, match=os.strerror(errno.EISDIR)):
-        rundir.read_done(tmp_path)
 
 
 # ---- locks
@@ -221,14 +178,6 @@ def test_a_lock_is_waited_for(tmp_path: Path, holder: Holder) -> None:
     with pytest.raises(UsageError, match="in use"):
         rundir.lock(tmp_path, rundir.WRITER_LOCK, 0)
     taken[0].release()
-
-
-def test_a_second_taker_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    held = rundir.lock(tmp_path / "new" / "directory", "lock", 0)
-    with pytest.raises(UsageError, match="in use"):
-        rundir.lock(tmp_path / "new" / "directory", "lock", 0)
-    held.release()
-    rundir.lock(tmp_path / "new" / "directory", "lock", 0).release()
 
 
 def test_a_lock_where_nothing_can_be_written(tmp_path: Path) -> None:

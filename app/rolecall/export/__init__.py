@@ -1,7 +1,7 @@
 """`rolecall eval` and `rolecall export`.
 
 agreement.py   The outputs of an exported model compared with those of its checkpoint, on the same data
-card.py        The model card, which describes an exported model as JSON and as Markdown beside its file
+card.py        The model card, which describes an exported model as JSON beside its file
 evaluation.py  `rolecall eval`: calls a job's `evaluate` or `complete` with a checkpoint
 exported.py    The result of a job's `export` function: the model of a checkpoint
 exporting.py   `rolecall export`: the model of a checkpoint as a file that needs no Rolecall

@@ -1,4 +1,4 @@
-"""The model card, which describes an exported model as JSON and as Markdown beside its file."""
+"""The model card, which describes an exported model as JSON beside its file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ from rolecall.export.exported import Exported
 from rolecall.export.formats import Format
 from rolecall.export.saved import Saved
 from rolecall.record import rundir
-
-HASH_BLOCK_BYTES = 1 << 24
-MAX_TEXT = 2000  # characters of a table's cell, and of the module's layers in the Markdown
 
 
 def facts(one: Saved) -> dict[str, str]:
@@ -82,7 +79,7 @@ def describe(
     score: Mapping[str, float],
     scored_by: str,
 ) -> dict[str, Any]:
-    """The card as JSON. `files` are those of the model, and `file` is the name of the one to load; `agreement` is None
+    """The card. `files` are those of the model, and `file` is the name of the one to load; `agreement` is None
     if the file could not be run; `scored_by` is the source of the `score`.
     """
     snapshot = one.snapshot
@@ -101,7 +98,6 @@ def describe(
             {"name": each, "dtype": _dtype(value), "shape": list(value.shape)}
             for each, value in zip(exported.outputs, results, strict=True)
         ],
-        "load": form.usage(exported, file),
         "score": {each: value if math.isfinite(value) else None for each, value in score.items()},
         "scored_by": scored_by,
         "checked_by": form.runtime if agreement is not None else None,
@@ -123,61 +119,10 @@ def describe(
     }
 
 
-def markdown(card: Mapping[str, Any]) -> str:
-    """The card as Markdown."""
-    checkpoint, agreement = card["checkpoint"], card["agreement"]
-    work = "" if checkpoint["done"] is None else f", {checkpoint['done']:g} {checkpoint['unit']}"
-    rows = [
-        (kind, each["name"], each["dtype"], "[" + ", ".join(map(str, each["shape"])) + "]")
-        for kind in ("input", "output")
-        for each in card[f"{kind}s"]
-    ]
-    if agreement:
-        checked = [
-            (
-                each["output"],
-                *(f"{each[f'max_{kind}']:.2g}" for kind in ("absolute", "relative")),
-                each["differ"],
-                each["values"],
-            )
-            for each in agreement
-        ]
-        compared = _table(("output", "largest difference", "relative", "values that differ", "values"), checked)
-        compared = f"Compared on the evaluation data, run by {card['checked_by']}:\n\n{compared}"
-    else:
-        compared = "Not compared: the format's runtime was not installed."
-    layers = card["layers"] if len(card["layers"]) <= MAX_TEXT else f"{card['layers'][:MAX_TEXT]}\n..."
-    score = _table(("score", "value"), [(each, number(value)) for each, value in card["score"].items()])
-    hashes = [(f"`{each}`", f"{file['bytes']:,}", f"`{file['sha256']}`") for each, file in card["files"].items()]
-    parts = [
-        f"# {card['model']}\n\nThe model of the job `{card['job']}`{': ' * bool(card['summary'])}{card['summary']}.",
-        f"{card['format']}, {card['parameters']:,} parameters, written by Rolecall {card['versions']['rolecall']}.",
-        f"## Load it\n\n```python\n{card['load']}```",
-        _table(("", "name", "type", "shape"), rows),
-        "The outputs' shapes are those for the inputs above.",
-        f"## Score\n\n{score}\n\nBy {card['scored_by']}." if card["score"] else "## Score\n\nNone.",
-        f"## Equal to the checkpoint\n\n{compared}",
-        f"## Training\n\nCheckpoint `{checkpoint['file']}`: step {checkpoint['step']}{work}, "
-        f"{checkpoint['training_seconds']:g} s.",
-        _table(("setting", "value"), [(f"`{each}`", value) for each, value in card["settings"].items()]),
-        f"Licence of the data: {card['licence_of_the_data'] or 'not stated by the job'}.",
-        "## Files",
-        _table(("file", "bytes", "SHA-256"), hashes),
-        _table(("package", "version"), list(card["versions"].items())),
-        f"## Layers\n\n```\n{layers}\n```",
-    ]
-    if card["extra"]:
-        parts.insert(5, f"The JSON file beside this one has under `extra`: {', '.join(card['extra'])}.")
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
 def checksum(path: Path) -> str:
     """SHA-256 of a file. Raises OSError."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _described(exported: Exported, name: str, value: Tensor) -> dict[str, Any]:
@@ -193,15 +138,3 @@ def _dtype(value: Tensor) -> str:
 def number(value: float | None) -> str:
     """A score in a few digits."""
     return "not finite" if value is None else f"{value:.6g}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    if not rows:
-        return ""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    """A value in one line without HTML: it may come from a checkpoint."""
-    return fields.shown(value, most=MAX_TEXT).replace("|", "\\|").replace("<", "&lt;")

@@ -76,10 +76,9 @@ def _run(words: Sequence[str]) -> int:
             text = json.dumps(described, indent=1, allow_nan=False)
         with UsageError.wrap(f"--output {output}: cannot be written", OSError):
             rundir.write_atomically(folder / f"{output.name}.json", text.encode() + b"\n")
-            rundir.write_atomically(folder / f"{output.name}.md", card.markdown(described).encode())
             files = _publish(_in_order(folder, path), output.parent)
     if arguments.json:
-        shown = {each: value for each, value in described.items() if each not in ("extra", "layers", "load")}
+        shown = {each: value for each, value in described.items() if each not in ("extra", "layers")}
         print(json.dumps({"path": str(files[-1]), **shown}))
         return 0
     print(f"wrote {', '.join(str(file) for file in reversed(files))}")

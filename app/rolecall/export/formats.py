@@ -55,10 +55,6 @@ class Format:
         """A function that runs the file at `path`; None if its runtime is not installed."""
         raise NotImplementedError
 
-    def usage(self, exported: Exported, file: str) -> str:
-        """At most five lines of Python that load `file` and run it."""
-        raise NotImplementedError
-
 
 class Safetensors(Format):
     """The tensors by their names in the module, as https://github.com/huggingface/safetensors; no code."""
@@ -90,14 +86,6 @@ class Safetensors(Format):
         module.load_state_dict(load_file(path), strict=True, assign=True)
         return lambda inputs: answers(exported, module.eval()(*inputs))
 
-    def usage(self, exported: Exported, file: str) -> str:
-        """The user builds the module."""
-        return (
-            "from safetensors.torch import load_file\n"
-            f'tensors = load_file("{file}")\n'
-            "print({name: tuple(tensor.shape) for name, tensor in tensors.items()})\n"
-        )
-
 
 class Torch(Format):
     """torch.export's program, which any Python with torch runs."""
@@ -115,17 +103,6 @@ class Torch(Format):
         with quiet():
             program = torch.export.load(path).module()
         return lambda inputs: answers(exported, program(*inputs))
-
-    def usage(self, exported: Exported, file: str) -> str:
-        """Inputs in their order."""
-        values = ", ".join(_example(value, torch_style=True) for value in exported.inputs.values())
-        return (
-            "import torch\n"
-            f'model = torch.export.load("{file}").module()\n'
-            f"inputs = [{values}]\n"
-            "with torch.no_grad():\n"
-            f"    {', '.join(exported.outputs)} = model(*inputs)\n"
-        )
 
 
 class Onnx(Format):
@@ -168,16 +145,6 @@ class Onnx(Format):
             return [torch.from_numpy(value) for value in values]
 
         return run
-
-    def usage(self, exported: Exported, file: str) -> str:
-        """Inputs by name."""
-        values = ", ".join(f'"{name}": {_example(value)}' for name, value in exported.inputs.items())
-        return (
-            "import numpy, onnxruntime\n"
-            f'session = onnxruntime.InferenceSession("{file}")\n'
-            f"inputs = {{{values}}}\n"
-            f"{', '.join(exported.outputs)}{',' if len(exported.outputs) == 1 else ''} = session.run(None, inputs)\n"
-        )
 
 
 FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Onnx(), Torch())}
@@ -227,10 +194,3 @@ def _without_tensors(module: nn.Module) -> nn.Module:
         empty = torch.empty_like(value, device="meta")
         memo[id(value)] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
-
-
-def _example(value: Tensor, torch_style: bool = False) -> str:
-    dtype = str(value.dtype).removeprefix("torch.")
-    if torch_style:
-        return f"torch.zeros({tuple(value.shape)}, dtype=torch.{dtype})"
-    return f'numpy.zeros({tuple(value.shape)}, "{dtype}")'

@@ -26,9 +26,10 @@ from rolecall.launch import gpu
 from rolecall.launch.control import Control, ListedRank
 from rolecall.launch.output import Output, printable
 from rolecall.launch.rank_process import INTERRUPTED, LAST_OUTPUT_SECONDS, RankProcess
-from rolecall.observe import ask, report, targets
-from rolecall.observe.display import Display, Target, poll_forever
+from rolecall.observe import ask, targets
+from rolecall.observe.sinks.feed import END_SECONDS
 from rolecall.observe.targets import Address
+from rolecall.observe.watch import PERIOD_SECONDS, Display
 from rolecall.rank.zygote import Zygote
 from rolecall.record import rundir
 from rolecall.tunnel import keys
@@ -139,7 +140,7 @@ class LocalRun:
         self.addresses = [_address(rank) for rank in self.ranks]
         repeated = settings.resume and (self.directory / rundir.DONE).exists()  # what has finished is shown again
         self._earlier = {} if repeated else self._report_files()  # an earlier run's, which has not finished
-        self.display = Display([Target(address.name, address.url) for address in self.addresses], job.name)
+        self.display = Display()
 
     def _plan(self) -> list[RankProcess]:
         logs = self.directory / "logs"
@@ -247,7 +248,7 @@ class LocalRun:
 
     def _report_files(self) -> dict[str, int]:
         """The report's files that are there, and when each was written (nanoseconds, by the disk's clock)."""
-        names = (rundir.SUMMARY, rundir.CURVE, rundir.PAGE)
+        names = (rundir.SUMMARY, rundir.PAGE)
         return {name: file.stat().st_mtime_ns for name in names if (file := self.directory / name).exists()}
 
     async def _report_crash(self, role: str, ordinal: int) -> None:
@@ -291,7 +292,7 @@ class LocalRun:
             self._zygote.end()  # it imports, and they wait for it
         if interrupted.done():
             s = self.settings  # a rank leaves earlier by itself; saving has its own deadline
-            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + report.DRAW_SECONDS
+            grace = s.drain_timeout + s.phase_timeout + s.lease_seconds + END_SECONDS
             frozen = asyncio.create_task(self._frozen(rank0))
             await _wait({rank0, frozen}, signalled, grace, any_of=True)
             frozen.cancel()
@@ -349,15 +350,12 @@ class LocalRun:
         rank = self._rank(role, ordinal, port, scraped, gpu.share([*before, self.job.gpus[role]])[-1])
         self.ranks.append(rank)
         self.addresses.append(_address(rank))
-        self.display.targets.append(Target(rank.name, self.addresses[-1].url))
         return rank
 
     def _forget_dropped(self, rank: RankProcess) -> None:
         """Removes a rank that has drained from the lists of this run's ranks."""
-        address = _address(rank)
         self.ranks.remove(rank)
-        self.addresses.remove(address)
-        self.display.targets = [target for target in self.display.targets if target.url != address.url]
+        self.addresses.remove(_address(rank))
         self._republish()
 
     def _republish(self) -> None:
@@ -397,7 +395,12 @@ class LocalRun:
         self.show("rolecall: stopping: a checkpoint is written; Ctrl-C again to stop at once")
 
     async def _display(self) -> None:
-        await poll_forever(self.display, lambda: self.output.picture(self.display.render(self.output.width)))
+        rank0 = targets.Target(str(self.directory), self.addresses[0].url.removesuffix("/metrics"), self.directory)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.display.follow_forever(rank0))
+            while True:
+                self.output.picture(self.display.render(self.output.width))
+                await asyncio.sleep(PERIOD_SECONDS)
 
 
 def run(job: Description, zygote: Zygote | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Collection
@@ -31,53 +30,33 @@ async def ask(
 ) -> dict[str, Any]:
     """The replies of the ranks `to` ("observer 1"), or of all, of the job at `target` to a query, by rank.
 
-    `target` is a TARGET of `rolecall watch` that leads to rank 0. Raises UsageError if rank 0 is not reached or
-    refuses.
+    `target` is a TARGET of `rolecall watch`. Raises UsageError if rank 0 is not reached or refuses.
     """
     source = targets.parse(target)
-    addresses = await source.addresses()
-    if not addresses:
-        raise UsageError(f"TARGET {target!r}: no run is under way there")
     token = _token(source)  # only now: a folder that lists no run of this machine names no file to read, either
     body = json.dumps({"what": what, "arguments": arguments or {}, "to": to and [*to], "timeout": timeout}).encode()
-    problem = ""
+    parts = urlsplit(source.url)
+    headers = {"Authorization": signatures.sign(token, "POST", signatures.ASK_PATH, body)} if token else {}
     limit = aiohttp.ClientTimeout(total=timeout + CONNECT_SECONDS, connect=CONNECT_SECONDS)
-    async with aiohttp.ClientSession(timeout=limit) as session:
-        for address in addresses:  # rank 0 is one of them
-            parts = urlsplit(address.url)
-            headers = {"Authorization": signatures.sign(token, "POST", signatures.ASK_PATH, body)} if token else {}
-            url = f"{parts.scheme}://{parts.netloc}{signatures.ASK_PATH}"
-            try:
-                async with session.post(url, data=body, headers=headers) as response:
-                    text = await response.text()
-                    if response.status == 200:
-                        return dict(json.loads(text))
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem = problem or str(error) or "no answer in time"
-                continue
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                text = json.loads(text)["error"]
-            problem = text or f"HTTP status {response.status}"
-            if response.status != 404:
-                break
-    raise UsageError(f"TARGET {target!r}: {problem}")
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.post(f"{parts.scheme}://{parts.netloc}{signatures.ASK_PATH}", data=body, headers=headers) as answer,
+        ):
+            text = await answer.text()
+            if answer.status == 200:
+                return dict(json.loads(text))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UsageError(f"TARGET {target!r}: {str(error) or 'no answer in time'}") from error
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]
+    raise UsageError(f"TARGET {target!r}: {text or f'HTTP status {answer.status}'}")
 
 
-def ask_now(
-    target: str,
-    what: str,
-    arguments: dict[str, Any] | None = None,
-    to: Collection[str] | None = None,
-    timeout: float = 5.0,
-) -> dict[str, Any]:
-    """`ask` without an event loop."""
-    return asyncio.run(ask(target, what, arguments, to, timeout))
-
-
-def _token(source: targets.Source) -> str:
+def _token(target: targets.Target) -> str:
     """The job's token: JOB_TOKEN, or that which `rolecall run` has made for the run in a folder."""
     token = config.load(Settings).token
-    if not token and isinstance(source, targets.Folder) and (file := targets.token_of(source.path)):
-        with UsageError.wrap(f"the token of the run in {source.path}", ValueError):
+    if not token and target.folder and (file := targets.token_of(target.folder)):
+        with UsageError.wrap(f"the token of the run in {target.folder}", ValueError):
             token = read_token(Path(file))
     return token

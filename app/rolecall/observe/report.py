@@ -1,14 +1,10 @@
-"""The report of a run, written beside its checkpoints: summary.json, and a picture of the learning curve."""
+"""The report of a run, written beside its checkpoints: summary.json."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import importlib.metadata
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -20,8 +16,6 @@ from rolecall.gang.protocol import Key
 from rolecall.record import rundir
 from rolecall.record.history import History, Point
 
-DRAW_SECONDS = 25.0  # limit; DRAIN_TIMEOUT and this must be less than the 60 s that a container gets to stop
-KILL_SECONDS = 1.0  # until a killed process is gone
 # secrets, and the settings of a single rank
 LEFT_OUT = {"job", "job_token", "job_token_file", "role", "ordinal", "rank", "world_size"}
 
@@ -103,52 +97,3 @@ def _date(seconds: float) -> str | None:
 def write(directory: Path, summary: dict[str, Any]) -> None:
     """Writes summary.json. Raises OSError."""
     rundir.write_atomically(directory / rundir.SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
-
-
-class Picture:
-    """Draws curve.png in another process: a rank neither loads matplotlib nor fails with it.
-
-    Loading it takes seconds, so `prepare` starts the process while the job trains. It ends with this process.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def prepare(self) -> None:
-        """Starts the process."""
-        with contextlib.suppress(OSError):  # `draw` tries again
-            self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rolecall.observe.picture", "--on-request", str(self.directory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-        return self._process
-
-    async def draw(self) -> str:
-        """Draws the picture of history.jsonl and summary.json. Returns what went wrong, or nothing. Raises OSError."""
-        process = self._start()
-        try:
-            _, output = await asyncio.to_thread(process.communicate, b"draw\n", DRAW_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"it took over {DRAW_SECONDS:g} s"
-        finally:
-            self.close()
-        lines = output.decode(errors="replace").strip().splitlines()
-        return "" if process.returncode == 0 else lines[-1] if lines else f"exit code {process.returncode}"
-
-    def close(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            for pipe in (self._process.stdin, self._process.stderr):
-                with contextlib.suppress(OSError):  # data that it did not read
-                    pipe and pipe.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs holds even a killed process
-                self._process.wait(KILL_SECONDS)

@@ -1,17 +1,15 @@
-"""The TARGETs of commands: the URLs of ranks' metrics."""
+"""The TARGETs of commands: where rank 0 of a job serves its METRICS_PORT."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import json
 import os
 import re
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -23,98 +21,51 @@ from rolecall.record import rundir
 
 PORT: int = Settings.model_fields["metrics_port"].default
 RANKS = Path("logs") / "ranks.json"  # in the folder of a local run, while it runs
-RESOLVE_TIMEOUT = 5.0  # seconds for the addresses of a host name
 
 
 @dataclass(frozen=True)
 class Address:
-    """The URL of a rank's metrics, and its name until it is known which rank serves them."""
+    """A rank of a local run, and the URL of its metrics."""
 
     name: str
     url: str
 
 
-class Source(Protocol):
-    """One TARGET."""
-
-    async def addresses(self) -> list[Address]:
-        """Its current ranks; empty if they are not known."""
-        ...
-
-
 @dataclass(frozen=True)
-class Endpoint:
-    """A host and port. A host name with several addresses has a rank at each of them."""
+class Target:
+    """Rank 0 of a job: `url` is that of its METRICS_PORT, `folder` that of a local run."""
 
-    scheme: str
-    host: str
-    port: int
-    path: str
-
-    def at(self, host: str) -> Address:
-        """The metrics on `host`, which is this endpoint's or one of its addresses."""
-        place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        return Address(place, f"{self.scheme}://{place}{self.path}")
-
-    async def addresses(self) -> list[Address]:
-        """One for each address of the host name; the name itself if it has one address, or none is known."""
-        if self.scheme == "https" or _is_address(self.host):
-            return [self.at(self.host)]  # a certificate is for the name
-        with contextlib.suppress(OSError, UnicodeError, TimeoutError):
-            async with asyncio.timeout(RESOLVE_TIMEOUT):
-                answers = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            for family in (socket.AF_INET, socket.AF_INET6):  # not both: localhost has two, and is one rank
-                hosts = sorted({str(address[0]) for kind, _, _, _, address in answers if kind == family})
-                if len(hosts) > 1:
-                    return [self.at(host) for host in hosts]
-                if hosts:
-                    break
-        return [self.at(self.host)]
+    text: str
+    url: str
+    folder: Path | None = None
 
 
-@dataclass(frozen=True)
-class Folder:
-    """The folder of a `rolecall run`, which lists its ranks in a file there."""
-
-    path: Path
-
-    async def addresses(self) -> list[Address]:
-        """The ranks of the run; none if it has ended."""
-        return ranks_of(self.path)
-
-
-def parse(text: str) -> Source:
-    """Parses a TARGET: a folder, a port, host:port, host, or a URL. Raises UsageError for anything else."""
+def parse(text: str) -> Target:
+    """Parses a TARGET: a run's folder, a port, host:port, host, or a URL. Raises UsageError for anything else, and for
+    a folder in which no run is under way."""
     problem = f"TARGET {text!r}: is neither a run's folder, a port, host:port nor a URL"
     if text and Path(text).is_dir() and not text.isdecimal():
-        return Folder(Path(text))
-    if text.isdecimal():
-        text = f"127.0.0.1:{text}"
-    scheme, divider, _ = text.partition("://")
+        if not (ranks := ranks_of(Path(text))):
+            raise UsageError(f"TARGET {text!r}: no run is under way there")
+        return Target(text, ranks[0].url.removesuffix("/metrics"), Path(text))
+    scheme, divider, rest = text.partition("://")
     if divider and scheme not in ("http", "https"):
         raise UsageError(problem)
-    if not divider and ("/" in text or not re.fullmatch(r"[\w:\[][\w.:\[\]%-]*", text)):
-        raise UsageError(f"TARGET {text!r}: no such folder" if "/" in text else problem)
+    if not divider:
+        scheme, rest = "http", f"127.0.0.1:{text}" if text.isdecimal() else text
+        if "/" in text or not re.fullmatch(r"[\w:\[][\w.:\[\]%-]*", text):
+            raise UsageError(f"TARGET {text!r}: no such folder" if "/" in text else problem)
     try:
-        if not divider and text.count(":") > 1 and "[" not in text:
-            text = f"[{ipaddress.ip_address(text)}]"
-        parts = urlsplit(text if divider else f"http://{text}")
-        host, port = parts.hostname, parts.port
+        if not divider and rest.count(":") > 1 and "[" not in rest:
+            rest = f"[{ipaddress.ip_address(rest)}]"
+        parts = urlsplit(f"{scheme}://{rest}")
+        port = parts.port
     except ValueError:
         raise UsageError(problem) from None
-    if not host or port == 0:
+    if not parts.hostname or port == 0:
         raise UsageError(problem)
-    standard = {"http": 80, "https": 443}[parts.scheme] if divider else PORT
-    path = parts.path if parts.path.strip("/") else "/metrics"
-    return Endpoint(parts.scheme, host, port or standard, path + (f"?{parts.query}" if parts.query else ""))
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    place = parts.netloc if port or divider else f"{parts.netloc}:{PORT}"
+    return Target(text, f"{scheme}://{place}{parts.path.rstrip('/').removesuffix('/metrics')}")
 
 
 # ---- local runs

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -27,18 +25,10 @@ PERIOD_SECONDS = 2.0  # between two collections
 LAST_PERIOD_SECONDS = 0.1  # between two collections at the end of the job, when ranks wait for them
 MAX_PENDING_QUERIES = 32  # each reply may have a megabyte
 QUERY_TIMEOUT_SECONDS = 2.0
-EXPORT_TIMEOUT_SECONDS = 20.0  # to write the one file; this rank ends after it
 LOG_REPEAT_SECONDS = 30.0
 Disk = Callable[..., Awaitable[Any]]  # runs a function in its thread
+Ask = Callable[..., Awaitable[dict[Key, Any]]]  # `Queries.ask`
 _SPANS = TypeAdapter(Spans)
-
-
-class Ask(Protocol):
-    """`Queries.ask`, for spans."""
-
-    async def __call__(self, question: ReadSpans, *, to: Collection[Key], timeout: float) -> dict[Key, Any]:
-        """The replies by member."""
-        ...
 
 
 def collector(coordinator: Coordinator) -> Collector:
@@ -71,7 +61,6 @@ class Collector:
         self._cursors: dict[Key, Cursor] = {}
         self._ended: set[Key] = set()  # members that had nothing to add, and no worker
         self._closing = False
-        self._wrote = False  # this process, to the folder
         self._complained = float("-inf")
         self._busy = asyncio.Lock()
         self._turns = asyncio.Semaphore(MAX_PENDING_QUERIES)
@@ -87,18 +76,14 @@ class Collector:
                 rested += LAST_PERIOD_SECONDS
 
     async def finish(self) -> None:
-        """Collects the rest of a run that ends here, for HAND_OVER_SECONDS at most, and writes it to one file."""
+        """Collects the rest of a run that ends here, for HAND_OVER_SECONDS at most."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_SECONDS):
-                for _ in itertools.count():
-                    if await self.collect():
-                        break
+                while not await self.collect():  # noqa: ASYNC110 - rank 0 asks
                     await asyncio.sleep(LAST_PERIOD_SECONDS)
         if self._exporter:
             await asyncio.to_thread(self._exporter.close)
-        if self._wrote:
-            await self.export()
 
     async def collect(self, timeout: float = QUERY_TIMEOUT_SECONDS) -> bool:
         """Collects what there is, of all members at the same time. Returns whether no more will come of any."""
@@ -139,35 +124,6 @@ class Collector:
             self._ended.discard(key)
         return spans.ended
 
-    async def export(self) -> None:
-        """Has `rolecall trace` write the one file, in a process of its own, which reads all spans."""
-        command = [sys.executable, "-P", "-m", "rolecall", "trace", str(self.folder.parent)]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        except OSError as error:
-            self._complain(error)
-            return
-        problem = ""
-        try:
-            _, output = await asyncio.wait_for(process.communicate(), EXPORT_TIMEOUT_SECONDS)
-            if process.returncode:
-                problem = (output.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
-        except TimeoutError:
-            problem = f"it took over {EXPORT_TIMEOUT_SECONDS:g} s"
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if problem:
-            telemetry.log().warning(
-                "the trace is not in one file; `rolecall trace` tries again", folder=str(self.folder), problem=problem
-            )
-
     def _path(self, key: Key, generation: int) -> Path:
         return self.folder / f"{key[0]}-{key[1]}-{generation}.jsonl"
 
@@ -181,7 +137,7 @@ class Collector:
         if not generations:
             return Cursor()
         newest = max(generations)
-        return Cursor(file_name(newest, 0), self._path(key, newest).stat().st_size)
+        return Cursor(file_name(newest), self._path(key, newest).stat().st_size)
 
     def _write(self, key: Key, spans: Spans) -> None:
         """Appends to the file of a rank and generation. What was written of it before is known by its size."""
@@ -191,7 +147,6 @@ class Collector:
             if file.tell() > spans.offset:
                 file.truncate(spans.offset)  # a write failed halfway
             file.write(spans.data.encode())
-        self._wrote = True
 
     def _complain(self, error: Exception) -> None:
         now = time.monotonic()

@@ -37,7 +37,7 @@ Post = Callable[[str, Any], Awaitable[None]]
 
 @dataclass(frozen=True)
 class ReadStats:
-    """Asks for the rank's statistics (`stats.Stats`)."""
+    """Asks for the rank's statistics (`rates.Stats`)."""
 
     what: Literal["stats"] = "stats"
 

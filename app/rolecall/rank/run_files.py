@@ -68,9 +68,8 @@ class RunFiles:
         self.journal: Journal
         self.disk = Disk(self.directory)
         self.failed: Verdict | None = None  # the verdict of an earlier run, which holds
-        self.picture = report.Picture(self.directory)
         values = report.settings_of(settings, job.settings)
-        self.sinks = build(settings, job.name, values, job.secrets, self._newest_step)
+        self.sinks = build(settings, job.name, values, job.secrets)
         self._logged_at = float("-inf")
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result  # its file
@@ -242,14 +241,9 @@ class RunFiles:
         self._trained = True
         self.journal.add(self.journal.history.record(records))
         self.sinks.record(records)
-        if any(record.kind == "train" for record in records):
-            self.picture.prepare()
-
-    async def _newest_step(self) -> int:
-        return await self.disk.run(rundir.newest_step, self.directory)
 
     async def report(self, gang: Gang, code: int, page: Page | None = None) -> int:
-        """Writes the summary, the picture and the `page` of a run that ends with `code`. Returns the exit
+        """Writes the summary and the `page` of a run that ends with `code`. Returns the exit
         code: UNSAVED if the job has finished and its result could not be saved. Other problems are warnings.
         """
         history, directory = self.journal.history, self.directory
@@ -297,8 +291,7 @@ class RunFiles:
                     missing = rundir.PAGE
                     await self.disk.run(render.write, directory, page(summary))
             if summary:
-                missing = rundir.CURVE
-                problem, _ = await asyncio.gather(self.picture.draw(), self.sinks.end(state, summary))
+                await self.sinks.end(state, summary)
         except TimeoutError as error:
             problem = problem or str(error) or "the disk does not answer"
         except Exception as error:  # of whatever kind
@@ -313,7 +306,7 @@ class RunFiles:
         if problem:
             self.log.warning("no report of this run", missing=missing, directory=str(directory), problem=problem)
         elif trained:
-            self.log.info("report", summary=rundir.SUMMARY, picture=rundir.CURVE)
+            self.log.info("report", summary=rundir.SUMMARY, page=rundir.PAGE)
         return code
 
     async def _save(self, gang: Gang, summary: dict[str, Any] | None) -> str:
@@ -345,14 +338,13 @@ class RunFiles:
         """Whether the report of a run that ended in `state` is there, not that of an earlier one."""
         try:
             summary = json.loads((self.directory / rundir.SUMMARY).read_text())
-            return bool(summary["state"] == state) and (self.directory / rundir.CURVE).exists()
+            return bool(summary["state"] == state) and (self.directory / rundir.PAGE).exists()
         except (OSError, ValueError, KeyError, TypeError):
             return False  # it is written again
 
     async def close(self, ended: Budget | None) -> None:
         """Releases the directory; `ended` is what was spent without progress in a run that ended in order. While a
         write hangs, the lock stays with this process, so that no other coordinator comes in before the write."""
-        self.picture.close()
         await self.sinks.close()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):

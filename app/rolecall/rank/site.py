@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 import time
 from typing import Any
 
@@ -207,12 +206,11 @@ class Site:
     async def _page(self, _: web.Request) -> web.Response:
         if absent := self._absent():
             return absent
-        nonce = secrets.token_urlsafe(18)
         return web.Response(
-            text=render.live(self._shared(), nonce),
+            text=render.live(self._shared()),
             content_type="text/html",
             charset="utf-8",
-            headers=render.headers(nonce),
+            headers=render.headers(),
         )
 
     async def _state(self, _: web.Request) -> web.Response:

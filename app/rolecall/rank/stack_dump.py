@@ -18,7 +18,7 @@ from typing import IO
 
 SIGNAL = signal.SIGRTMIN + 9  # not used by other programs
 DUMP_TIMEOUT_SECONDS = 1.0
-SPY_TIMEOUT_SECONDS = 5.0
+SPY_TIMEOUT_SECONDS = 4.0
 MAX_DUMP_BYTES = 2**16
 PR_SET_PTRACER = 0x59616D61  # of prctl(2)
 _file: IO[bytes] | None = None  # of this process, if it is a worker
@@ -81,32 +81,32 @@ def _read(path: str) -> str:
     return Path(path).read_bytes()[:MAX_DUMP_BYTES].decode(errors="replace")
 
 
-def spy_program() -> str | None:
-    """py-spy: that of PATH, or the one beside this interpreter, whose environment need not be activated."""
-    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+async def spy(pid: int, *options: str) -> tuple[bytes, str]:
+    """The output of `py-spy dump` for `pid`, and why there is none."""
+    # that of PATH, or the one beside this interpreter, whose environment need not be activated
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return b"", "py-spy is not installed"
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        program, "dump", *options, "--pid", str(pid), stdin=null, stdout=pipe, stderr=pipe
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), SPY_TIMEOUT_SECONDS)
+    except TimeoutError:
+        return b"", f"py-spy did not end within {SPY_TIMEOUT_SECONDS:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if not process.returncode:
+        return output, ""
+    lines = [line.removeprefix("Error: ").strip() for line in errors.decode(errors="replace").splitlines()]
+    text = next((line for line in lines if line), "it could not read the stacks")
+    return output, f"py-spy: {text[:200]}"
 
 
 async def native(pid: int) -> str:
     """The stacks of `pid` with native frames; empty if py-spy is not installed, or may not read them."""
-    program = spy_program()
-    if program is None:
-        return ""
-    spy = await asyncio.create_subprocess_exec(
-        program,
-        "dump",
-        "--native",
-        "--pid",
-        str(pid),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        output, _ = await asyncio.wait_for(spy.communicate(), SPY_TIMEOUT_SECONDS)
-    except TimeoutError:
-        output = b""
-    finally:
-        if spy.returncode is None:
-            spy.kill()
-            await spy.wait()
+    output, _ = await spy(pid, "--native")
     return output[:MAX_DUMP_BYTES].decode(errors="replace")

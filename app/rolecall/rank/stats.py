@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import psutil
 
 from rolecall import telemetry
+from rolecall.observe.page.rates import LogEvent, Method, Stats
 from rolecall.rank.worker_manager import WorkerManager
 from rolecall.telemetry import PREFIX, WorkerFiles
 
@@ -22,26 +24,9 @@ from rolecall.telemetry import PREFIX, WorkerFiles
 BUCKETS, CALLEE = "rpc_latency_seconds_bucket", "rpc_callee"
 # of rank 0
 VALUES = ("step", "epoch", "done_total", "left_seconds", "loss", "score")
-COUNTS = {
-    "rpc_calls_total": "calls",
-    "rpc_failures_total": "failures",
-    "rpc_sent_bytes_total": "sent",
-    "rpc_received_bytes_total": "received",
-}
+COUNTS = ("rpc_calls_total", "rpc_failures_total", "rpc_sent_bytes_total", "rpc_received_bytes_total")
 MAX_TRACEBACK_CHARACTERS = 1500
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception", "exc_info", "role", "ordinal")
-
-
-@dataclass(frozen=True)
-class Stats:
-    """The statistics of one rank: `started` is a Unix time, `at` is in monotonic seconds, `methods` and `values` are
-    those of `of_files`, and `log` has the events of `events`."""
-
-    started: float
-    at: float
-    methods: dict[str, dict[str, Any]]
-    values: dict[str, float]
-    log: list[tuple[float, str, str]]
 
 
 async def read(workers: WorkerManager, started: float) -> Stats:
@@ -56,39 +41,39 @@ async def read(workers: WorkerManager, started: float) -> Stats:
     return Stats(started, time.monotonic(), methods, values | gauges, events())
 
 
-def of_files(files: WorkerFiles) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+def of_files(files: WorkerFiles) -> tuple[dict[str, Method], dict[str, float]]:
     """The counters of the remote calls that this rank's workers have made, by method, and VALUES, from their files."""
-    methods: dict[str, dict[str, Any]] = {}
+    counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(COUNTS, 0.0))
+    roles, buckets = defaultdict[str, list[str]](list), defaultdict[str, dict[float, float]](dict)
     values: dict[str, float] = {}
-    for family in files.collect():
-        for sample in family.samples:
-            name, labels = sample.name.removeprefix(PREFIX), sample.labels
-            if name in VALUES and math.isfinite(sample.value):  # JSON has no others
-                values[name] = sample.value
-            if name not in (*COUNTS, BUCKETS, CALLEE):
-                continue
-            method = methods.setdefault(labels["method"], dict.fromkeys(COUNTS.values(), 0.0) | {"roles": [], "le": {}})
-            if name in COUNTS:
-                method[COUNTS[name]] = sample.value
-            elif name == CALLEE:
-                method["roles"].append(labels["callee"])
-            else:
-                method["le"][float(labels["le"])] = sample.value
-    for method in methods.values():
-        bounds = (*telemetry.LATENCY, float("inf"))
-        method["buckets"] = [method["le"].get(bound, 0.0) for bound in bounds]
-        del method["le"]
+    for sample in (sample for family in files.collect() for sample in family.samples):
+        name, labels = sample.name.removeprefix(PREFIX), sample.labels
+        if name in VALUES and math.isfinite(sample.value):  # JSON has no others
+            values[name] = sample.value
+        elif name in COUNTS:
+            counts[labels["method"]][name] = sample.value
+        elif name == CALLEE:
+            roles[labels["method"]].append(labels["callee"])
+        elif name == BUCKETS:
+            buckets[labels["method"]][float(labels["le"])] = sample.value
+    bounds = (*telemetry.LATENCY, math.inf)
+    methods = {}
+    for name in {*counts, *roles, *buckets}:
+        calls, failures, sent, received = counts[name].values()
+        latency = [buckets[name].get(bound, 0.0) for bound in bounds]
+        counted = Method(calls, failures, sent, received)
+        methods[name] = replace(counted, buckets=latency, roles=roles[name])
     return methods, values
 
 
-def events() -> list[tuple[float, str, str]]:
-    """The newest warnings and errors that this process has logged: Unix time, level, and text with its fields."""
+def events() -> list[LogEvent]:
+    """The newest warnings and errors that this process has logged, each with its fields."""
     return [_event(event) for event in [*telemetry.recent]]
 
 
-def _event(event: dict[str, Any]) -> tuple[float, str, str]:
+def _event(event: dict[str, Any]) -> LogEvent:
     fields = " ".join(f"{name}={value}" for name, value in event.items() if name not in HIDDEN_FIELDS)
     text = f"{event['event']} {fields}".strip()
     if trace := str(event.get("exception") or ""):
         text += "\n" + trace[-MAX_TRACEBACK_CHARACTERS:]
-    return datetime.fromisoformat(event["timestamp"]).timestamp(), str(event["level"]), text
+    return LogEvent(datetime.fromisoformat(event["timestamp"]).timestamp(), str(event["level"]), text)

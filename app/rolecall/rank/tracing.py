@@ -13,13 +13,11 @@ from rolecall import telemetry
 from rolecall.rank.pipe_messages import RecordTrace
 from rolecall.rank.queries import Cursor, Spans
 from rolecall.rank.worker_process import WorkerProcess
-from rolecall.record.recorder import MAX_FILE_BYTES
 from rolecall.record.span_file import file_name
 
 MAX_DATA_BYTES = 2**20  # of one reply
 HAND_OVER_SECONDS = 5.0  # for which a rank, before its end, waits until rank 0 has collected its spans
 MAX_RECORDING_SECONDS = 3600.0
-MIN_ROOM_BYTES = 2**16  # a file with less room counts as full
 
 
 class Recordings:
@@ -28,7 +26,6 @@ class Recordings:
     def __init__(self, directory: Path, worker: Callable[[], WorkerProcess | None]) -> None:
         self.directory, self._worker = directory, worker
         self._until = float("-inf")  # monotonic seconds, of the newest request
-        self._part = 0  # of the newest request
         self._collected = asyncio.Event()  # it has all there is, and no worker adds to it
 
     # ---- on and off
@@ -38,26 +35,19 @@ class Recordings:
         `seconds` out of range."""
         if not 0 < seconds <= MAX_RECORDING_SECONDS:
             raise ValueError(f"seconds={seconds:g}: at most {MAX_RECORDING_SECONDS:g}")
-        worker, now = self._running(), time.monotonic()
-        if worker and self._until < now:
-            path = self.directory / file_name(worker.task.generation, 0)  # of TRACE=1, here or at rank 0
-            if 0 < (size := _size(path)) < MAX_FILE_BYTES - MIN_ROOM_BYTES:
-                return Cursor(path.name, size)
-        if self._until < now:
-            self._part += 1
-        self._until = max(self._until, now + seconds)
+        worker = self._running()
+        self._until = max(self._until, time.monotonic() + seconds)
         if worker is None:
             newest = self._worker()
-            return Cursor(file_name((newest.task.generation if newest else 0) + 1, 0))
-        path = self._record(worker, self._part)
-        return Cursor(path.name, _size(path))
+            return Cursor(file_name((newest.task.generation if newest else 0) + 1))
+        path = self.directory / file_name(worker.task.generation)
+        cursor = Cursor(path.name, path.stat().st_size if path.exists() else 0)
+        self._record(worker, seconds)
+        return cursor
 
-    def _record(self, worker: WorkerProcess, part: int) -> Path:
-        path = self.directory / file_name(worker.task.generation, part)
-        seconds = self._until - time.monotonic() if part else None
+    def _record(self, worker: WorkerProcess, seconds: float | None) -> None:
         worker.traced = True
-        worker.send(RecordTrace(path, seconds))
-        return path
+        worker.send(RecordTrace(self.directory / file_name(worker.task.generation), seconds))
 
     def _running(self) -> WorkerProcess | None:
         worker = self._worker()
@@ -68,7 +58,7 @@ class Recordings:
     def spans(self, cursor: Cursor, collect: bool = False) -> Spans:
         """The next records; see `queries.ReadSpans`."""
         self._continue(collect)
-        files = self._files(collect)
+        files = self._files()
         if collect:
             for path in files:
                 if path.name < cursor.file:
@@ -97,33 +87,25 @@ class Recordings:
 
     def _continue(self, collect: bool) -> None:
         """Makes a worker record that has started after the request, or that has TRACE=0."""
-        worker = self._running()
-        if worker and not worker.traced:
-            if collect:
-                self._record(worker, 0)
-            elif self._until > time.monotonic():
-                self._record(worker, self._part)
+        worker, left = self._running(), self._until - time.monotonic()
+        if worker and not worker.traced and (collect or left > 0):
+            self._record(worker, None if collect else left)
 
-    def _files(self, collect: bool) -> list[Path]:
-        """The files, the oldest first; those of requests are not collected."""
-        paths = sorted(self.directory.glob("trace-*.jsonl"))
-        return [path for path in paths if path.stem.endswith("-0000")] if collect else paths
+    def _files(self) -> list[Path]:
+        """The files, the oldest first."""
+        return sorted(self.directory.glob("trace-*.jsonl"))
 
     async def hand_over(self) -> None:
         """Waits, for HAND_OVER_SECONDS at most, until rank 0 has collected everything. This rank's worker has ended,
         and its folder is about to be deleted."""
         self._collected.clear()
-        if self._files(collect=True):
+        if self._files():
             try:
                 await asyncio.wait_for(self._collected.wait(), HAND_OVER_SECONDS)
             except TimeoutError:
                 telemetry.log().warning(
                     "rank 0 has not collected the end of this rank's trace", seconds=HAND_OVER_SECONDS
                 )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _read(path: Path, offset: int) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ import psutil
 from rolecall import telemetry
 from rolecall.declare.task import Task
 from rolecall.gang.protocol import ALIVE, Key, Outcome, WorkerState, WorkerStatus
-from rolecall.observe.memory import oom_kills, ran_out
+from rolecall.observe.cgroup import Cgroup
 from rolecall.rank import fork_server, pipe_messages, stack_dump
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.supervisor_end import PipeError, SupervisorEnd
@@ -82,7 +82,7 @@ class WorkerProcess:
         self._pid = 0
         self._pidfd = -1
         self._dumping: asyncio.Task[None] | None = None  # its stacks, before it is killed
-        self._oom_kills = oom_kills()
+        self._oom_kills = Cgroup().oom_kills()
 
     @property
     def alive(self) -> bool:
@@ -135,7 +135,7 @@ class WorkerProcess:
             await self._end()
             return
         except (OSError, fork_server.ForkError) as error:
-            hint = ran_out(self._oom_kills)
+            hint = Cgroup().ran_out(self._oom_kills)
             if hint or (isinstance(error, fork_server.ForkError) and error.killed):
                 self._kill_outcome = self._kill_outcome or "killed"  # no fault of what the worker would have run
                 hint = hint or "out of memory?"
@@ -298,7 +298,7 @@ class WorkerProcess:
 
     def _killer(self, code: int | None) -> str:
         """What killed it. Without a count of the kernel's, "out of memory" has a question mark."""
-        hint = ran_out(self._oom_kills)
+        hint = Cgroup().ran_out(self._oom_kills)
         if code is None or code >= 0:
             return hint and f"killed; {hint}"
         hint = hint or ("out of memory?" if -code == signal.SIGKILL else "")

@@ -1,6 +1,4 @@
-"""Names of a run's report, files written as a whole, and the work on files under way. It imports little, for the
-picture's process.
-"""
+"""Names of a run's report, files written as a whole, and the work on files under way."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from pathlib import Path
 
 HISTORY = "history.jsonl"
 SUMMARY = "summary.json"
-CURVE = "curve.png"
 
 
 @dataclass(frozen=True)

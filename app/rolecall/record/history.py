@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from rolecall.record import files
 
@@ -26,6 +28,9 @@ MAX_STARTS = 500
 MAX_EVENTS = 500
 MAX_REASON = 300  # characters
 MAX_UNIX_SECONDS = 253_402_300_799  # the year 9999
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=2**53)]
+UnixSeconds = Annotated[FiniteFloat, Field(ge=0, le=MAX_UNIX_SECONDS)]
 Kind = Literal["start", "train", "goal", "score", "low", "high", "loss", "done"]
 Row = dict[str, Any]
 
@@ -44,9 +49,9 @@ class Record(NamedTuple):
 class Point:
     """A value at a step, after `seconds` of training over all generations, lost steps included."""
 
-    step: int
-    seconds: float
-    value: float
+    step: Count
+    seconds: Seconds
+    value: FiniteFloat
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,10 @@ class Start:
     """A generation that trained on after `step`: `seconds` of training before it, the Unix `time` of its start, and in
     `after` the cause that ended the generation before, if there was one."""
 
-    generation: int
-    step: int
-    seconds: float
-    time: float
+    generation: Count
+    step: Count
+    seconds: Seconds
+    time: UnixSeconds
     after: str = ""
 
 
@@ -67,8 +72,8 @@ class Event:
     text."""
 
     what: Literal["ended", "lost"]
-    generation: int
-    time: float
+    generation: Count
+    time: UnixSeconds
     cause: str
     reason: str = ""
 
@@ -165,27 +170,17 @@ class History:
         else, and has then added nothing."""
         match row["kind"]:
             case "start":
-                generation, step, seconds = _whole(row["generation"]), _whole(row["step"]), _bounded(row["seconds"])
-                self._start(Start(generation, step, seconds, _unix(row["time"]), str(row.get("after", ""))))
+                self._start(_START.validate_python(row))
             case "goal":
-                self.goal = _finite(row["value"])
+                self.goal = _FINITE.validate_python(row["value"])
             case "end":
                 self._end = str(row["cause"])
             case "lost":
                 self.lost[str(row["cause"])] += 1
             case "event":
-                what: Literal["ended", "lost"] = "lost" if row["what"] == "lost" else "ended"
-                generation, cause, reason = _whole(row["generation"]), str(row["cause"]), str(row["reason"])
-                event = Event(what, generation, _unix(row["time"]), cause, reason)
-                self.events = [*self.events, event][-MAX_EVENTS:]
-            case "earlier":
-                generations, began = _whole(row["generations"]), _unix(row["began"])
-                ends, lost = _counts(row["ends"]), _counts(row["lost"])
-                self.generations, self.began = self.generations + generations, began
-                self.ends.update(ends)
-                self.lost.update(lost)
+                self.events = [*self.events, _EVENT.validate_python(row)][-MAX_EVENTS:]
             case str(kind) if kind in self.curves:
-                point = Point(_whole(row["step"]), _bounded(row["seconds"]), _finite(row["value"]))
+                point = _POINT.validate_python(row)
                 self.curves[kind].append(point)
                 self.seconds = max(self.seconds, point.seconds)
                 self._update(kind, point)
@@ -211,21 +206,6 @@ class History:
             self.least = point if self.least is None or point.value < self.least.value else self.least
             self.greatest = point if self.greatest is None or point.value > self.greatest.value else self.greatest
 
-    def rows(self) -> list[Row]:
-        """The rows from which `add` rebuilds this history."""
-        if not self.generations:
-            return []
-        causes = Counter(start.after for start in self.starts if start.after)
-        ends, lost, generations = dict(self.ends - causes), dict(self.lost), self.generations - len(self.starts)
-        earlier = {"generations": generations, "began": self.began, "ends": ends, "lost": lost}
-        rows: list[Row] = [{"kind": "earlier", **earlier}]
-        if self.goal is not None:
-            rows.append({"kind": "goal", "value": self.goal})
-        rows += [{"kind": "start", **asdict(start)} for start in self.starts]  # before the points, which they would cut
-        rows += [{"kind": "event", **asdict(event)} for event in self.events]
-        rows += [{"kind": kind, **asdict(point)} for kind, points in self.curves.items() for point in points]
-        return rows + ([{"kind": "end", "cause": self._end}] if self._end else [])
-
     def spread(self) -> list[tuple[Point, Point]]:
         """The lowest and the highest value behind a mean score, at each step that has both."""
         highest = {point.step: point for point in self.curves["high"]}
@@ -249,29 +229,8 @@ class History:
         return sum(after.value - before.value for before, after in spans) / seconds if seconds else None
 
 
-def _whole(value: Any) -> int:
-    return int(_bounded(value))
-
-
-def _bounded(value: Any, most: float = 2**53) -> float:
-    number = _finite(value)
-    if not 0 <= number <= most:
-        raise ValueError(f"{number:g} is not between 0 and {most:g}")
-    return number
-
-
-def _unix(value: Any) -> float:
-    return _bounded(value, MAX_UNIX_SECONDS)
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, str) or not math.isfinite(number := float(value)):
-        raise ValueError("not a number")
-    return number
-
-
-def _counts(values: dict[str, Any]) -> dict[str, int]:
-    return {str(cause): _whole(count) for cause, count in values.items()}
+_START, _EVENT, _POINT = TypeAdapter(Start), TypeAdapter(Event), TypeAdapter(Point)
+_FINITE = TypeAdapter(FiniteFloat)
 
 
 def read(directory: Path) -> History:

@@ -11,7 +11,6 @@ from rolecall.record import history, rundir
 from rolecall.record.disk import Disk
 from rolecall.record.history import History, Row
 
-MAX_LINES = 50_000  # then the file is rewritten, without the points that a resume replaced
 PERIOD_SECONDS = 1.0  # between two writes
 
 
@@ -24,11 +23,12 @@ class Journal:
         self.log = telemetry.log()
         self._rows: list[Row] = []  # to be written
         self._turn = asyncio.Lock()
-        self._lines = 0
-        self._rewrite = True  # the first write removes a torn line and replaced points
+        self._size = 0  # of the whole lines in the file; a torn one may follow
         self._warned = False
         try:
             self.history = history.read(directory)
+            if self.path.exists():
+                self._size = self.path.read_bytes().rfind(b"\n") + 1
         except OSError as error:
             self.history = History()
             self._warn(error)
@@ -54,25 +54,20 @@ class Journal:
             if not self._rows:
                 return
             rows, self._rows = self._rows, []
-            rewrite = self._rewrite or self._lines > MAX_LINES
-            if rewrite:
-                rows = self.history.rows()
             content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
             try:
-                await self._disk.run(self._write, content, rewrite)
+                await self._disk.run(self._write, content)
             except OSError as error:
-                self._rewrite = True
-                self._rows = [*rows[:1], *self._rows]  # not empty, so that the next save rewrites the file
+                self._rows = [*rows, *self._rows]
                 self._warn(error)
-                return
-            self._rewrite, self._lines = False, len(rows) + (0 if rewrite else self._lines)
 
-    def _write(self, content: bytes, rewrite: bool) -> None:
-        if rewrite:
-            rundir.write_atomically(self.path, content)
-            return
+    def _write(self, content: bytes) -> None:
         with rundir.using(self.path), self.path.open("ab") as file:
+            if file.tell() > self._size:
+                file.truncate(self._size)
             file.write(content)
+            file.flush()
+            self._size = file.tell()
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

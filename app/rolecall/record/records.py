@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from pydantic import TypeAdapter
 
 from rolecall.errors import UsageError
 
@@ -138,15 +140,12 @@ def parse(line: bytes | str) -> Process | SpanRecord:
     raise ValueError("no record")
 
 
-def process_of(values: dict[str, Any]) -> Process:
+def process_of(values: Any) -> Process:
     """The process that these values describe. Raises ValueError for anything else."""
     try:
-        process = Process(**{name.name: values[name.name] for name in fields(Process)})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no process: {error}") from error
-    if not all(isinstance(value, str if name in TEXTS else int) for name, value in asdict(process).items()):
-        raise ValueError("no record of a process")
-    return process
+        return _PROCESS.validate_python(values)
+    except ValueError as error:
+        raise ValueError("no record of a process") from error
 
 
 def spans_of(lines: Iterable[bytes | str]) -> Iterator[SpanRecord]:
@@ -160,7 +159,7 @@ def spans_of(lines: Iterable[bytes | str]) -> Iterator[SpanRecord]:
             yield record
 
 
-TEXTS = ("job", "role", "host")  # of a process; the other fields are numbers
+_PROCESS = TypeAdapter(Process)
 SPAN = (str, str, str, str, int, int, int, dict, str)  # the types of a span's fields
 
 

@@ -12,14 +12,13 @@ import shutil
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from rolecall.errors import UsageError
 from rolecall.gang.protocol import Budget, Key
-from rolecall.record.files import CURVE as CURVE
 from rolecall.record.files import HISTORY as HISTORY
 from rolecall.record.files import SUMMARY as SUMMARY
 from rolecall.record.files import sync_directory as sync_directory
@@ -36,7 +35,7 @@ PAGE = "page.html"
 FILES = "files"  # a folder, for files of the job's own
 SINKS = ("tensorboard", "mlflow", "wandb")  # folders of the sinks
 SHARDS = "shards"  # a folder with one of each checkpoint that has shards, called as the checkpoint
-OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, CURVE, PAGE, TRACE, FILES, SHARDS, *SINKS)
+OF_A_RUN = (DONE, FAILED, HISTORY, SUMMARY, PAGE, TRACE, FILES, SHARDS, *SINKS)
 PARTS = ("world", "curve", "throughput", "result", "settings", "restarts", "ranks_lost")  # of a summary: objects
 BUDGET = TypeAdapter(Budget)
 NAME = re.compile(r"checkpoint-(\d{1,15})-(\d{1,15})\.pt")  # of a checkpoint: generation and step
@@ -66,6 +65,10 @@ class Failed:
     code: int
     settings: str
     when: float
+
+
+_FAILED, _SUMMARY = TypeAdapter(Failed), TypeAdapter(dict[str, Any])
+T = TypeVar("T")
 
 
 def read_generation(directory: Path) -> Persisted:
@@ -142,17 +145,17 @@ def _whole(text: str) -> int:
 
 def read_done(directory: Path) -> dict[str, Any] | None:
     """The summary of the finished job, or None if it has not finished. Raises UsageError for a damaged file."""
-    path = directory / DONE
+    return _read(directory / DONE, _SUMMARY)
+
+
+def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
     try:
-        summary = json.loads(path.read_text())
-        if not isinstance(summary, dict):
-            raise ValueError
-        return summary
+        return adapter.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
 
 
@@ -163,16 +166,7 @@ def write_done(directory: Path, summary: dict[str, Any]) -> None:
 
 def read_failed(directory: Path) -> Failed | None:
     """How the run failed for good, or None if it has not. Raises UsageError for a damaged file."""
-    path = directory / FAILED
-    try:
-        read = json.loads(path.read_text())
-        return Failed(str(read["reason"]), int(read["code"]), str(read["settings"]), float(read["when"]))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise UsageError(f"{path}: is damaged; delete it to train on from the newest checkpoint") from None
+    return _read(directory / FAILED, _FAILED)
 
 
 def write_failed(directory: Path, failed: Failed) -> None:

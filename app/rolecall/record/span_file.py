@@ -15,9 +15,9 @@ MAX_FILES = 3  # in a folder, collected or not
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
-def file_name(generation: int, part: int) -> str:
-    """The name of a worker's file: part 0 is that of TRACE=1, each later one that of a request. Names sort by age."""
-    return f"trace-{generation:09d}-{part:04d}.jsonl"
+def file_name(generation: int) -> str:
+    """The name of the file of a generation's worker. Names sort by age."""
+    return f"trace-{generation:09d}.jsonl"
 
 
 class SpanFile:

@@ -9,11 +9,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 State = Literal["computes", "moves", "sleeps", "input", "waits", "stopped", ""]
-HANDLER = ("_run_function", "torch/distributed/rpc/internal.py")
-TURNS = ("serve", "rolecall/torch_rpc/turns.py")
+# frames that call a method for a peer
+DISPATCH = "rolecall/wire/dispatch.py"
+HANDLERS = (("_call", DISPATCH), ("_stream", DISPATCH), ("_run_function", "torch/distributed/rpc/internal.py"))
+TURNS = ("serve_turns", DISPATCH)
 # files of Python's library that wait for a condition, which any thread may fulfil
 CONDITIONS = ("threading.py", "queue.py", "concurrent/futures/", "selectors.py", "asyncio/", "multiprocessing/")
-LOCK = re.compile(r"^with (?P<locks>.*?):|\.acquire\(")
+LOCK = re.compile(r"^with (?P<lock>.*?):|\.acquire\(")
 COLLECTIVE = re.compile(
     "all_reduce|all_gather(_into_tensor|_object)?|all_to_all(_single)?|barrier|broadcast(_object_list)?|"
     "gather(_object)?|monitored_barrier|reduce|reduce_scatter(_tensor)?|scatter"
@@ -21,9 +23,9 @@ COLLECTIVE = re.compile(
 GROUPS = "torch/distributed/distributed_c10d.py"
 # by the end of a frame's file and its function: what its thread waits for
 WAITS = {
-    ("rolecall/torch_rpc/rpc.py", "get"): "for its RankObject to be set",
-    ("rolecall/torch_rpc/rpc.py", "join_group"): "for the members of its process group",
-    ("rolecall/torch_rpc/rpc.py", "forward"): "for rank 0 to take its progress",
+    ("rolecall/context/meeting.py", "_meet"): "for the other ranks' workers",
+    ("rolecall/context/transport.py", "forward"): "for rank 0 to take its progress",
+    ("rolecall/torch_rpc/distributed.py", "join_group"): "for the members of its process group",
     ("rolecall/torch_rpc/agent.py", "_start"): "for the other ranks' RPC",
     ("rolecall/torch_rpc/store.py", "open_store"): "for rank 0's store",
     ("rolecall/context/group.py", "require_peers"): "for a peer to come",
@@ -35,14 +37,12 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame: its function, its file, the line's number, 0 if unknown, and text, and the context expressions of the
-    `with` statements around it."""
+    """A frame: its function, its file, the line's number, 0 if unknown, and text."""
 
     function: str
     file: str
     line: int = 0
     text: str = ""
-    within: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -52,6 +52,11 @@ class Frame:
     def at(self, function: str, file: str) -> bool:
         """Whether it is a frame of `function` in a file whose name ends with `file`."""
         return self.name == function and self.file.endswith(file)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is the frame that calls a method for a peer."""
+        return any(self.at(*handler) for handler in HANDLERS)
 
     @property
     def in_rolecall(self) -> bool:
@@ -64,8 +69,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a worker. `number` is its native ID, or its ID in Python if that is unknown; `frames` are those of
-    Python, the innermost first.
+    """A thread of a worker. `number` is its native ID; `frames` are those of Python, the innermost first.
 
     `state` is its activity while it was watched: it "computes", "moves" a little, "sleeps" for a time, waits for
     "input" or output, "waits" for another thread, is "stopped", or is unknown.
@@ -82,8 +86,7 @@ class Thread:
     def read(cls, reply: Mapping[str, Any]) -> Thread:
         """A thread of a reply."""
         frames = tuple(
-            Frame(str(function), str(file), int(line), str(text), tuple(map(str, within)))
-            for function, file, line, text, within in reply["frames"]
+            Frame(str(function), str(file), int(line), str(text)) for function, file, line, text in reply["frames"]
         )
         return cls(
             int(reply["number"]),
@@ -100,15 +103,15 @@ class Thread:
         return self.state == "waits"
 
     @property
-    def in_rpc(self) -> bool:
-        """Whether it is an RPC thread that serves a call."""
-        return any(frame.at(*HANDLER) for frame in self.frames)
+    def in_call(self) -> bool:
+        """Whether it serves a call beside the main thread."""
+        return not self.main and any(frame.serves for frame in self.frames)
 
     @cached_property
     def served(self) -> tuple[str, ...]:
         """The functions within the call that it serves, the called one among them; empty if it serves none."""
         for place, frame in enumerate(self.frames):
-            if frame.at(*HANDLER) or frame.at(*TURNS):
+            if frame.serves:
                 return tuple(inner.name for inner in self.frames[:place])
         return ()
 
@@ -126,13 +129,13 @@ class Thread:
         if not frames or frames[0].at(*TURNS):
             return True
         return (
-            not self.main and not self.in_rpc and (frames[-1].in_rolecall or frames[-1].at("end", "script/ending.py"))
+            not self.main and not self.in_call and (frames[-1].in_rolecall or frames[-1].at("end", "script/ending.py"))
         )
 
     @property
     def in_background(self) -> bool:
         """Whether it waits, mostly for work, and neither is the main thread nor serves a call."""
-        return self.waits and self.at_a_condition and not self.main and not self.in_rpc
+        return self.waits and self.at_a_condition and not self.main and not self.in_call
 
     @property
     def at_a_condition(self) -> bool:
@@ -143,25 +146,6 @@ class Thread:
     def at_a_lock(self) -> bool:
         """Whether it waits for a lock, which a thread of its process holds: its line has `with` or `acquire`."""
         return self.waits and bool(self.frames) and not self.at_a_condition and bool(LOCK.search(self.frames[0].text))
-
-    @property
-    def on_one_line(self) -> bool:
-        """Whether its `with` statement has one line, so that it may be inside the statement."""
-        match = LOCK.search(self.frames[0].text) if self.frames else None
-        return bool(match and match["locks"] and self.frames[0].text[match.end() :].split("#")[0].strip())
-
-    @property
-    def lock(self) -> str:
-        """The lock that it waits for, as its line names it; empty if it has no name."""
-        match = LOCK.search(self.frames[0].text) if self.at_a_lock else None
-        return (match["locks"] or "").split(" as ")[0].strip() if match else ""
-
-    def may_hold(self, other: Thread) -> bool:
-        """Whether it is inside a `with` statement on a lock of the name that `other` waits for, in the same file."""
-        name, file = other.lock.rpartition(".")[2], other.frames[0].file if other.frames else ""
-        return bool(name) and any(
-            held.rpartition(".")[2] == name for frame in self.frames if frame.file == file for held in frame.within
-        )
 
     @property
     def collective(self) -> str:
@@ -181,7 +165,9 @@ class Thread:
                 if frame.at(function, file):
                     return words if words.startswith("in ") else f"waits {words}"
         if self.at_a_lock:
-            return f"waits for the lock {self.lock}" if self.lock else "waits for a lock"
+            match = LOCK.search(self.frames[0].text)
+            lock = ((match and match["lock"]) or "").split(" as ")[0]
+            return f"waits for the lock {lock}" if lock else "waits for a lock"
         words = {"moves": "goes on", "input": "waits for input or output"}.get(self.state, self.state)
         return f"{words}, holds the GIL" if self.gil else words
 

@@ -20,10 +20,10 @@ from torch.distributed.rpc import api, backend_registry
 
 from rolecall.config import Settings
 from rolecall.context.context import Context
-from rolecall.torch_rpc.limits import RPC_THREADS
 from rolecall.torch_rpc.store import is_loopback
 
 NAME = "ROLECALL"
+RPC_THREADS = 16  # of a worker: they serve incoming calls, and receive the answers of its outgoing ones
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 

@@ -5,18 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 State = Literal["ok", "warning", "problem", "not checked"]
 SLACK_SECONDS = 5.0  # added to the waits that a check bounds itself
-
-
-class Limits(Protocol):
-    """The seconds of a subject's waits, and those in which rank 0 may start."""
-
-    timeout: float
-    wait: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def unchecked(text: str) -> Finding:
     return Finding("not checked", text)
 
 
-def examine(check: Check, subject: Limits) -> Finding:
+def examine(check: Check, subject: Any) -> Finding:
     """Runs `check`. A finding without advice gets the check's action. Exceptions become findings."""
     try:
         finding = within(subject.timeout + subject.wait + SLACK_SECONDS, lambda: check.run(subject))

@@ -14,7 +14,7 @@ from typing import get_args
 from rolecall import config
 from rolecall.config import Settings, __version__
 from rolecall.errors import USAGE, UsageError
-from rolecall.observe.doctor import common, files, machine, membership, network
+from rolecall.observe.doctor import common, files, machine, network
 from rolecall.observe.doctor.checks import Check, Finding, State, check, examine, ok, problem, unchecked, warning
 from rolecall.observe.doctor.subject import Subject, load
 
@@ -49,12 +49,11 @@ def role(subject: Subject) -> Finding:
 TOPICS: dict[str, Sequence[Check]] = {
     "settings": (settings, role),
     "network": network.CHECKS,
-    "membership": membership.CHECKS,
     "rank 0": common.CHECKS,
     "files": files.CHECKS,
     "machine": machine.CHECKS,
 }
-RANK_TOPICS = ("network", "membership", "rank 0")  # topics that need a rank's environment
+RANK_TOPICS = ("network", "rank 0")  # topics that need a rank's environment
 Results = Sequence[tuple[Check, Finding]]
 
 
@@ -125,11 +124,9 @@ def line(name: str, finding: Finding) -> str:
 def totals(results: Results) -> str:
     """How many checks have which state."""
     counts = Counter(finding.state for _, finding in results)
-    names = (
-        (state, f"{state}s" if state in ("problem", "warning") and counts[state] > 1 else state)
-        for state in get_args(State)
+    return (
+        f"{len(results)} checks: {', '.join(f'{counts[state]} {state}' for state in get_args(State) if counts[state])}"
     )
-    return f"{len(results)} checks: {', '.join(f'{counts[state]} {name}' for state, name in names if counts[state])}"
 
 
 def worst(results: Results) -> State:

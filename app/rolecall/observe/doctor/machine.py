@@ -14,15 +14,13 @@ import psutil
 from rich.filesize import decimal
 
 from rolecall import config
+from rolecall.observe.cgroup import Cgroup
 from rolecall.observe.doctor.checks import Finding, check, ok, problem, reason, warning
 from rolecall.observe.doctor.subject import Subject
-from rolecall.observe.memory import oom_kills
 
 MIN_FILES, FILES_PER_RANK = 256, 16  # open files of a rank, and more for each other rank
 MIN_PROCESSES = 128  # threads: a tunnel has 35, a worker those of torch and RPC
 MIN_MEMORY_BYTES = 512 * 2**20  # of a rank whose worker has imported torch
-# the oldest driver for each version of CUDA: https://docs.nvidia.com/deploy/cuda-compatibility/
-MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 @check("open files", "raise it: `ulimits` in compose, `LimitNOFILE` of the container engine, `ulimit -Hn`")
@@ -40,7 +38,8 @@ def files(subject: Subject) -> Finding:
 def processes(subject: Subject) -> Finding:
     """The limits of processes and threads: the cgroup's, the user's."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limit, used = smallest(subject, "pids", "pids.max"), smallest(subject, "pids", "pids.current") or 0
+    group = Cgroup(subject.cgroup, subject.proc / "self" / "cgroup")
+    limit, used = group.least("pids", "pids.max"), group.least("pids", "pids.current") or 0
     if os.geteuid() and soft != resource.RLIM_INFINITY and (limit is None or soft < limit):
         text, left = f"{soft} processes and threads for this user (ulimit)", soft
     elif limit is not None:
@@ -56,29 +55,15 @@ def processes(subject: Subject) -> Finding:
 def memory(subject: Subject) -> Finding:
     """The cgroup's limit, what the machine has left, and processes that the kernel killed."""
     machine = psutil.virtual_memory()
-    limit = smallest(subject, "memory", "memory.max", "memory.limit_in_bytes")
+    group = Cgroup(subject.cgroup, subject.proc / "self" / "cgroup")
+    limit = group.least("memory", "memory.max", "memory.limit_in_bytes")
     text = f"{decimal(machine.available)} of the machine's {decimal(machine.total)} are free"
     text += f"; the limit is {decimal(limit)}" if limit is not None and limit < machine.total else ""
-    if killed := oom_kills(subject.cgroup, subject.proc / "self" / "cgroup"):
+    if killed := group.oom_kills():
         return warning(f"{text}; the kernel has killed {killed} processes here because memory ran out")
     if (limit or machine.total) < MIN_MEMORY_BYTES or (machine.available < MIN_MEMORY_BYTES and not subject.runs):
         return warning(f"{text}; a rank that has imported torch takes about {decimal(MIN_MEMORY_BYTES)}")
     return ok(text)
-
-
-def smallest(subject: Subject, controller: str, *names: str) -> int | None:
-    """The smallest number in a file of one of `names`, of all cgroups (version 2 or 1) around this process; None if
-    there is none."""
-    numbers, roots = list[int](), (subject.cgroup, subject.cgroup / controller)
-    folders = {*roots}
-    with contextlib.suppress(OSError, ValueError):
-        for line in (subject.proc / "self" / "cgroup").read_text().splitlines():
-            path = Path(line.split(":", 2)[2].lstrip("/"))
-            folders |= {root / part for root in roots for part in (path, *path.parents)}
-    for file in (folder / name for folder in folders for name in names):
-        with contextlib.suppress(OSError, ValueError):  # of another version of cgroups, or "max"
-            numbers.append(int(file.read_text()))
-    return min(numbers, default=None)
 
 
 # ---- the GPU; neither torch nor CUDA is loaded
@@ -98,14 +83,9 @@ def gpu(subject: Subject) -> Finding:
         return ok(f"{error}; {torch}: it computes on the CPU")
     if error:
         return fault(f"DEVICE={device}, but {error}; {torch}", "give the container a GPU (--gpus), or set DEVICE=cpu")
-    name, version = gpus[0].split(", ")[:2]
-    text = f"{len(gpus)} x {name}, driver {version}; {torch}"
+    text = f"{len(gpus)} x {gpus[0]}; {torch}"
     if not built:
         return fault(text, "install the image or the wheels for CUDA (TORCH=cuda), or set DEVICE=cpu")
-    oldest = MIN_DRIVERS.get(int(built.partition(".")[0]), 0)
-    if int(version.partition(".")[0]) < oldest:
-        advice = "update the driver, or install torch for an earlier CUDA"
-        return problem(f"{text}, which needs driver {oldest} or newer", advice)
     if visible is not None and visible.strip() in ("", "-1"):
         text = f"{text}; CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
         return fault(text, "remove CUDA_VISIBLE_DEVICES, or set DEVICE=cpu")

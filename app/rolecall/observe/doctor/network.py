@@ -1,13 +1,10 @@
-"""Checks of the network: rank 0's name, the route, rank 0's port, this rank's own ports."""
+"""Checks of the network: rank 0's name, rank 0's port, this rank's own ports."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 from collections import Counter
-
-import psutil
 
 from rolecall.observe.doctor.checks import Finding, check, ok, problem, reason, unchecked, warning
 from rolecall.observe.doctor.subject import Subject
@@ -35,24 +32,6 @@ def names(subject: Subject) -> Finding:
     return ok(f"MASTER_ADDR={host} is {text}" if text != host else f"MASTER_ADDR={host} is an address")
 
 
-@check("route", "bring the interface up, or give the machine a route to rank 0's network")
-def route(subject: Subject) -> Finding:
-    """The address from which packets to rank 0 leave."""
-    try:
-        family, address = subject.addresses.get()[0]
-    except (OSError, UnicodeError):
-        return unchecked("MASTER_ADDR does not resolve")
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # to connect a datagram socket sends nothing
-            probe.connect((address, subject.settings.rank0_port))
-            source = str(probe.getsockname()[0])
-    except OSError as error:
-        return problem(f"no route leads to {address} ({reason(error)})")
-    if source == address and not subject.is_rank0:
-        return ok(f"{address}, MASTER_ADDR, is this machine")
-    return ok(f"{address} is reached from {source}")
-
-
 @check("rank 0's port", "start rank 0; let the port through firewalls and network policies; correct MASTER_PORT")
 def rank0_port(subject: Subject) -> Finding:
     """Whether rank 0's PORT accepts a TCP connection."""
@@ -78,34 +57,27 @@ def rank0_port(subject: Subject) -> Finding:
 # ---- this rank's own ports
 
 
-@check("PORT", "end the program that holds it, or choose another PORT")
-def own_port(subject: Subject) -> Finding:
-    """This rank's port for other ranks: free, or held by this rank."""
-    s = subject.settings
-    if not s.secure and not subject.is_rank0:
-        return unchecked("with TLS=off only rank 0 listens on PORT")
-    return _listening(subject, "PORT", s.bind_addr, subject.port)
-
-
-@check("METRICS_PORT", "end the program that holds it, or choose another METRICS_PORT")
-def metrics_port(subject: Subject) -> Finding:
-    """This rank's port for metrics: free, or held by this rank."""
-    s = subject.settings
-    return _listening(subject, "METRICS_PORT", s.metrics_bind_addr or s.bind_addr, s.metrics_port)
-
-
-def _listening(subject: Subject, variable: str, host: str, number: int) -> Finding:
-    error = listen_error(host, number)
-    if error is None:
-        return ok(f"{variable}={number} is free")
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        text = f"{variable}={number}: {host} is not an address of this machine ({reason(error)})"
-        return problem(text, "correct BIND_ADDR (METRICS_BIND_ADDR), or leave it empty")
-    if error.errno != errno.EADDRINUSE:
-        return problem(f"{variable}={number}: this process cannot listen there ({reason(error)})")
-    if subject.runs:
-        return ok(f"{variable}={number} is held by this rank, which runs")
-    return problem(f"{variable}={number} is held by another program or rank{_process(number)}")
+@check("ports", "end the program that holds it, or choose another PORT or METRICS_PORT")
+def own_ports(subject: Subject) -> Finding:
+    """PORT, for other ranks, and METRICS_PORT of this rank: free, or held by this rank."""
+    s, free = subject.settings, list[str]()
+    ports = [("METRICS_PORT", s.metrics_bind_addr or s.bind_addr, s.metrics_port)]
+    if s.secure or subject.is_rank0:  # with TLS=off only rank 0 listens on PORT
+        ports.insert(0, ("PORT", s.bind_addr, subject.port))
+    for variable, host, number in ports:
+        error, text = listen_error(host, number), f"{variable}={number}"
+        if error is None:
+            free.append(f"{text} is free")
+        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            text = f"{text}: {host} is not an address of this machine ({reason(error)})"
+            return problem(text, "correct BIND_ADDR (METRICS_BIND_ADDR), or leave it empty")
+        elif error.errno != errno.EADDRINUSE:
+            return problem(f"{text}: this process cannot listen there ({reason(error)})")
+        elif not subject.runs:
+            return problem(f"{text} is held by another program or rank")
+        else:
+            free.append(f"{text} is held by this rank, which runs")
+    return ok("; ".join(free))
 
 
 def listen_error(host: str, number: int) -> OSError | None:
@@ -121,13 +93,4 @@ def listen_error(host: str, number: int) -> OSError | None:
     return None
 
 
-def _process(number: int) -> str:
-    """The process that listens on a port, in brackets; empty if it is not visible."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == number and one.pid:
-                return f" ({psutil.Process(one.pid).name()}, process {one.pid})"
-    return ""
-
-
-CHECKS = (names, route, rank0_port, own_port, metrics_port)
+CHECKS = (names, rank0_port, own_ports)

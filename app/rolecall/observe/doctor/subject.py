@@ -40,7 +40,6 @@ class Subject:
     clock: Callable[[], float] = time.time
     cgroup: Path = Path("/sys/fs/cgroup")
     proc: Path = Path("/proc")
-    shared_memory: Path = Path("/dev/shm")
 
     def __post_init__(self) -> None:
         self.addresses = Once(self._resolve)

@@ -2,51 +2,62 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from rolecall.gang.protocol import Key
 from rolecall.telemetry import LATENCY
 
 WINDOW_REPORTS = 6  # over which a rate is measured
-MAX_METHODS = 200  # of one rank
-MAX_EVENTS = 8
-MAX_TEXT = 2000  # characters of an event's text
+BUCKETS = len(LATENCY) + 1
 COUNTS = ("calls", "failures", "sent", "received")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method's counters at its caller: `counts` are those of COUNTS; `buckets` are the numbers of calls that took at
-    most each of LATENCY's bounds (seconds), and of all calls. `roles` are the callees'."""
+    """A method's counters at its caller. `buckets` are the numbers of calls that took at most each of LATENCY's bounds
+    (seconds), and of all calls. `roles` are the callees'."""
 
-    counts: tuple[float, ...]
-    buckets: tuple[float, ...]
-    roles: tuple[str, ...]
+    calls: FiniteFloat = 0.0
+    failures: FiniteFloat = 0.0
+    sent: FiniteFloat = 0.0
+    received: FiniteFloat = 0.0
+    buckets: Annotated[list[FiniteFloat], Field(min_length=BUCKETS, max_length=BUCKETS)] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
+
+    @property
+    def counters(self) -> list[float]:
+        """All of them."""
+        return [self.calls, self.failures, self.sent, self.received, *self.buckets]
 
 
 @dataclass(frozen=True)
 class LogEvent:
     """A warning or an error in a rank's log, with its Unix time."""
 
-    time: float
+    time: FiniteFloat
     level: str
     text: str
 
 
 @dataclass(frozen=True)
-class Report:
-    """A supervisor's report. `started` identifies its process; `at` is the time in seconds of that process's clock."""
+class Stats:
+    """The statistics of a rank. The Unix time `started` identifies its supervisor; `at` is the time in seconds of that
+    process's clock; `values` are gauges and counters."""
 
-    started: float
-    at: float
-    methods: dict[str, Method] = field(default_factory=dict)
-    values: dict[str, float] = field(default_factory=dict)
-    log: tuple[LogEvent, ...] = ()
+    started: FiniteFloat
+    at: FiniteFloat
+    methods: dict[str, Method]
+    values: dict[str, FiniteFloat]
+    log: list[LogEvent]
+
+
+_STATS = TypeAdapter(Stats)
 
 
 @dataclass(frozen=True)
@@ -65,44 +76,11 @@ class Link:
     p99: float | None
 
 
-def read(reply: Any) -> Report:
-    """The report in a supervisor's reply. Raises ValueError, KeyError, TypeError or AttributeError if it has none."""
-    if "error" in reply:
-        raise ValueError(str(reply["error"]))
-    methods = {}
-    for name, counters in [*reply["methods"].items()][:MAX_METHODS]:
-        buckets = _numbers(counters["buckets"])
-        if len(buckets) != len(LATENCY) + 1:
-            raise ValueError("it counts latency in other buckets")
-        roles = tuple(sorted(str(role) for role in counters["roles"]))
-        methods[str(name)] = Method(_numbers(counters[count] for count in COUNTS), buckets, roles)
-    log = tuple(
-        LogEvent(_number(moment), str(level)[:20], str(text)[-MAX_TEXT:])
-        for moment, level, text in [*reply["log"]][-MAX_EVENTS:]
-    )
-    values = {str(name): _number(value) for name, value in reply["values"].items() if _is_finite(value)}
-    return Report(_number(reply["started"]), _number(reply["at"]), methods, values, log)
-
-
-def _numbers(values: Iterable[Any]) -> tuple[float, ...]:
-    return tuple(map(_number, values))
-
-
-def _number(value: Any) -> float:
-    if not _is_finite(value):
-        raise ValueError("a number is missing")
-    return float(value)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 class Rates:
     """The newest reports of each rank, and the rates from them."""
 
     def __init__(self) -> None:
-        self.reports: dict[Key, deque[Report]] = {}
+        self.reports: dict[Key, deque[Stats]] = {}
         self.problems: dict[Key, str] = {}  # why a rank's newest report is missing
 
     def take(self, replies: Mapping[Key, Any], members: Collection[Key]) -> None:
@@ -112,16 +90,17 @@ class Rates:
         for key, reply in replies.items():
             self.problems.pop(key, None)
             try:
-                report = read(reply)
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                self.problems[key] = str(error) if isinstance(error, ValueError) else "its statistics cannot be read"
+                report = _STATS.validate_python(reply)
+            except ValueError:
+                error = reply.get("error") if isinstance(reply, dict) else None
+                self.problems[key] = str(error or "its statistics cannot be read")
                 continue
             reports = self.reports.setdefault(key, deque(maxlen=WINDOW_REPORTS))
             if reports and (report.started != reports[-1].started or report.at <= reports[-1].at):
                 reports.clear()  # its counters restarted
             reports.append(report)
 
-    def newest(self, key: Key) -> Report | None:
+    def newest(self, key: Key) -> Stats | None:
         """A rank's newest report."""
         reports = self.reports.get(key)
         return reports[-1] if reports else None
@@ -131,7 +110,7 @@ class Rates:
         report = self.newest(key)
         return report.values if report else {}
 
-    def per_second(self, key: Key, of: Callable[[Report], float | None]) -> float | None:
+    def per_second(self, key: Key, of: Callable[[Stats], float | None]) -> float | None:
         """The growth of a rank's counter per second; None without two reports of it."""
         reports = self.reports.get(key)
         if reports is None or len(reports) < 2:
@@ -143,7 +122,7 @@ class Rates:
 
     def calls(self, key: Key) -> float | None:
         """The remote calls of a rank per second."""
-        return self.per_second(key, lambda report: sum(method.counts[0] for method in report.methods.values()))
+        return self.per_second(key, lambda report: sum(method.calls for method in report.methods.values()))
 
     def links(self) -> list[Link]:
         """The calls between roles, the most frequent first."""
@@ -157,30 +136,19 @@ class Rates:
                 grown[role, name] = [one + other for one, other in zip(total, more, strict=True)]
         links = []
         for (role, name), roles in callees.items():
-            calls, failures, sent, received, *answered = grown[role, name]
-            links.append(
-                Link(
-                    role,
-                    tuple(sorted(roles)),
-                    name,
-                    calls=calls,
-                    failures=failures,
-                    sent=sent,
-                    received=received,
-                    p50=quantile(0.5, answered),
-                    p99=quantile(0.99, answered),
-                )
-            )
+            counts, answered = dict(zip(COUNTS, grown[role, name], strict=False)), grown[role, name][len(COUNTS) :]
+            p50, p99 = quantile(0.5, answered), quantile(0.99, answered)
+            links.append(Link(role, tuple(sorted(roles)), name, **counts, p50=p50, p99=p99))
         return sorted(links, key=lambda link: (-link.calls, link.caller, link.method))
 
 
-def _grown(name: str, before: Report, after: Report) -> list[float]:
-    """The growth per second of a method's counts and buckets between two reports; zeros if it is unknown."""
+def _grown(name: str, before: Stats, after: Stats) -> list[float]:
+    """The growth per second of a method's counters between two reports; zeros if it is unknown."""
     old, new = before.methods.get(name), after.methods[name]
-    nothing = [0.0] * (len(COUNTS) + len(LATENCY) + 1)
+    nothing = [0.0] * len(new.counters)
     if old is None or after.at <= before.at:
         return nothing
-    pairs = zip(new.counts + new.buckets, old.counts + old.buckets, strict=True)
+    pairs = zip(new.counters, old.counters, strict=True)
     rates = [(one - other) / (after.at - before.at) for one, other in pairs]
     return nothing if min(rates) < 0 else rates  # a torn file of counters was dropped
 

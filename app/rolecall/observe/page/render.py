@@ -29,38 +29,33 @@ POLICY = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src data:; "
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 MARKUP = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}
 
 
-def headers(nonce: str) -> dict[str, str]:
-    """The headers of the live page, whose script and style have `nonce`."""
-    policy = POLICY.format(script=f"'nonce-{nonce}'", style=f"'nonce-{nonce}'", connect="'self'")
-    return {**HEADERS, "Content-Security-Policy": f"{policy}; frame-ancestors 'none'", "X-Frame-Options": "DENY"}
+def headers() -> dict[str, str]:
+    """The headers of the live page."""
+    policy = _policy("'self'") + "; frame-ancestors 'none'"
+    return {**HEADERS, "Content-Security-Policy": policy, "X-Frame-Options": "DENY"}
 
 
-def live(state: dict[str, Any], nonce: str) -> str:
+def live(state: dict[str, Any]) -> str:
     """The page that follows a run from `state` on; see `headers`."""
-    return _fill(state, f'nonce="{html.escape(nonce)}"', "")
+    return _fill(state, "")
 
 
 def saved(state: dict[str, Any]) -> str:
     """The page of a run that is over, as one file that sends no requests."""
-    script, style = (_hash(part) for part in _inline())
-    policy = POLICY.format(script=script, style=style, connect="'none'")
-    return _fill(state, "", f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">')
+    policy = html.escape(_policy("'none'"))
+    return _fill(state, f'<meta http-equiv="Content-Security-Policy" content="{policy}">')
 
 
-def read(page: str) -> dict[str, Any] | None:
-    """The state in a page; None if this version cannot show it."""
-    if not (match := DATA.search(page)):
-        return None
-    try:
-        state: dict[str, Any] = rundir.parse(match[1])
-        return state if {"state", "errors"} <= state.keys() and "job" in state["job"] else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+@functools.cache
+def _policy(connect: str) -> str:
+    """The policy, which allows the template's script and style alone, by their digests."""
+    parts = (re.search(rf"<{tag}>(.*?)</{tag}>", _template(), re.DOTALL) for tag in ("script", "style"))
+    script, style = (_hash(match.group(1)) for match in parts if match)
+    return POLICY.format(script=script, style=style, connect=connect)
 
 
 def write(directory: Path, state: dict[str, Any]) -> None:
@@ -68,10 +63,9 @@ def write(directory: Path, state: dict[str, Any]) -> None:
     rundir.write_atomically(directory / rundir.PAGE, saved(state).encode())
 
 
-def _fill(state: dict[str, Any], nonce: str, policy: str) -> str:
+def _fill(state: dict[str, Any], policy: str) -> str:
     job = state["job"]["job"]
     values = {
-        "nonce": nonce,
         "policy": policy,
         "title": html.escape(f"{job}: {state['state']}"),
         "state": json.dumps(state, allow_nan=False).translate(MARKUP),
@@ -82,13 +76,6 @@ def _fill(state: dict[str, Any], nonce: str, policy: str) -> str:
 @functools.cache
 def _template() -> str:
     return (resources.files("rolecall.observe.page") / "page.html").read_text(encoding="utf-8")
-
-
-def _inline() -> tuple[str, str]:
-    """The text of the template's script and of its style."""
-    parts = (re.search(rf"<{tag} {{{{nonce}}}}>(.*?)</{tag}>", _template(), re.DOTALL) for tag in ("script", "style"))
-    script, style = (match.group(1) for match in parts if match)
-    return script, style
 
 
 def _hash(text: str) -> str:

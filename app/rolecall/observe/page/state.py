@@ -1,4 +1,4 @@
-"""The state that the page shows, as JSON: of a run under way from its gang, of one that is over from its files.
+"""The state that the page shows, as JSON.
 
 Pure: no I/O, no clock. Any text may come from a job; the page shows it as text only.
 """
@@ -6,7 +6,7 @@ Pure: no I/O, no clock. Any text may come from a job; the page shows it as text 
 from __future__ import annotations
 
 import itertools
-import math
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -61,15 +61,6 @@ class GangView:
     members: Mapping[Key, MemberView] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a run ended: its final state, the reason, and the last errors, as `error` makes them."""
-
-    state: str
-    reason: str
-    errors: Sequence[dict[str, Any]] = ()
-
-
 def of_gang(
     titles: Titles,
     roles: Sequence[RoleSpec],
@@ -108,55 +99,17 @@ def of_gang(
     )
 
 
-def of_files(
-    titles: Titles,
-    ending: Ending,
-    history: History,
-    roles: Mapping[str, int],
-    *,
-    now: float,
-    summary: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The state of a run of which only files are left; `roles` has the number of its ranks by role."""
-    specs = [RoleSpec(name, count, count, count, elastic=False) for name, count in roles.items()]
-    keys = [(spec.name, ordinal) for spec in specs for ordinal in range(spec.count)]
-    word = "not known" if ending.state == "running" else "ended"
-    return _object(
-        {
-            **_common(titles, history, (summary or {}).get("settings") or {}, now, summary),
-            "live": False,
-            "state": ending.state,
-            "state_seconds": 0.0,
-            "reason": last_line(ending.reason),
-            "missing": [],
-            "generation": history.starts[-1].generation if history.starts else 0,
-            "step": max((point.step for point in history.last.values()), default=0),
-            "left_seconds": None,
-            "done_per_second": None,
-            "roles": [asdict(spec) for spec in specs],
-            "ranks": [
-                {"name": name_of(key), "role": key[0], "ordinal": key[1], "word": word, "health": "idle"}
-                for key in keys
-            ],
-            "links": [],
-            "errors": sorted(ending.errors, key=lambda each: each["time"])[-MAX_ERRORS:],
-        }
-    )
-
-
 def ended(shown: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a run whose last state was `shown`, and which ended with `summary`."""
     end = {"live": False, "state": summary["state"], "reason": last_line(summary["reason"]), "missing": []}
     return _object({**shown, **end, "left_seconds": None, "summary": without_settings(summary)})
 
 
-def error(rank: str, event: LogEvent) -> dict[str, Any]:
-    """A warning or an error in a rank's log."""
-    return {"rank": rank, "time": event.time, "level": event.level, "text": event.text[-MAX_TEXT:]}
-
-
 def _errors(logs: Iterable[tuple[Key, Iterable[LogEvent]]]) -> list[dict[str, Any]]:
-    every = [error(name_of(key), event) for key, log in logs for event in log]
+    """The newest warnings and errors in the ranks' logs."""
+    every = [
+        {"rank": name_of(key), **asdict(event), "text": event.text[-MAX_TEXT:]} for key, log in logs for event in log
+    ]
     return sorted(every, key=lambda each: each["time"])[-MAX_ERRORS:]
 
 
@@ -275,17 +228,5 @@ def last_line(text: str) -> str:
 
 
 def _object(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _clean(value) for name, value in values.items()}
-
-
-def _clean(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON does not have."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {str(name): _clean(each) for name, each in value.items()}
-        case list() | tuple():
-            return [_clean(each) for each in value]
-        case _:
-            return value
+    """`values` as JSON's types, with None for NaN and infinity, which JSON does not have."""
+    return dict(json.loads(json.dumps(values), parse_constant=lambda _: None))

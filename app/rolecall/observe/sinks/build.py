@@ -10,21 +10,17 @@ from typing import Any
 from rolecall import config
 from rolecall.config import Settings, __version__
 from rolecall.errors import UsageError
-from rolecall.observe.sinks.feed import Covered, Feed, Sinks
+from rolecall.observe.sinks.feed import Feed, Sinks
 
 KINDS = ("tensorboard", "mlflow", "wandb")  # each is the name of its package, of its extra and of its module here
-MIN_PATIENCE_SECONDS = 60.0  # that a point waits for its checkpoint
-PATIENCE_INTERVALS = 3  # or this many intervals between checkpoints
 
 
-def build(settings: Settings, job: str, values: dict[str, Any], secrets: Collection[str], covered: Covered) -> Sinks:
+def build(settings: Settings, job: str, values: dict[str, Any], secrets: Collection[str]) -> Sinks:
     """The sinks of SINKS. `values` are the run's settings by variable, without secrets; `secrets` names the secret
-    ones, which are removed from the sinks' environment; `covered` returns the step of the newest checkpoint. Raises
-    UsageError for a sink that does not exist or is not installed.
+    ones, which are removed from the sinks' environment. Raises UsageError for a sink that does not exist or is not
+    installed.
     """
     names = choose(settings.sinks)
-    if not names:
-        return Sinks([])
     directory = settings.checkpoint_dir.absolute()
     about = {
         "directory": str(directory),
@@ -33,13 +29,12 @@ def build(settings: Settings, job: str, values: dict[str, Any], secrets: Collect
         "project": config.exported("WANDB_PROJECT") or job,
         "settings": values,
         "version": __version__,
-        "patience": max(MIN_PATIENCE_SECONDS, PATIENCE_INTERVALS * settings.checkpoint_interval),
     }
     # the libraries' variables, unless the user has set them
     defaults = {
         "MLFLOW_TRACKING_URI": (directory / "mlflow").as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow prefers a database, which mlflow-skinny lacks
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the feed tries again, too
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the sink tries again, too
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(directory),
@@ -47,7 +42,7 @@ def build(settings: Settings, job: str, values: dict[str, Any], secrets: Collect
     environment = config.child_environment(**{name: config.exported(name) or defaults[name] for name in defaults})
     for secret in ("JOB_TOKEN", *map(str.upper, secrets)):
         environment.pop(secret, None)
-    return Sinks([Feed(name, about, environment, covered) for name in names])
+    return Sinks([Feed(name, about, environment) for name in names])
 
 
 def choose(setting: str) -> tuple[str, ...]:

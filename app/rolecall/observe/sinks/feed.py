@@ -1,7 +1,7 @@
 """Feeds the sinks from rank 0's supervisor: a process for each sink gets new items once a second.
 
 A sink that is slow, hangs or fails does not delay training: no rank waits for it. Items that it has not taken are kept
-up to a bound; after a deadline its process is killed and started again. The first problem is logged.
+up to a bound. The first problem is logged.
 """
 
 from __future__ import annotations
@@ -12,168 +12,119 @@ import json
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.observe.sinks.points import Item, Points
+from rolecall.observe.sinks.points import Item, Points, bounded
 from rolecall.record.history import Record
 
-PERIOD_SECONDS = 1.0  # between two requests
-TICK_SECONDS = 10.0  # after which a request is sent without items: held points may be due
-REQUEST_SECONDS = 60.0  # limit for one request; the first includes the import of a library
+PERIOD_SECONDS = 1.0  # between two batches
+SLOW_SECONDS = 60.0  # for one batch; then it is logged
 END_SECONDS = 20.0  # limit for all sinks at the end of a run
 CLOSE_SECONDS = 3.0  # at the end of this process, if the run had no end
-MAX_ITEMS = 100_000  # kept for a sink that does not take them
-BATCH_ITEMS = 5_000  # in a request
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 300.0  # until the next try; they double
 ADVICE = {
     "tensorboard": "look at the space in CHECKPOINT_DIR/tensorboard",
     "mlflow": "look at MLFLOW_TRACKING_URI, and whether its server answers",
     "wandb": "look at WANDB_MODE and WANDB_API_KEY, and at the space in CHECKPOINT_DIR/wandb",
 }
 CREDENTIALS = re.compile(r"//[^/@\s]+@")  # in a URL
-Covered = Callable[[], Awaitable[int]]
-
-
-class FeedError(Exception):
-    """The sink reports an error, or its process broke and was killed."""
 
 
 class Feed:
-    """One sink. `about` is the argument of its module's `begin`; `covered` returns the newest checkpoint's step. No
-    method raises, or blocks."""
+    """One sink. `about` is the argument of its module's `begin`. No method raises, or blocks."""
 
-    def __init__(self, name: str, about: dict[str, Any], environment: Mapping[str, str], covered: Covered) -> None:
-        self.name, self._about, self._environment, self._covered = name, about, environment, covered
+    def __init__(self, name: str, about: dict[str, Any], environment: Mapping[str, str]) -> None:
+        self.name, self._about, self._environment = name, about, environment
         self.command = [sys.executable, "-P", "-m", "rolecall.observe.sinks.process", name]
         self.log = telemetry.log()
-        self._items: list[Item] = []
-        self._sent: list[Item] = []  # and not yet taken
-        self._steps = [0, 0]  # of the newest checkpoint, at the previous request and now
-        self._sent_step = -1  # that the process received last
-        self._requested_at = float("-inf")
-        self._number = 0
+        self.items: list[Item] = []  # not sent yet
         self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._warned = False
 
     def add(self, items: list[Item]) -> None:
         """Queues `items`; of too many, every other point is dropped."""
-        self._items += items
-        if len(self._items) > MAX_ITEMS:
-            self._items = [item for place, item in enumerate(self._items) if item[0] == "start" or place % 2]
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-
-    @property
-    def pending(self) -> int:
-        """The number of items that the process has not yet taken."""
-        return len(self._items) + len(self._sent)
+        self.items = bounded(self.items + items)
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self._run()))
 
     async def _run(self) -> None:
-        pause = 0.0
-        while True:
-            await asyncio.sleep(pause or PERIOD_SECONDS)
-            pause = (
-                0.0 if await self._deliver(REQUEST_SECONDS) else min(2 * pause or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                env=dict(self._environment),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
             )
+            self._tasks.append(asyncio.create_task(self._read_errors(self._process)))
+            await self._send(self._about)
+            while True:
+                await self._send_items()
+                await asyncio.sleep(PERIOD_SECONDS)
+        except OSError as error:  # its process has ended, or does not start: the sink is given up
+            self._warn(str(error) or type(error).__name__)
 
-    async def _deliver(self, limit: float) -> bool:
-        """Sends new items; returns whether they were taken."""
-        try:
-            # one request late: by then, the records that the worker sent before that checkpoint have arrived
-            async with asyncio.timeout(limit):
-                self._steps = [self._steps[1], await self._covered()]
-            if not self._sent:
-                self._sent, self._items = self._items[:BATCH_ITEMS], self._items[BATCH_ITEMS:]
-            step = self._steps[0] if not self._items else max(0, self._sent_step)
-            idle = not self._sent and step == self._sent_step and time.monotonic() - self._requested_at < TICK_SECONDS
-            if idle or (self._process is None and not self._sent):
-                return True
-            await self._request({"items": self._sent, "covered": step}, limit)
-            self._sent, self._sent_step = [], step
-            return True
-        except Exception as error:  # of any kind: training goes on
-            self._warn(error)
-            return False
-
-    async def _request(self, what: dict[str, Any], limit: float) -> None:
-        """Sends a request and waits for its answer. Raises FeedError if it fails."""
-        self._requested_at = time.monotonic()
-        try:
-            async with asyncio.timeout(limit):
-                if self._process is None:
-                    self._process = await asyncio.create_subprocess_exec(
-                        *self.command,
-                        env=dict(self._environment),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.DEVNULL,
-                    )
-                    what = {"open": self._about, **what}
-                error = await self._ask(self._process, what)
-        except TimeoutError:
-            await self._kill()
-            raise FeedError(f"no answer for {limit:g} s") from None
-        except (OSError, EOFError, ValueError) as broken:
-            await self._kill()
-            raise FeedError(str(broken) or type(broken).__name__) from broken
-        if error:
-            raise FeedError(error)
-
-    async def _ask(self, process: asyncio.subprocess.Process, what: dict[str, Any]) -> str:
-        assert process.stdin is not None
+    async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        self._number += 1
-        process.stdin.write(json.dumps({"number": self._number, **what}).encode() + b"\n")
-        await process.stdin.drain()
-        while True:
-            line = await process.stdout.readline()
-            if not line:
-                raise EOFError(f"its process ended with exit code {await process.wait()}")
-            answer = json.loads(line)
-            if answer["number"] == self._number:  # otherwise of an earlier request that timed out
-                return str(answer["error"])
+        while line := await process.stdout.readline():
+            self._warn(line.decode(errors="replace").strip())
+        if code := await process.wait():
+            self._warn(f"its process ended with exit code {code}")
 
-    def _warn(self, error: Exception) -> None:
+    async def _send_items(self) -> None:
+        items, self.items = self.items, []
+        if items:
+            await self._send({"items": items})
+
+    async def _send(self, request: dict[str, Any]) -> None:
+        """Sends a request; returns once the process has taken most of it. Raises OSError if it has ended."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        try:
+            async with asyncio.timeout(SLOW_SECONDS):
+                await self._process.stdin.drain()
+        except TimeoutError:
+            self._warn(f"it takes nothing for {SLOW_SECONDS:g} s")
+            await self._process.stdin.drain()
+
+    def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            advice = ADVICE.get(self.name, "")
-            problem = CREDENTIALS.sub("//***@", str(error)) or type(error).__name__
             self.log.warning(
-                "a sink cannot be written; training continues, and it is tried again",
+                "a sink cannot be written; training continues",
                 sink=self.name,
-                problem=problem,
-                advice=advice,
+                problem=CREDENTIALS.sub("//***@", problem),
+                advice=ADVICE.get(self.name, ""),
             )
 
     async def end(self, state: str, summary: dict[str, Any] | None, limit: float) -> None:
         """Sends the rest and the end of the run: `state` is finished, failed or stopped. Then kills the process, at the
         latest after `limit` seconds."""
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-        if not (self._process or self._items or self._sent):
+        if not self._tasks:
             return
+        running, *reading = self._tasks
+        running.cancel()
         try:
             async with asyncio.timeout(limit):
-                while self._items or self._sent:
-                    if not await self._deliver(limit):
-                        return
-                what = {"items": [], "covered": await self._covered(), "end": state, "summary": summary}
-                await self._request(what, limit)
-                assert self._process is not None
-                await self._process.wait()
-        except Exception as error:  # of any kind: the run's end is the same
-            self._warn(error)
+                await asyncio.gather(running, return_exceptions=True)
+                if self._process:
+                    await self._send_items()
+                    await self._send({"end": state, "summary": summary})
+                    await asyncio.gather(*reading)
+        except TimeoutError:
+            self._warn(f"its end takes over {limit:g} s")
+        except OSError as error:
+            self._warn(str(error) or type(error).__name__)
         finally:
-            await self._kill()
+            await self._kill(reading)
 
-    async def _kill(self) -> None:
-        """Kills the process, if there is one."""
-        process, self._process, self._sent_step = self._process, None, -1
+    async def _kill(self, reading: Sequence[asyncio.Task[None]]) -> None:
+        process, self._process, self._tasks = self._process, None, []
+        for task in reading:
+            task.cancel()
         if process is None:
             return
         if process.stdin:
@@ -194,10 +145,7 @@ class Sinks:
 
     def record(self, records: Sequence[Record]) -> None:
         """Passes on the records of rank 0's worker."""
-        if self.feeds and records:
-            self._add(self._points.take(records, time.time() - time.monotonic()))
-
-    def _add(self, items: list[Item]) -> None:
+        items = self._points.take(records, time.time() - time.monotonic()) if self.feeds else []
         for feed in self.feeds if items else ():
             feed.add(items)
 
@@ -206,8 +154,6 @@ class Sinks:
         if self._over:
             return
         self._over = True
-        if self.feeds:
-            self._add(self._points.rest())
         await asyncio.gather(*(feed.end(state, summary, limit) for feed in self.feeds))
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rolecall.observe.sinks.held import HeldSink, State
+from rolecall.observe.sinks.once import OnceSink, State
 from rolecall.observe.sinks.points import Point
 
 MAX_PARAMETERS = 100  # in one call
@@ -18,11 +18,11 @@ REFUSED = re.compile(r"[^\w\-. :/]")  # in a metric's name
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
-class MLflow(HeldSink):
+class MLflow(OnceSink):
     """One run."""
 
     def __init__(self, about: dict[str, Any]) -> None:
-        super().__init__(Path(about["directory"]) / "mlflow", about["patience"])
+        super().__init__(Path(about["directory"]) / "mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
         parameters = self._resume() if self.state.run else None
@@ -52,12 +52,11 @@ class MLflow(HeldSink):
         number = experiment.experiment_id if experiment else self._client.create_experiment(about["experiment"])
         tags = {"rolecall.version": about["version"], "rolecall.directory": about["directory"]}
         self.state = State(self._client.create_run(number, run_name=about["title"], tags=tags).info.run_id)
-        self.held.last = self.state.last
         self.state.write(self.folder)
         return set()
 
     def log(self, points: list[Point]) -> None:
-        """See `HeldSink`."""
+        """See `OnceSink`."""
         metrics = [
             self._entities.Metric(REFUSED.sub("_", point.name), point.value, round(point.unix * 1000), point.step)
             for point in points
@@ -65,7 +64,7 @@ class MLflow(HeldSink):
         self._client.log_batch(self.state.run, metrics=metrics)
 
     def finish(self, state: str, results: dict[str, Any], summary: dict[str, Any] | None) -> None:
-        """See `HeldSink`."""
+        """See `OnceSink`."""
         for name, value in results.items():
             self._client.set_tag(self.state.run, f"rolecall.{name}", str(value)[:MAX_TEXT])
         self._client.set_terminated(self.state.run, STATUS.get(state, "KILLED"))

@@ -17,6 +17,7 @@ NAMED = "value "  # a record of a job's named value has the kind NAMED + name
 NAMES = {"score": "score", "low": "score_low", "high": "score_high", "loss": "loss", "done": "done"}
 FULL_POINTS = 1000  # of a curve before it is thinned
 MIN_SPACING = 10_000  # then two points are at least 1/10,000 of the training time apart
+MAX_ITEMS = 100_000  # kept for a sink that does not take them
 Item = list[Any]
 
 
@@ -29,15 +30,20 @@ class Point(NamedTuple):
     value: float
 
 
+def bounded(items: list[Item]) -> list[Item]:
+    """`items`, without every other point if there are too many."""
+    if len(items) <= MAX_ITEMS:
+        return items
+    return [item for place, item in enumerate(items) if item[0] == "start" or place % 2]
+
+
 @dataclass(slots=True)
 class Curve:
-    """The points passed on of a curve: how many, and the monotonic time and step of the last one. `left` is the newest
-    point if it was not passed on."""
+    """The points passed on of a curve: how many, and the monotonic time and step of the last one."""
 
     count: int = 0
     at: float = 0.0
     step: int = -1
-    left: Point | None = None
 
 
 class Points:
@@ -51,37 +57,19 @@ class Points:
         """The items of `records`; `offset` is Unix time minus monotonic time, in seconds."""
         items: list[Item] = []
         for kind, step, at, value in records:
-            if kind == "start":
-                items += [*self._start(step), ["start", step, int(value), at + offset]]
+            if kind == "start":  # later steps are made again
+                for curve in self._curves.values():
+                    curve.step = min(curve.step, step)
+                items.append(["start", step, int(value), at + offset])
                 continue
             name = kind.removeprefix(NAMED) if kind.startswith(NAMED) else NAMES.get(kind)
             if name is None:
                 continue  # about a generation
             self._began = at if self._began is None else self._began
             curve = self._curves.setdefault(name, Curve())
-            if step <= (curve.left.step if curve.left else curve.step):
+            if step <= curve.step:
                 continue  # an evaluation that is repeated after its checkpoint
-            curve.left = Point(name, step, at + offset, value)
             if curve.count < FULL_POINTS or at - curve.at >= (at - self._began) / MIN_SPACING:
-                items += self._pass(curve, at)
-        return items
-
-    def rest(self) -> list[Item]:
-        """The newest point of each curve that was not passed on, at the end of the training."""
-        return [item for curve in self._curves.values() for item in self._pass(curve, curve.at)]
-
-    def _pass(self, curve: Curve, at: float) -> list[Item]:
-        point, curve.left = curve.left, None
-        if point is None:
-            return []
-        curve.count, curve.at, curve.step = curve.count + 1, at, point.step
-        return [["point", *point]]
-
-    def _start(self, step: int) -> list[Item]:
-        """The rest up to `step`; later steps are made again."""
-        items: list[Item] = []
-        for curve in self._curves.values():
-            if curve.left and curve.left.step <= step:
-                items += self._pass(curve, curve.at)
-            curve.left, curve.step = None, min(curve.step, step)
+                curve.count, curve.at, curve.step = curve.count + 1, at, step
+                items.append(["point", *Point(name, step, at + offset, value)])
         return items

@@ -1,8 +1,8 @@
 """`python -m rolecall.observe.sinks.process SINK`: writes one sink.
 
-The parent sends requests, one JSON object a line, to standard input. Each is answered by a line on standard output:
-{"number": N, "error": ""}. A request has {"number": N, "items": [...], "covered": STEP}; the first also has {"open":
-ABOUT}, the last {"end": STATE, "summary": {...} or null}. The end of the input stops the sink, too.
+The parent sends JSON objects, one a line, to standard input: the argument of the sink, then {"items": [...]}, and
+{"end": STATE, "summary": {...} or null} last. The end of the input stops the sink, too. Each error is a line of
+standard output.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from rolecall import machine
-from rolecall.observe.sinks.points import Item
+from rolecall.observe.sinks.points import Item, bounded
 
 NICE = 10  # lower priority than training
 ORPHAN_SECONDS = 10.0  # that it may run on after its parent's end
 MAX_ERROR = 500  # characters of an error
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 300.0  # until the next try; they double
 
 
 class Sink(Protocol):
     """The result of `begin(about)` of a sink's module. Both methods may raise anything."""
 
-    def write(self, items: list[Item], covered: int) -> None:
-        """Writes `items`, some of which may have been written before; checkpoints cover the steps up to `covered`.
-        After an error the same items come again."""
+    def write(self, items: list[Item]) -> None:
+        """Writes `items`, some of which may have been written before. After an error the same items come again."""
         ...
 
     def end(self, state: str, summary: dict[str, Any] | None) -> None:
@@ -39,28 +39,52 @@ class Sink(Protocol):
         ...
 
 
-def serve(lines: Iterable[bytes], answer: Callable[[str], None], begin: Callable[[dict[str, Any]], Sink]) -> None:
-    """Handles the requests in `lines`. After an error it continues with the next one."""
-    about: dict[str, Any] = {}
-    sink: Sink | None = None
-    for line in lines:
-        request = json.loads(line)
-        error = ""
+class Writer:
+    """Writes items to the sink that `begin` opens, and reports errors. What could not be written is kept."""
+
+    def __init__(self, begin: Callable[[], Sink], report: Callable[[str], None]) -> None:
+        self._begin, self._report = begin, report
+        self._sink: Sink | None = None
+        self._items: list[Item] = []
+        self._pause, self._retry_at = 0.0, 0.0
+
+    def write(self, items: list[Item]) -> None:
+        """Writes `items`, unless an error is too recent."""
+        self._items = bounded(self._items + items)
+        if time.monotonic() >= self._retry_at:
+            done = self._try(lambda sink: sink.write(self._items))
+            self._items = [] if done else self._items
+            self._pause = 0.0 if done else min(2 * self._pause or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
+            self._retry_at = time.monotonic() + self._pause
+
+    def end(self, state: str, summary: dict[str, Any] | None) -> None:
+        """Writes the rest, and ends the sink."""
+        self._retry_at = 0.0
+        self.write([])
+        self._try(lambda sink: sink.end(state, summary))
+
+    def _try(self, act: Callable[[Sink], None]) -> bool:
         try:
-            about = request.get("open", about)
-            sink = sink or begin(about)
-            if "items" in request:
-                sink.write(request["items"], request["covered"])
-            if "end" in request:
-                sink.end(request["end"], request["summary"])
+            self._sink = self._sink or self._begin()
+            act(self._sink)
         except (Exception, SystemExit) as raised:  # of a library
             first = (str(raised).strip().splitlines() or [""])[0]
-            error = f"{type(raised).__name__}: {first}"[:MAX_ERROR]
-        answer(json.dumps({"number": request["number"], "error": error}) + "\n")
-        if "end" in request and not error:
+            self._report(f"{type(raised).__name__}: {first}"[:MAX_ERROR])
+            return False
+        return True
+
+
+def serve(lines: Iterator[bytes], report: Callable[[str], None], begin: Callable[[dict[str, Any]], Sink]) -> None:
+    """Handles the requests in `lines`."""
+    about = json.loads(next(lines))
+    writer = Writer(lambda: begin(about), report)
+    for line in lines:
+        request = json.loads(line)
+        if "end" in request:
+            writer.end(request["end"], request["summary"])
             return
-    if sink:
-        sink.end("stopped", None)
+        writer.write(request["items"])
+    writer.end("stopped", None)
 
 
 def _follow(parent: int) -> None:
@@ -76,15 +100,10 @@ def main(name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     os.nice(NICE)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
+    errors = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print
-
-    def answer(text: str) -> None:
-        answers.write(text)
-        answers.flush()
-
     module = importlib.import_module(f"rolecall.observe.sinks.{name}")
-    serve(sys.stdin.buffer, answer, module.begin)
+    serve(iter(sys.stdin.buffer), lambda error: print(error, file=errors, flush=True), module.begin)
 
 
 if __name__ == "__main__":

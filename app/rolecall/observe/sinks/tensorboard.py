@@ -42,7 +42,7 @@ class TensorBoard:
         rows = "\n".join(f"| {name} | {value} |" for name, value in plain.items())
         self._add_text("settings", f"| setting | value |\n|---|---|\n{rows}", 0)
 
-    def write(self, items: list[Item], covered: int) -> None:
+    def write(self, items: list[Item]) -> None:
         """See `Sink`."""
         last = dict(self._last)
         try:

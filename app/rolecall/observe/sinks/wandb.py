@@ -12,18 +12,18 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from rolecall.observe.sinks.held import HeldSink
+from rolecall.observe.sinks.once import OnceSink
 from rolecall.observe.sinks.points import Point
 
 STEP = "step"  # the metric that is the curves' axis
 FLUSH_SECONDS = 1.0
 
 
-class WeightsAndBiases(HeldSink):
+class WeightsAndBiases(OnceSink):
     """One run."""
 
     def __init__(self, about: dict[str, Any]) -> None:
-        super().__init__(Path(about["directory"]) / "wandb", about["patience"])
+        super().__init__(Path(about["directory"]) / "wandb")
         wandb: Any = importlib.import_module("wandb")
         self.state.run = self.state.run or secrets.token_hex(4)
         self.state.write(self.folder)  # which makes the folder: without it, wandb takes a temporary one
@@ -44,7 +44,7 @@ class WeightsAndBiases(HeldSink):
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, points: list[Point]) -> None:
-        """See `HeldSink`."""
+        """See `OnceSink`."""
         rows = [
             {STEP: step, **{point.name: point.value for point in some}}
             for step, some in itertools.groupby(points, lambda point: point.step)
@@ -53,7 +53,7 @@ class WeightsAndBiases(HeldSink):
             self._run.log(row, step=number, commit=True)
 
     def finish(self, state: str, results: dict[str, Any], summary: dict[str, Any] | None) -> None:
-        """See `HeldSink`."""
+        """See `OnceSink`."""
         self._run.summary.update(results)
         self._run.finish(exit_code=0 if state == "finished" else 1)
 

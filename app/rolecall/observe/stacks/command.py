@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rolecall.errors import UsageError
-from rolecall.observe.ask import ask_now
+from rolecall.observe.ask import ask
 from rolecall.observe.stacks import deadlocks, stack_report
 
 TIMEOUT_SECONDS = 12.0  # for all replies
@@ -29,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="every rank's reply and the conclusions, as JSON")
     arguments = parser.parse_args(words)
     # all ranks are asked: who waits for whom needs them
-    replies = ask_now(arguments.target, "stacks", {}, timeout=TIMEOUT_SECONDS)
+    replies = asyncio.run(ask(arguments.target, "stacks", timeout=TIMEOUT_SECONDS))
     names = chosen(arguments.ranks, replies)
     print(as_json(replies, names) if arguments.json else stack_report.text(replies, names))
     return 0

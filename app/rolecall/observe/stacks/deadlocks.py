@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.record.stacks import Thread
-from rolecall.torch_rpc.limits import RPC_THREADS
+from rolecall.wire.messages import MAX_RUNNING
 
 Node = tuple[str, int]  # a rank, and its thread's number; a call that no thread waits for has a negative one
 Group = frozenset[Node]
@@ -48,17 +48,12 @@ class Rank:
     @property
     def serving(self) -> tuple[Thread, ...]:
         """The threads that serve remote calls."""
-        return tuple(thread for thread in self.threads if thread.in_rpc)
-
-    def at_a_lock(self, thread: Thread) -> bool:
-        """Whether `thread` waits for a lock, and not for a call that it makes on the same line."""
-        calls = thread.on_one_line and any(call.thread == thread.number for call in self.calls)
-        return thread.at_a_lock and not calls
+        return tuple(thread for thread in self.threads if thread.in_call)
 
     @property
     def exhausted(self) -> bool:
-        """Whether each thread for remote calls and their answers serves a call."""
-        return len(self.serving) >= RPC_THREADS
+        """Whether it carries out as many calls as it may at a time."""
+        return len(self.serving) >= MAX_RUNNING
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Wait:
 @dataclass(frozen=True)
 class Conclusions:
     """Who waits for whom. `deadlocks` are circles of ranks, the first one named again at the end; `active` are ranks
-    with any activity, or that are unknown; `exhausted` are those whose RPC threads all serve a call."""
+    with any activity, or that are unknown; `exhausted` are those that carry out as many calls as they may."""
 
     waits: tuple[Wait, ...] = ()
     deadlocks: tuple[tuple[str, ...], ...] = ()
@@ -133,15 +128,8 @@ class _Graph:
         """The nodes of a rank, other than one of them."""
         return frozenset(node for node in {*self._threads, *self._calls} if node[0] == name and node != but)
 
-    def _holders(self, node: Node) -> Group:
-        """The threads that may hold the lock that `node` waits for: by their source, or else all of its rank."""
-        others = self._nodes(node[0], node)
-        waiting = self._threads[node]
-        sure = {other for other in others if other in self._threads and self._threads[other].may_hold(waiting)}
-        return frozenset(sure) or others
-
     def _serving(self, call: Call) -> Group:
-        """The threads that may serve `call`; if its rank has none left, those that are taken."""
+        """The threads that may serve `call`; if its rank carries out no further one, those that must end before."""
         callee = self.ranks.get(call.to)
         if callee is None:
             return frozenset()
@@ -149,10 +137,6 @@ class _Graph:
         if not threads and callee.exhausted:
             threads = [*callee.serving]
         return frozenset((call.to, each.number) for each in threads)
-
-    def _needed(self, rank: Rank) -> list[Group]:
-        """The RPC threads of `rank`, one of which receives an answer, if all are taken."""
-        return [frozenset((rank.name, each.number) for each in rank.serving)] if rank.exhausted else []
 
     def _missing(self, rank: Rank) -> list[Node]:
         """The main threads of the members of `rank`'s role that are in no collective operation."""
@@ -163,13 +147,13 @@ class _Graph:
     def _groups(self, node: Node) -> list[Group]:
         """The groups that `node` waits for, as far as known."""
         thread, rank = self._threads.get(node), self.ranks[node[0]]
-        if thread and rank.at_a_lock(thread):
-            return [holders] if (holders := self._holders(node)) else []
+        if thread and thread.at_a_lock:
+            return [others] if (others := self._nodes(node[0], node)) else []
         if thread and thread.collective:
             return [frozenset({missing}) for missing in self._missing(rank)]
         if calls := self._calls.get(node):
             answers = [self._serving(call) for call in calls]  # any answer may make it continue
-            return self._needed(rank) + ([frozenset().union(*answers)] if all(answers) else [])
+            return [frozenset().union(*answers)] if all(answers) else []
         return []
 
     # ---- deadlocks

@@ -7,8 +7,8 @@ from typing import Any
 
 from rolecall.observe.stacks import deadlocks
 from rolecall.observe.stacks.deadlocks import Call, Conclusions, Rank
-from rolecall.record.stacks import HANDLER, TURNS, Frame, Thread
-from rolecall.torch_rpc.limits import RPC_THREADS
+from rolecall.record.stacks import Frame, Thread
+from rolecall.wire.messages import MAX_RUNNING
 
 MAX_HEARTBEAT_AGE_SECONDS = 2.0  # a worker sends a heartbeat every half second
 LINE_WIDTH = 120  # characters
@@ -61,7 +61,7 @@ def _inside(circle: Collection[str], result: Conclusions) -> str:
     if len({*circle}) > 1:
         return ""
     if {*circle} <= {*result.exhausted}:
-        return f" (its {RPC_THREADS} RPC threads wait for answers, and an answer needs one of them)"
+        return f" (the {MAX_RUNNING} calls that it carries out wait for one that it has not begun)"
     return " (threads of its process wait for each other)"
 
 
@@ -90,9 +90,9 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
     yield f"{rank.name}: {', '.join(_facts(reply))}"
     groups: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], list[Mapping[str, float]]] = {}
     threads = [thread for thread in rank.threads if thread.main or not thread.idle]
-    for thread in sorted(threads, key=lambda each: (not each.main, not each.in_rpc, each.in_background, each.number)):
+    for thread in sorted(threads, key=lambda each: (not each.main, not each.in_call, each.in_background, each.number)):
         calls = [call for call in rank.calls if call.thread == thread.number]
-        is_waiting = calls and (thread.waits or not thread.state) and not rank.at_a_lock(thread)
+        is_waiting = calls and (thread.waits or not thread.state) and not thread.at_a_lock
         waits = _waits(calls) if is_waiting else {}
         frames = () if thread.idle else tuple(_frames(thread))
         kind = _name(thread, rank, ranks), "" if is_waiting else thread.doing, tuple(waits), frames
@@ -102,8 +102,8 @@ def _of_rank(rank: Rank, reply: Mapping[str, Any], ranks: Collection[Rank]) -> I
         doing = ", ".join(f"waits {seconds:.1f} s for {what}" for what, seconds in longest.items()) or doing
         head = f"{name}: {doing}" if doing else name
         yield "\n".join([f"  {f'{len(alike)} threads: ' if len(alike) > 1 else ''}{head}", *frames])
-    if rest := _rest(rank, int(reply.get("rpc_threads", 0))):
-        yield f"  {rest}"
+    if rank.exhausted:
+        yield f"  it carries out {MAX_RUNNING} calls: a further one waits until one of them ends"
 
 
 def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
@@ -117,9 +117,8 @@ def _facts(reply: Mapping[str, Any]) -> Iterator[str]:
         yield f"{reply['phase']} for {reply['phase_seconds']:.1f} s"
     if problem := silence(reply):
         yield problem
-    if reply["by"] or reply["note"]:
-        by = f"stacks by {reply['by']}" if reply["by"] else "no stacks"
-        yield f"{by} ({reply['note']})" if reply["note"] else by
+    if reply["note"]:
+        yield f"no stacks ({reply['note']})"
 
 
 def _name(thread: Thread, rank: Rank, ranks: Collection[Rank]) -> str:
@@ -147,7 +146,7 @@ def _frames(thread: Thread) -> Iterator[str]:
     """The frames without those that every stack has at its end."""
     frames = [*thread.frames]
     for place, frame in enumerate(frames):
-        if frame.at(*HANDLER) or frame.at(*TURNS) or frame.file.startswith("rolecall/rank/"):
+        if frame.serves or frame.file.startswith("rolecall/rank/"):
             frames = frames[:place]
             break
     while frames and (frames[-1].in_rolecall or frames[-1].file.startswith(OUTERMOST)):
@@ -158,17 +157,3 @@ def _frames(thread: Thread) -> Iterator[str]:
 def _line(frame: Frame) -> str:
     line = f"{frame}  {frame.text}" if frame.text else str(frame)
     return line if len(line) <= LINE_WIDTH - 4 else line[: LINE_WIDTH - 8] + " ..."
-
-
-def _rest(rank: Rank, pool: int) -> str:
-    """How many threads are not shown."""
-    idle = max(0, min(pool, RPC_THREADS) - len(rank.serving))
-    others = sum(thread.idle and bool(thread.frames) and not thread.main for thread in rank.threads)
-    parts = []
-    if rank.exhausted:
-        parts.append(f"all {RPC_THREADS} RPC threads serve calls: none is left for another call, or for an answer")
-    elif pool:
-        parts.append(f"{idle} of {min(pool, RPC_THREADS)} RPC threads are idle")
-    if others:
-        parts.append(f"{others} {'thread' if others == 1 else 'threads'} of Rolecall")
-    return "; ".join(parts)

@@ -61,10 +61,6 @@ class Calls:
                 self.clocks.observe(process, served.process, sent=start, came=served.came, left=served.left, back=end)
         self.clocks.solve()
 
-    def served(self, span: SpanRecord) -> Served | None:
-        """The other side of a client span; None if it was not recorded."""
-        return self._served.get(span.id)
-
     def parts(self, process: Process, span: SpanRecord) -> Parts | None:
         """The parts of the time of a client span of `process`; None if its other side was not recorded."""
         served = self._served.get(span.id)
@@ -74,11 +70,6 @@ class Calls:
         route = (span.name, process.name, served.process.name, _bits(span))
         network = min(outside, self._fastest.get(route, outside))
         return Parts(network, outside - network, served.ran - served.began, served.left - served.ran)
-
-    @property
-    def fastest(self) -> dict[Route, int]:
-        """The fastest round trip, in ns, of each method between two ranks, by size: the time of the network."""
-        return self._fastest
 
     def matched(self, id: str) -> bool:
         """Whether both sides of the call with this client span were recorded."""

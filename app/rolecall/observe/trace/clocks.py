@@ -6,45 +6,38 @@ answer after it left. Processes of one host share its CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rolecall.record.records import Process
 
 DRIFT = 100e-6  # by which two clocks may drift apart: 100 microseconds a second
 WINDOW_NS = 250_000_000  # the best round trip of each is kept
+MAX_GAP_NS = 10_000_000_000  # a window whose best is worse than the drift in this time is left out
 MAX_WALL_CLOCK_NS = 5_000_000_000  # by which wall clocks of two processes that share a clock may differ
 Method = Literal["reference", "same host", "round trips", "wall clock"]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How the clock of `process` was aligned with rank 0's: by which method, via which host, from how many round trips.
+    """How the clock of `process` was aligned with rank 0's: by which method, from how many round trips.
     The error is at most `error_ns`; None if nothing bounds it."""
 
     process: Process
     method: Method
     error_ns: int | None = 0
-    via: str = ""
     round_trips: int = 0
 
     def __str__(self) -> str:
         if self.method == "wall clock":
-            return f"{self.process.name}: by its wall clock, since no call connects it with rank 0; error not known"
+            return f"{self.process.name}: by its wall clock, since no call joins it with rank 0; error not known"
         if self.error_ns is None or self.method != "round trips":
             return f"{self.process.name}: rank 0's clock" + (" (same host)" if self.method == "same host" else "")
-        via = f" by way of {self.via}" if self.via else ""
-        return f"{self.process.name}: within {self.error_ns / 1e6:.3f} ms, by {self.round_trips} round trips{via}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON, with the error in milliseconds."""
-        error_ms = None if self.error_ns is None else self.error_ns / 1e6
-        process = self.process
-        return {"rank": process.name, "generation": process.generation, "method": self.method, "error_ms": error_ms}
+        return f"{self.process.name}: within {self.error_ns / 1e6:.3f} ms, by {self.round_trips} round trips"
 
 
 class Samples:
@@ -54,8 +47,8 @@ class Samples:
     def __init__(self) -> None:
         self.round_trips = 0
         self._best: dict[int, tuple[float, float, float]] = {}  # by window: error, time, difference
-        self._kept: list[tuple[float, float, float]] = []  # in order of time
         self._times: list[float] = []
+        self._differences: list[float] = []
 
     def add(self, time: float, length: int, low: int, high: int) -> None:
         """Adds a call of this length, in the middle of which the difference is from `low` to `high`."""
@@ -65,37 +58,23 @@ class Samples:
         self._best[window] = min(sample, self._best.get(window, sample))
 
     def solve(self) -> float:
-        """Drops samples that are worse than a near one; returns the bound of the error."""
-        kept = self._kept
-        kept.clear()
-        for window in sorted(self._best):
-            error, time, _ = sample = self._best[window]
-            while kept and kept[-1][0] > error + DRIFT * (time - kept[-1][1]):
-                kept.pop()
-            if not kept or error <= kept[-1][0] + DRIFT * (time - kept[-1][1]):
-                kept.append(sample)
-        self._times = [time for _, time, _ in kept]
-        every = [time for _, time, _ in self._best.values()]
-        gap = max((after - before for before, after in itertools.pairwise(self._times)), default=0.0)
-        edge = max(self._times[0] - min(every), max(every) - self._times[-1])  # of samples that were dropped
-        return max(error for error, _, _ in kept) + DRIFT * max(gap / 2, edge)
+        """Prepares `at`; returns the bound of its error."""
+        ordered = [self._best[window] for window in sorted(self._best)]
+        least = min(error for error, _, _ in ordered)
+        # a sample that is worse than the drift since a better one tells nothing
+        kept = [one for one in ordered if one[0] <= least + DRIFT * MAX_GAP_NS]
+        self._times, self._differences = [time for _, time, _ in kept], [difference for _, _, difference in kept]
+        gaps = [after - before for before, after in itertools.pairwise(self._times)]
+        edge = max(self._times[0] - ordered[0][1], ordered[-1][1] - self._times[-1]) + WINDOW_NS
+        return max(error for error, _, _ in kept) + DRIFT * max([edge, *(gap / 2 for gap in gaps)])
 
     def at(self, time: float) -> float:
         """The difference at `time` of the second clock: linear between two samples, constant before and after."""
         place = bisect_right(self._times, time)
-        if place in (0, len(self._kept)):
-            return self._kept[min(place, len(self._kept) - 1)][2]
-        (_, before, low), (_, after, high) = self._kept[place - 1 : place + 1]
+        if place in (0, len(self._times)):
+            return self._differences[min(place, len(self._times) - 1)]
+        (before, after), (low, high) = self._times[place - 1 : place + 1], self._differences[place - 1 : place + 1]
         return low + (high - low) * (time - before) / (after - before)
-
-
-@dataclass(frozen=True)
-class Step:
-    """From a machine's clock to that of `towards`, which is nearer to rank 0."""
-
-    towards: int
-    samples: Samples
-    second: bool  # the machine is the second of the two, and `samples` are at its own time
 
 
 class Clocks:
@@ -104,8 +83,7 @@ class Clocks:
     def __init__(self, processes: Iterable[Process] = ()) -> None:
         self._machines: list[Process] = []  # the first process of each
         self._of: dict[Process, int] = {}
-        self._samples: dict[tuple[int, int], Samples] = {}
-        self._steps: dict[int, Step] = {}
+        self._samples = defaultdict[int, Samples](Samples)  # by machine: of the reference and that machine
         self._errors: dict[int, float] = {}
         for process in sorted(processes, key=lambda one: (one.rank, one.generation)):
             self.add(process)
@@ -128,48 +106,30 @@ class Clocks:
         return self._machines[0]
 
     def observe(self, caller: Process, called: Process, sent: int, came: int, left: int, back: int) -> None:
-        """Adds a round trip: `sent` and `back` by the caller's clock, `came` and `left` by the called process's."""
+        """Adds a round trip: `sent` and `back` by the caller's clock, `came` and `left` by the called process's. Only
+        those with the reference's machine count."""
         first, second = self.add(caller), self.add(called)
-        if first == second or left < came or back < sent:
+        if 0 not in (first, second) or first == second or left < came or back < sent:
             return
-        samples = self._samples.setdefault((min(first, second), max(first, second)), Samples())
-        if first < second:
-            samples.add((came + left) / 2, back - sent, left - back, came - sent)
+        if first == 0:
+            self._samples[second].add((came + left) / 2, back - sent, left - back, came - sent)
         else:
-            samples.add((sent + back) / 2, back - sent, sent - came, back - left)
+            self._samples[first].add((sent + back) / 2, back - sent, sent - came, back - left)
 
     def solve(self) -> None:
-        """Finds the paths with the least error from the reference to the other machines."""
-        neighbours: dict[int, list[tuple[int, float]]] = {}
-        for (first, second), samples in self._samples.items():
-            error = samples.solve()
-            neighbours.setdefault(first, []).append((second, error))
-            neighbours.setdefault(second, []).append((first, error))
-        self._steps, self._errors = {}, {}
-        ahead = [(0.0, 0, 0)] if self._machines else []
-        while ahead:
-            error, machine, towards = heapq.heappop(ahead)
-            if machine in self._errors:
-                continue
-            self._errors[machine] = error
-            if machine != towards:
-                pair = self._samples[min(machine, towards), max(machine, towards)]
-                self._steps[machine] = Step(towards, pair, machine > towards)
-            for neighbour, more in neighbours.get(machine, ()):
-                heapq.heappush(ahead, (error + more, neighbour, machine))
+        """Prepares the alignment."""
+        self._errors = {machine: samples.solve() for machine, samples in self._samples.items()}
 
     def aligner(self, process: Process) -> Callable[[int], int]:
         """The function from a time of `process` to that of the reference's clock, in ns. Call `solve` first."""
-        machine, path = self.add(process), list[Step]()
-        if machine not in self._errors:
-            shift = process.wall_ns - self.reference.wall_ns
-            return lambda time: time + shift
-        while machine in self._steps:
-            path.append(self._steps[machine])
-            machine = path[-1].towards
-        if not path:
+        machine = self.add(process)
+        if machine == 0:
             return lambda time: time
-        return lambda time: _walk(path, time)
+        if machine in self._errors:
+            samples = self._samples[machine]
+            return lambda time: time - round(samples.at(time))
+        shift = process.wall_ns - self.reference.wall_ns
+        return lambda time: time + shift
 
     def alignment(self, process: Process) -> Alignment:
         """How the clock of `process` was aligned with the reference's."""
@@ -178,9 +138,7 @@ class Clocks:
             return Alignment(process, "reference" if process == self.reference else "same host")
         if machine not in self._errors:
             return Alignment(process, "wall clock", None)
-        step = self._steps[machine]
-        via = self._machines[step.towards].host if step.towards else ""
-        return Alignment(process, "round trips", round(self._errors[machine]), via, step.samples.round_trips)
+        return Alignment(process, "round trips", round(self._errors[machine]), self._samples[machine].round_trips)
 
     def alignments(self) -> list[Alignment]:
         """That of each process, in the order in which they were added."""
@@ -193,12 +151,3 @@ class Clocks:
     def from_unix(self, seconds: float) -> int:
         """The time of the reference's clock, in ns, of a Unix time."""
         return round(seconds * 1e9) - self.reference.wall_ns
-
-
-def _walk(path: list[Step], time: int) -> int:
-    for step in path:
-        if step.second:
-            time -= round(step.samples.at(time))
-        else:  # the difference is known at the other clock's time, which is nearly this
-            time += round(step.samples.at(time + step.samples.at(time)))
-    return time

@@ -77,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     about = "a table of the time of the steps; for a folder, the file is then written with --output only"
     parser.add_argument("--summary", action="store_true", help=about)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -97,23 +96,13 @@ def _show(
     if not trace.recordings:
         problem = trace.problems[0] if trace.problems else NO_TRACE
         raise UsageError(f"TARGET {arguments.target!r}: {problem}")
-    size = sum(one.path.stat().st_size for one in trace.recordings) / 1e6
-    with console.status(f"reading {len(trace.recordings)} files, {size:,.1f} MB"):
+    with console.status(f"reading {len(trace.recordings)} files"):
         calls = Calls(trace)
-    content: dict[str, Any] = {"job": trace.job, "problems": trace.damage()}
-    if output:
-        with console.status(f"writing {output}"):
-            spans = perfetto.write_file(calls, output, run)
-        content |= {"file": str(output), "spans": spans}
-    if arguments.summary:
-        summary = Summary(calls)
-        content["summary"] = summary.to_dict()
-    if arguments.json:
-        print(json.dumps(content, indent=1))
-        return 0
+        spans = perfetto.write_file(calls, output, run) if output else 0
+        summary = Summary(calls) if arguments.summary else None
     for problem in trace.damage():
         print(f"rolecall: {problem}", file=sys.stderr)
-    if arguments.summary:
+    if summary:
         Console(width=None if sys.stdout.isatty() else 160).print(summary.render())
     if output:
         ranks, size = len({one.process.name for one in trace.recordings}), output.stat().st_size / 1e6

@@ -32,6 +32,16 @@ class Owner(Protocol):
         """The members with `role`, without those that were lost."""
         ...
 
+    @property
+    def call(self) -> Any:
+        """See `Context.call`."""
+        ...
+
+    @property
+    def options(self) -> Any:
+        """See `Context.options`."""
+        ...
+
     def wait_all(self, calls: list[Any]) -> list[Any]:
         """The answers of calls; raises the first error."""
         ...

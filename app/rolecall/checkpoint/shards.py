@@ -200,7 +200,10 @@ class Share:
 
         def ask(place: int, length: int) -> Future[Tensor | Problem]:
             piece = (place, length)
-            return self.context.internal_calls.call(holder, Shares.read_piece, stem, file.name, *piece)
+            call: Future[Tensor | Problem] = self.context.internal_calls.call(
+                holder, Shares.read_piece, stem, file.name, *piece
+            )
+            return call
 
         def read(place: int, length: int) -> Tensor:
             future = ahead.pop((place, length), None) or ask(place, length)

@@ -123,7 +123,7 @@ class Wire:
             link.close("")
 
     def on_disconnect(self, peer: str, gone: Callable[[str], None]) -> None:
-        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended; at once if there is none."""
+        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended, or at once."""
         try:
             link = self._link_to(peer)
         except PeerLostError:

@@ -92,7 +92,8 @@ def _receive(sock: socket.socket) -> dict[str, Any]:
     """The line that the other end sends. Raises OSError and ValueError."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        more = sock.recv(MAX_HELLO_BYTES - len(line))
+        # byte by byte: frames may follow at once
+        more = sock.recv(1) if len(line) < MAX_HELLO_BYTES else b""
         if not more:
             raise ConnectionError(
                 "the connection was closed" if len(line) < MAX_HELLO_BYTES else "its hello is too long"

@@ -165,7 +165,7 @@ class Context(Generic[S]):
 
     def wait_all(self, calls: list[Any]) -> list[Any]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
-        if calls and isinstance(calls[0], Future):
+        if not calls or isinstance(calls[0], Future):
             return wait_all(calls)
         return list(self.group.functions.wait_all(calls))
 

@@ -22,10 +22,10 @@ def run(context: Context[PsSettings]) -> None:
     deadline = 2 * settings.step_timeout + settings.phase_timeout + settings.rpc_timeout  # the lead saves, too
     calls, device = context.options(timeout=deadline), context.device if lead.name in context.mapped else "cpu"
     key = GradientKey(name, 0)
-    assignment = calls.call(lead, Server.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).result().assignment
+    answer = calls.call(lead, Server.exchange, GradientPart(key, 0, None, BatchReport(0, 0))).result()
     server = context.reference(lead)
-    while assignment.batches:
-        for batch in assignment.batches:
+    while answer.assignment and answer.assignment.batches:
+        for batch in answer.assignment.batches:
             key = GradientKey(name, key.number + 1)
             inputs, targets = samples.batch(torch.from_numpy(batch))
             inputs, targets = inputs.to(device), targets.to(device)
@@ -37,6 +37,6 @@ def run(context: Context[PsSettings]) -> None:
                 correct = int((output.argmax(1) == targets).sum())
                 report = BatchReport(0, len(batch), float(loss.detach()), correct)
                 with metrics.ps_wait_seconds.time():
-                    assignment = calls.call(lead, Server.step, key, context_id, report).result().assignment
+                    answer = calls.call(lead, Server.step, key, context_id, report).result()
             metrics.ps_computed_samples.inc(len(batch))
             context.report_step(key.number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ class Server:
     def __init__(self, context: Context[PsSettings]) -> None:
         settings, trainers = context.settings, max(1, len(context.peers("trainer")))
         self.context, self.inbox = context, Inbox()
-        self._complete = self.inbox.put
+        self._complete: Callable[[GradientKey], None] = self.inbox.put
         if context.rank != 0:
             self._complete = Reports(context.logger, partial(context.call, context.rank0, Server.complete)).add
         self.server_model: ServerModel | None = None

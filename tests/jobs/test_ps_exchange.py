@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from rolecall.jobs.ps.server import Server
 from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import value
 from tests.integration import learning
-from tests.jobs.ps_calls import Calls, inline  # noqa: F401
+from tests.jobs.ps_calls import Calls, send_at_once
 from tests.jobs.test_ps_local import Servers as LocalServers
 from tests.jobs.test_ps_local import replicas
 from tests.jobs.test_ps_local import settings_of as local_settings
@@ -30,12 +30,16 @@ from tests.jobs.test_ps_local import settings_of as local_settings
 WIRES = [{"wire_dtype": dtype} for dtype in ("float32", "int8", "int4")]
 
 
-pytestmark = pytest.mark.usefixtures("inline")
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        send_at_once(monkeypatch)
+        yield
 
 
 def layers() -> nn.Module:

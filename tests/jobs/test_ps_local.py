@@ -25,12 +25,15 @@ from rolecall.jobs.ps.shard import Shard, require_same_model
 from rolecall.jobs.ps.trainer import Trainer
 from rolecall.wire.messages import Deadline, Request
 from tests.integration import learning
-from tests.jobs.ps_calls import inline  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("inline")
+from tests.jobs.ps_calls import send_at_once
 
 HERE = "tests.integration.learning:"
 TINY = {"model": HERE + "small", "dataset": HERE + "blobs", "lr": 0.1, "batch_size": 8, "lr_schedule": "constant"}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    send_at_once(monkeypatch)
 
 
 def settings_of(**changed: Any) -> PsSettings:
@@ -38,8 +41,8 @@ def settings_of(**changed: Any) -> PsSettings:
 
 
 class Servers:
-    """In place of the wire, the servers and the lead of the trainers `names`. With a `ledger` an update is made as soon as
-    that has it due; otherwise a test has it made by `carry_out`.
+    """In place of the wire, the servers and the lead of the trainers `names`. With a `ledger` an update is made as soon
+    as that has it due; otherwise a test has it made by `carry_out`.
     """
 
     def __init__(self, s: PsSettings, names: Iterable[str], ledger: Ledger | None = None) -> None:

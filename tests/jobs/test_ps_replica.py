@@ -12,7 +12,7 @@ from rolecall import Context, Peer
 from rolecall.jobs.ps import PsSettings, model
 from rolecall.jobs.ps.replica import Replica
 from rolecall.wire.messages import Deadline, Request
-from tests.jobs.ps_calls import inline  # noqa: F401
+from tests.jobs.ps_calls import send_at_once
 
 SMALL = 100  # elements
 
@@ -30,13 +30,13 @@ class Calls:
 
     def call(self, to: str, request: Request, deadline: Deadline) -> MagicMock:
         [message] = request.args
-        assert to == f"ps_{int(message.part >= 2)}"
         self.sent[message.part] = message.gradient
         return MagicMock()
 
 
 @pytest.fixture
-def replica(inline: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Replica:
+def replica(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Replica:
+    send_at_once(monkeypatch)
     monkeypatch.setattr(model, "MIN_PART_ELEMENTS", SMALL)
     members = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2))
     settings = PsSettings(job="ps", servers=2, model=f"{__name__}:factory", **request.param)

@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
+from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
 from rolecall.context.calls import Calls, wait_all
 from rolecall.context.group import Group
@@ -76,6 +77,8 @@ class Context(Generic[S]):
         # see Calls: the same calls, without options
         self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all
         self.call_any, self.options = self.calls.call_any, self.calls.options
+        self.internal_calls = Calls(self.group, internal=True)
+        self.shares = Shares()
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
 

@@ -133,8 +133,12 @@ class Wire:
             link.close("")
 
     def on_disconnect(self, peer: str, gone: Callable[[str], None]) -> None:
-        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended. Raises PeerLostError."""
-        link = self._link_to(peer)
+        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended, or at once."""
+        try:
+            link = self._link_to(peer)
+        except PeerLostError:
+            gone(peer)
+            return
         with self._lock:
             ended = link.ended
             if not ended:

@@ -1,9 +1,8 @@
-"""What traces cost: ranks without any tracing code, with TRACE=0 and with TRACE=1, in turns on one machine, in one run:
-`make bench-trace`.
+"""What traces cost: ranks with TRACE=0 and with TRACE=1, in turns on one machine, in one run: `make bench-trace`.
 
-`call` is the time that a call takes in the caller's and in the handler's thread, with the network left out. The jobs
-are measured by their rates. A ratio is the median of the pairs' ratios: TRACE=0 over no tracing code, and TRACE=1 over
-TRACE=0. With BENCH_JSON=FILE each figure is written as it comes.
+`call` is the time that a call takes in the caller's thread, with the network left out. The jobs are measured by their
+rates. A ratio is the median of the pairs' ratios, TRACE=1 over TRACE=0. With BENCH_JSON=FILE each figure is written as
+it comes.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from bench.display import Display
 from bench.results_ps import TRAINERS
 from rolecall.declare import registry
 
-MODES = ("none", "off", "on")  # no tracing code, TRACE=0, TRACE=1
+MODES = ("off", "on")  # TRACE=0, TRACE=1
 DEADLINE = 240.0  # seconds of one run
-OFF, ON = 0.98, 0.95  # least share of the rate: what cannot be told from noise, and what is accepted
-MOST_OFF = 1.0  # microseconds that a call may take longer with TRACE=0
-UNTRACED = "bench.untraced"  # the jobs without tracing code; an import takes it out of a process
+ON = 0.95  # least share of the rate that is accepted
 On = Callable[[str], None]
 UNITS = {"call": "us", "ps": "samples_per_s", "rnn": "tokens_per_s", "rl": "steps_per_s"}
 NAMES = {"call": "a call, without the network", "ps": "ps, sync", "rnn": "rnn", "rl": "rl, INFERENCE=observer"}
@@ -65,25 +62,18 @@ class Measured:
 
     def bars(self) -> list[command.Bar]:
         bars: list[command.Bar] = []
-        without, off = self.median("call", "none"), self.median("call", "off")
-        if without is not None and off is not None:
-            more = off - without
-            bars.append((f"{NAMES['call']}, TRACE=0", f"{more:+.2f} us", f"<= {MOST_OFF:g}", more <= MOST_OFF))
         for name in UNITS:
-            for mode, base, least in (("off", "none", OFF), ("on", "off", ON)):
-                ratio = self.ratio(name, mode, base)
-                if name != "call" and ratio is not None:
-                    what = f"{NAMES[name]}, TRACE={int(mode == 'on')}"
-                    bars.append((what, f"{ratio:.3f} of the rate", f">= {least:g}", ratio >= least))
+            ratio = self.ratio(name, "on", "off")
+            if name != "call" and ratio is not None:
+                bars.append((f"{NAMES[name]}, TRACE=1", f"{ratio:.3f} of the rate", f">= {ON:g}", ratio >= ON))
         return bars
 
     def to_json(self) -> dict[str, Any]:
         """The ratios with their medians, as far as they are known, and every value under `details`."""
         known: dict[str, Any] = {"failed": self.failed} if self.failed else {}
         for name, unit in UNITS.items():
-            for mode, base in (("off", "none"), ("on", "off")):
-                if (ratio := self.ratio(name, mode, base)) is not None:
-                    known[f"{name}_{mode}_ratio"] = round(ratio, 4)
+            if (ratio := self.ratio(name, "on", "off")) is not None:
+                known[f"{name}_on_ratio"] = round(ratio, 4)
             for mode in MODES:
                 if (value := self.median(name, mode)) is not None:
                     known[f"{name}_{mode}_{unit}"] = round(value, 3)
@@ -114,8 +104,7 @@ def rate(measure: Callable[[On], float], mode: str, on: On) -> tuple[float, int]
     @contextlib.contextmanager
     def run(job: str, deadline: float, variables: dict[str, object]) -> Iterator[launch.Run]:
         nonlocal spans
-        target = f"{UNTRACED}:{job.upper()}" if mode == "none" else job
-        with _launch(target, deadline, {**variables, "TRACE": int(mode == "on")}) as running:
+        with _launch(job, deadline, {**variables, "TRACE": int(mode == "on")}) as running:
             lines = running.events
 
             def events() -> Iterator[dict[str, Any]]:
@@ -171,7 +160,7 @@ def measure(rounds: int, only: tuple[str, ...], quick: bool, console: Console) -
     measured, parts = Measured(), plan(only, quick)
     with Display(len(MODES) * rounds * len(parts), console, measured.busy_percent) as display:
         for number in range(rounds):
-            order = MODES[number % 3 :] + MODES[: number % 3]  # none is always the first
+            order = MODES[number % 2 :] + MODES[: number % 2]  # neither is always the first
             for name, part in parts.items():
                 for mode in order:
                     try:
@@ -196,11 +185,9 @@ def _shown(name: str, value: float | None) -> str:
 
 def tables(measured: Measured) -> list[Table]:
     """The results for people."""
-    table = Table(
-        "medians", "no tracing code", "TRACE=0", "TRACE=1", "0 over none", "1 over 0", title="The cost of traces"
-    )
+    table = Table("medians", "TRACE=0", "TRACE=1", "1 over 0", title="The cost of traces")
     for name in measured.values:
-        ratios = [measured.ratio(name, *modes) for modes in (("off", "none"), ("on", "off"))]
+        ratios = [measured.ratio(name, "on", "off")]
         table.add_row(NAMES[name], *(_shown(name, measured.median(name, mode)) for mode in MODES),
                       *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios))  # fmt: skip
     for column in table.columns[1:]:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from rolecall import Context, Job, Role, Settings
+from rolecall import Context, Job, Role, Settings, remote
 
 SMALL = 1000  # bytes
 BULK = 4_800_000  # bytes
@@ -26,12 +26,18 @@ class Nothing(Settings):
     """The variables of every job."""
 
 
-def echo(payload: Any) -> Any:
-    return payload
-
-
-def member(context: Context[Nothing]) -> None:
+class Member:
     """Only answers."""
+
+    def __init__(self, context: Context[Nothing]) -> None: ...
+
+    @remote
+    def echo(self, payload: Any) -> Any:
+        return payload
+
+    @remote
+    def process(self) -> int:
+        return os.getpid()
 
 
 def processor_seconds(workers: set[int]) -> float:
@@ -50,14 +56,14 @@ def processor_seconds(workers: set[int]) -> float:
 
 def spent(context: Context[Nothing], payload: Any, count: int, in_flight: int) -> float:
     """The tunnels' processor seconds of a call."""
-    peer, waiting = context.peers("member")[0], deque[Any]()
-    workers = {os.getpid(), context.call(peer, os.getpid, timeout=TIMEOUT).wait()}
+    peer, waiting, calls = context.peers("member")[0], deque[Any](), context.options(timeout=TIMEOUT)
+    workers = {os.getpid(), calls.call(peer, Member.process).result()}
     for warm in (count // 10, count):
         before = processor_seconds(workers)
         for _ in range(warm):
             if len(waiting) == in_flight:
-                waiting.popleft().wait()
-            waiting.append(context.call(peer, echo, payload, timeout=TIMEOUT))
+                waiting.popleft().result()
+            waiting.append(calls.call(peer, Member.echo, payload))
         context.wait_all(list(waiting))
         waiting.clear()
     return (processor_seconds(workers) - before) / count
@@ -71,4 +77,4 @@ def lead(context: Context[Nothing]) -> dict[str, float]:
     return dict(state)
 
 
-JOB = Job([Role("lead", lead), Role("member", member)], settings=Nothing)
+JOB = Job([Role("lead", lead), Role("member", Member)], settings=Nothing)

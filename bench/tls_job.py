@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rolecall import Context, Job, RankObject, Role, Settings, UsageError
+from rolecall import Context, Job, Role, Settings, UsageError, remote
 
 SMALL = 1000  # bytes of a round trip, each way
 BULK = 4_800_000  # of a transfer, each way
@@ -31,23 +31,18 @@ class Link(Settings):
 # ---- at the members
 
 
-BUFFER: RankObject[torch.Tensor] = RankObject()
+class Member:
+    def __init__(self, context: Context[Link]) -> None:
+        context.join_group("member", timeout=TIMEOUT)
+        self.buffer = torch.zeros(REDUCED // 4)
 
+    @remote
+    def echo(self, payload: Any) -> Any:
+        return payload
 
-def member(context: Context[Link]) -> None:
-    context.join_group("member", timeout=TIMEOUT)
-    BUFFER.set(torch.zeros(REDUCED // 4))
-
-
-def echo(payload: Any) -> Any:
-    return payload
-
-
-def reduce(count: int) -> float:  # called at both at the same time
-    def once() -> object:
-        return dist.all_reduce(BUFFER.get())
-
-    return median(once, count)
+    @remote
+    def reduce(self, count: int) -> float:  # called at both at the same time
+        return median(lambda: dist.all_reduce(self.buffer), count)
 
 
 # ---- at rank 0
@@ -65,18 +60,21 @@ def median(once: Callable[[], object], count: int) -> float:
     return statistics.median(seconds)
 
 
+def echo_seconds(context: Context[Link], payload: Any, count: int) -> float:
+    peer, calls = context.peers("member")[0], context.options(timeout=TIMEOUT)
+    return median(lambda: calls.call(peer, Member.echo, payload).result(), count)
+
+
 def rtt(context: Context[Link]) -> float:
-    peer, payload = context.peers("member")[0], bytes(SMALL)
-    return median(lambda: context.call(peer, echo, payload, timeout=TIMEOUT).wait(), context.settings.round_trips)
+    return echo_seconds(context, bytes(SMALL), context.settings.round_trips)
 
 
 def bulk(context: Context[Link]) -> float:
-    peer, payload = context.peers("member")[0], torch.zeros(BULK // 4)
-    return median(lambda: context.call(peer, echo, payload, timeout=TIMEOUT).wait(), context.settings.transfers)
+    return echo_seconds(context, torch.zeros(BULK // 4), context.settings.transfers)
 
 
 def allreduce(context: Context[Link]) -> float:
-    return max(context.call_all("member", reduce, context.settings.reductions, timeout=2 * TIMEOUT))
+    return max(context.options(timeout=2 * TIMEOUT).call_all(Member.reduce, context.settings.reductions))
 
 
 MEASURES = {"rtt": rtt, "bulk": bulk, "allreduce": allreduce}
@@ -99,4 +97,4 @@ def lead(context: Context[Link]) -> dict[str, float]:
     return dict(state)
 
 
-JOB = Job([Role("lead", lead), Role("member", member, count=2)], settings=Link, check=check)
+JOB = Job([Role("lead", lead), Role("member", Member, count=2)], settings=Link, check=check)

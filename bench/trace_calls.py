@@ -1,6 +1,5 @@
-"""What a call costs in the caller's thread and in the handler's, in microseconds, without the network between them:
-`python -m bench.trace_calls MODE`.
-"""
+"""What a call costs in the caller's thread, in microseconds, without the network:
+`python -m bench.trace_calls MODE`."""
 
 from __future__ import annotations
 
@@ -10,10 +9,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-MODES = ("none", "off", "on")
+MODES = ("off", "on")
 CALLS, BLOCKS = 2000, 15
 DEADLINE = 120.0  # seconds
 
@@ -30,36 +28,32 @@ def measure(mode: str) -> float:
     return float(done.stdout)
 
 
-def called(vector: Any) -> Any:
-    """What is called."""
-    return vector
+class Answering:
+    """In place of the wire: each call is answered at once."""
+
+    def call(self, to: str, request: Any, deadline: Any, ended: Any, *, content: Any) -> Any:
+        from rolecall.wire.future import Future
+
+        answer: Future[None] = Future()
+        ended(None, None, 0)
+        answer.set_result(None)
+        return answer
 
 
 def main(mode: str) -> None:
     """Prints the microseconds of a call: the median of blocks."""
     import torch
     from prometheus_client import CollectorRegistry
-    from torch.distributed import rpc
 
     from rolecall import telemetry
-    from rolecall.context.watchdog import Deadline, Watchdog
+    from rolecall.context.transport import WireTransport
+    from rolecall.context.watchdog import Watchdog
     from rolecall.record.recorder import recorder
-    from rolecall.torch_rpc.rpc import TorchRpc
+    from rolecall.wire.messages import Deadline, Request
 
-    if mode == "none":
-        from bench import untraced
-
-        assert TorchRpc.call is untraced.call
-
-    def rpc_async(to: str, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
-        answer: torch.futures.Future[Any] = torch.futures.Future()
-        answer.set_result(function(*args))
-        return answer
-
-    rpc.rpc_async = rpc_async
-    metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
-    context: Any = SimpleNamespace(metrics=metrics, watchdog=Watchdog(600, 60), mapped=())
-    transport, deadline = TorchRpc(context, None), Deadline(10.0, "RPC_TIMEOUT=10")
+    metrics, wire = telemetry.build(telemetry.WORKER, CollectorRegistry()), cast(Any, Answering())
+    transport = WireTransport(wire, metrics, Watchdog(600, 60), rank0="lead_0", rpc_timeout=10.0)
+    deadline = Deadline(10.0, "RPC_TIMEOUT=10")
     vector = torch.ones(100)
     seconds = []
     with tempfile.TemporaryDirectory() as directory:
@@ -69,7 +63,7 @@ def main(mode: str) -> None:
         for _ in range(BLOCKS):
             began = time.process_time()  # of all threads: the recorder's too
             for _ in range(CALLS):
-                transport.call("ps_0", called, vector, timeout=deadline)
+                transport.call("ps_0", Request("called", (vector,), {}, 10.0), deadline)
             recorder.flush()
             seconds.append((time.process_time() - began) / CALLS)
         recorder.close()

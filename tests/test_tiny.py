@@ -1,15 +1,15 @@
-"""Does anything work at all? In a few seconds: settings, a gang, a checkpoint, and one call over torch RPC."""
+"""Does anything work at all? In a few seconds: settings, a gang, a checkpoint, and one call."""
 
 from __future__ import annotations
 
 import multiprocessing
-import operator
 import socket
 from pathlib import Path
 
 from rolecall import config, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.declare import registry
+from rolecall.declare.remote import remote
 from rolecall.declare.task import Peer
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import Heartbeat, RoleSpec, Rules, WorkerStatus
@@ -44,9 +44,15 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (snapshot.step, snapshot.state["weights"]) == (7, [1.0, 2.0])
 
 
+class _Adder:
+    @remote
+    def add(self, left: int, right: int) -> int:
+        return left + right
+
+
 def _call_itself(directory: str) -> int:
     from rolecall.context.context import Context
-    from rolecall.torch_rpc import rpc  # torch, in a process of its own: RPC cannot be connected twice
+    from rolecall.torch_rpc.connect import connect  # torch, in a process of its own: a process connects once
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -55,10 +61,11 @@ def _call_itself(directory: str) -> int:
     settings = config.load(config.Settings, bind_addr="127.0.0.1", master_port=port, device="cpu")
     telemetry.use_directory(Path(directory))
     context = Context(settings, me, (me,), 1, telemetry.build_worker(telemetry.WORKER, "agent", is_rank0=True))
-    rpc.connect(context)
-    return int(context.call(me.name, operator.add, 40, 2).wait())
+    connect(context, Path(directory))
+    context.serve(_Adder())
+    return context.call(me.name, _Adder.add, 40, 2).result()
 
 
-def test_a_call_over_rpc(tmp_path: Path) -> None:
+def test_a_call(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply_async(_call_itself, (str(tmp_path),)).get(timeout=60) == 42

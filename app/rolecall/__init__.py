@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rolecall.checkpoint.shards import Share
     from rolecall.config import Seconds, Settings, __version__
     from rolecall.context.context import Context
+    from rolecall.context.queues import Queue
     from rolecall.declare.remote import remote
     from rolecall.declare.spec import Job, Role
     from rolecall.declare.task import Peer
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from rolecall.fields import FromUser, PerRank
     from rolecall.telemetry import Metric
     from rolecall.torch_rpc.program import Program
-    from rolecall.torch_rpc.rpc import RankObject
-    from rolecall.torch_rpc.turns import in_turn
+    from rolecall.wire.future import Future, Stream
 
 __all__ = [
     "CallTimeoutError",
@@ -33,6 +33,7 @@ __all__ = [
     "Drained",
     "Exported",
     "FromUser",
+    "Future",
     "Job",
     "LoggedShare",
     "Metric",
@@ -41,7 +42,7 @@ __all__ = [
     "PerRank",
     "Program",
     "ProgramError",
-    "RankObject",
+    "Queue",
     "RemoteError",
     "Role",
     "Rows",
@@ -50,9 +51,9 @@ __all__ = [
     "Sharded",
     "Share",
     "Snapshot",
+    "Stream",
     "UsageError",
     "__version__",
-    "in_turn",
     "remote",
 ]
 
@@ -64,6 +65,7 @@ _MODULES = {
     "checkpoint.shards": ("Share",),
     "config": ("Seconds", "Settings", "__version__"),
     "context.context": ("Context",),
+    "context.queues": ("Queue",),
     "declare.remote": ("remote",),
     "declare.spec": ("Job", "Role"),
     "declare.task": ("Peer",),
@@ -72,8 +74,7 @@ _MODULES = {
     "fields": ("FromUser", "PerRank"),
     "telemetry": ("Metric",),
     "torch_rpc.program": ("Program",),
-    "torch_rpc.rpc": ("RankObject",),
-    "torch_rpc.turns": ("in_turn",),
+    "wire.future": ("Future", "Stream"),
 }
 
 

@@ -130,6 +130,12 @@ class Settings(BaseSettings):
     rejoin_timeout: Seconds = Field(600.0, description="seconds to wait for rank 0; at rank 0, for missing ranks")
     connect_timeout: Seconds = Field(30.0, description="deadline of a generation's RPC rendezvous, in seconds")
     rpc_timeout: Seconds = Field(10.0, description="deadline of one remote call, in seconds")
+    max_message_bytes: int = Field(
+        16 * 2**30,
+        ge=2**20,
+        le=2**40,
+        description="bytes of a remote call or its answer that this rank accepts; a larger one fails",
+    )
     phase_timeout: Seconds = Field(
         1800.0,
         description="deadline of a phase (checking, loading, restoring, compiling, evaluating, saving), in seconds",

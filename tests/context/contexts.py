@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,44 @@ from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.context import progress
 from rolecall.context.context import Context
 from rolecall.context.progress import Supervision
+from rolecall.declare.remote import remote
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer
 
+
+class Agent:
+    """Rank 0's."""
+
+    def run(self) -> None: ...
+
+    @remote
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    @remote(turn=True)
+    def in_turn(self) -> None: ...
+
+
+class Observer:
+    @remote
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    @remote(idempotent=True)
+    def again(self) -> None: ...
+
+    @remote(turn=True)
+    def in_turn(self) -> None: ...
+
+    @remote(stream=True)
+    def count(self) -> Iterator[int]:
+        yield 1
+
+    def hidden(self) -> None: ...
+
+
 JOB = Job(
-    [Role("agent", print), Role("observer", count=2, minimum=1)],
+    [Role("agent", Agent), Role("observer", Observer, count=2, minimum=1)],
     score="accuracy",
     unit="samples",
     metrics=[telemetry.Metric("gauge", "temperature", "Of the water."), telemetry.Metric("counter", "cups_total", "")],

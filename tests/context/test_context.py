@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from concurrent.futures import InvalidStateError
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from rolecall.context.context import Context, choose_device
 from rolecall.context.progress import ProgressEvent
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.fields import FromUser
-from rolecall.torch_rpc import rpc
-from rolecall.torch_rpc.rpc import RankObject
 from tests.context.contexts import AGENT, ONE, TWO, Clock, Supervisor, make, value
 
 # ---- progress
@@ -246,31 +243,17 @@ def test_required_peers_are_there_or_the_job_drains(tmp_path: Path) -> None:
     context.require_peers("observer")
 
 
-def test_call_waits_for_the_rank_object() -> None:
-    slot, answers = RankObject[str](), list[str]()
-    called = threading.Thread(target=lambda: answers.append(slot.get()))
-    called.start()
-    assert slot.set("object") == "object"
-    called.join(60)
-    assert answers == ["object"]
-    with pytest.raises(InvalidStateError):
-        slot.set("another")
-
-
-def test_a_rank_is_loading_until_its_object_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_loading_until_its_object_is_made(tmp_path: Path) -> None:
     for me, after in ((ONE, ""), (AGENT, "loading")):  # rank 0, until it begins to train
-        context, current = make(tmp_path, me=me), RankObject[Any]()
-        monkeypatch.setattr(rpc, "_context", current)
-        current.set(context)
+        context = make(tmp_path, me=me)
         assert context.watchdog.doing == "loading"
-        RankObject[str]().set("object")
+        context.serve(object())
         assert context.watchdog.doing == after
 
 
-def test_wait_for_the_rank_object_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankObject, "deadline", 0.05)
+def test_wait_for_the_roles_object_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(PeerLostError, match=r"not ready within PHASE_TIMEOUT=0\.05 s"):
-        RankObject[str]().get()
+        make(tmp_path, phase_timeout=0.05).role_object()
 
 
 # ---- where it computes

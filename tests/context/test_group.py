@@ -1,25 +1,24 @@
-"""Calls to a role: the answers as they come, peers that are lost, and functions that no peer can import."""
+"""Calls to a role: the answers as they come, peers that are lost, and what is no remote method."""
 
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from structlog.typing import EventDict
-from torch.futures import Future
 
-from rolecall import in_turn
 from rolecall.context.context import Context
-from rolecall.declare.remote import require_importable
+from rolecall.declare.remote import remote
+from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
-from tests.context.contexts import AGENT, ONE, TWO, Supervisor, make
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
+from tests.context.contexts import AGENT, ONE, TWO, Agent, Observer, Supervisor, make
 
 GONE = PeerLostError("observer_0 does not answer: eof")
 LATE = CallTimeoutError("observer_0 has not answered double within 10 s (RPC_TIMEOUT=10)")
@@ -31,13 +30,19 @@ class Wire:
     def __init__(self) -> None:
         self.stuck: dict[str, str] = {}
         self.reached = True  # by what says that a peer is stuck
-        self.calls: list[tuple[str, Callable[..., Any], tuple[Any, ...], float]] = []
+        self.calls: list[tuple[str, str, tuple[Any, ...], float]] = []
         self.futures: dict[str, Future[Any]] = {}
+        self.loads: dict[str, int] = {}
 
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
-        self.calls.append((to, function, args, timeout))
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        self.calls.append((to, request.method, request.args, float(deadline)))
         self.futures[to] = Future()
         return self.futures[to]
+
+    def in_flight(self, to: str) -> int:
+        return self.loads.get(to, 0)
+
+    def lose(self, to: str) -> None: ...
 
     def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
         self.stuck[to] = problem
@@ -65,13 +70,9 @@ def context(tmp_path: Path, supervisor: Supervisor, wire: Wire) -> Context:
     return context
 
 
-def double(number: int) -> int:
-    return 2 * number
-
-
 def test_answers_come_in_the_order_of_arrival(context: Context, wire: Wire) -> None:
-    answers = context.call_each("observer", double, 4, timeout=3.0)
-    assert wire.calls == [("observer_0", double, (4,), 3.0), ("observer_1", double, (4,), 3.0)]
+    answers = context.options(timeout=3.0).call_each(Observer.double, 4)
+    assert wire.calls == [("observer_0", "double", (4,), 3.0), ("observer_1", "double", (4,), 3.0)]
     wire.answer("observer_1", "first")
     assert next(answers) == (TWO, "first")
     threading.Timer(0.05, wire.answer, ("observer_0", "second")).start()
@@ -79,7 +80,7 @@ def test_answers_come_in_the_order_of_arrival(context: Context, wire: Wire) -> N
 
 
 def test_call_all_yields_answers_and_calls_at_once(context: Context, wire: Wire) -> None:
-    answers = context.call_all("observer", double, 4)
+    answers = context.call_all(Observer.double, 4)
     assert len(wire.calls) == 2  # before the first answer is asked for
     wire.answer("observer_1", None)
     wire.answer("observer_0", 8)
@@ -90,7 +91,7 @@ def test_call_all_yields_answers_and_calls_at_once(context: Context, wire: Wire)
 def test_lost_skip_leaves_the_peer_out(
     context: Context, wire: Wire, supervisor: Supervisor, logged: list[EventDict], error: Exception
 ) -> None:
-    answers = context.call_all("observer", double, 4)
+    answers = context.call_all(Observer.double, 4)
     wire.answer("observer_0", error)
     wire.answer("observer_1", 8)
     assert list(answers) == [8]
@@ -101,12 +102,12 @@ def test_lost_skip_leaves_the_peer_out(
     )
     (given_up,) = [event for event in logged if event["event"] == "peer given up"]
     assert (given_up["peer"], given_up["problem"]) == ("observer_0", str(error))
-    context.call_all("observer", double, 4)
+    context.call_all(Observer.double, 4)
     assert [to for to, *_ in wire.calls[2:]] == ["observer_1"]
 
 
 def test_lost_answer_yields_the_error(context: Context, wire: Wire, supervisor: Supervisor) -> None:
-    answers = context.call_each("observer", double, 4, lost="answer")
+    answers = context.options(lost="answer").call_each(Observer.double, 4)
     wire.answer("observer_0", LATE)
     wire.answer("observer_1", 8)
     by_peer = dict(answers)
@@ -119,7 +120,7 @@ def test_lost_answer_yields_the_error(context: Context, wire: Wire, supervisor: 
 
 def test_a_stuck_peer_out_of_reach_is_lost(context: Context, wire: Wire, supervisor: Supervisor) -> None:
     wire.reached = False
-    answers = context.call_all("observer", double, 4)
+    answers = context.call_all(Observer.double, 4)
     wire.answer("observer_0", LATE)
     wire.answer("observer_1", 8)
     assert list(answers) == [8]
@@ -139,7 +140,7 @@ def test_a_closed_connection_gives_up_a_member_of_an_elastic_role(
 def test_lost_raise_raises_the_error_and_loses_no_peer(
     context: Context, wire: Wire, supervisor: Supervisor, error: Exception
 ) -> None:
-    answers = context.call_each("observer", double, 4, lost="raise")
+    answers = context.options(lost="raise").call_each(Observer.double, 4)
     wire.answer("observer_1", 8)
     wire.answer("observer_0", error)
     assert next(answers) == (TWO, 8)
@@ -149,7 +150,7 @@ def test_lost_raise_raises_the_error_and_loses_no_peer(
 
 
 def test_the_loss_of_a_fixed_roles_peer_is_an_error(context: Context, wire: Wire) -> None:
-    answers = context.call_all("agent", double, 4)
+    answers = context.call_all(Agent.double, 4)
     wire.answer("agent_0", GONE)
     with pytest.raises(PeerLostError):
         list(answers)
@@ -160,7 +161,7 @@ def test_peer_lost_by_the_gang_is_not_waited_for(
     context: Context, wire: Wire, supervisor: Supervisor, lost: Any
 ) -> None:
     """Its call may hang for as long as its deadline, or for ever."""
-    answers = context.call_each("observer", double, 4, timeout=0, lost=lost)
+    answers = context.options(timeout=0, lost=lost).call_each(Observer.double, 4)
     wire.answer("observer_1", 8)
     assert next(answers) == (TWO, 8)
     threading.Timer(0.05, context.lose, ("observer_0",)).start()
@@ -175,117 +176,109 @@ def test_peer_lost_by_the_gang_is_not_waited_for(
 
 
 def test_remote_error_is_raised_and_loses_no_peer(context: Context, wire: Wire, supervisor: Supervisor) -> None:
-    answers = context.call_all("observer", double, 4)
+    answers = context.call_all(Observer.double, 4)
     wire.answer("observer_0", RemoteError("observer_0 raised ValueError: no such number"))
     with pytest.raises(RemoteError, match="no such number"):
         next(answers)
     assert supervisor.lost == []
 
 
-def test_an_unknown_role_is_refused(context: Context, wire: Wire) -> None:
-    with pytest.raises(UsageError, match=r"^no role 'observers' in this job \(agent, observer\)$"):
-        context.call_all("observers", double, 4)
+# ---- methods
+
+
+def not_a_method() -> None: ...
+
+
+@pytest.mark.parametrize("method", [Observer.hidden, not_a_method, len, lambda: None, Observer])
+def test_only_methods_marked_as_remote_are_called(context: Context, wire: Wire, method: Any) -> None:
+    for call in (functools.partial(context.call, ONE), context.call_each, context.call_all, context.call_any):
+        with pytest.raises(UsageError, match="cannot be called at a peer: put @remote above"):
+            call(method)
     assert wire.calls == []
 
 
-# ---- functions
+def test_a_method_of_an_object_is_refused(context: Context, wire: Wire) -> None:
+    """The peer calls that of its own object."""
+    with pytest.raises(UsageError, match=r"^Observer.double is a method of an object here: name it by its class"):
+        context.call(ONE, Observer().double, 1)
+    assert wire.calls == []
 
 
-class Box:
-    @staticmethod
-    def double(number: int) -> int:
-        return 2 * number
-
-
-def nested() -> Callable[[], int]:
-    def inside() -> int:
-        return 1
-
-    return inside
-
-
-@functools.cache
-def cached() -> int:
-    return 1
-
-
-class Counter:
-    count = 0
-
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-
-    @classmethod
-    def make(cls) -> Counter:
-        return cls()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [double, Box.double, cached, torch.add, functools.partial(double, 3), len, Counter.make, Counter.add, math.sqrt],
-    ids=lambda one: str(one)[:20],
-)
-def test_functions_of_modules_and_classes_can_be_called(function: Callable[..., Any]) -> None:
-    require_importable(function)
-
-
-@pytest.mark.parametrize("function", [lambda: 1, nested()], ids=["lambda", "nested"])
-def test_functions_that_no_peer_can_import_are_refused(function: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match="cannot be called at a peer"):
-        require_importable(function)
-
-
-COUNTER = Counter()
-
-
-def add() -> int:
-    return COUNTER.add()
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (COUNTER.add, "Counter.add"),
-        (functools.partial(COUNTER.add), "Counter.add"),
-        ([].append, "list.append"),
-        (threading.Lock().acquire, "lock.acquire"),
-    ],
-)
-def test_a_method_of_an_object_is_refused(
-    context: Context, wire: Wire, function: Callable[..., Any], name: str
-) -> None:
-    """Pickled with the object: each call would act on another copy."""
-    context.call(ONE, add)  # whatever was called under the same name
-    with pytest.raises(UsageError, match=f"^{name} is a method of an object, .* from a RankObject$"):
-        context.call(ONE, function)
-    with pytest.raises(UsageError, match=f"^{name} is a method of an object"):
-        context.call_all("observer", function)
-    assert [called for _, called, *_ in wire.calls] == [add]
-
-
-@in_turn
-def served() -> None:
-    """Is called at a rank other than rank 0."""
-
-
-def test_rank_0_serves_no_calls_in_turn(tmp_path: Path, wire: Wire) -> None:
-    """It would come to them once its function has returned, and ends then."""
+def test_rank_0_serves_no_methods_with_turn(tmp_path: Path, wire: Wire) -> None:
+    """It would come to them once its `run` has returned, and ends then."""
     for me in (AGENT, ONE):
         context = make(tmp_path, me=me)
         context.transport = wire
-        with pytest.raises(UsageError, match=r"^served is @in_turn, which rank 0 never serves: .*at another rank$"):
-            context.call(AGENT, served)
-        with pytest.raises(UsageError, match=r"^served is @in_turn"):
-            context.call_all("agent", served)
+        for call in (functools.partial(context.call, AGENT), context.call_all, context.call_any):
+            with pytest.raises(UsageError, match=r"^Agent.in_turn has turn=True, which rank 0 never serves"):
+                call(Agent.in_turn)
         assert not wire.calls
-    context.call(TWO, served)
-    context.call(AGENT, double, 1)
+    context.call(TWO, Observer.in_turn)
+    context.call(AGENT, Agent.double, 1)
     assert len(wire.calls) == 2
 
 
+def test_a_stream_is_of_one_peer(context: Context) -> None:
+    for call in (context.call_all, context.call_any):
+        with pytest.raises(UsageError, match=r"^Observer.count is a stream: call it at one peer"):
+            call(Observer.count)
+
+
+class Shared:
+    @remote
+    def shared(self) -> None: ...
+
+
+class One(Shared):
+    def run(self) -> None: ...
+
+
+class Other(Shared): ...
+
+
+def test_a_method_of_several_roles_needs_to_be_told_which(tmp_path: Path, wire: Wire) -> None:
+    job = Job([Role("agent", One), Role("observer", Other, count=2, minimum=1)])
+    context = make(tmp_path, job=job)
+    context.transport = wire
+    with pytest.raises(UsageError, match=r"several roles \(agent, observer\); say options\(role=...\)$"):
+        context.call_all(Shared.shared)
+    context.options(role="observer").call_all(Other.shared)
+    assert [to for to, *_ in wire.calls] == ["observer_0", "observer_1"]
+    with pytest.raises(UsageError, match=r"^no role 'nobody' in this job"):
+        context.options(role="nobody").call_all(Shared.shared)
+    with pytest.raises(UsageError, match=r"^Observer.double is a method of no role's class \(agent, observer\)$"):
+        context.call_all(Observer.double, 1)
+
+
+# ---- any of a role
+
+
+def test_the_least_loaded_member_is_called(context: Context, wire: Wire) -> None:
+    wire.loads = {"observer_0": 2, "observer_1": 1}
+    call = context.call_any(Observer.double, 4)
+    assert [to for to, *_ in wire.calls] == ["observer_1"]
+    wire.answer("observer_1", 8)
+    assert call.result(1) == 8
+
+
+@pytest.mark.parametrize(("method", "again"), [(Observer.again, True), (Observer.in_turn, False)])
+def test_what_was_lost_is_called_again_if_that_does_no_harm(
+    context: Context, wire: Wire, method: Any, again: bool
+) -> None:
+    call = context.call_any(method)
+    wire.answer("observer_0", GONE)
+    assert [to for to, *_ in wire.calls] == ["observer_0", "observer_1"][: 1 + again]
+    if again:
+        wire.answer("observer_1", GONE)
+    with pytest.raises(PeerLostError):
+        call.result(1)
+
+
+# ---- none is left
+
+
 def test_when_all_were_lost_meanwhile_none_is_left(context: Context, wire: Wire) -> None:
-    answers = context.call_all("observer", double, 4)
+    answers = context.call_all(Observer.double, 4)
     wire.answer("observer_0", GONE)
     wire.answer("observer_1", GONE)
     with pytest.raises(PeerLostError, match="no observer is left"):
@@ -293,7 +286,7 @@ def test_when_all_were_lost_meanwhile_none_is_left(context: Context, wire: Wire)
 
 
 def test_when_all_were_lost_in_a_drain_there_are_no_answers(context: Context, wire: Wire) -> None:
-    answers = context.call_all("observer", double, 4)
+    answers = context.call_all(Observer.double, 4)
     context.drain()
     wire.answer("observer_0", GONE)
     wire.answer("observer_1", GONE)
@@ -304,13 +297,13 @@ def test_first_call_may_take_a_phase_more(tmp_path: Path, supervisor: Supervisor
     context = make(tmp_path, supervisor, phase_timeout=500)
     context.transport = wire
     context.start(0)
-    context.call(ONE, double, 1)
-    context.call(TWO, double, 1, timeout=3)
-    context.call(TWO, double, 1, timeout=0)
+    context.call(ONE, Observer.double, 1)
+    context.options(timeout=3).call(TWO, Observer.double, 1)
+    context.options(timeout=0).call(TWO, Observer.double, 1)
     context.watchdog.answered(None, ONE.name)
     with context.evaluating():
-        context.call(ONE, double, 1)
-    context.call(ONE, double, 1)
+        context.call(ONE, Observer.double, 1)
+    context.call(ONE, Observer.double, 1)
     assert [call[-1] for call in wire.calls] == [510, 503, 0, 500, 10]
 
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rolecall import Context, Job, Role, Settings, UsageError, in_turn
+from rolecall import Context, Job, Role, Settings, UsageError, remote
 
 STEP, SEED = 1, object()
 square = triple = lambda x: 3 * x
@@ -27,11 +27,13 @@ square = triple = lambda x: 3 * x
 
 class Tally:
     count = 0
-    def add(self, n): self.count += n
+    @remote
+    def add(self, n, *, twice=False): self.count += n
+    @remote
+    def many(self, *numbers): pass
+    def hidden(self): pass
     @staticmethod
     def double(n): return 2 * n
-    @classmethod
-    def make(cls): return cls()
 
 
 class Kept(Tally):
@@ -52,10 +54,6 @@ class Chosen:
 
 
 def work(x): return x
-
-
-@in_turn
-def serve(x): return x
 
 
 TALLY, ROWS = Tally(), []
@@ -85,13 +83,15 @@ def helper(peers: "Context[Settings]"):
     {helped}
 
 
-JOB = Job([Role("lead", lead), Role("worker", count=2)])
-OTHER = Job([Role("lead", lead), Role("helper", count=2)])
+class Lead:
+    def run(self): self.context.call_all({method})
+
+
+JOB = Job([Role("lead", lead), Role("worker", Tally, count=2)])
 """
 PLACE = HEAD[: HEAD.index("{line}")].count("\n") + 1
-METHOD = "is a method of an object, and a peer would call it on a copy: call a function at the top of a module"
-TURN = "is @in_turn, which rank 0 never serves"
-CALL = "cannot be called at a peer: define it with `def` at the top of a module"
+UNMARKED = "cannot be called at a peer: put @remote above its `def` in the class of a role"
+NO_METHOD = "is no method of a role's class"
 
 
 @pytest.fixture(autouse=True)
@@ -103,31 +103,30 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     sys.modules.pop("given", None)
 
 
-def look(line: str = "pass", helped: str = "pass") -> None:
-    Path("given.py").write_text(HEAD.replace("{line}", line).replace("{helped}", helped))
+def look(line: str = "pass", helped: str = "pass", method: str = "Tally.many") -> None:
+    text = HEAD.replace("{line}", line).replace("{helped}", helped).replace("{method}", method)
+    Path("given.py").write_text(text)
     preflight.require_sound(registry.get("given.py"), registry.module_of("given.py"))
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('context.call_all("worker", lambda: 1)', f"<lambda> {CALL}"),
-        ("context.call(other, function=lambda: 1)", f"<lambda> {CALL}"),
-        ('list(context.call_each("worker", triple, 3))', f"<lambda> {CALL}"),
-        ('context.call_all("worker", inside)', f"inside {CALL}"),
-        ('context.call_all("worker", named)', f"<lambda> {CALL}"),
+        ("context.call_all(lambda: 1)", f"<lambda> {NO_METHOD}"),
+        ("context.call(other, lambda: 1)", f"<lambda> {NO_METHOD}"),
+        ("list(context.call_each(inside))", f"inside {NO_METHOD}"),
+        ("context.call_any(named)", f"<lambda> {NO_METHOD}"),
+        ("context.call_all(set_seed)", f"set_seed {NO_METHOD}"),
+        ("context.call_all(Tally.hidden)", f"Tally.hidden {UNMARKED}"),
+        ("context.call_all(Tally.nothing)", "Tally has no method 'nothing'"),
+        ("context.call_all(Tally.add)", "Tally.add(self, n, *, twice=False): missing a required argument: 'n'"),
+        ("context.call_all(Tally.add, 1, 2)", "Tally.add(self, n, *, twice=False): too many positional arguments"),
+        ("context.call(other, Tally.add, 1, no=2)", "Tally.add(self, n, *, twice=False): got an unexpected keyword"),
+        ("other.options(lost='skip').call_all(Tally.add)", "Tally.add(self, n, *, twice=False): missing a required"),
         (
             "for _ in context.steps(3): context.log(done=1)",
             "steps() would begin at step 1 again after each restart: wr",
         ),
-        ('context.call("worker_0", TALLY.add, 1)', f"Tally.add {METHOD}"),
-        ('context.call_all("worker", ROWS.append, 1)', f"list.append {METHOD}"),
-        ('context.call_all("worker", local.add, 1)', f"Tally.add {METHOD}"),
-        ('context.call_all("worker", Tally().add, 1)', f"Tally.add {METHOD}"),
-        ('context.call_all("worker", random.random)', f"Random.random {METHOD}"),
-        ('context.call_all("lead", serve, 1)', f"serve {TURN}"),
-        ('context.call("lead_0", serve, 1)', f"serve {TURN}"),
-        ('context.call_all("workers", work, 1)', "no role 'workers' in this job (lead, worker)"),
         ('context.restore({"tally": Tally()})', "tally is a given.Tally, which a checkpoint cannot hold: give it"),
         ('context.restore({"tally": local})', "tally is a given.Tally, which a checkpoint cannot hold"),
         ('context.restore(state={"hits": random})', "hits is a builtins.module, which a checkpoint cannot hold"),
@@ -150,36 +149,32 @@ def test_steps_of_a_function_that_is_called_with_a_context_are_left_to_the_worke
 
 
 def test_a_function_that_takes_a_context_is_looked_at_too() -> None:
-    with pytest.raises(UsageError, match=r"^given\.py:\d+: <lambda> cannot be called"):
-        look(helped='peers.call_all("worker", lambda: 1)')
+    with pytest.raises(UsageError, match=r"^given\.py:\d+: <lambda> is no method"):
+        look(helped="peers.call_all(lambda: 1)")
+
+
+def test_methods_are_looked_at_too() -> None:
+    with pytest.raises(UsageError, match=r"^given\.py:\d+: Tally\.add\(self, n, \*, twice=False\): missing"):
+        look(method="Tally.add")
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        'context.call_all("worker", work, 1)',
+        "context.call_all(Tally.add, 1, twice=True)",
         "context.restore(other); list(context.steps(3))",
         "list(context.steps(3, context.snapshot().state))",
         "helper(context); list(context.steps(3))",
-        'context.call_all("worker", math.sqrt, 4.0)',
-        'context.call_all("worker", torch.ones, 4)',
-        'context.call_all("worker", partial(work, 1))',
-        'context.call_all("worker", replaced)',
-        'context.call_all("helper", work, 1)',
-        'context.call_all("worker", Tally.double, 1)',
-        'context.call_all("worker", TALLY.double, 1)',
-        'context.call_all("worker", Tally.make)',
-        'context.call_all("worker", HOLDER.add, 1)',
-        'context.call_all("worker", unsure.add, 1)',
-        'context.call_all("worker", other.add, 1)',
-        'context.call_all("worker", serve, 1)',
-        'context.call("worker_0", serve, 1)',
-        'context.call_all("lead", work, 1)',
+        "context.call(other, Tally.add, *other)",
+        "context.call_all(Tally.add, **other)",
+        "context.call_all(Tally.many, 1, 2, 3)",
+        "context.call_all(HOLDER.add, 1)",
+        "context.call_all(unsure, 1)",
+        "context.call_all(other)",
+        "context.call_all(*(lambda: 1,))",
         'context.peers("workers")',
-        'context.call_all(*("worker", lambda: 1))',
-        "context.call(other, Tally)",
-        "context.call_all(other, other)",
-        'other.call_all("workers", lambda: 1)',
+        "other.call_all(lambda: 1)",
+        "other.call(TALLY.add, Kept.add)",
         'context.restore({"hits": 0, "points": STEP, **dict(a=1)})',
         'context.restore({"a": Kept(), "b": Wrapped(), "c": Assigned(), "d": Chosen(), "e": unsure, "f": kept})',
         'context.restore({"model": torch.nn.Linear(2, 3), "rows": torch.zeros(3), "size": torch.Size((1, 2))})',

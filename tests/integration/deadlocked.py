@@ -6,10 +6,10 @@ import ctypes
 import threading
 from typing import Any
 
-from rolecall import Context, Job, RankObject, Role, Settings
+from rolecall import Context, Job, Role, Settings, remote
 
-HERE: RankObject[Context[Any]] = RankObject()
 LOCK = threading.Lock()
+CALLS = 64  # that a worker carries out at a time
 
 
 class Deadlocked(Settings):
@@ -19,60 +19,69 @@ class Deadlocked(Settings):
     workers: int = 2
 
 
-def lead(context: Context[Deadlocked]) -> None:
-    """Rank 0's: holds a lock while it calls worker 0, which calls back; or has all its RPC threads taken by calls."""
-    HERE.set(context)
-    list(context.call_all("worker", ready))
-    if context.settings.kind == "lock":
-        threading.Thread(target=ask_aside, args=(context,), daemon=True).start()
+class Lead:
+    """Rank 0's: holds a lock while it calls worker 0, which calls back; or has all its threads taken by calls."""
+
+    def __init__(self, context: Context[Deadlocked]) -> None:
+        self.context, self.meet = context, threading.Barrier(CALLS)
+
+    def run(self) -> None:
+        """Deadlocks."""
+        context = self.context
+        if context.settings.kind == "lock":
+            threading.Thread(target=self.ask_aside, daemon=True).start()
+            with LOCK:
+                context.wait_all([context.call("worker_0", Worker.ask_back)])
+        context.wait_all([context.call("worker_0", Worker.crowd)])
+
+    def ask_aside(self) -> None:
+        """In another thread: waits for worker 1."""
+        self.context.wait_all([self.context.call("worker_1", Worker.hold_the_gil)])
+
+    @remote
+    def take_lock(self) -> int:
+        """Waits for the lock that the main thread holds."""
         with LOCK:
-            context.wait_all([context.call("worker_0", ask_back)])
-    context.wait_all([context.call("worker_0", crowd)])
+            return 1
+
+    @remote
+    def ask_worker(self) -> int:
+        """Waits for a worker, in one of the threads that its own call back needs."""
+        self.meet.wait()
+        return self.context.call("worker_1", Worker.ask_rank_0).result()
+
+    @remote
+    def rank(self) -> int:
+        """Answers at once, if there is a thread for it."""
+        return 0
 
 
-def ask_aside(context: Context[Any]) -> None:
-    """In another thread of the lead: waits for worker 1."""
-    context.wait_all([context.call("worker_1", hold_the_gil)])
-
-
-def work(context: Context[Deadlocked]) -> None:
+class Worker:
     """A worker's."""
-    HERE.set(context)
+
+    def __init__(self, context: Context[Any]) -> None:
+        self.context = context
+
+    @remote
+    def ask_back(self) -> int:
+        """At worker 0: calls the lead while that waits for it."""
+        return self.context.call("lead_0", Lead.take_lock).result()
+
+    @remote
+    def crowd(self) -> list[int]:
+        """At worker 0: has more of the lead's methods call back than the lead has threads for."""
+        return self.context.wait_all([self.context.call("lead_0", Lead.ask_worker) for _ in range(CALLS)])
+
+    @remote
+    def ask_rank_0(self) -> int:
+        """Calls the lead."""
+        return self.context.call("lead_0", Lead.rank).result()
+
+    @remote
+    def hold_the_gil(self) -> None:
+        """At worker 1: waits in C for ever, and lets no other thread run."""
+        while True:
+            ctypes.PyDLL(None).sleep(600)
 
 
-def ready() -> int:
-    """At a worker, that has begun."""
-    return HERE.get().rank
-
-
-def ask_back() -> Any:
-    """At worker 0: calls the lead while that waits for it."""
-    return HERE.get().call("lead_0", take_lock).wait()
-
-
-def take_lock() -> int:
-    """At the lead, whose main thread holds the lock."""
-    with LOCK:
-        return 1
-
-
-def crowd() -> list[Any]:
-    """At worker 0: has more of the lead's functions call back than the lead has threads for."""
-    context = HERE.get()
-    return context.wait_all([context.call("lead_0", ask_worker) for _ in range(16)])
-
-
-def ask_worker() -> Any:
-    """At the lead: waits for a worker, in one of the threads that its answer needs."""
-    MEET.wait()
-    return HERE.get().call("worker_1", ready).wait()
-
-
-def hold_the_gil() -> None:
-    """At worker 1: waits in C for ever, and lets no other thread run."""
-    while True:
-        ctypes.PyDLL(None).sleep(600)
-
-
-MEET = threading.Barrier(16)
-JOB = Job([Role("lead", lead), Role("worker", work, count="workers", minimum=2)], settings=Deadlocked)
+JOB = Job([Role("lead", Lead), Role("worker", Worker, count="workers", minimum=2)], settings=Deadlocked)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from rolecall import Context, Job, RankObject, Role, Settings
-
-HERE: RankObject[Context[Any]] = RankObject()
+from rolecall import Context, Job, Role, Settings, remote
 
 
 class Hanging(Settings):
@@ -18,15 +16,17 @@ class Hanging(Settings):
     workers: int = 2
 
 
-def work(context: Context[Hanging]) -> None:
-    """A worker's."""
-    HERE.set(context)
+class Worker:
+    """Hangs if it is the first one."""
 
+    def __init__(self, context: Context[Hanging]) -> None:
+        self.ordinal = context.me.ordinal
 
-def hang(step: int) -> None:
-    """Called by the lead: of the fourth step on it hangs, at worker 0."""
-    if step > 3 and HERE.get().me.ordinal == 0:
-        threading.Event().wait()
+    @remote
+    def hang(self, step: int) -> None:
+        """Hangs from the fourth step on, at worker 0."""
+        if step > 3 and self.ordinal == 0:
+            threading.Event().wait()
 
 
 def lead(context: Context[Hanging]) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def lead(context: Context[Hanging]) -> dict[str, Any]:
     for step in context.steps(until=(context.files / "stop").exists):
         match context.settings.kind:
             case "role":
-                list(context.call_all("worker", hang, step))
+                list(context.call_all(Worker.hang, step))
             case "future":
-                context.call("worker_0", hang, step).wait()
+                context.call("worker_0", Worker.hang, step).result()
             case "first":
-                context.call("worker_0", hang, 0).wait()
+                context.call("worker_0", Worker.hang, 0).result()
         threading.Event().wait(0.02)
     return {}
 
 
-JOB = Job([Role("lead", lead), Role("worker", work, count="workers", minimum=1)], settings=Hanging)
+JOB = Job([Role("lead", lead), Role("worker", Worker, count="workers", minimum=1)], settings=Hanging)

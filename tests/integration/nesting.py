@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
-from torch.distributed import rpc
 
-from rolecall import Context, Job, RankObject, RemoteError, Role, Settings, in_turn
+from rolecall import Context, Future, Job, RemoteError, Role, Settings, remote
 
 
 class Nesting(Settings):
@@ -19,69 +17,53 @@ class Nesting(Settings):
     workers: int = 2
 
 
-CONTEXT: RankObject[Context[Nesting]] = RankObject()
-WEIGHT = torch.ones(3, requires_grad=True)
+class Worker:
+    """A worker's, in a process group with the others."""
 
+    def __init__(self, context: Context[Nesting]) -> None:
+        self.context = context
+        context.join_group("worker", timeout=30)
 
-def work(context: Context[Nesting]) -> None:
-    """A worker's."""
-    context.join_group("worker", timeout=30)
-    CONTEXT.set(context)
+    def ask(self, number: int) -> Future[int]:
+        """Calls the other worker."""
+        (other,) = (peer for peer in self.context.peers("worker") if peer != self.context.me)
+        return self.context.call(other, Worker.inner, number)
 
+    @remote
+    def inner(self, number: int) -> int:
+        """Called by the other worker."""
+        return number + 1
 
-def ask(number: int) -> torch.futures.Future[int]:
-    """Calls the other worker."""
-    context = CONTEXT.get()
-    (other,) = (peer for peer in context.peers("worker") if peer != context.me)
-    return context.call(other, inner, number)  # type: ignore[no-any-return]
+    @remote(turn=True)
+    def outer(self, number: int) -> int:
+        """Called by the lead, runs in the main thread."""
+        dist.all_reduce(torch.ones(4))
+        with self.context.span("prepare", number=number):
+            answer = self.ask(number)
+        return answer.result()
 
+    @remote
+    def later(self, number: int) -> Future[int]:
+        """Called by the lead, answered when the other worker has answered."""
+        return self.ask(number)
 
-def inner(number: int) -> int:
-    """Called by the other worker."""
-    return number + 1
-
-
-@in_turn
-def outer(number: int) -> int:
-    """Called by the lead, runs in the thread of `work`."""
-    dist.all_reduce(torch.ones(4))
-    with CONTEXT.get().span("prepare", number=number):
-        answer = ask(number)
-    return answer.wait()
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def later(number: int) -> torch.futures.Future[int]:
-    """Called by the lead, answered when the other worker has answered."""
-    return ask(number)
-
-
-def product(vector: torch.Tensor) -> torch.Tensor:
-    """Called by the lead in a context of distributed autograd."""
-    return (vector * WEIGHT).sum()
-
-
-def broken() -> None:
-    """Called by the lead."""
-    raise ValueError("on purpose")
+    @remote
+    def broken(self) -> None:
+        """Called by the lead."""
+        raise ValueError("on purpose")
 
 
 def lead(context: Context[Nesting]) -> dict[str, Any]:
     """Rank 0's: goes on until it is stopped."""
     state = context.restore({"sum": 0})
     for _ in context.steps(until=(context.files / "stop").exists):
-        state["sum"] += sum(context.call_all("worker", outer, 1)) + sum(context.call_all("worker", later, 2))
-        with dist_autograd.context() as number:
-            vector = torch.ones(3, requires_grad=True)
-            losses = [context.call(peer, product, vector) for peer in context.peers("worker")]
-            dist_autograd.backward(number, [torch.stack(context.wait_all(losses)).sum()])  # type: ignore[attr-defined]
-            state["sum"] += int(dist_autograd.get_gradients(number)[vector].sum())  # type: ignore[attr-defined]
+        state["sum"] += sum(context.call_all(Worker.outer, 1)) + sum(context.call_all(Worker.later, 2))
         time.sleep(0.02)
     try:
-        list(context.call_all("worker", broken))
+        list(context.call_all(Worker.broken))
     except RemoteError as error:
         (context.files / "error").write_text(f"{error}{error.__cause__}")
     return {}
 
 
-JOB = Job([Role("lead", lead), Role("worker", work, count="workers")], settings=Nesting)
+JOB = Job([Role("lead", lead), Role("worker", Worker, count="workers")], settings=Nesting)

@@ -6,9 +6,7 @@ import threading
 import time
 from typing import Any
 
-from rolecall import Context, Job, RankObject, Role, Settings
-
-DATA: RankObject[int] = RankObject()
+from rolecall import Context, Job, Role, Settings, remote
 
 
 class Sluggish(Settings):
@@ -18,24 +16,26 @@ class Sluggish(Settings):
     load_seconds: float = 2.5
 
 
-def work(context: Context[Sluggish]) -> None:
+class Worker:
     """Loads its data for longer than RPC_TIMEOUT."""
-    with context.phase("loading"):
-        time.sleep(context.settings.load_seconds)
-    DATA.set(context.rank)
 
+    def __init__(self, context: Context[Sluggish]) -> None:
+        with context.phase("loading"):
+            time.sleep(context.settings.load_seconds)
+        self.rank = context.rank
 
-def read() -> int:
-    """Called at each worker in each step."""
-    return DATA.get()
+    @remote
+    def read(self) -> int:
+        """Called in each step."""
+        return self.rank
 
 
 def lead(context: Context[Sluggish]) -> dict[str, Any]:
     """Rank 0's: deadlocks in its fifth step, once."""
     state = context.restore({"sum": 0})
-    list(context.call_all("worker", read))  # which waits until they have loaded
+    list(context.call_all(Worker.read))  # which waits until they have loaded
     for step in context.steps(1_000_000):
-        state["sum"] += sum(context.call_all("worker", read))
+        state["sum"] += sum(context.call_all(Worker.read))
         if step == 5 and not (context.files / "deadlocked").exists():
             (context.files / "deadlocked").touch()
             forget_to_release(threading.Lock())
@@ -48,4 +48,4 @@ def forget_to_release(lock: threading.Lock) -> None:
     lock.acquire()
 
 
-JOB = Job([Role("lead", lead), Role("worker", work, count="workers", minimum=1)], settings=Sluggish)
+JOB = Job([Role("lead", lead), Role("worker", Worker, count="workers", minimum=1)], settings=Sluggish)

@@ -70,7 +70,7 @@ def test_threads_that_wait_for_answers_which_need_one_of_them_are_a_deadlock(ask
     """The last of the threads are in their wait, in the same line as the others, a moment after their calls are out."""
     asked = ask("threads")
     asked("deadlock:")
-    text = asked("\n  16 threads: serves ask_worker")
-    assert "deadlock: lead 0 > lead 0 (its 16 RPC threads wait for answers, and an answer needs one of them)" in text
-    assert "16 threads: serves ask_worker for worker 0: waits" in text
-    assert "for lead 0 (16 calls of ask_worker)" in text
+    text = asked("\n  64 threads: serves ask_worker")
+    assert "deadlock: lead 0 > worker 1 > lead 0" in text
+    assert "64 threads: serves ask_worker for worker 0: waits" in text
+    assert "for lead 0 (64 calls of ask_worker)" in text

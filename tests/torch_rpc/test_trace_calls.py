@@ -1,28 +1,23 @@
-"""Remote calls as spans: at the caller, at the peer, in turn; OpenTelemetry's context goes with them; collectives."""
+"""Collectives as spans, and a job's own."""
 
 from __future__ import annotations
 
 import gc
-import pickle
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import rpc
 from torch.futures import Future
 
-from rolecall import in_turn
 from rolecall.context.context import Context
 from rolecall.jobs.hybrid import trainer
 from rolecall.record import recorder as module
 from rolecall.record.recorder import NOTHING, Recorder
 from rolecall.record.records import SpanRecord, parse
-from rolecall.torch_rpc import tracing, turns
+from rolecall.torch_rpc import tracing
 from tests.context import contexts
 
 ABOUT = {"job": "rl", "role": "lead", "ordinal": 0, "rank": 0, "generation": 1}
@@ -64,160 +59,6 @@ def trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trace]:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """In place of RPC: what is called runs in another thread. Returns the functions that peers were sent."""
-    sent: list[Any] = []
-
-    def rpc_async(to: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Future[Any]:
-        sent.append(function)
-        answer: Future[Any] = Future()
-        unpickled, given = pickle.loads(pickle.dumps((function, args)))
-
-        def run() -> None:
-            try:
-                value = unpickled(*given)
-            except Exception as error:
-                answer.set_exception(error)  # type: ignore[arg-type]
-            else:
-                if hasattr(function, "_wrapped_async_rpc_function"):
-                    value.add_done_callback(lambda done: forward(done, answer))
-                else:
-                    answer.set_result(value)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return answer
-
-    monkeypatch.setattr(rpc, "rpc_async", rpc_async)
-    return sent
-
-
-def forward(done: Future[Any], answer: Future[Any]) -> None:
-    try:
-        answer.set_result(done.value())
-    except Exception as error:
-        answer.set_exception(error)  # type: ignore[arg-type]
-
-
-def call(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    return tracing.call("ps_0", function, args)
-
-
-# ---- functions that are called
-
-
-def double(number: int) -> int:
-    current = module.current()
-    SEEN.append(current.name if current else "")
-    return 2 * number
-
-
-def broken() -> None:
-    raise ValueError("broken on purpose\nsecond line")
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def later() -> Future[int]:
-    ANSWERS.append(Future())
-    return ANSWERS[-1]
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def wrong() -> int:
-    return 1
-
-
-@in_turn
-def turn() -> str:
-    current = module.current()
-    return current.name if current else ""
-
-
-class EndError(Exception):
-    """Ends `turns.serve`."""
-
-
-@in_turn
-def end() -> None:
-    raise EndError
-
-
-# ---- calls
-
-
-def test_a_call_is_a_span_on_both_sides_under_the_callers(trace: Trace, network: list[Any]) -> None:
-    SEEN.clear()
-    with trace.recorder.span("step") as step:
-        assert call(double, 4).wait() == 8
-    client, server = trace.pair()
-    assert (client.name, client.parent, client.attributes) == ("double", step.id, {"to": "ps 0", "sent": 0})
-    assert server.attributes == {"from": "lead 0"}
-    assert server.thread != client.thread
-    assert SEEN == ["double"]
-    assert network == [tracing.serve_traced]
-    assert module.current() is None
-
-
-def test_an_error_passes_and_is_noted_on_both_sides(trace: Trace) -> None:
-    with pytest.raises(ValueError, match="broken on purpose"):
-        call(broken).wait()
-    for span in trace.pair():
-        assert span.attributes["error"] == "ValueError: broken on purpose"
-
-
-def test_an_asynchronous_handler_ends_with_its_answer(trace: Trace, network: list[Any]) -> None:
-    answer = call(later)
-    assert [span.name for span in trace.spans()] == []
-    ANSWERS[-1].set_result(3)
-    assert answer.wait() == 3
-    client, server = trace.pair()
-    assert server.start_ns <= server.attributes["returned_ns"] <= server.end_ns <= client.end_ns
-    assert network == [tracing.serve_async]
-    failing = call(later)
-    ANSWERS[-1].set_exception(ValueError("too late"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="too late"):
-        failing.wait()
-    assert [span.attributes["error"] for span in trace.spans()[-2:]] == ["ValueError: too late"] * 2
-
-
-def test_an_asynchronous_handler_without_a_future_is_left_to_torch(trace: Trace) -> None:
-    assert tracing.serve_async(("", "", "lead 0", None), wrong, ()) == 1
-    assert [span.name for span in trace.spans()] == ["wrong"]
-
-
-def test_a_function_in_turn_runs_in_the_span_of_its_call(trace: Trace) -> None:
-    answer, _ = call(turn), call(end)
-    with pytest.raises(EndError):
-        turns.serve()
-    assert answer.wait() == "turn"
-    client, server = trace.pair()
-    assert client.name == "turn"
-    assert server.attributes["returned_ns"] <= server.attributes["began_ns"] <= server.end_ns
-    assert module.current() is None
-
-
-def test_a_call_that_cannot_be_sent_is_a_span_too(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no agent")
-
-    monkeypatch.setattr(rpc, "rpc_async", refuse)
-    with pytest.raises(RuntimeError, match="no agent"):
-        call(double, 1)
-    (span,) = trace.spans()
-    assert (span.kind, span.attributes["error"]) == ("client", "RuntimeError: no agent")
-
-
-def test_while_it_is_off_the_function_itself_is_called(trace: Trace, network: list[Any]) -> None:
-    trace.recorder.stop()
-    assert call(double, 1).wait() == 2
-    assert network == [double]
-    # a peer that records calls one that does not
-    assert tracing.serve_traced(("0" * 16, "0" * 16, "lead 0", None), double, (1,)) == 2
-    assert trace.spans() == []
-
-
 def test_a_context_has_spans(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rolecall.context import context as contexts_module
 
@@ -227,61 +68,6 @@ def test_a_context_has_spans(trace: Trace, tmp_path: Path, monkeypatch: pytest.M
     with context.span("on", shape=torch.ones(2).shape, rows=2) as span:
         span.note(loss=0.5)
     assert trace.spans()[-1].attributes == {"shape": "torch.Size([2])", "rows": 2, "loss": 0.5}
-
-
-# ---- OpenTelemetry
-
-
-def parent() -> str:
-    """The context that OpenTelemetry has here, and a value of its baggage."""
-    import opentelemetry.baggage
-    import opentelemetry.trace
-
-    context = opentelemetry.trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x} {context.span_id:016x} {opentelemetry.baggage.get_baggage('tenant')}"
-
-
-@in_turn
-def parent_in_turn() -> str:
-    return parent()
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("function", [parent, parent_in_turn])
-def test_opentelemetrys_context_goes_with_a_call(trace: Trace, function: Callable[[], str], *, recorded: bool) -> None:
-    otel = pytest.importorskip("opentelemetry.trace")
-    baggage, contexts_of = pytest.importorskip("opentelemetry.baggage"), pytest.importorskip("opentelemetry.context")
-    if not recorded:
-        trace.recorder.stop()
-    span = otel.NonRecordingSpan(otel.SpanContext(0xABC, 0xDEF, is_remote=False))
-    before = contexts_of.attach(baggage.set_baggage("tenant", "blue"))
-    with otel.use_span(span):
-        answer, carried_here = call(function), tracing.Carried()
-    contexts_of.detach(before)
-    if function is not parent:
-        call(end)
-        with pytest.raises(EndError):
-            turns.serve()
-    assert answer.wait() == f"{0xABC:032x} {0xDEF:016x} blue"
-    assert carried_here.run(parent, ()) == answer.wait()
-    carrier = {"traceparent": f"00-{1:032x}-{2:016x}-01"}
-    for serve in (tracing.serve_traced, tracing.serve_async) if recorded else (tracing.serve_traced,):
-        assert serve(("", "", "", carrier), parent, ()).startswith(f"{1:032x} {2:016x}")
-    assert parent() == f"{0:032x} {0:016x} None"  # nothing is left of any of them
-    spans = [span for span in trace.spans() if span.name == function.__name__]
-    carried = [(span.trace, span.parent) for span in spans if span.kind == "client"]
-    assert carried == ([(f"{0xABC:032x}", f"{0xDEF:016x}")] if recorded else [])
-
-
-def test_without_opentelemetry_nothing_goes_along(
-    trace: Trace, network: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, tracing.OTEL, raising=False)
-    trace.recorder.stop()
-    assert call(double, 1).wait() == 2
-    assert network == [double]
-    # a caller's context, where the peer has no OpenTelemetry
-    assert tracing.serve_traced(("", "", "", {"traceparent": "00-1-2-00"}), double, (1,)) == 2
 
 
 # ---- collectives

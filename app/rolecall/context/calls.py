@@ -211,29 +211,29 @@ class Calls:
         mark, role = require_remote(method), self._role_of(method)
         if mark.stream:
             raise UsageError(f"{method.__qualname__} is a stream: call it at one peer")
-        answer: Future[Any] = Future()
+        calls = list[Future[Any]]()  # one after the other
+        answer: Future[Any] = Future(lambda: calls[-1].cancel())
         tried = set[str]()
 
         def attempt(previous: PeerLostError | None) -> None:
             names = [peer.name for peer in self._group.peers(role) if peer.name not in tried]
             if not names:
-                answer.set_exception(previous or PeerLostError(f"no {role} is left"))
+                answer.end(None, previous or PeerLostError(f"no {role} is left"))
                 return
             name = min(names, key=self._group.connected.in_flight)
             self._require_served(mark, method, name)
             tried.add(name)
-            self._send(name, mark, method, args, kwargs).add_done_callback(ended)
+            calls.append(self._send(name, mark, method, args, kwargs))
+            calls[-1].add_done_callback(ended)
 
-        def ended(call: Future[Any]) -> None:
-            if answer.cancelled():
+        def ended(call: concurrent.futures.Future[Any]) -> None:
+            if call.cancelled() or answer.cancelled():
                 return
             error = call.exception()
             if isinstance(error, PeerLostError) and mark.idempotent:
                 attempt(error)
-            elif error is not None:
-                answer.set_exception(error)
             else:
-                answer.set_result(call.result())
+                answer.end(None if error else call.result(), error)
 
         attempt(None)
         return answer

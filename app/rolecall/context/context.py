@@ -5,20 +5,21 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
 from rolecall.config import Settings
 from rolecall.context.calls import Calls, wait_all
-from rolecall.context.group import Group, Lost
+from rolecall.context.group import Group
 from rolecall.context.progress import Progress, StepLogged, Supervision, TrainingStarted
+from rolecall.context.queues import Queue
 from rolecall.context.training import Training
 from rolecall.context.watchdog import Phase, Watchdog
-from rolecall.declare.remote import remote_of
 from rolecall.declare.spec import Job
 from rolecall.declare.task import Peer
 from rolecall.errors import PeerLostError, UsageError
@@ -27,6 +28,7 @@ from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
 from rolecall.wire.future import Future
 
 S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
 
 
 class Context(Generic[S]):
@@ -57,8 +59,7 @@ class Context(Generic[S]):
         self.settings, self.me, self.members, self.generation = settings, me, members, generation
         self.metrics, self.job, self.supervision = metrics, job, supervision or Supervision()
         self.logger = telemetry.log()
-        self.store: Any = None  # the generation's torch Store, once it is open
-        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.rpc.Torch`; `connect` sets it
+        self.torch: Any = None  # what torch.distributed does here, a `torch_rpc.distributed.Torch`; `connect` sets it
         self._role_object: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.watchdog = watchdog or Watchdog(settings.phase_timeout, settings.stuck_seconds, is_rank0=me.rank == 0)
         self.group = Group(
@@ -72,6 +73,9 @@ class Context(Generic[S]):
             lost=lost,
         )
         self.calls = Calls(self.group)
+        # see Calls: the same calls, without options
+        self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all
+        self.call_any, self.options = self.calls.call_any, self.calls.options
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
 
@@ -117,54 +121,16 @@ class Context(Generic[S]):
 
     # ---- calls
 
-    def call(
-        self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0, **kwargs: Any
-    ) -> Any:
-        """Calls `function(*args)` at the peer `to`. Returns a torch future of the answer. It raises RemoteError for
-        what the function raised, PeerLostError for a peer that is gone or silent, and CallTimeoutError for one that is
-        alive and has not answered within `timeout` seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no deadline).
-        A peer that has answered no call yet may be loading, and has PHASE_TIMEOUT more. Calls are counted and timed
-        under the function's name. A member of an elastic role whose connection is found closed is given up.
-
-        Raises UsageError for a function that the peer cannot import, a method of an object, and an `in_turn` at rank 0.
-        """
-        if remote_of(function):
-            return self.calls.call(to, function, *args, **kwargs)
-        return self.group.call(to, function, *args, timeout=timeout)
-
-    def call_each(self, role: Any, *args: Any, timeout: float = -1.0, lost: Lost | None = None, **kwargs: Any) -> Any:
-        """Calls `function(*args)` at every member with `role`, at once. Yields each with its answer, as they come.
-
-        A member that is gone, or does not answer within `timeout` seconds, is given up: the gang replaces it. With
-        `lost` "skip", the default for an elastic role, it is left out. "answer" yields a PeerLostError in place of its
-        answer. "raise", the default for the other roles, raises the PeerLostError or CallTimeoutError. What the
-        function raised is raised here, as RemoteError. If no member is left, raises PeerLostError, or yields nothing
-        while the job drains.
-        """
-        if not isinstance(role, str):
-            return self.calls.call_each(role, *args, **kwargs)
-        return self.group.call_each(role, *args, timeout=timeout, lost=lost)
-
-    def call_any(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `Calls.call_any`."""
-        return self.calls.call_any(method, *args, **kwargs)
-
-    def options(self, **options: Any) -> Calls:
-        """See `Calls.options`."""
-        return self.calls.options(**options)
-
-    def call_all(self, role: Any, *args: Any, timeout: float = -1.0, lost: Lost | None = None, **kwargs: Any) -> Any:
-        """The answers of `call_each`, without the members that gave them."""
-        if not isinstance(role, str):
-            return self.calls.call_all(role, *args, **kwargs)
-        answers = self.group.call_each(role, *args, timeout=timeout, lost=lost)
-        return (value for _, value in answers)
-
-    def wait_all(self, calls: list[Any]) -> list[Any]:
+    def wait_all(self, calls: list[Future[T]]) -> list[T]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
-        if calls and isinstance(calls[0], Future):
-            return wait_all(calls)
-        return list(self.group.functions.wait_all(calls))
+        return wait_all(calls)
+
+    def queue(self, name: str, maxsize: int, at: Peer | None = None) -> Queue[Any]:
+        """The queue `name` of at most `maxsize` items, which the member `at` owns; without it, rank 0 does. Every rank
+        that uses it names it, its size and its owner alike. Raises UsageError for another size."""
+        owner = at or self.rank0
+        items = self.group.queues.open(name, maxsize) if owner == self.me else None
+        return Queue(name, maxsize, items, lambda ask, end: self.group.connected.call(owner.name, ask, end))
 
     def on_disconnect(self, to: Peer | str, gone: Callable[[str], None]) -> None:
         """Calls `gone(name)`, from another thread, as soon as the peer `to` has ended or its connection broke. It is
@@ -189,15 +155,26 @@ class Context(Generic[S]):
         """Peers call the methods of `target`, this role's object, from now on. The worker calls it, with what it has
         made of the role's class."""
         self._role_object.set_result(target)
+        if self.me.rank:
+            self.watchdog.ready()
         if self.group.dispatcher:
             self.group.dispatcher.serve(target)
 
+    def serve_turns(self) -> NoReturn:
+        """Runs peers' calls of methods with `turn`, as they come. The worker calls it once the role's function has
+        returned."""
+        if self.group.dispatcher:
+            self.group.dispatcher.serve_turns()
+        while True:
+            threading.Event().wait()  # bounded by the supervisor, which ends this process
+
     def role_object(self) -> Any:
         """This role's object. Raises PeerLostError if it is not made within PHASE_TIMEOUT."""
+        limit = self.settings.phase_timeout
         try:
-            return self._role_object.result(self.settings.phase_timeout)
+            return self._role_object.result(limit)
         except TimeoutError:
-            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT") from None
+            raise PeerLostError(f"{self.me.name} was not ready within PHASE_TIMEOUT={limit:g} s") from None
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener(name)`, from another thread, for every peer that is lost from now on."""
@@ -222,7 +199,8 @@ class Context(Generic[S]):
     def phase(self, name: Phase) -> Iterator[None]:
         """The block is loading, restoring, compiling, evaluating or saving: a phase, which may take PHASE_TIMEOUT
         seconds, and not a step that is stuck. Calls that it makes have as long. `restore`, `save` and `evaluating` are
-        phases by themselves. Rank 0 is loading until it begins to train, another rank until its RankObject is set.
+        phases by themselves. Rank 0 is loading until it begins to train, another rank until the object of its
+        role is made.
         """
         with self.watchdog.phase(name):
             yield

@@ -50,17 +50,18 @@ def meet(
     dialer = Dialer(me, tls, tunnel, rank0=rank0, always_tls=settings.tls == "always", seconds=settings.connect_timeout)
     present = frozenset(peer.name for peer in context.members if peer.name not in group.lost)
     services = Services(present, context.supervision, context.progress, open_store)
-    wire = Wire(me.name, dialer, services, max_message_bytes=2**40, lost=group.disconnected)
+    wire = Wire(me.name, dialer, services, max_message_bytes=settings.max_message_bytes, lost=group.disconnected)
     acceptor = Acceptor(me, tls, wire.accept)
     port = settings.port
-    path = directory / f"wire-{context.generation}"
+    path = "" if settings.tls == "always" else str(directory / f"wire-{context.generation}")
     with Timer() as timer:
-        acceptor.listen_unix(path)
+        if path:
+            acceptor.listen_unix(Path(path))
         if tunnel:
             acceptor.listen_tunnel(tunnel())
         else:
             port = _listen(acceptor, settings, first=context.me.rank == 0)
-        here = Address(me.name, host, port, str(path), machine_id())
+        here = Address(me.name, host, port, path, machine_id())
         first_port = settings.rank0_port if tunnel else wire_port(settings)
         dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
         if with_store and wire.me == rank0:
@@ -70,7 +71,7 @@ def meet(
     group.transport = WireTransport(
         wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout
     )
-    group.dispatcher = wire.dispatcher
+    group.dispatcher, group.queues = wire.dispatcher, services.queues
     context.metrics.rpc_connect_seconds.set(timer.seconds)
     return wire, met.store_port
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rolecall.context.progress import Progress, ProgressEvent, Supervision
+from rolecall.context.queues import Queues
 from rolecall.declare.remote import remote
 from rolecall.wire.connecting import Address
 from rolecall.wire.late import stacks_of
@@ -29,10 +31,21 @@ class Services:
         self, members: frozenset[str], supervision: Supervision, progress: Progress, open_store: Callable[[], int]
     ) -> None:
         self._members, self._supervision, self._progress = members, supervision, progress
+        self.queues = Queues()
         self._open_store, self._store_port = open_store, 0
         self._addresses: dict[str, Address] = {}
         self._met: concurrent.futures.Future[Met] = concurrent.futures.Future()
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
+
+    @remote
+    async def queue_put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
+        """See `Queues.put`."""
+        return await self.queues.put(name, maxsize, item, seconds)
+
+    @remote
+    async def queue_get(self, name: str, maxsize: int, seconds: float | None) -> tuple[Any, ...]:
+        """See `Queues.get`."""
+        return await self.queues.get(name, maxsize, seconds)
 
     @remote
     def stacks(self, method: str) -> str:
@@ -54,7 +67,12 @@ class Services:
         """At rank 0: a member is there, at `address`. The answer comes once all are."""
         self.arrived(Address(*address))
         waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
-        self._met.add_done_callback(lambda met: waiting.set_result(met.result()))
+
+        def met(all_there: concurrent.futures.Future[Met]) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller has given it up
+                waiting.set_result(all_there.result())
+
+        self._met.add_done_callback(met)
         return waiting
 
     @remote

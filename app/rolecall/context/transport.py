@@ -61,8 +61,8 @@ class WireTransport:
 
     def stream(self, to: str, request: Request, deadline: Deadline) -> Stream[Any]:
         """See `Transport.stream`."""
-        _, request, ended = self._begin(to, request, Deadline(0.0))
-        return self.wire.stream(to, request, deadline, ended)
+        content, request, ended = self._begin(to, request._replace(seconds=0.0), Deadline(0.0))
+        return self.wire.stream(to, request, deadline, ended, content=content)
 
     def _begin(self, to: str, request: Request, deadline: Deadline) -> Any:
         method, metrics, watchdog = request.method, self._metrics, self._watchdog

@@ -1,6 +1,6 @@
-"""What the text of a user's file tells before anything starts: functions that no peer could import, values that no
-checkpoint could hold, roles that the job does not have. It says nothing if it cannot be certain; the worker says
-the rest.
+"""What the text of a user's file tells before anything starts: calls of what is no remote method, or with arguments
+that it does not take, and values that no checkpoint could hold. It says nothing if it cannot be certain; the worker
+says the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from rolecall.declare import loader, plain, sources
-from rolecall.declare.remote import METHOD, NOT_IMPORTABLE, NOT_SERVED, is_in_turn, require_importable
+from rolecall.declare.remote import require_remote
 from rolecall.declare.spec import Job
 from rolecall.errors import UsageError
 
@@ -24,8 +24,9 @@ NOT_RESTORED = (
     "steps() would begin at step 1 again after each restart: write `state = context.restore({...})` before the loop, "
     "with what it changes, or `context.restore({})` if it changes nothing"
 )
-CALLS = ("call", "call_each", "call_all")  # methods of Context whose second argument is a function
-OF_ROLES = ("call_each", "call_all")  # which raise if their first argument is no role
+# Context's methods that call a peer's, and which argument names that
+CALLS = {"call": 1, "call_each": 0, "call_all": 0, "call_any": 0}
+NO_METHOD = "is no method of a role's class: put it into the class, and @remote above it"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 UNKNOWN = object()
 
@@ -44,13 +45,15 @@ def require_sound(job: Job, module: ModuleType) -> None:
 
 
 def _with_context(tree: ast.Module, roles: set[str]) -> Iterator[tuple[Function, str]]:
-    """The functions that take a Context, and what they call it."""
+    """The functions, and what they call the Context that they take; nothing if they take none."""
     for node in ast.walk(tree):
         if isinstance(node, Function):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             taken = [each.arg for each in arguments if each.annotation and _names_context(each.annotation)]
             if taken or (arguments and node.name in roles and node in tree.body):
                 yield node, taken[0] if taken else arguments[0].arg
+            else:
+                yield node, ""
 
 
 def _names_context(annotation: ast.expr) -> bool:
@@ -59,7 +62,7 @@ def _names_context(annotation: ast.expr) -> bool:
 
 
 class _Body:
-    """One function that takes a Context."""
+    """One function, and what it calls the Context that it takes, if it takes one."""
 
     def __init__(self, job: Job, function: Function, context: str, module: ModuleType, tree: ast.Module) -> None:
         self.job, self.function, self.context, self.module = job, function, context, module
@@ -82,6 +85,8 @@ class _Body:
         for name, count in stores.items():
             if count > len(self.bound[name]):
                 self.bound[name].append(None)  # something else
+        kinds = [kind for role in job.roles if isinstance(kind := role.run, type)]
+        self.classes = {base for kind in kinds for base in kind.__mro__ if base is not object}  # of roles
         self.changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
 
     def check(self) -> None:
@@ -90,13 +95,12 @@ class _Body:
         for node in ast.walk(self.function):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            if not isinstance(node.func.value, ast.Name) or node.func.value.id != self.context:
+            of_context = isinstance(node.func.value, ast.Name) and node.func.value.id == self.context
+            at = CALLS.get(node.func.attr)
+            if at is not None and len(node.args) > at:
+                self._check_call(node, node.args[at], at + 1, of_context)
+            if not of_context:
                 continue
-            if node.func.attr in CALLS:
-                self._check_call(_argument(node, 1, "function"))
-                self._check_turn(node)
-            if node.func.attr in OF_ROLES and isinstance(role := _argument(node, 0, "role"), ast.Constant):
-                self._check_role(role)
             if node.func.attr == "restore" and isinstance(state := _argument(node, 0, "state"), ast.Dict):
                 for key, value in zip(state.keys, state.values, strict=True):
                     self._check_value(ast.unparse(key).strip("'\"") if key else "", value)
@@ -104,11 +108,6 @@ class _Body:
     def _refuse(self, at: ast.AST, problem: str) -> None:
         path = loader.shown(Path(str(self.module.__file__)))
         raise UsageError(f"{path}:{getattr(at, 'lineno', 0)}: {problem}")
-
-    def _check_role(self, given: ast.Constant) -> None:
-        jobs = [self.job, *(value for value in vars(self.module).values() if isinstance(value, Job))]
-        if given.value not in {role.name for job in jobs for role in job.roles}:  # a file may have several jobs
-            self._refuse(given, self.job.no_role(str(given.value)))
 
     def _check_steps(self) -> None:
         """Rank 0's loop, if nothing but this function could have restored the state that it continues."""
@@ -124,41 +123,43 @@ class _Body:
         if steps and len(used) == len(names) and not {"restore", "snapshot"} & {node.attr for node in used}:
             self._refuse(steps[0], NOT_RESTORED)
 
-    def _check_call(self, given: ast.expr | None) -> None:
+    def _check_call(self, call: ast.Call, given: ast.expr, at: int, of_context: bool) -> None:
+        """A call of a method that is named by the class of a role; `at` is where its arguments begin. What is called by
+        another object than the Context that this function takes may be something else."""
         node = self._known(given)
+        if not of_context and not (isinstance(node, ast.Attribute) and self._is_role_class(node.value)):
+            return
         if isinstance(node, ast.Lambda | Function):
             name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
-            self._refuse(given or node, f"{name} {NOT_IMPORTABLE}")
-        if isinstance(node, ast.Attribute) and inspect.isroutine(method := self._method(node)):
-            self._refuse(given or node, f"{method.__qualname__} {METHOD}")
-        value = self._value(node)
-        if inspect.isroutine(value) or inspect.isclass(value):
-            try:
-                require_importable(value)
-            except UsageError as error:
-                self._refuse(given or self.function, str(error))
-
-    def _method(self, node: ast.Attribute) -> Any:
-        """What the class of an object has for its attribute; UNKNOWN for those of modules, of classes, and its own."""
-        home = self._known(node.value)
-        kind = self._value(home.func) if isinstance(home, ast.Call) else type(owner := self._value(home))
-        if not isinstance(kind, type) or issubclass(kind, type | ModuleType) or isinstance(kind.__new__, FunctionType):
-            return UNKNOWN
-        method = inspect.getattr_static(kind, node.attr, UNKNOWN)
-        if isinstance(method, staticmethod | classmethod):
-            return UNKNOWN
-        of_class = isinstance(home, ast.Call) or inspect.getattr_static(owner, node.attr, UNKNOWN) is method
-        return method if of_class else UNKNOWN
-
-    def _check_turn(self, call: ast.Call) -> None:
-        """Rank 0 is the first role's member 0, and serves no calls in turn."""
-        function, to = self._value(_argument(call, 1, "function")), call.args[0] if call.args else None
-        if not is_in_turn(function) or not isinstance(to, ast.Constant):
+            self._refuse(given, f"{name} {NO_METHOD}")
+        if not isinstance(node, ast.Attribute) or not isinstance(kind := self._value(node.value), type):
+            if inspect.isfunction(function := self._value(node)):
+                self._refuse(given, f"{function.__qualname__} {NO_METHOD}")
             return
-        jobs = [self.job, *(value for value in vars(self.module).values() if isinstance(value, Job))]
-        firsts = {job.roles[0].name for job in jobs}  # a file may have several jobs
-        if len(firsts) == 1 and to.value in {name for first in firsts for name in (first, f"{first}_0")}:
-            self._refuse(call, f"{function.__name__} {NOT_SERVED}")
+        method = inspect.getattr_static(kind, node.attr, None)
+        if not inspect.isfunction(method):
+            if isinstance(kind.__getattribute__, FunctionType) or method is not None:
+                return
+            self._refuse(given, f"{kind.__name__} has no method {node.attr!r}")
+        try:
+            require_remote(method)
+            self._check_arguments(call, method, at)
+        except UsageError as error:
+            self._refuse(given, str(error))
+
+    def _is_role_class(self, node: ast.expr) -> bool:
+        value = self._value(node)
+        return isinstance(value, type) and value in self.classes
+
+    def _check_arguments(self, call: ast.Call, method: FunctionType, at: int) -> None:
+        """Raises UsageError if `method` cannot take the arguments of `call` after the first `at`."""
+        if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
+            return  # how many there are is not known
+        signature = inspect.signature(method)
+        try:
+            signature.bind(None, *call.args[at:], **{str(each.arg): each.value for each in call.keywords})
+        except TypeError as error:
+            raise UsageError(f"{method.__qualname__}{signature}: {error}") from None
 
     def _check_value(self, name: str, given: ast.expr) -> None:
         node = self._known(given)

@@ -40,11 +40,13 @@ RESERVED = {
 class Role:
     """One role of a job. The first role's member 0 is rank 0, which coordinates and writes checkpoints.
 
-    `run` is called with a `Context`; without one, or once it has returned, a member serves the calls of its peers. A
-    start waits for `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and
-    leave while the job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to
-    itself under `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once,
-    before workers are forked.
+    `run` is a function, which is called with a `Context`, or a class, of which each member's worker makes one object
+    with its `Context`. Peers call the methods of that object which `remote` marks. If the class has a method
+    `run(self)`, it is called; once it has returned, or without one, the member serves calls only. A start waits for
+    `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and leave while the
+    job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to itself under
+    `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once, before workers are
+    forked.
     """
 
     name: str
@@ -92,7 +94,7 @@ class Job:
     metrics: Sequence[Metric] = ()
     pinned: Sequence[str] = ()
     rpc: bool = True
-    torch_rpc: bool | Callable[[Any], bool] | None = None
+    torch_rpc: bool | Callable[[Any], bool] = False
     layout: int = 1
 
     def __post_init__(self) -> None:
@@ -101,8 +103,6 @@ class Job:
 
     def uses_torch_rpc(self, settings: Settings) -> bool:
         """Whether the job's workers start torch's RPC."""
-        if self.torch_rpc is None:
-            return True
         return self.torch_rpc(settings) if callable(self.torch_rpc) else self.torch_rpc
 
     def number(self, value: str | int, settings: Settings) -> int:
@@ -146,11 +146,13 @@ class Job:
             yield f"role {first.name}: has rank 0, and cannot be elastic; leave its minimum out"
         if first.run is None:
             yield f"role {first.name}: has rank 0, and needs a function: Role({first.name!r}, function)"
+        if isinstance(first.run, type) and not callable(getattr(first.run, "run", None)):
+            yield f"role {first.name}: has rank 0, and its class {first.run.__name__} needs a method run(self)"
         for role in self.roles:
             if not NAME.fullmatch(role.name):
                 yield f"role {role.name!r}: {NAMES}"
             if role.run is not None and not callable(role.run) and not re.fullmatch(r"[\w.]+:\w+", str(role.run)):
-                yield f"role {role.name}: {role.run!r} is not a function"
+                yield f"role {role.name}: {role.run!r} is neither a function nor a class"
             for number in (role.count, role.minimum, role.maximum):
                 if isinstance(number, str) and number.lower() not in self.settings.model_fields:
                     yield f"role {role.name}: {self.settings.__name__} has no setting {number!r} to count members by"

@@ -37,7 +37,7 @@ from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 from rolecall.record.span_file import file_name
-from rolecall.torch_rpc import rpc, turns
+from rolecall.torch_rpc.connect import connect
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
 MAX_SUMMARY_BYTES = 32_000  # a summary travels in a heartbeat
@@ -124,16 +124,14 @@ def _work(task: Task, job: Job, pipe: WorkerEnd, watchdog: Watchdog) -> Result:
     threading.Thread(target=pipe.obey_forever, args=(context,), daemon=True).start()
     with recorder.span("connecting"):
         assert task.directory is not None
-        rpc.connect(context, task.directory, task.tunnel)
+        connect(context, task.directory, task.tunnel)
     pipe.connected()
-    if not job.rpc or not role.run:
+    if not job.rpc:
         watchdog.ready()  # nothing else ends its loading
     summary = _run(context, role)
     if not is_rank0:
         watchdog.ready()
-        if role.run and inspect.isclass(registry.resolve(role.run)) and context.group.dispatcher:
-            context.group.dispatcher.serve_turns()
-        turns.serve()
+        context.serve_turns()
     if summary is not None and not isinstance(summary, Mapping):
         raise UsageError(
             f"role {role.name}: its function returns a {type(summary).__name__}; return a dict, or nothing"
@@ -160,10 +158,7 @@ def _run(context: Context[Any], role: Role) -> Any:
         return run(context) if run else None
     target: Any = cast(Any, run)(context)
     context.serve(target)
-    if not hasattr(run, "run"):
-        context.watchdog.ready()
-        return None
-    return target.run()
+    return target.run() if hasattr(run, "run") else None
 
 
 def _seed(seed: int) -> None:

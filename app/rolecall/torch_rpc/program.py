@@ -68,7 +68,7 @@ class Program:
         rank, world_size = context.me.rank, len(context.members)
         with contextlib.suppress(UsageError):  # a rank other than 0 may have nowhere to write
             _ = context.files
-        adopt.adopt(context.settings, rank, world_size, context.generation, context.store)
+        adopt.adopt(context.settings, rank, world_size, context.generation, context.torch.store())
         calls = ScriptCalls(context.members)
         calls.watch()
         context.watchdog.watch_calls(calls.pending)

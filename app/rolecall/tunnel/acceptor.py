@@ -18,7 +18,7 @@ from rolecall.tunnel.channel import Channel, reason_of
 from rolecall.tunnel.dial import set_keepalive
 from rolecall.tunnel.keys import Credentials
 from rolecall.tunnel.loop import Loop
-from rolecall.tunnel.tickets import peek
+from rolecall.tunnel.tickets import Preamble
 
 MAX_PENDING = 512  # unauthenticated connections; a further one replaces the oldest
 DEADLINE_SECONDS = 5.0  # from the connection to the requested service
@@ -44,7 +44,7 @@ class Acceptor:
         self._credentials, self._lease, self._member_connected, self._rejected = credentials, lease, connected, rejected
         self._redeem = redeem
         self._loop = Loop()
-        self._begun = set[Channel]()  # those that have sent something
+        self._preambles: dict[Channel, Preamble] = {}  # of those that may send a ticket
         self._pending: OrderedDict[Channel, tuple[float, str, bool]] = OrderedDict()  # since, address, authenticated
         self.rests_until = 0.0
         self._listener = listener
@@ -87,19 +87,19 @@ class Acceptor:
                 sock.close()
                 continue
             self._pending[channel] = time.monotonic(), str(address[0]), False
+            self._preambles[channel] = Preamble(sock)
             self._loop.watch(channel, select.EPOLLIN, partial(self._serve, channel))
 
     def _serve(self, channel: Channel, _: int) -> None:
         since, address, authenticated = self._pending[channel]
         try:
-            if channel not in self._begun:
-                ticket = peek(channel.sock)
-                if ticket is None:
-                    return
+            if preamble := self._preambles.get(channel):
+                ticket = preamble.read()
                 if ticket:
                     self._take_ticket(channel, ticket)
+                if ticket != b"":
                     return
-                self._begun.add(channel)
+                del self._preambles[channel]  # it speaks TLS
             if not channel.fill():
                 self._reject(channel, "closed", "gone before the end of the handshake")
                 return
@@ -132,7 +132,7 @@ class Acceptor:
     def _forget(self, channel: Channel) -> str:
         """Watches a connection no more. Returns the other end's address."""
         self._loop.forget(channel)
-        self._begun.discard(channel)
+        self._preambles.pop(channel, None)
         return self._pending.pop(channel)[1]
 
     def _reject(self, channel: Channel, reason: str, problem: str) -> None:

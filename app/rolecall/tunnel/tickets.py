@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 
-MAGIC = b"\x00rolecall"  # no TLS record begins with it
+MAGIC = b"\x00rolecall"  # no TLS record begins with its first byte
 TICKET_BYTES = 16
 TICKET_SECONDS = 10.0
 MAX_TICKETS = 4096
@@ -45,12 +45,21 @@ class Tickets:
         return service if time.monotonic() < end else ""
 
 
-def peek(sock: socket.socket) -> bytes | None:
-    """The ticket with which the connection begins, which is taken from it; empty if it begins otherwise, and None if
-    more must arrive. Raises OSError."""
-    begin = sock.recv(PREAMBLE_BYTES, socket.MSG_PEEK)
-    if not begin.startswith(MAGIC[: len(begin)]) or not begin:
-        return b""
-    if len(begin) < PREAMBLE_BYTES:
-        return None
-    return sock.recv(PREAMBLE_BYTES)[len(MAGIC) :]
+class Preamble:
+    """The first bytes of the connection `sock`, which are taken from it if they begin as a ticket's do."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._arrived = sock, b""
+
+    def read(self) -> bytes | None:
+        """The ticket; empty if the connection begins otherwise, and None if more must arrive. Raises OSError, and
+        ValueError for what is neither a ticket nor TLS."""
+        if not self._arrived and self._sock.recv(1, socket.MSG_PEEK) != MAGIC[:1]:
+            return b""
+        more = self._sock.recv(PREAMBLE_BYTES - len(self._arrived))
+        if not more:
+            raise ConnectionError("gone within its ticket")
+        self._arrived += more
+        if not self._arrived.startswith(MAGIC[: len(self._arrived)]):
+            raise ValueError("neither TLS nor a ticket")
+        return self._arrived[len(MAGIC) :] if len(self._arrived) == PREAMBLE_BYTES else None

@@ -6,18 +6,19 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError, UsageError
+from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError
 from rolecall.wire import late
 from rolecall.wire.codec import Encoded, decode, encode
 from rolecall.wire.dispatch import STREAM_CREDITS, Dispatcher
 from rolecall.wire.frames import Frame, Kind
 from rolecall.wire.future import Future, Stream
 from rolecall.wire.late import EXAMINE_SECONDS
-from rolecall.wire.link import Link, Sockets
+from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
 
 CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
@@ -45,6 +46,7 @@ class Pending:
     number: int = 0
     link: Link | None = None
     nbytes: int = 0
+    sent: bool = False
     items: queue.SimpleQueue[tuple[Any, Exception | None, bool]] | None = None  # of a stream; the last is marked
 
 
@@ -71,6 +73,7 @@ class Wire:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
+        self._dropped: deque[Pending] = deque()  # streams whose reader has gone
         self._due = threading.Condition()  # a call with an early deadline was made
         self._next_check = float("inf")
         threading.Thread(target=self._check_deadlines, name="wire deadlines", daemon=True).start()
@@ -86,6 +89,8 @@ class Wire:
         link = self._link(peer, sockets)
         self._accepted.add(link)
         link.start()
+        if problem := self._refused.get(peer):  # it was lost meanwhile
+            link.close(problem)
 
     def _link(self, peer: str, sockets: Sockets) -> Link:
         return Link(peer, sockets, limit=self._limit, quick=self._quick, received=self._received, closed=self._closed)
@@ -101,10 +106,15 @@ class Wire:
                 return link
             if problem := self._refused.get(peer):
                 raise PeerLostError(f"{peer} does not answer: {problem}")
-            link = self._link(peer, self._connector.open(peer))
+            link = self._link(peer, self._to_self() if peer == self.me else self._connector.open(peer))
             self._links[peer] = link
             link.start()
         return link
+
+    def _to_self(self) -> Sockets:
+        calling, called = pair()
+        self.accept(self.me, called)
+        return calling
 
     def connect(self, peer: str) -> None:
         """Makes the link to `peer`, unless there is one. Raises PeerLostError."""
@@ -140,12 +150,14 @@ class Wire:
     def _closed(self, link: Link, problem: str) -> None:
         self._accepted.discard(link)
         self.dispatcher.closed(link)
-        if self._links.get(link.peer) is not link:
-            return
-        error = PeerLostError(f"{link.peer} does not answer: {problem or 'the connection was closed'}")
-        self._refused.setdefault(link.peer, problem)
+        problem = problem or "the connection was closed"
+        error = PeerLostError(f"{link.peer} does not answer: {problem}")
+        if is_current := self._links.get(link.peer) is link:
+            self._refused.setdefault(link.peer, problem)
         for call in [call for call in list(self._pending.values()) if call.link is link]:
             self._finish(call, None, error)
+        if not is_current:
+            return
         with self._lock:
             listeners = self._listeners.pop(link.peer, [])
         self._lost(link.peer, error)
@@ -169,13 +181,21 @@ class Wire:
         self._send(call, content or encode(tuple(request)))
         return call.future
 
-    def stream(self, to: str, request: Request, deadline: Deadline, ended: Ended | None = None) -> Stream[Any]:
-        """Calls a generator at the peer `to`. Each item may take until the deadline."""
+    def stream(
+        self,
+        to: str,
+        request: Request,
+        deadline: Deadline,
+        ended: Ended | None = None,
+        *,
+        content: Encoded | None = None,
+    ) -> Stream[Any]:
+        """Calls a generator at the peer `to`. Each item may take until the deadline; `request` has none."""
         call = self._new(to, request, deadline, ended)
         items = call.items = queue.SimpleQueue()
         # a stream as a whole has no deadline; the reader's waits have
         call.expires = float("inf")
-        self._send(call, encode(tuple(request._replace(seconds=0.0))))
+        self._send(call, content or encode(tuple(request)))
 
         def read() -> Iterator[Any]:
             taken = 0
@@ -201,7 +221,7 @@ class Wire:
                 self._give_up(call)
                 items.put((None, None, True))
 
-        return Stream(read(), close)
+        return Stream(read(), close, lambda: self._dropped.append(call))
 
     def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
         now = time.monotonic()
@@ -229,6 +249,7 @@ class Wire:
                 self._due.notify()
         try:
             link.send(Kind.REQUEST, call.number, content)
+            call.sent = True
         except OSError as error:
             link.close(str(error))
         if link.ended:  # it may have ended before the call was pending
@@ -250,11 +271,8 @@ class Wire:
         finally:
             if call.items is not None:
                 call.items.put((None, error, True))
-            elif call.future.set_running_or_notify_cancel():
-                if error is None:
-                    call.future.set_result(value)
-                else:
-                    call.future.set_exception(error)
+            else:
+                call.future.end(value, error)
 
     def _give_up(self, call: Pending) -> None:
         """Nobody waits for the answer of a call any more."""
@@ -262,17 +280,24 @@ class Wire:
             return
         if call.link:
             call.link.return_room(call.nbytes)
+        if call.ended:
+            call.ended(None, RemoteError(f"{call.request.method} was cancelled"), 0)
+        self._send_cancel(call)
+
+    def _send_cancel(self, call: Pending) -> None:
+        if call.link and not call.link.ended:
             try:
                 call.link.send(Kind.CANCEL, call.number, _NOTHING)
             except OSError as error:
                 call.link.close(str(error))
-        if call.ended:
-            call.ended(None, RemoteError(f"{call.request.method} was cancelled"), 0)
 
     # ---- deadlines
 
     def _check_deadlines(self) -> None:
         while True:
+            while self._dropped:
+                if (dropped := self._dropped.popleft()).number in self._pending:  # its peer may not read
+                    threading.Thread(target=self._give_up, args=(dropped,), daemon=True).start()
             now = time.monotonic()
             pending = list(self._pending.values())
             for call in pending:
@@ -296,7 +321,7 @@ class Wire:
         call.link.return_room(call.nbytes)
         error = self._late(call)
 
-        def asked(stacks: str | None) -> None:
+        def conclude(stacks: str | None) -> None:
             judged = late.judge(
                 error,
                 to=call.to,
@@ -306,21 +331,23 @@ class Wire:
                 stacks=stacks,
             )
             self._end(call, None, judged, 0)
+            if stacks is None and call.link and not call.sent:  # the caller is still sending it
+                call.link.close(str(judged))
+
+        def asked(stacks: Any, problem: Exception | None, _: int) -> None:
+            # not in this thread, since a callback of the late call may take time
+            threading.Thread(target=conclude, args=(None if problem else stacks,), daemon=True).start()
 
         if call.request.internal:  # such as this very question
             self._end(call, None, error, 0)
             return
         threading.Thread(target=self._ask_stacks, args=(call, asked), daemon=True).start()
 
-    def _ask_stacks(self, call: Pending, asked: Callable[[str | None], None]) -> None:
+    def _ask_stacks(self, call: Pending, asked: Ended) -> None:
+        """Both frames may have to wait for a peer that does not read; `asked` is called at the question's deadline."""
         request = Request("stacks", (call.request.method,), {}, EXAMINE_SECONDS, internal=True)
-        try:
-            if call.link and not call.link.ended:
-                call.link.send(Kind.CANCEL, call.number, _NOTHING)
-            stacks: str | None = self.call(call.to, request, Deadline(EXAMINE_SECONDS)).result()
-        except (OSError, RuntimeError, UsageError):  # it does not answer, or cannot
-            stacks = None
-        asked(stacks)
+        self.call(call.to, request, Deadline(EXAMINE_SECONDS), asked)
+        self._send_cancel(call)
 
     # ---- what arrives
 
@@ -339,8 +366,8 @@ class Wire:
                 call = self._pending.get(frame.call)
                 if call is None:
                     return True  # it was given up
-                if call.future.has_callbacks and frame.kind != Kind.ITEM:
-                    return False  # which may take time, or make calls
+                if frame.kind != Kind.ITEM and not call.future.claim():
+                    return False  # its callbacks may take time, or make calls
                 self._answered(call, frame)
                 return True
 
@@ -348,9 +375,12 @@ class Wire:
         if frame.kind == Kind.REQUEST:
             self.dispatcher.received(link, frame)
             return
-        link.release(frame)
+        if frame.kind != Kind.ITEM:
+            link.release(frame)
         if call := self._pending.get(frame.call):
             self._answered(call, frame)
+        if frame.kind == Kind.ITEM:
+            link.release(frame)  # now, so that the next item comes after it
 
     def _answered(self, call: Pending, frame: Frame) -> None:
         value, error = None, None

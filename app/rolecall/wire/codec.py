@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 MIN_BUFFER_BYTES = 4096  # a smaller tensor is copied into the pickle
+MAX_BUFFERS = 2**16 - 1  # that a frame has; further ones are copied too
 _device = torch.device("cpu")  # what tensors of a peer's GPU arrive on
 
 
@@ -44,7 +45,7 @@ def encode(value: Any) -> Encoded:
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < MIN_BUFFER_BYTES:
+        if raw.nbytes < MIN_BUFFER_BYTES or len(buffers) == MAX_BUFFERS:
             return True  # into the pickle
         buffers.append(raw)
         return False
@@ -56,7 +57,7 @@ def encode(value: Any) -> Encoded:
     return Encoded(file.getvalue(), buffers)
 
 
-def decode(body: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
+def decode(body: Any, buffers: Sequence[Any] = ()) -> Any:
     """The value of a pickle and its buffers, which the value keeps. It runs what the peer's pickle names: only members
     of the job are listened to."""
     return pickle.loads(body, buffers=buffers)

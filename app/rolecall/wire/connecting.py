@@ -30,13 +30,16 @@ from rolecall.wire import memory
 from rolecall.wire.link import Sockets
 from rolecall.wire.memory import Region
 
-HELLO_SECONDS = 5.0  # from a connection to its end's hello
+HELLO_SECONDS = 5.0  # from a connection to the end of its hello, and from that to the link's other connection
 MAX_HELLO_BYTES = 4096
-ATTEMPTS = 3  # to connect with a ticket, which somebody else may have used
+MAX_GREETINGS = 256  # connections, a thread each, that are no link yet; a further one replaces the oldest
 RETRY_SECONDS = 0.05
-CERTIFICATE_SECONDS = 3600.0  # that a worker uses the certificate of its tunnel
+CERTIFICATE_SECONDS = 10.0  # that a worker uses the certificate of its tunnel
 SOCKET_BYTES = 4 * 2**20  # of a Unix socket's buffer
+LOG_REPEAT_SECONDS = 30.0
+LENGTH = struct.Struct("!H")
 Direction = Literal["both", "out", "back"]  # of a connection's frames: as its maker sees it
+Kind = Literal["unix", "tcp", "tls"]
 
 
 class Address(NamedTuple):
@@ -63,6 +66,19 @@ class Hello(NamedTuple):
     address: int = 0
     probe: str = ""
 
+    @classmethod
+    def of(cls, received: dict[str, Any], kind: Kind) -> Hello:
+        """The hello that was received by a connection of `kind`. Raises ValueError."""
+        try:
+            hello = cls(**received)
+        except TypeError as error:
+            raise ValueError("its hello has other fields") from error
+        # the directions of TLS have a connection each
+        known = ("out", "back") if kind == "tls" else ("both",)
+        if [type(each) for each in hello] != [str, str, str, int, str, str, int, str] or hello.direction not in known:
+            raise ValueError("its hello has other values")
+        return hello
+
 
 class Identity(NamedTuple):
     """A worker, for its peers."""
@@ -84,24 +100,38 @@ def machine_id() -> str:
 # ---- hello
 
 
-def _send(sock: socket.socket, value: dict[str, Any]) -> None:
-    sock.sendall(json.dumps(value).encode() + b"\n")
+def send_hello(sock: socket.socket, value: dict[str, Any]) -> None:
+    """Sends a hello or an answer."""
+    body = json.dumps(value).encode()
+    sock.sendall(LENGTH.pack(len(body)) + body)
 
 
-def _receive(sock: socket.socket) -> dict[str, Any]:
-    """The line that the other end sends. Raises OSError and ValueError."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        more = sock.recv(MAX_HELLO_BYTES - len(line))
-        if not more:
-            raise ConnectionError(
-                "the connection was closed" if len(line) < MAX_HELLO_BYTES else "its hello is too long"
-            )
-        line += more
-    value = json.loads(line)
+def receive_hello(sock: socket.socket, end: float) -> dict[str, Any]:
+    """What the other end sends until `end`, in monotonic seconds. Raises OSError and ValueError."""
+    (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, end))
+    if length > MAX_HELLO_BYTES:
+        raise ValueError("its hello is too long")
+    try:
+        value = json.loads(_receive(sock, length, end))
+    except RecursionError:
+        value = None
     if not isinstance(value, dict):
-        raise ValueError("no hello")
+        raise ValueError("what it sends is no hello")
     return value
+
+
+def _receive(sock: socket.socket, count: int, end: float) -> bytes:
+    arrived = b""
+    while len(arrived) < count:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("its hello has not come in time")
+        sock.settimeout(left)
+        more = sock.recv(count - len(arrived))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        arrived += more
+    return arrived
 
 
 def _widen(sock: socket.socket) -> None:
@@ -117,9 +147,11 @@ def _probe() -> dict[str, Any]:
 def _reads(sock: socket.socket, theirs: dict[str, Any]) -> int:
     """The process at the other end of a Unix socket, if this one may read its memory; otherwise 0."""
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    expected = bytes.fromhex(str(theirs.get("probe", "")))
-    region = Region(int(theirs.get("address", 0)), len(expected))
-    return int(pid) if expected and memory.may_read(pid, region, expected) else 0
+    address, probe = theirs.get("address"), theirs.get("probe")
+    if type(address) is not int or type(probe) is not str:
+        raise ValueError("its hello has other values")
+    expected = bytes.fromhex(probe)
+    return int(pid) if expected and memory.may_read(pid, Region(address, len(expected)), expected) else 0
 
 
 class Tls:
@@ -141,9 +173,9 @@ class Tls:
                 self._made_at = time.monotonic()
 
     def server(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Makes the handshake with whoever connected. Raises OSError."""
+        """The end of whoever accepted `sock`, before the handshake. Raises OSError."""
         self._refresh()
-        return self._contexts[0].wrap_socket(sock, server_side=True)
+        return self._contexts[0].wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def client(self, sock: socket.socket, peer: str, is_rank0: bool) -> ssl.SSLSocket:
         """Makes the handshake with the member `peer`. Raises OSError."""
@@ -159,13 +191,32 @@ class Tls:
 # ---- the end that is called
 
 
+class _Greeting:
+    """A connection that is no link yet, and that has a thread."""
+
+    def __init__(self, sock: socket.socket, kind: Kind) -> None:
+        self.sock, self.kind = sock, kind
+        self.joined = threading.Event()  # the link's other connection has come, or nobody waits for it any more
+
+    def stop(self) -> None:
+        """Ends its thread."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+        self.joined.set()
+
+
 class Acceptor:
-    """Takes the connections to this worker. Calls `accepted(peer, sockets)` for each link, from another thread."""
+    """Takes the connections to this worker. Calls `accepted(peer, sockets)` for each link, from another thread.
+
+    Connections that are no link cost at most MAX_GREETINGS threads, each for twice HELLO_SECONDS.
+    """
 
     def __init__(self, me: Identity, tls: Tls | None, accepted: Callable[[str, Sockets], None]) -> None:
         self._me, self._tls, self._accepted = me, tls, accepted
-        self._halves: dict[str, tuple[Direction, socket.socket]] = {}  # of links that have one connection
+        self._greetings: dict[_Greeting, None] = {}  # the oldest first
+        self._halves: dict[tuple[str, str], _Greeting] = {}  # "out" connections, by caller and link
         self._lock = threading.Lock()
+        self._logged_at = float("-inf")
 
     def listen_unix(self, path: Path) -> None:
         """Takes connections of this user's processes at the socket `path`."""
@@ -196,7 +247,7 @@ class Acceptor:
 
         threading.Thread(target=receive, name="wire tunnel", daemon=True).start()
 
-    def _serve(self, listener: socket.socket, kind: Literal["unix", "tcp"]) -> None:
+    def _serve(self, listener: socket.socket, kind: Kind) -> None:
         def accept() -> None:
             while True:
                 try:
@@ -211,34 +262,59 @@ class Acceptor:
 
         threading.Thread(target=accept, name=f"wire {kind}", daemon=True).start()
 
-    def _begin(self, sock: socket.socket, kind: Literal["unix", "tcp", "tls"]) -> None:
-        threading.Thread(target=self._greet, args=(sock, kind), name="wire hello", daemon=True).start()
+    def _begin(self, sock: socket.socket, kind: Kind) -> None:
+        greeting, oldest = _Greeting(sock, kind), None
+        with self._lock:
+            if len(self._greetings) >= MAX_GREETINGS:
+                oldest = next(iter(self._greetings))
+                del self._greetings[oldest]
+            self._greetings[greeting] = None
+        if oldest:
+            oldest.stop()
+        threading.Thread(target=self._greet, args=(greeting,), name="wire hello", daemon=True).start()
 
-    def _greet(self, sock: socket.socket, kind: Literal["unix", "tcp", "tls"]) -> None:
+    def _greet(self, greeting: _Greeting) -> None:
         try:
-            sock.settimeout(HELLO_SECONDS)
-            if kind == "unix":
-                _widen(sock)
-            else:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                set_keepalive(sock, self._me.lease)
-            if kind == "tls":
-                assert self._tls is not None
-                sock = self._tls.server(sock)
-            received = _receive(sock)
-            hello = Hello(**received)
-            if problem := self._problem(hello):
-                _send(sock, {"problem": problem})
-                sock.close()
-                return
-            pid = _reads(sock, received) if kind == "unix" else 0
-            _send(sock, {"reads": bool(pid), **(_probe() if kind == "unix" else {})})
-            read_by_peer = bool(_receive(sock)["reads"]) if kind == "unix" else False
-            sock.settimeout(None)
-            self._complete(hello, sock, pid, read_by_peer)
-        except (OSError, ValueError, TypeError, KeyError, PeerLostError) as error:
-            sock.close()
-            telemetry.log().info("a connection to this worker failed", problem=str(error) or type(error).__name__)
+            self._exchange(greeting)
+        except (OSError, ValueError, KeyError, PeerLostError) as error:
+            greeting.sock.close()
+            now = time.monotonic()
+            if now - self._logged_at > LOG_REPEAT_SECONDS:
+                self._logged_at = now
+                problem = str(error) or type(error).__name__
+                telemetry.log().info("a connection to this worker failed", problem=problem)
+        finally:
+            with self._lock:
+                self._greetings.pop(greeting, None)
+
+    def _exchange(self, greeting: _Greeting) -> None:
+        sock, kind, end = greeting.sock, greeting.kind, time.monotonic() + HELLO_SECONDS
+        sock.settimeout(HELLO_SECONDS)
+        if kind == "unix":
+            _widen(sock)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_keepalive(sock, self._me.lease)
+        if kind == "tls":
+            assert self._tls is not None
+            sock = greeting.sock = secured = self._tls.server(sock)
+            secured.do_handshake()
+        received = receive_hello(sock, end)
+        hello = Hello.of(received, kind)
+        if problem := self._problem(hello):
+            send_hello(sock, {"problem": problem})
+            raise ConnectionError(f"{hello.caller} was refused: {problem}")
+        match hello.direction:
+            case "both":
+                pid = _reads(sock, received) if kind == "unix" else 0
+                send_hello(sock, {"reads": bool(pid), **(_probe() if kind == "unix" else {})})
+                read_by_peer = bool(receive_hello(sock, end)["reads"]) if kind == "unix" else False
+                sock.settimeout(None)
+                self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer))
+            case "out":
+                self._await_other(hello, greeting)
+            case _:
+                self._join(hello, sock)
 
     def _problem(self, hello: Hello) -> str:
         me = self._me
@@ -248,18 +324,38 @@ class Acceptor:
             return f"this is generation {me.generation}"
         return ""
 
-    def _complete(self, hello: Hello, sock: socket.socket, pid: int, read_by_peer: bool) -> None:
-        if hello.direction == "both":
-            self._accepted(hello.caller, Sockets(sock, sock, pid, read_by_peer))
-            return
+    def _await_other(self, hello: Hello, greeting: _Greeting) -> None:
+        """Keeps the first connection of a link for the second."""
+        place = hello.caller, hello.link
         with self._lock:
-            other = self._halves.pop(hello.link, None)
-            if other is None:
-                self._halves[hello.link] = hello.direction, sock
-                return
-        ends = {hello.direction: sock, other[0]: other[1]}
-        if set(ends) == {"out", "back"}:
-            self._accepted(hello.caller, Sockets(outgoing=ends["back"], incoming=ends["out"]))
+            if place in self._halves:
+                raise ValueError("a link with two connections of one direction")
+            self._halves[place] = greeting
+        try:
+            send_hello(greeting.sock, {})
+            greeting.joined.wait(HELLO_SECONDS)
+        finally:
+            with self._lock:
+                left = self._halves.pop(place, None)
+        if left:
+            raise TimeoutError("the other connection of a link has not come in time")
+
+    def _join(self, hello: Hello, sock: socket.socket) -> None:
+        with self._lock:
+            other = self._halves.pop((hello.caller, hello.link), None)
+        if other is None:
+            problem = "the other connection of this link was given up"
+            send_hello(sock, {"problem": problem})
+            raise ConnectionError(problem)
+        other.joined.set()
+        try:
+            send_hello(sock, {})
+        except OSError:
+            other.stop()
+            raise
+        for each in (sock, other.sock):
+            each.settimeout(None)
+        self._accepted(hello.caller, Sockets(outgoing=sock, incoming=other.sock))
 
 
 # ---- the end that calls
@@ -312,10 +408,10 @@ class Dialer:
                 raise ConnectionError("another user's socket")
             answer = self._greet(sock, address.name, "both", secrets.token_hex(8), **_probe())
             pid = _reads(sock, answer)
-            _send(sock, {"reads": bool(pid)})
+            send_hello(sock, {"reads": bool(pid)})
             sock.settimeout(None)
             undo.pop_all()
-        return Sockets(sock, sock, pid, bool(answer["reads"]))
+        return Sockets(sock, sock, pid, bool(answer.get("reads")))
 
     def _open_tcp(self, address: Address, end: float) -> Sockets:
         with contextlib.ExitStack() as undo:
@@ -357,8 +453,8 @@ class Dialer:
 
     def _greet(self, sock: socket.socket, callee: str, direction: Direction, link: str, **probe: Any) -> dict[str, Any]:
         me = self._me
-        _send(sock, Hello(me.name, callee, me.job, me.generation, link, direction, **probe)._asdict())
-        answer = _receive(sock)
+        send_hello(sock, Hello(me.name, callee, me.job, me.generation, link, direction, **probe)._asdict())
+        answer = receive_hello(sock, time.monotonic() + HELLO_SECONDS)
         if "problem" in answer:
             raise ConnectionError(str(answer["problem"]))
         return answer

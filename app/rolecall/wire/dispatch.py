@@ -75,12 +75,15 @@ class Dispatcher:
             self._target, self._refusal = target, refusal
             early, self._early = self._early, []
         for call in early:
-            threading.Thread(target=self._run, args=(call,), daemon=True).start()
+            if self._admit(call):
+                threading.Thread(target=self._work, args=(call,), daemon=True).start()
 
     def serve_turns(self) -> NoReturn:
         """Runs calls of methods with `turn`, as they come."""
         while True:
-            self._call(self._turns.get())  # bounded by the supervisor, which ends this process
+            call = self._turns.get()  # bounded by the supervisor, which ends this process
+            if not self._is_given_up(call):
+                self._call(call)
 
     # ---- what arrives
 
@@ -99,11 +102,20 @@ class Dispatcher:
         expires = time.monotonic() + request.seconds if request.seconds else float("inf")
         call = Call(link, frame.call, request, expires)
         self._calls[link, frame.call] = call
+        if self._admit(call):
+            self._work(call)
+
+    def _admit(self, call: Call) -> bool:
+        """Whether a call may run now. Otherwise it runs once another one has ended."""
         with self._lock:
-            if self._running >= MAX_RUNNING and not request.internal:
+            if self._running >= MAX_RUNNING and not call.request.internal:
                 self._waiting.append(call)
-                return
+                return False
             self._running += 1
+            return True
+
+    def _work(self, call: Call) -> None:
+        """Runs a call, and those that wait."""
         next_call: Call | None = call
         while next_call:
             self._run(next_call)
@@ -129,8 +141,16 @@ class Dispatcher:
 
     # ---- running
 
+    def _is_given_up(self, call: Call) -> bool:
+        if call.given_up:
+            self._calls.pop((call.link, call.number), None)
+            return True
+        return False
+
     def _run(self, call: Call) -> None:
         request = call.request
+        if self._is_given_up(call):
+            return
         target: object | None = self._internals
         if not request.internal:
             with self._lock:
@@ -146,17 +166,14 @@ class Dispatcher:
         mark: Remote = getattr(method, MARK)
         if mark.turn:
             self._turns.put(call)
-        elif mark.stream:
-            self._stream(call, method)
+        elif mark.stream:  # which lasts as long as its reader likes, and must not keep others from running
+            threading.Thread(target=self._stream, args=(call, method), daemon=True).start()
         elif inspect.iscoroutinefunction(method):
             self._submit(call, method)
         else:
             self._call(call, method)
 
     def _call(self, call: Call, method: Callable[..., Any] | None = None) -> None:
-        if call.given_up:
-            self._calls.pop((call.link, call.number), None)
-            return
         request = call.request
         method = method or find(self._target, request.method)
         assert method is not None
@@ -165,7 +182,7 @@ class Dispatcher:
                 value = method(*request.args, **request.kwargs)
                 if isinstance(value, concurrent.futures.Future):
                     span.returned()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._end(call, self._failure(error))
             return
         if isinstance(value, concurrent.futures.Future):
@@ -217,16 +234,12 @@ class Dispatcher:
                     for item in items:
                         call.credits.acquire()  # bounded by the link, and by the reader's cancel
                         if call.cancelled or call.link.ended:
-                            return
+                            break
                         call.link.send(Kind.ITEM, call.number, encode(item))
                 finally:
                     items.close()  # type: ignore[attr-defined]
                     span.end()
-        except OSError as error:
-            if call.link.ended:
-                return
-            self._end(call, self._failure(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._end(call, self._failure(error))
         else:
             self._answer(call, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import mmap
 import socket
 import ssl
 import struct
@@ -21,10 +22,11 @@ from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.memory import Region
 
-HEAD = struct.Struct("!BBHIQ")
+HEAD = struct.Struct("!BBHQQ")
 SIZE, REGION = struct.Struct("!Q"), struct.Struct("!QQ")
 IN_MEMORY = 1  # flag: the buffers are in the sender's memory
 RECEIVE_BYTES = 256 * 1024  # of a connection's buffer
+RESERVED_BYTES = 256 * 2**20  # for what has not arrived; memory for a larger buffer grows as it arrives
 JOIN_BYTES = 64 * 1024  # a smaller frame is sent by one system call
 MAX_BUFFERS = 1024  # that one sendmsg takes
 
@@ -46,7 +48,7 @@ class Frame(NamedTuple):
 
     kind: int
     call: int
-    body: bytes
+    body: bytes | memoryview
     buffers: Sequence[np.ndarray | bytearray]
     in_memory: bool = False
     excess: int = 0
@@ -63,7 +65,7 @@ class FrameError(ConnectionError):
 
 class FrameReader:
     """Reads frames from `sock`, of at most `limit` bytes each; buffers in memory are those of the process `pid`. One
-    thread at a time."""
+    thread at a time. A frame takes no memory, beyond a constant, before its bytes have arrived."""
 
     def __init__(self, sock: socket.socket, limit: int, pid: int = 0) -> None:
         self._sock, self._limit, self._pid = sock, limit, pid
@@ -84,15 +86,10 @@ class FrameReader:
         if total > self._limit:
             self._skip(length if in_memory else total)
             return Frame(kind, call, b"", (), in_memory, total)
-        body = self._bytes(length)
+        body = self._bytes(length) if length <= RECEIVE_BYTES else memoryview(self._large(length))
         if in_memory:
             return Frame(kind, call, body, [memory.read(self._pid, region) for region in regions], True)
         return Frame(kind, call, body, [self._large(region.nbytes) for region in regions])
-
-    @property
-    def pending(self) -> bool:
-        """Whether another frame has begun to arrive."""
-        return self._end - self._start >= HEAD.size
 
     def _regions(self, count: int, in_memory: bool) -> list[Region]:
         if not count:
@@ -100,7 +97,7 @@ class FrameReader:
         if in_memory and not self._pid:
             raise FrameError("a frame in memory that this process cannot read")
         entry = REGION if in_memory else SIZE
-        table = self._bytes(count * entry.size)
+        table = memoryview(self._large(count * entry.size))
         if in_memory:
             return [Region(*entry_) for entry_ in REGION.iter_unpack(table)]
         return [Region(0, size) for (size,) in SIZE.iter_unpack(table)]
@@ -120,26 +117,45 @@ class FrameReader:
             self._end += arrived
 
     def _bytes(self, count: int) -> bytes:
-        if count <= RECEIVE_BYTES:
-            self._require(count)
-            self._start += count
-            return bytes(self._view[self._start - count : self._start])
-        return bytes(self._large(count))
+        """The next `count` bytes, at most RECEIVE_BYTES."""
+        self._require(count)
+        self._start += count
+        return bytes(self._view[self._start - count : self._start])
 
     def _large(self, count: int) -> bytearray | np.ndarray:
         """The next `count` bytes, in memory of their own."""
         if count <= JOIN_BYTES:
             return bytearray(self._bytes(count))
+        if count > RESERVED_BYTES:
+            return self._huge(count)
         target = np.empty(count, np.uint8)  # unlike a bytearray, not cleared first
-        view, here = memoryview(target.data), min(count, self._end - self._start)
+        self._fill(memoryview(target.data))
+        return target
+
+    def _huge(self, count: int) -> np.ndarray:
+        with contextlib.ExitStack() as undo:
+            target = mmap.mmap(-1, RESERVED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            undo.callback(target.close)
+            done = 0
+            while done < count:
+                end = min(count, done + RESERVED_BYTES)
+                target.resize(end)  # moves pages, and copies nothing
+                with memoryview(target) as view, view[done:] as rest:
+                    self._fill(rest)
+                done = end
+            undo.pop_all()
+        return np.frombuffer(target, np.uint8)
+
+    def _fill(self, view: memoryview) -> None:
+        here = min(len(view), self._end - self._start)
         view[:here] = self._view[self._start : self._start + here]
         self._start += here
-        while here < count:
-            arrived = self._sock.recv_into(view[here:])
+        while here < len(view):
+            with view[here:] as rest:
+                arrived = self._sock.recv_into(rest)
             if not arrived:
                 raise EOFError("the connection has ended within a frame")
             here += arrived
-        return target
 
     def _skip(self, count: int) -> None:
         while count:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
+
+from rolecall.record.recorder import recorder
 
 T = TypeVar("T")
 
@@ -16,22 +20,47 @@ class Future(concurrent.futures.Future[T]):
     `cancel` gives the call up: a method that has not begun never does, and an `async` one is cancelled.
     """
 
-    def __init__(self, cancelled: Callable[[], None] | None = None) -> None:
+    def __init__(self, cancelled: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._cancelled = cancelled
-        self.has_callbacks = False
+        self._has_callbacks = self._claimed = False
+        self._cancelling = threading.Lock()  # never released
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Calls `fn(future)` once the answer is there, from another thread."""
-        self.has_callbacks = True
+        """Calls `fn(future)` once the answer is there, from another thread; in this one, if it is there already."""
+        self._has_callbacks = True
+        if self._claimed:
+            concurrent.futures.wait([self])  # for a moment
         super().add_done_callback(fn)
+
+    def result(self, timeout: float | None = None) -> T:
+        """The answer; waits for it."""
+        if not recorder.on or self.done():
+            return super().result(timeout)
+        with recorder.span("wait"):
+            return super().result(timeout)
+
+    def claim(self) -> bool:
+        """For a thread that must not run callbacks: whether it may end the future, which it does at once."""
+        self._claimed = True  # before it looks, as `add_done_callback` does: one of them sees the other
+        return not self._has_callbacks
+
+    def end(self, value: Any, error: BaseException | None) -> None:
+        """Sets the answer, or the error, unless the future was cancelled."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
 
     def cancel(self) -> bool:
         """Gives the call up. Returns False if its answer is there already."""
         if self.done() or not super().cancel():
             return self.cancelled()
-        if self._cancelled:
-            self._cancelled()
+        if self._cancelling.acquire(blocking=False):  # only the first of several threads
+            self.set_running_or_notify_cancel()  # ends concurrent.futures.wait
+            if self._cancelled:
+                self._cancelled()
         return True
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -45,8 +74,8 @@ class Stream(Generic[T]):
     Iterating raises RemoteError for what the generator raised, and PeerLostError.
     """
 
-    def __init__(self, items: Iterator[T], close: Callable[[], None]) -> None:
-        self._items, self._close = items, close
+    def __init__(self, items: Iterator[T], close: Callable[[], None], drop: Callable[[], None]) -> None:
+        self._items, self._close, self._drop = items, close, drop
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -66,10 +95,4 @@ class Stream(Generic[T]):
 
     def __del__(self) -> None:
         self._close()
-
-
-def first_error(futures: list[Future[Any]]) -> list[Any]:
-    """The results of all. As soon as one fails, raises its error."""
-    for future in concurrent.futures.as_completed(futures):
-        future.result()
-    return [future.result() for future in futures]
+        self._drop()  # not `close`: a collection may begin in a thread that holds the locks which that takes

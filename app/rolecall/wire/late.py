@@ -9,10 +9,10 @@ from typing import Any
 
 from rolecall import telemetry
 from rolecall.errors import CallTimeoutError, PeerLostError
-from rolecall.record.stacks import HANDLER
 
 EXAMINE_SECONDS = 2.0  # that a call may take past its deadline, to ask the peer what it does
 MAX_STACKS_CHARS = 8_000
+HANDLER = "rolecall/wire/dispatch.py"  # the file of the frame that calls a method
 
 
 def judge(
@@ -39,9 +39,7 @@ def stacks_of(method: str) -> str:
         if ident == threading.get_ident():
             continue
         frames = traceback.extract_stack(innermost)
-        place = max(
-            (n for n, each in enumerate(frames) if each.name == HANDLER[0] and HANDLER[1] in each.filename), default=-1
-        )
+        place = max((n for n, each in enumerate(frames) if each.filename.endswith(HANDLER)), default=-1)
         main = ident == threading.main_thread().ident
         if place < 0 and not main:
             continue

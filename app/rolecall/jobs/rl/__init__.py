@@ -121,7 +121,6 @@ JOB = Job(
             preload=PRELOAD,
         ),
     ),
-    torch_rpc=False,
     check="rolecall.jobs.rl.model:check",
     evaluate="rolecall.jobs.rl.evaluate:evaluate",
     export="rolecall.jobs.rl.export:export",

@@ -87,7 +87,7 @@ class Agent:
             for trajectory in experience.trajectories:
                 self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
             score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
-            gauges = {"rl_update_passes": 0.0} if score.holds else self._learn(experience.trajectories)
+            gauges: dict[str, Any] = {"rl_update_passes": 0.0} if score.holds else self._learn(experience.trajectories)
             state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
             if settings.algorithm == "reinforce" and not all(experience.episodes):
                 context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
@@ -237,8 +237,7 @@ class Observer:
         """Calls the agent for the actions of group `number`."""
         group, key = self.groups[number], Group(self.context.me.name, number)
         message = pack(group.observations, group.rewards, group.dones)
-        answer: Future[bytes] = self.context.call(self.context.rank0, Agent.act, key, message, last)
-        return answer
+        return self.context.call(self.context.rank0, Agent.act, key, message, last)
 
     def _step_with_actor(self, version: int) -> list[Trajectory]:
         """A rollout with actions that this rank computes. Returns the trajectories of the groups."""

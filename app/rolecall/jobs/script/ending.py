@@ -35,7 +35,7 @@ class Ending:
         self._lock = threading.Lock()
         self._stopped = False  # SIGTERM was sent to the program
         self._over = threading.Event()
-        self._store, waiting = (PrefixStore("ending", context.store.clone()) for _ in range(2))
+        self._store, waiting = (PrefixStore("ending", context.torch.store().clone()) for _ in range(2))
         threading.Thread(target=self._obey_drain, args=(waiting,), name="drain", daemon=True).start()
 
     def end(self) -> bool:

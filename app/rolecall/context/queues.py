@@ -1,0 +1,201 @@
+"""Bounded queues between ranks: whoever puts into a full one waits, at whatever rank."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from rolecall.errors import UsageError
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
+
+T = TypeVar("T")
+Pending = concurrent.futures.Future[Any]
+
+
+class Items:
+    """What is in a queue at its owner. Safe to use from several threads."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.maxsize = maxsize
+        self._items = deque[Any]()
+        self._getters, self._putters = deque[Pending](), deque[tuple[Any, Pending]]()
+        self._lock = threading.Lock()
+
+    def put(self, item: Any) -> Pending:
+        """A future that ends once `item` is in the queue, and that can be cancelled before."""
+        answer: Pending = concurrent.futures.Future()
+        with self._lock:
+            self._putters.append((item, answer))
+            ended = self._move()
+        _end(ended)
+        return answer
+
+    def get(self) -> Pending:
+        """A future of the next item, which can be cancelled."""
+        answer: Pending = concurrent.futures.Future()
+        with self._lock:
+            self._getters.append(answer)
+            ended = self._move()
+        _end(ended)
+        return answer
+
+    def put_back(self, item: Any) -> None:
+        """Takes back an item whose getter has gone."""
+        with self._lock:
+            self._items.appendleft(item)
+            ended = self._move()
+        _end(ended)
+
+    def _move(self) -> list[tuple[Pending, Any]]:
+        """Moves items as far as they go. Returns the futures that end, with their results."""
+        ended: list[tuple[Pending, Any]] = []
+        while True:
+            if self._putters and len(self._items) < self.maxsize:
+                item, putter = self._putters.popleft()
+                if putter.set_running_or_notify_cancel():
+                    self._items.append(item)
+                    ended.append((putter, None))
+            elif self._getters and self._items:
+                getter = self._getters.popleft()
+                if getter.set_running_or_notify_cancel():
+                    ended.append((getter, self._items.popleft()))
+            else:
+                return ended
+
+    def snapshot(self) -> list[Any]:
+        """The items, the next one first, and those that wait for room."""
+        with self._lock:
+            return [*self._items, *(item for item, putter in self._putters if not putter.cancelled())]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def _end(ended: list[tuple[Pending, Any]]) -> None:
+    for future, result in ended:  # without the lock: callbacks may use the queue
+        future.set_result(result)
+
+
+class Queues:
+    """The queues that this worker owns, by name."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, Items] = {}
+        self._lock = threading.Lock()
+
+    def open(self, name: str, maxsize: int) -> Items:
+        """The queue `name`, made at its first use. Raises UsageError if it has another size."""
+        if maxsize < 1:
+            raise UsageError(f"queue {name!r}: maxsize={maxsize} must be at least 1")
+        with self._lock:
+            items = self._queues.setdefault(name, Items(maxsize))
+        if items.maxsize != maxsize:
+            raise UsageError(f"queue {name!r}: has maxsize={items.maxsize}, and {maxsize} at another place")
+        return items
+
+    async def put(self, name: str, maxsize: int, item: Any, seconds: float | None) -> bool:
+        """Puts `item`. Returns whether there was room within `seconds`."""
+        answer = self.open(name, maxsize).put(item)
+        await _wait(answer, seconds)
+        return not answer.cancelled()
+
+    async def get(self, name: str, maxsize: int, seconds: float | None) -> tuple[Any, ...]:
+        """The next item as a tuple, which is empty if there was none within `seconds`."""
+        items = self.open(name, maxsize)
+        answer = items.get()
+        try:
+            await _wait(answer, seconds)
+        except asyncio.CancelledError:  # the getter has gone
+            if not answer.cancelled():
+                items.put_back(answer.result())
+            raise
+        return () if answer.cancelled() else (answer.result(),)
+
+
+async def _wait(answer: Pending, seconds: float | None) -> None:
+    """Waits for `answer`, and cancels it after `seconds` or if the waiter is cancelled: it has ended then."""
+    try:
+        async with asyncio.timeout(seconds):
+            await asyncio.wrap_future(answer)
+    except TimeoutError:
+        pass
+    finally:
+        answer.cancel()
+
+
+class Queue(Generic[T]):
+    """A queue of at most `maxsize` items, which is at one member and used from all; `Context.queue` makes it.
+
+    An item goes to one getter, and is lost with a member that has taken it. The owner may save the queue: it is a value
+    for `Context.restore`, with the items in it and those that wait for room.
+    """
+
+    def __init__(
+        self, name: str, maxsize: int, items: Items | None, call: Callable[[Request, Deadline], Future[Any]]
+    ) -> None:
+        self.name, self.maxsize = name, maxsize
+        self._items, self._call = items, call
+
+    def put(self, item: T, timeout: float | None = None) -> None:
+        """Puts `item`; waits for room. Raises queue.Full after `timeout` seconds, PeerLostError if the owner is
+        gone."""
+        if self._items is not None:
+            answer = self._items.put(item)
+            if not _ended(answer, timeout):
+                raise queue.Full
+            return
+        if not self._ask("queue_put", item, timeout).result():
+            raise queue.Full
+
+    def get(self, timeout: float | None = None) -> T:
+        """The next item; waits for one. Raises queue.Empty after `timeout` seconds, PeerLostError if the owner is
+        gone."""
+        if self._items is not None:
+            answer = self._items.get()
+            if not _ended(answer, timeout):
+                raise queue.Empty
+            item: T = answer.result()
+            return item
+        for item in self._ask("queue_get", timeout).result():
+            return item
+        raise queue.Empty
+
+    def put_async(self, item: T) -> concurrent.futures.Future[Any]:
+        """As `put`, without the wait: a future that ends once `item` is in the queue."""
+        return self._ask("queue_put", item, None) if self._items is None else self._items.put(item)
+
+    def __len__(self) -> int:
+        if self._items is None:
+            raise UsageError(f"queue {self.name!r}: only its owner knows its length")
+        return len(self._items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The items. Only at the owner."""
+        if self._items is None:
+            raise UsageError(f"queue {self.name!r}: only its owner can save it")
+        return {"items": self._items.snapshot()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts the saved items, of which those that exceed the size wait for room."""
+        assert self._items is not None
+        for item in state["items"]:
+            self._items.put(item)
+
+    def _ask(self, method: str, *args: Any) -> Future[Any]:
+        request = Request(method, (self.name, self.maxsize, *args), {}, 0.0, internal=True)
+        return self._call(request, Deadline(0.0))  # the owner bounds the wait, and its end ends the call
+
+
+def _ended(answer: Pending, timeout: float | None) -> bool:
+    """Waits for `answer`. Returns False if it was given up after `timeout` seconds."""
+    try:
+        answer.result(timeout)
+    except TimeoutError:
+        return not answer.cancel()  # it may have ended just now
+    return True

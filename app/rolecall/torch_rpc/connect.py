@@ -1,0 +1,52 @@
+"""Connects a worker to its generation: by the wire and, if the job says so, by torch's RPC.
+
+A process connects once: workers are fresh processes, and end without a shutdown.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rolecall.context import meeting
+from rolecall.context.context import Context
+from rolecall.torch_rpc.distributed import Torch
+from rolecall.torch_rpc.store import local_address
+from rolecall.tunnel.client import TunnelClient
+from rolecall.wire.messages import Deadline, Request
+
+
+def connect(context: Context[Any], directory: Path, tunnel: Path | None = None) -> None:
+    """Meets the workers of `context`'s generation: by way of the rank's `tunnel`, the folder with its sockets, if there
+    is one. `directory` is the worker's own.
+
+    Raises UsageError for a port that stays taken, and PeerLostError if not all members connect in time.
+    """
+    settings, host, open_tunnel = context.settings, context.settings.bind_addr, None
+    if host in ("", "0.0.0.0", "::"):
+        host = local_address(settings.master_addr)
+    if tunnel:
+        open_tunnel = partial(TunnelClient, tunnel, context.me.name, host, settings.port)
+    torch = context.torch = Torch(context, open_tunnel)
+    if context.job is not None and not context.job.rpc:
+        torch.store()
+        return
+    with_rpc = context.job is not None and context.job.uses_torch_rpc(settings)
+    wire, store_port = meeting.meet(
+        context,
+        directory=directory,
+        tunnel=open_tunnel,
+        host=host,
+        open_store=torch.start_store,
+        with_store=with_rpc,
+    )
+    rank0, seconds = context.rank0.name, settings.connect_timeout
+
+    def ask_port() -> int:
+        ask = Request("store_port", (), {}, seconds, internal=True)
+        return int(wire.call(rank0, ask, Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")).result())
+
+    torch.ask_port = ask_port
+    if with_rpc:
+        torch.start_rpc(store_port)

@@ -1,0 +1,111 @@
+"""What torch.distributed does in a generation: its store, process groups, RPC. Each starts when it is first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
+
+from rolecall.context.context import Context
+from rolecall.declare.task import Peer
+from rolecall.errors import PeerLostError
+from rolecall.torch_rpc import agent
+from rolecall.torch_rpc.failures import first_line
+from rolecall.torch_rpc.reach import TunnelStore
+from rolecall.torch_rpc.store import open_store
+from rolecall.tunnel.client import TunnelClient
+
+_served: list[Context[Any]] = []  # the context of this process, for `_role_object`
+
+
+@contextlib.contextmanager
+def _meeting(context: Context[Any]) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, PeerLostError):
+            raise
+        raise PeerLostError(f"no RPC with all of generation {context.generation}: {first_line(error)}") from error
+
+
+class Torch:
+    """What torch.distributed does in a generation: its store, process groups, RPC. `tunnel` opens a connection to the
+    rank's tunnel; None with TLS=off. `store` is one that is open already. `ask_port` returns the port of the store that rank 0 has started; it starts the
+    store if need be.
+    """
+
+    def __init__(
+        self, context: Context[Any], tunnel: Callable[[], TunnelClient] | None, store: Store | None = None
+    ) -> None:
+        self._context, self._tunnel = context, tunnel
+        _served[:] = [context]
+        self.ask_port: Callable[[], int] | None = None
+        self._store = store
+        self._lock = threading.RLock()
+
+    def store(self, port: int | None = None) -> Store:
+        """The generation's store. With `port` 0, rank 0 starts it at a free port; without, at the port that all know.
+
+        Raises PeerLostError if it cannot be reached, UsageError for a port that stays taken.
+        """
+        context = self._context
+        with self._lock, _meeting(context):
+            if self._store is None:
+                if port is None and self.ask_port:
+                    port = 0 if context.rank == 0 else self.ask_port()
+                reach = self._tunnel() if self._tunnel else None
+                store = open_store(
+                    context.settings,
+                    context.generation,
+                    context.me.rank,
+                    world_size=len(context.members),
+                    reach=reach,
+                    rank0=context.members[0].name,
+                    port=port,
+                )
+                self._store = TunnelStore(store, reach) if reach else store
+            return self._store
+
+    def start_store(self) -> int:
+        """Starts the store at rank 0. Returns its port."""
+        store = self.store(port=0)
+        inner: Any = store.inner if isinstance(store, TunnelStore) else store
+        return int(inner.underlying_store.port)
+
+    def start_rpc(self, store_port: int) -> None:
+        """Starts torch's RPC at all members at once."""
+        with _meeting(self._context):
+            agent.start(self._context, self.store(port=store_port))
+            rpc._set_rpc_timeout(self._context.settings.rpc_timeout)  # type: ignore[attr-defined]
+
+    def reference(self, to: Peer | str) -> rpc.RRef[Any]:
+        """See `Context.reference`."""
+        name = to if isinstance(to, str) else to.name
+        return rpc.remote(name, _role_object)  # type: ignore[no-any-return]
+
+    def join_group(self, role: str, timeout: float) -> None:
+        """See `Context.join_group`."""
+        context = self._context
+        store, members = PrefixStore(f"group-{role}", self.store()), context.peers(role)
+        place, device = members.index(context.me), context.device
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        try:
+            store.set(f"gpu-{place}", gpu)
+            gpus = {store.get(f"gpu-{number}") for number in range(len(members))}
+            backend = "nccl" if len(gpus) == len(members) and b"" not in gpus else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=place, world_size=len(members), timeout=timedelta(seconds=timeout)
+            )
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLostError(f"no process group with all of {role}: {first_line(error)}") from error
+
+
+def _role_object() -> Any:
+    """Runs at the owner: the object of its role."""
+    return _served[0].role_object()

@@ -1,0 +1,257 @@
+"""How the called worker runs what arrives: early calls, turns, async methods, futures, streams, cancelled calls."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rolecall.errors import RemoteError, UsageError
+from rolecall.wire import dispatch
+from rolecall.wire.dispatch import STREAM_CREDITS
+from tests.wire.wires import DEADLINE, Member, Wires, until
+
+
+@pytest.fixture(params=[False, True], ids=["socket", "memory"])
+def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
+    made = Wires("a", "b", memory=request.param)
+    yield made
+    for member in made.members.values():
+        member.go.set()
+    made.close()
+
+
+def member(wires: Wires) -> Member:
+    return wires.members["b"]
+
+
+def test_early_calls_wait_for_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_RUNNING", 2)
+    wires = Wires("a")
+    late = wires.wires["b"] = wires._wire("b", 2**30)
+    futures = [wires.call("a", "b", "echo", number) for number in range(20)]
+    until(lambda: len(late.dispatcher._early) == 20, "all of them")
+    assert not any(future.done() for future in futures)
+    late.dispatcher.serve(Member())
+    assert [future.result(DEADLINE) for future in futures] == list(range(20))
+
+
+def test_calls_are_refused_with_the_reason() -> None:
+    wires = Wires("a")
+    other = wires.wires["b"] = wires._wire("b", 2**30)
+    early = wires.call("a", "b", "echo", 1)
+    other.dispatcher.serve(None, "role b has no class")
+    for future in (early, wires.call("a", "b", "echo", 1)):
+        with pytest.raises(UsageError, match="echo cannot be called at b: role b has no class"):
+            future.result(DEADLINE)
+
+
+@pytest.mark.parametrize("name", ["unmarked", "__init__", "__reduce__", "__class__", "_x", "", "go", "echo.__func__"])
+def test_only_marked_methods_are_called(wires: Wires, name: str) -> None:
+    member(wires).__dict__["_x"] = member(wires).echo
+    with pytest.raises(UsageError, match="has no method of that name marked by @remote"):
+        wires.call("a", "b", name).result(DEADLINE)
+    assert member(wires).seen == []
+
+
+def test_turns_are_taken_one_after_the_other_in_one_thread(wires: Wires) -> None:
+    futures = [wires.call("a", "b", "turn", number) for number in range(20)]
+    assert wires.call("a", "b", "echo", 5).result(DEADLINE) == 5  # meanwhile
+    assert member(wires).seen == []
+    threading.Thread(target=wires.wires["b"].dispatcher.serve_turns, daemon=True, name="main").start()
+    assert len({future.result(DEADLINE) for future in futures}) == 1
+    assert sorted(member(wires).seen) == list(range(20))
+
+
+def test_a_turn_that_nobody_waits_for_is_not_taken(wires: Wires) -> None:
+    first, late = wires.call("a", "b", "turn", "first"), wires.call("a", "b", "turn", "late", seconds=0.1)
+    cancelled = wires.call("a", "b", "turn", "cancelled")
+    assert cancelled.cancel()
+    with pytest.raises(RuntimeError, match=r"b has not answered turn within 0.1 s \(TEST_TIMEOUT=1\)"):
+        late.result(DEADLINE)
+    wires.call("a", "b", "echo", 0).result(DEADLINE)
+    threading.Thread(target=wires.wires["b"].dispatcher.serve_turns, daemon=True).start()
+    first.result(DEADLINE)
+    wires.call("a", "b", "turn", "last").result(DEADLINE)
+    assert member(wires).seen == ["first", "last"]
+
+
+def test_async_methods_run_side_by_side_and_are_cancelled(wires: Wires) -> None:
+    futures = [wires.call("a", "b", "pause") for _ in range(100)]
+    for _ in futures:
+        assert member(wires).entered.acquire(timeout=DEADLINE)
+    assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
+    futures[0].cancel()
+    assert member(wires).closed.wait(DEADLINE)
+    assert not futures[1].done()
+
+
+def test_a_future_is_the_answer_later(wires: Wires) -> None:
+    future = wires.call("a", "b", "postponed")
+    assert member(wires).entered.acquire(timeout=DEADLINE)
+    assert not future.done()
+    member(wires).later.set_result({"x": 1})
+    assert future.result(DEADLINE) == {"x": 1}
+
+
+def test_a_future_that_failed_or_that_nobody_waits_for(wires: Wires) -> None:
+    future, given_up = wires.call("a", "b", "postponed"), wires.call("a", "b", "postponed")
+    for _ in range(2):
+        assert member(wires).entered.acquire(timeout=DEADLINE)
+    given_up.cancel()
+    until(member(wires).later.cancelled, "the future's end")
+    with pytest.raises(RemoteError, match="postponed was cancelled"):
+        future.result(DEADLINE)
+
+
+def test_a_call_that_is_cancelled_before_it_begins_never_does(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_RUNNING", 2)
+    running = [wires.call("a", "b", "wait", number) for number in range(2)]
+    for _ in running:
+        assert member(wires).entered.acquire(timeout=DEADLINE)
+    waiting = [wires.call("a", "b", "wait", number) for number in (2, 3)]
+    late = wires.call("a", "b", "wait", "late", seconds=0.1)
+    until(lambda: len(wires.wires["b"].dispatcher._waiting) == 3, "those that wait")
+    assert waiting[0].cancel()
+    with pytest.raises(RuntimeError):
+        late.result(DEADLINE)
+    assert running[0].cancel()  # has begun: it ends unheard
+    member(wires).go.set()
+    assert [running[1].result(DEADLINE), waiting[1].result(DEADLINE)] == [1, 3]
+    assert sorted(member(wires).seen) == [0, 1, 3]
+    assert not wires.wires["b"].dispatcher._calls
+
+
+def test_a_cancelled_call_ends_waits(wires: Wires) -> None:
+    future = wires.call("a", "b", "wait")
+    waiter = threading.Thread(target=concurrent.futures.wait, args=([future],))
+    waiter.start()
+    threads = [threading.Thread(target=future.cancel) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in [*threads, waiter]:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    assert future.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(0)
+
+
+def test_no_more_threads_than_calls_that_may_run(wires: Wires) -> None:
+    before = threading.active_count()
+    futures = [wires.call("a", "b", "wait", number) for number in range(4 * dispatch.MAX_RUNNING)]
+    for _ in range(dispatch.MAX_RUNNING):
+        assert member(wires).entered.acquire(timeout=DEADLINE)
+    until(lambda: len(wires.wires["b"].dispatcher._waiting) == 3 * dispatch.MAX_RUNNING, "those that wait")
+    assert threading.active_count() - before <= dispatch.MAX_RUNNING + 8
+    member(wires).go.set()
+    assert [future.result(DEADLINE) for future in futures] == list(range(4 * dispatch.MAX_RUNNING))
+    until(lambda: threading.active_count() - before <= 12, "the threads' end")
+
+
+def test_what_a_method_raises(wires: Wires) -> None:
+    with pytest.raises(RemoteError, match="b raised KeyError: 'x'") as raised:
+        wires.call("a", "b", "fail", KeyError("x")).result(DEADLINE)
+    cause = raised.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert "in fail" in str(cause.__cause__)
+    with pytest.raises(RemoteError, match="b raised SystemExit: 3"):
+        wires.call("a", "b", "fail", SystemExit(3)).result(DEADLINE)
+    assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
+
+
+class Mischief:
+    """Raises as it is pickled, or as it is read."""
+
+    def __init__(self, pickling: bool) -> None:
+        self.pickling = pickling
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if self.pickling:
+            raise ZeroDivisionError("pickling")
+        return divmod, (1, 0)
+
+
+def test_what_cannot_be_pickled_or_read_fails_its_call_alone(wires: Wires) -> None:
+    with pytest.raises(ZeroDivisionError):
+        wires.call("a", "b", "echo", Mischief(True))
+    with pytest.raises(RemoteError, match="b raised ZeroDivisionError"):
+        wires.call("a", "b", "echo", Mischief(False)).result(DEADLINE)
+    member(wires).later.set_result(Mischief(True))
+    with pytest.raises(RemoteError, match="b raised ZeroDivisionError: pickling"):
+        wires.call("a", "b", "postponed").result(DEADLINE)
+    wires.members["b"].later = type(member(wires).later)()
+    member(wires).later.set_result(Mischief(False))
+    with pytest.raises(RemoteError, match="the answer of postponed by b cannot be read: ZeroDivisionError"):
+        wires.call("a", "b", "postponed").result(DEADLINE)
+    assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1
+    assert wires.wires["a"].in_flight("b") == 0
+
+
+# ---- streams
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000], ids=["numbers", "small", "large"])
+def test_a_stream_comes_in_order_to_its_end(wires: Wires, size: int) -> None:
+    items = list(wires.stream("a", "b", "count", 100, size))
+    assert items == [number.to_bytes(4, "big") * size if size else number for number in range(100)]
+    assert member(wires).closed.is_set()
+
+
+def test_a_stream_is_no_further_ahead_than_its_credits(wires: Wires) -> None:
+    stream = wires.stream("a", "b", "count", 10_000)
+    until(lambda: len(member(wires).seen) > STREAM_CREDITS, "its first items")
+    time.sleep(0.1)  # whether it stays so is the question
+    assert len(member(wires).seen) == STREAM_CREDITS + 1
+    assert [next(stream) for _ in range(STREAM_CREDITS)] == list(range(STREAM_CREDITS))
+    until(lambda: len(member(wires).seen) == 2 * STREAM_CREDITS + 1, "what it may send then")
+    stream.close()
+    assert member(wires).closed.wait(DEADLINE)
+    assert list(stream) == [] or True
+
+
+@pytest.mark.parametrize("how", ["closed", "left", "dropped", "broken off", "lost"])
+def test_a_stream_is_closed_at_its_owner(wires: Wires, how: str) -> None:
+    stream = wires.stream("a", "b", "count", 10_000)
+    assert next(stream) == 0
+    match how:
+        case "closed":
+            stream.close()
+        case "left":
+            with stream:
+                pass
+        case "dropped":
+            del stream
+        case "broken off":
+            for _ in stream:
+                break
+            del stream
+        case _:
+            wires.wires["a"].lose("b", "the test says so")
+            with pytest.raises(RuntimeError, match="b does not answer: the test says so"):
+                list(stream)
+    assert member(wires).closed.wait(DEADLINE)
+    until(lambda: not wires.wires["b"].dispatcher._calls, "its end")
+
+
+def test_a_stream_that_raises(wires: Wires) -> None:
+    stream = wires.stream("a", "b", "breaks")
+    assert next(stream) == 1
+    with pytest.raises(RemoteError, match="b raised ValueError: broken"):
+        next(stream)
+
+
+def test_a_stream_whose_item_is_late(wires: Wires) -> None:
+    wires.wires["b"].dispatcher._target = None  # it waits as early calls do
+    stream = wires.stream("a", "b", "count", 3, seconds=0.1)
+    with pytest.raises(RuntimeError, match=r"b has not answered count within 0\.1 s"):
+        next(stream)
+
+
+def test_streams_keep_no_other_call_from_running(wires: Wires) -> None:
+    streams = [wires.stream("a", "b", "count", 10_000) for _ in range(2 * dispatch.MAX_RUNNING)]
+    assert all(next(stream) == 0 for stream in streams)
+    assert wires.call("a", "b", "echo", 1).result(DEADLINE) == 1

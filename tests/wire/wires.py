@@ -1,0 +1,164 @@
+"""Wires of one process, joined by socket pairs, and what their members serve."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rolecall import remote
+from rolecall.context.services import Services
+from rolecall.errors import PeerLostError
+from rolecall.wire.calls import Wire
+from rolecall.wire.future import Future, Stream
+from rolecall.wire.link import Sockets
+from rolecall.wire.messages import Deadline, Request
+
+DEADLINE = 20.0
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+class Internals:
+    """What each worker serves, without a supervisor."""
+
+    stacks = Services.stacks
+
+
+class Member:
+    """What the members of these tests serve."""
+
+    def __init__(self, wires: Wires | None = None, me: str = "") -> None:
+        self.wires, self.me = wires, me
+        self.go, self.entered = threading.Event(), threading.Semaphore(0)
+        self.seen = list[Any]()
+        self.closed = threading.Event()
+        self.later: Future[Any] = Future()
+
+    @remote
+    def echo(self, *args: Any, **kwargs: Any) -> Any:
+        return (*args, kwargs) if kwargs or len(args) != 1 else args[0]
+
+    @remote
+    def wait(self, mark: Any = None) -> Any:
+        self.entered.release()
+        self.go.wait(DEADLINE)
+        self.seen.append(mark)
+        return mark
+
+    @remote
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+    @remote
+    def make(self, nbytes: int) -> bytes:
+        return b"x" * nbytes
+
+    @remote
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    @remote(turn=True)
+    def turn(self, mark: Any) -> int:
+        self.seen.append(mark)
+        return threading.get_ident()
+
+    @remote
+    async def pause(self) -> None:
+        import asyncio
+
+        self.entered.release()
+        try:
+            await asyncio.sleep(DEADLINE)
+        finally:
+            self.closed.set()
+
+    @remote
+    def postponed(self) -> concurrent.futures.Future[Any]:
+        self.entered.release()
+        return self.later
+
+    @remote(stream=True)
+    def count(self, items: int, size: int = 0) -> Iterator[Any]:
+        try:
+            for number in range(items):
+                self.seen.append(number)
+                yield bytearray(number.to_bytes(4, "big") * size) if size else number
+        finally:
+            self.closed.set()
+
+    @remote(stream=True)
+    def breaks(self) -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    @remote
+    def bounce(self, other: str, hops: int) -> int:
+        """Calls `other`, which calls back, and so on."""
+        if not hops:
+            return 0
+        assert self.wires is not None
+        return 1 + int(self.wires.call(self.me, other, "bounce", self.me, hops - 1).result(DEADLINE))
+
+    def unmarked(self) -> None:
+        self.seen.append("unmarked")
+
+
+class Wires:
+    """The wires of the members `names`, which reach each other by socket pairs; with `memory`, large buffers are read
+    from memory."""
+
+    def __init__(self, *names: str, memory: bool = False, limit: int = 2**30) -> None:
+        self._pid = os.getpid() if memory else 0
+        self.lost = list[str]()
+        self.members = {name: Member(self, name) for name in names}
+        self.wires = {name: self._wire(name, limit) for name in names}
+        for name, member in self.members.items():
+            self.wires[name].dispatcher.serve(member)
+
+    def _wire(self, name: str, limit: int) -> Wire:
+        connector = _Connector(self, name)
+        return Wire(
+            name,
+            connector,
+            Internals(),
+            max_message_bytes=limit,
+            lost=lambda peer, error: self.lost.append(peer),
+        )
+
+    def sockets(self, caller: str, callee: str) -> Sockets:
+        if callee not in self.wires:
+            raise PeerLostError(f"{callee} does not answer: it is no member")
+        a, b = socket.socketpair()
+        memory = bool(self._pid)
+        self.wires[callee].accept(caller, Sockets(b, b, self._pid, memory))
+        return Sockets(a, a, self._pid, memory)
+
+    def call(self, caller: str, callee: str, method: str, *args: Any, seconds: float = 0.0, **kwargs: Any) -> Any:
+        request = Request(method, args, kwargs, seconds)
+        return self.wires[caller].call(callee, request, Deadline(seconds, "TEST_TIMEOUT=1"))
+
+    def stream(self, caller: str, callee: str, method: str, *args: Any, seconds: float = 0.0) -> Stream[Any]:
+        return self.wires[caller].stream(callee, Request(method, args, {}, 0.0), Deadline(seconds))
+
+    def close(self) -> None:
+        for wire in self.wires.values():
+            for name in self.wires:
+                wire.lose(name, "the test is over")
+
+
+class _Connector:
+    def __init__(self, wires: Wires, me: str) -> None:
+        self._wires, self._me = wires, me
+
+    def open(self, peer: str) -> Sockets:
+        return self._wires.sockets(self._me, peer)

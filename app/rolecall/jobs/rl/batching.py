@@ -20,7 +20,7 @@ from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.messages import Array, Trajectory, unpack
 
 MAX_BATCH_OBSERVATIONS = 4096  # bounds the memory and the time of one forward pass
-BATCH_WAIT_SECONDS = 0.0002  # less than half the round trip of a call, so a late group delays the others little
+BATCH_WAIT_SECONDS = 0.00005  # less than half the round trip of a call, so a late group delays the others little
 
 
 class Group(NamedTuple):

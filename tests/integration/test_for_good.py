@@ -41,23 +41,3 @@ def test_a_worker_that_is_always_killed_fails_the_job_until_a_setting_changes(
     job.first.environment["MAX_RESTARTS"] = "1"
     job.first.start()
     until(lambda: "its settings have changed, so it starts again" in job.first.text(), "another try")
-
-
-def test_a_rank_with_other_settings_is_refused(cluster: MakeCluster) -> None:
-    job = cluster(JOB="ps", MAX_TRAINERS="9").start(1)
-    other = job.add("trainer", 1, BATCH_SIZE="64", MAX_TRAINERS="8").start()
-    assert other.wait() == 2
-    says = "trainer 1 has BATCH_SIZE=64, rank 0 has BATCH_SIZE=4; give every rank the same settings"
-    assert says in other.text()
-    until(lambda: job.first.metric("gang_refused_total", reason="settings") == 1, "the refusal to be counted")
-    assert says in job.first.text()
-    job.trains()
-    job.first.kill()  # rank 0 comes back with another setting, as in a rolling update
-    job.first.environment["BATCH_SIZE"] = "8"
-    job.first.start()
-    trainer = job.member(0)
-    assert trainer.wait() == 2
-    assert "trainer 0 has BATCH_SIZE=4, rank 0 has BATCH_SIZE=8; " in trainer.text()
-    trainer.environment["BATCH_SIZE"] = "8"
-    trainer.start()
-    job.trains()

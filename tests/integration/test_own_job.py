@@ -85,6 +85,7 @@ def test_ranks_without_a_role_are_given_one_and_those_with_another_file_none(
     cluster: MakeCluster, tmp_path: Path
 ) -> None:
     job = cluster(JOB=str(FILE), THROWERS="2")
+    job.describe(str(FILE))
     ranks = [job.add("rank", number, ROLE="", ORDINAL="", **({} if number else {"RANK": "0"})) for number in range(3)]
     for rank in ranks:
         rank.start()
@@ -95,6 +96,7 @@ def test_ranks_without_a_role_are_given_one_and_those_with_another_file_none(
     other = tmp_path / "other" / FILE.name
     other.parent.mkdir()
     other.write_text(TEXT + "\n# changed\n")
+    job.describe(str(other))
     stranger = job.add("stranger", 0, ROLE="", ORDINAL="", JOB=str(other)).start()
     assert stranger.wait() == 2
     (line,) = stranger.text().splitlines()
@@ -107,7 +109,7 @@ def test_ranks_without_a_role_are_given_one_and_those_with_another_file_none(
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
 
 
-def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
+def test_a_file_is_run_scaled_and_listed(tmp_path: Path) -> None:
     (tmp_path / FILE.name).write_text(TEXT)
     run = subprocess.Popen(
         [*COMMAND, "run", FILE.name, "--plain", "--throwers", "1", "--darts", "500", "--checkpoint-dir", "run"],
@@ -121,7 +123,6 @@ def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
     try:
         log = tmp_path / "run" / "logs" / "lead-0.log"
         until(lambda: log.exists() and "step 10\t" in log.read_text(), "ten rounds")
-        watched = command(tmp_path, "watch", "run", "--once")
         scaled = command(tmp_path, "scale", "run", "thrower=2")
         assert (scaled.returncode, scaled.stdout) == (0, "rolecall: starting thrower 1\n"), scaled.stderr
         until(lambda: "members='lead 0, thrower 0-1'" in log.read_text(), "the new rank's generation")
@@ -138,27 +139,8 @@ def test_a_file_is_run_watched_and_evaluated(tmp_path: Path) -> None:
             os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == 0, out + err
     assert "finished; checkpoints, logs, summary.json, curve.png, page.html in run" in out.splitlines()[-1]
-    assert watched.returncode == 0, watched.stderr
-    for text in ("rolecall dartboard", "gang running", "darts/s", "pi 3.", "lead 0", "thrower 0"):
-        assert text in watched.stdout
     summary, _ = reported(tmp_path / "run")
     assert (summary["settings"]["DARTS"], summary["settings"]["THROWERS"]) == (500, 1)
-    evaluated = command(tmp_path, "eval", FILE.name, "--checkpoint", "run", "--json")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads(evaluated.stdout) == {"pi": summary["result"]["pi"], "darts_of_a_round": 500}
-    listed = command(tmp_path, "config", FILE.name, "--markdown")
-    assert "| DARTS | int | 1000 |" in listed.stdout
-    listed = command(tmp_path, "metrics", FILE.name, "--markdown")
-    assert "| rolecall_throwers | gauge |  | rank 0 | Throwers of the last round. |" in listed.stdout
-
-
-def test_file_with_an_error_starts_no_rank(tmp_path: Path) -> None:
-    (tmp_path / FILE.name).write_text(TEXT.replace("import random", "import randomness"))
-    ended = command(tmp_path, "run", FILE.name, "--plain")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"rolecall: {FILE.name}:{line_of('import random')}: ModuleNotFoundError")
-    assert ended.stderr.count("\n") == 1
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {FILE.name}
 
 
 def test_a_mistake_that_only_a_worker_sees_is_a_line_of_the_file(cluster: MakeCluster, tmp_path: Path) -> None:
@@ -210,11 +192,7 @@ def test_a_rank_keeps_the_source_that_it_was_started_with(cluster: MakeCluster, 
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "score"),
-    [
-        ("regression", {"UPDATES": "40"}, "error"),
-        ("allreduce", {"ROUNDS": "4"}, "total"),
-    ],
+    ("name", "settings", "score"), [("regression", {"UPDATES": "40"}, "error"), ("allreduce", {"ROUNDS": "4"}, "total")]
 )
 def test_the_examples_of_the_page_on_jobs_finish(
     cluster: MakeCluster, name: str, settings: dict[str, str], score: str

@@ -8,7 +8,6 @@ import json
 import re
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -16,7 +15,7 @@ from rolecall.declare import describe
 from rolecall.launch.local import free_ports
 from rolecall.rank.coordinator import MAX_BODY_BYTES, PATH
 from rolecall.tunnel import keys
-from tests.integration.cluster import TOKEN, Cluster, until
+from tests.integration.cluster import TOKEN, Cluster
 
 MakeCluster = Callable[..., Cluster]
 JOB = describe.describe("rl").identity
@@ -84,41 +83,6 @@ def test_strangers_are_refused_and_the_gang_does_not_notice(cluster: MakeCluster
     assert job.agent.metric("generation") == generation
     assert job.members() == 1
     assert "Traceback" not in job.agent.text()
-
-
-def test_half_requests_and_a_thousand_idle_connections(kept: Cluster) -> None:
-    port = int(kept.settings["MASTER_PORT"])
-    with ExitStack() as stack:
-        said = [
-            b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Le",
-            b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
-            b"\x16\x03\x01 this is no HTTP\r\n\r\n",
-        ]
-        idle = []
-        for words in [*[b""] * 1000, *said]:
-            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)))
-            idle[-1].sendall(words)
-        generation = kept.agent.metric("generation")
-        kept.observer(1).kill_worker()  # the gang does all that it does
-        until(lambda: kept.agent.metric("generation") > generation, "the next generation")
-        until(lambda: kept.members() == 2, "both observers")
-        kept.trains()
-        for connection in idle:
-            connection.settimeout(60)
-            with suppress(ConnectionResetError):
-                while connection.recv(4096):
-                    pass  # what it is answered; then it is hung up on
-    assert "Traceback" not in kept.agent.text()
-    kept.trains()
-
-
-def test_of_a_thousand_strangers_none_costs_the_metrics(kept: Cluster) -> None:
-    with ExitStack() as stack:
-        for _ in range(1000):
-            address = ("127.0.0.1", int(kept.agent.environment["METRICS_PORT"]))
-            stack.enter_context(socket.create_connection(address, 30))
-        assert kept.agent.get("/healthz") == (200, "ok\n")
-        kept.trains()
 
 
 @pytest.mark.parametrize(("variable", "role"), [("METRICS_PORT", "observer"), ("MASTER_PORT", "agent")])

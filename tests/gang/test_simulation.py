@@ -283,10 +283,3 @@ def test_a_broken_promise_is_printed_with_its_seed(capsys: pytest.CaptureFixture
     story, broken = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert "coordinator" in story
     assert broken.startswith(f"seed {seed}, at ")
-
-
-def test_an_exploration_that_finds_nothing_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explore(20, 1) == 0
-    printed = capsys.readouterr().out
-    for line in ("20 of 20 schedules", "faults", "gang events", "generations", "Every promise was kept."):
-        assert line in printed

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import itertools
 import json
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -257,25 +256,6 @@ def test_the_same_rank_after_a_drain(tmp_path: Path, resume: bool) -> None:
     run(steps())
 
 
-def test_numbers_never_go_back(tmp_path: Path) -> None:
-    starts = [
-        (True, NODE, False),
-        (False, NODE, False),
-        (False, OTHER, True),
-        (True, NODE, True),
-    ]
-
-    async def steps() -> None:
-        used = []
-        for resume, node, ended in starts:
-            async with rank_0(tmp_path, resume, node, ended) as lead:
-                used.append(await train(lead))
-            assert rundir.read_generation(tmp_path).number == used[-1]
-        assert used == [1, 2, 3, 4]
-
-    run(steps())
-
-
 def test_a_new_run_does_not_wait_for_the_earlier_ones_ranks(tmp_path: Path) -> None:
     earlier = Persisted(3, "rl", (("agent", 0), *(("observer", ordinal) for ordinal in range(5))), OTHER)
 
@@ -317,28 +297,6 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, name: str) -> None:
     run(steps())
     assert files(tmp_path) == set(before) - {GENERATION}
     held.release()
-
-
-def test_a_number_that_cannot_be_written_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps() -> None:
-        async with rank_0(tmp_path, resume=True) as lead:
-            with monkeypatch.context() as patched:
-                tries, again = list[str](), threading.Event()
-
-                def broken(*_: object) -> None:
-                    tries.append(lead.gang.state)
-                    if len(tries) == 3:
-                        again.set()
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-                patched.setattr(rundir, "write_generation", broken)
-                training = asyncio.create_task(train(lead))
-                assert await asyncio.to_thread(again.wait, 30)
-                assert {*tries, lead.gang.state} == {"gathering"}
-            assert await training == 1
-            assert rundir.read_generation(tmp_path).number == 1
-
-    run(steps())
 
 
 # ---- a disk that hangs

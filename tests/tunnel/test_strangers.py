@@ -72,10 +72,6 @@ def member() -> ssl.SSLContext:
     return client(authority, authority[1])
 
 
-def test_a_member_is_answered(lead: Tunnel) -> None:
-    assert b"nothing serves control yet" in asks(member(), lead.port, places.CONTROL)
-
-
 @pytest.mark.parametrize("service", ["127.0.0.1:22", "store-", "x" * 512])
 def test_a_member_cannot_ask_for_what_was_not_announced(lead: Tunnel, service: str) -> None:
     refused = lead.refused("service")

@@ -11,7 +11,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 
-from rolecall import config, new
+from rolecall import config
 from rolecall.config import Settings
 from rolecall.declare import registry
 from tests.contracts.containers import ROOT, image_environment, only
@@ -331,33 +331,6 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
     assert name in {*names, copied("rl", namePrefix="b-").service["metadata"]["name"]}
 
 
-def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> None:
-    kubectl_says.write_text("#!/bin/sh\necho 'error: already exists' >&2\nexit 1\n")
-    done = subprocess.run(
-        ["make", "k8s-token", f"KUBECTL={kubectl_says}"],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "already exists" in done.stderr
-    assert "kubectl delete secret rl" in done.stderr  # how it is replaced
-
-
-def test_the_page_says_what_all_jobs_request() -> None:
-    pods = [
-        one.container["resources"]["requests"]
-        for name in (*JOBS, *GENERIC)
-        for one in overlay(name).sets
-        for _ in one.pods
-    ]
-    millicores = sum(int(requests["cpu"].removesuffix("m")) for requests in pods)
-    mebibytes = sum(int(size[:-2]) * {"Mi": 1, "Gi": 1024}[size[-2:]] for size in (one["memory"] for one in pods))
-    assert f"they request {millicores / 1000:g} CPUs and {mebibytes / 1024:g} GiB of memory" in " ".join(PAGE.split())
-
-
 def test_the_token_can_be_rotated(rendered: Overlay) -> None:
     """By its label, whatever the strategy: all pods of a job must be replaced at once."""
     # a ConfigMap of one's own may have no labels
@@ -368,12 +341,6 @@ def test_the_token_can_be_rotated(rendered: Overlay) -> None:
         assert {item.environment_of(pod)["INSTANCE"] for pod in item.pods} == {instance}
     if rendered.name in OVERLAYS:
         assert instance == rendered.service["metadata"]["name"]
-
-
-def test_a_new_job_is_told_how_its_secret_is_made(tmp_path: Path) -> None:
-    folder = new.write("fresh_job", tmp_path)[0].parent
-    command = "rolecall token | kubectl create secret generic fresh-job --from-file=JOB_TOKEN=/dev/stdin"
-    assert f"#   {command}\n" in (folder / "kustomization.yaml").read_text()
 
 
 def test_the_network_is_the_wall(rendered: Overlay) -> None:
@@ -525,7 +492,3 @@ def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_pat
     assert "exec ps-0 -- " in log
     assert "logs --follow ps-0" in log or "logs ps-0" in log or "logs --tail=20 ps-0" in log
     assert ("describe pod ps-0" in log) == (states == ("gathering",))
-
-
-def test_no_documented_overlay_is_left_out() -> None:
-    assert sum(len(example) for example in EXAMPLES) == PAGE.count("```yaml\n")

@@ -6,16 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import rolecall
-from rolecall import __main__
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +66,3 @@ def test_every_file_of_the_package_is_installed_and_nothing_else(installed: Path
     assert folders == {"rolecall", f"rolecall-{rolecall.__version__}.dist-info", "bin"}
     sources = {path.relative_to(ROOT / "app") for path in (ROOT / "app" / "rolecall").rglob("*.py")}
     assert {path.relative_to(installed) for path in (installed / "rolecall").rglob("*.py")} == sources
-
-
-def test_the_command_is_the_modules_main() -> None:
-    assert PROJECT["project"]["scripts"] == {"rolecall": f"{__main__.main.__module__}:{__main__.main.__name__}"}

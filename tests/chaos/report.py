@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,6 @@ WORKER_BAR = 1.5  # seconds from the kill of rank 0's worker to the next step
 RESTART_BAR = 4.0  # from the start of a rank that training waits for to the next step
 PAUSE_BAR = 1.0  # of the others, where an elastic rank was killed
 NOTICE_BAR = 10.0
-YOUNG_BAR = 0.8
 TARGETS = ("rank 0", "fixed", "elastic", "several")
 
 
@@ -37,7 +36,7 @@ class Check:
 
 
 def checks(soak: Soak) -> list[Check]:
-    result, young = soak.result, soak.result.young
+    result = soak.result
     clean = [m for m in result.measured if not m.disturbed and not m.note]
     worker = summary(m.next_step for m in clean if m.kind == "kill worker" and m.target == "rank 0")
     restart = summary(
@@ -59,12 +58,6 @@ def checks(soak: Soak) -> list[Check]:
             _seconds(max(silent, default=math.nan)),
             f"<= {NOTICE_BAR:g} s",
             max(silent) <= NOTICE_BAR if silent else None,
-        ),
-        Check(
-            "steps beside an elastic rank that keeps dying young",
-            f"{young.share:.2f}" if young else "-",
-            f">= {YOUNG_BAR:g} of those undisturbed",
-            young.share >= YOUNG_BAR if young else None,
         ),
         Check("events without a next step", ", ".join(stuck) or "none", "none", not stuck),
         Check(
@@ -160,21 +153,6 @@ def totals(soak: Soak) -> dict[str, Any]:
         "generations ended and elastic ranks lost, by cause": by_cause("gang_restarts_total"),
         "workers ended, by cause": by_cause("worker_restarts_total"),
         "rank starts": sum(len(rank.starts) for rank in soak.keeper.ranks.values()),
-    }
-
-
-def as_json(soak: Soak, found: list[Check], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Everything; JSON has no NaN, so what was not measured is null."""
-    return {
-        "arguments": arguments,
-        "checks": [asdict(check) for check in found],
-        "totals": totals(soak),
-        "failure": soak.result.failure,
-        "young": asdict(soak.result.young) if soak.result.young else None,
-        "events": [asdict(m) for m in soak.result.measured],
-        "exits": [asdict(ended) for ended in soak.keeper.exits],
-        "notices": soak.recording().notices,
-        "steps": soak.steps(),
     }
 
 

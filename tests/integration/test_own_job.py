@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -228,3 +229,79 @@ def test_what_rolecall_new_writes_passes_its_own_test(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 passed" in run.stdout
+
+
+HANGING = ROOT / "tests" / "integration" / "hanging.py"
+
+
+@pytest.mark.parametrize("kind", ["role", "future"])
+def test_a_call_that_hangs_is_a_failure_with_evidence(cluster: MakeCluster, kind: str) -> None:
+    """The step is made without worker 0, or ends the generation; either way it counts."""
+    job = cluster(JOB=str(HANGING), KIND=kind, RPC_TIMEOUT="0.5", PHASE_TIMEOUT="20", MAX_FAILURES="1")
+    job.start(2, described=True)
+    assert [rank.wait() for rank in job.ranks.values()] == [3, 3, 3]
+    text = job.first.text()
+    problem = "worker_0 has not answered hang within 0.5 s (RPC_TIMEOUT=0.5)"
+    (line,) = [line for line in text.splitlines() if "call timed out" in line]
+    for part in ("peer=worker_0", "function=hang", "deadline_s=0.5", "setting='RPC_TIMEOUT=0.5'"):
+        assert part in line
+    assert f'File "{HANGING}", line {where("threading.Event().wait()")}, in hang' in text  # its stack
+    (failed,) = [line for line in text.splitlines() if "gang failed" in line]
+    assert problem in failed
+
+
+def where(line: str) -> int:
+    """The number of the first line of the job's file that has the text `line`."""
+    return next(number for number, text in enumerate(HANGING.read_text().splitlines(), 1) if line in text)
+
+
+SLUGGISH = ROOT / "tests" / "integration" / "sluggish.py"
+
+
+def test_workers_that_load_are_waited_for_and_a_stuck_lead_is_replaced(cluster: MakeCluster) -> None:
+    job = cluster(
+        JOB=str(SLUGGISH), RPC_TIMEOUT="1", STUCK_SECONDS="2", CHECKPOINT_INTERVAL="3600", LOG_INTERVAL="100000"
+    ).start(2, described=True)
+    until(lambda: job.member(0).metric("phase", state="loading"), "a worker that loads")
+    until(lambda: job.first.metric("worker_restarts_total", cause="stuck") == 1, "the stuck worker to be replaced")
+    job.is_whole()
+    text = job.first.text()
+    assert "peer given up" not in text
+    assert re.search("step 5 has taken .* s, over (STUCK_SECONDS=2|10 times the longest)", text)  # a busy machine
+    assert "forget_to_release (" in text or "in forget_to_release" in text  # by py-spy, or by faulthandler
+    assert job.first.metric("gang_restarts_total", cause="stuck") == 1
+    assert job.first.metric("worker_restarts_total", cause="silent") == 0
+
+
+KILLS = (
+    "        if context.step >= 2:\n            import os\n            os.kill(os.getpid(), 9)\n        context.log("
+)
+
+
+def test_a_worker_that_is_always_killed_fails_the_job_until_a_setting_changes(
+    cluster: MakeCluster, tmp_path: Path
+) -> None:
+    (tmp_path / FILE.name).write_text(TEXT.replace("        context.log(", KILLS))
+    job = cluster(JOB=str(tmp_path / FILE.name), MAX_RESTARTS="2", ON_FINISH="linger").start(1, described=True)
+    says = "worker of lead 0 killed by SIGKILL 2 times at step "
+
+    def lingers(count: int) -> None:
+        for rank in job.ranks.values():
+            until(lambda rank=rank: rank.text().count("lingering") == count, f"{rank.name} to linger")
+            assert rank.text().count("the job failed") == count
+            assert says in rank.text()
+            assert rank.get("/readyz") == (503, "the job failed\n")
+            assert rank.get("/healthz")[0] == 200
+
+    lingers(1)
+    assert job.first.metric("gang_state", state="failed") == 1
+    for rank in job.ranks.values():
+        rank.terminate()
+        assert rank.wait() == 3
+        rank.start()
+    lingers(2)
+    assert "this job has failed for good" in job.first.text()
+    job.first.kill()
+    job.first.environment["MAX_RESTARTS"] = "1"
+    job.first.start()
+    until(lambda: "its settings have changed, so it starts again" in job.first.text(), "another try")

@@ -17,6 +17,7 @@ import yaml
 from rolecall import config, new, telemetry
 from rolecall.config import Settings
 from rolecall.declare import registry
+from tests import commands
 from tests.contracts.containers import (
     COMPOSE,
     COMPOSE_TEXT,
@@ -208,15 +209,7 @@ def test_the_new_jobs_compose_file_gives_its_ranks_the_token_as_a_file(tmp_path:
 
 
 def make_token(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TOKEN_SCRIPT, *arguments],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], **variables},
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return commands.run([TOKEN_SCRIPT, *arguments], cwd=folder, env={"PATH": os.environ["PATH"], **variables})
 
 
 def is_protected(file: Path) -> bool:

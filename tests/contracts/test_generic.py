@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import commands
 from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, image_environment, is_first, settings_of
 from tests.contracts.manifests import overlay
 from tests.contracts.test_compose import NOT_PASSED
@@ -123,15 +124,7 @@ def up(tmp_path: Path) -> Any:
 
     def run(profile: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), **variables}
-        return subprocess.run(
-            [ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"],
-            cwd=tmp_path,
-            env=environment,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return commands.run([ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"], cwd=tmp_path, env=environment)
 
     return run
 
@@ -208,15 +201,7 @@ def test_make_asks_for_the_file_before_it_builds() -> None:
     for profile, variable in (("job", "JOB_FILE"), ("script", "SCRIPT")):
         mine = (variable, "MAKEFLAGS", "MAKELEVEL")  # of the make that runs the tests
         environment = {key: value for key, value in os.environ.items() if key not in mine}
-        done = subprocess.run(
-            ["make", f"up-{profile}"],
-            cwd=ROOT,
-            env=environment,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = commands.run(["make", f"up-{profile}"], env=environment)
         assert done.returncode == 2
         assert done.stderr.splitlines()[0] == f"rolecall: {variable} is missing: it names a file, such as ./pi.py"
         assert not done.stdout

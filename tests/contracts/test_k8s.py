@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import kubernetes_validate
@@ -14,6 +13,7 @@ import pytest
 from rolecall import config
 from rolecall.config import Settings
 from rolecall.declare import registry
+from tests import commands
 from tests.contracts.containers import ROOT, image_environment, only
 from tests.contracts.manifests import (
     COMPONENT,
@@ -312,15 +312,7 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
     kubectl_says: Path, variables: tuple[str, ...], name: str, more: str
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("JOB", "MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(
-        ["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables],
-        cwd=ROOT,
-        env=environment,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = commands.run(["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables], env=environment)
     assert done.returncode == 0, done.stderr
     said = (kubectl_says.parent / "arguments").read_text()
     assert said == f"create secret generic {name} --from-file=JOB_TOKEN=/dev/stdin{more}\n"
@@ -477,13 +469,8 @@ def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_pat
         program.parent.mkdir(exist_ok=True)
         program.write_text(KIND.format(log=tmp_path / "log", states=tmp_path / "states"))
         program.chmod(0o755)
-    done = subprocess.run(
+    done = commands.run(
         [K8S / "kind.sh", "ps-trainers", "rolecall:cpu"],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
         env={"PATH": f"{program.parent}:{os.environ['PATH']}", "TIMEOUT": "320"},
     )
     assert done.returncode == code, done.stderr

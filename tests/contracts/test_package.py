@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rolecall
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,12 +32,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--quiet",
         "--disable-pip-version-check",
     ]
-    pip = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    pip = commands.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)], timeout=120
     )
     assert pip.returncode == 0, pip.stderr
     return folder

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rolecall.launch.local import free_ports
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 Program = subprocess.CompletedProcess[str]
@@ -55,14 +56,7 @@ TAKEN = {
 @pytest.fixture(scope="module")
 def program() -> Program:
     """What forks the scenes of both tests, each from one import of torch."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.contracts.torch_errors", *map(str, free_ports(2))],
-        cwd=ROOT,
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return commands.run([sys.executable, "-m", "tests.contracts.torch_errors", *map(str, free_ports(2))], timeout=120)
 
 
 def test_each_of_torchs_errors_is_taken_for_what_it_is(program: Program) -> None:

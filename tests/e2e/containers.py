@@ -19,6 +19,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall import Job, telemetry
+from tests import commands
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ print(json.dumps({address: sorted(ports) for address, ports in found.items()}))
 
 def docker(*arguments: str, check: bool = True, timeout: float = DEADLINE) -> str:
     """Run a docker command; returns what it printed."""
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+    done = commands.run(["docker", *arguments], timeout=timeout)
     assert done.returncode == 0 or not check, f"docker {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout.strip()
 

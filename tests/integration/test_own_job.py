@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from rolecall.record import history
+from tests import commands
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, Cluster, reported, until
 
 MakeCluster = Callable[..., Cluster]
@@ -30,15 +31,7 @@ def stop(job: Cluster) -> None:
 
 
 def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=directory,
-        timeout=DEADLINE,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **QUICK},
-    )
+    return commands.run([*COMMAND, *arguments], cwd=directory, env={**os.environ, **QUICK})
 
 
 def line_of(text: str) -> int:
@@ -218,14 +211,11 @@ def test_what_rolecall_new_writes_passes_its_own_test(tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    run = subprocess.run(
+    run = commands.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "fresh_job"],
         cwd=tmp_path,
         env={**os.environ, **QUICK, "PATH": path},
         timeout=5 * DEADLINE,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 passed" in run.stdout

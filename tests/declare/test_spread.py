@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from rolecall import Context
 from rolecall.jobs.rl.messages import Episode
 from rolecall.jobs.rl.score import MEAN_EPISODES, Score
 from rolecall.observe import picture
-from rolecall.record import history, rundir
+from rolecall.record import history
 from rolecall.record.history import History
 from tests.context.contexts import Supervisor
 from tests.observe.test_report import short
@@ -109,23 +107,6 @@ def test_the_picture_has_it_as_a_band() -> None:
     (drawn,) = bands(run)
     corners = {(float(x), float(y)) for x, y in drawn.get_paths()[0].vertices}
     assert corners == {(1, 9), (1, 11), (2, 18), (2, 21), (3, 27), (3, 31)}
-
-
-def test_a_run_without_one_is_drawn_without_a_band(tmp_path: Path) -> None:
-    """Such as one of an earlier version, whose file has none."""
-    rows = [
-        {"kind": "start", "generation": 1, "step": 0, "seconds": 0.0, "time": 1.0, "after": ""},
-        *(
-            {"kind": kind, "step": step, "seconds": float(step), "value": 1.0 * step}
-            for step in (1, 2)
-            for kind in ("score", "done")
-        ),
-    ]
-    (tmp_path / rundir.HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = history.read(tmp_path)
-    assert bands(run) == []
-    (tmp_path / rundir.SUMMARY).write_text(json.dumps(short(run, "stopped")))
-    assert picture.main([str(tmp_path)]) == 0
 
 
 # ---- over the observers of `rl`

@@ -206,11 +206,6 @@ class Project:
     def members(self, role: str) -> float:
         return self.rank0.metric("gang_members", role=role)
 
-    def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint, by rank 0's log."""
-        pattern = re.compile(r"checkpoint-\d+-(\d+)\.pt")
-        return int(until(lambda: pattern.findall(self.rank0.logs()), "a checkpoint", DEADLINE)[-1])
-
     def trains(self, more: int = 3) -> None:
         """Wait until `more` further steps are done, of whatever generation."""
         start = until(self.step, "a first step", DEADLINE)

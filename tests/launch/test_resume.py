@@ -111,17 +111,6 @@ def test_interrupted_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert set_aside(tmp_path, 2, 0) is None
 
 
-def test_nothing_is_moved_under_a_writers_hands(tmp_path: Path) -> None:
-    make(tmp_path, *NAMES)
-    before = contents(tmp_path)
-    writer = rundir.lock(tmp_path, WRITER_LOCK, 0)
-    with pytest.raises(UsageError, match="in use by another running job"):
-        set_aside(tmp_path, 2, 0.05)
-    assert contents(tmp_path) == before
-    writer.release()
-    assert set_aside(tmp_path, 2, 0) == tmp_path / "earlier-000002"
-
-
 def file_in_the_way(directory: Path) -> None:
     (directory / "earlier-000002").write_text("")
 

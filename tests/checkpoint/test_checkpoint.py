@@ -232,7 +232,7 @@ def test_any_changed_byte_is_found_or_harmless(file: File, data: st.DataObject, 
 def test_any_change_of_the_first_line_is_found_or_harmless(file: File) -> None:
     """A bit of each byte, and every character with a meaning in JSON: a length becomes negative, a number longer."""
     for position in range(file.head):
-        changes = {1 << position % 8} | {file.whole[position] ^ byte for byte in b'-+.eE0159 \n",:[]{}'}
+        changes = {1 << position % 8} | {file.whole[position] ^ byte for byte in b'-.e0 \n",}'}
         for bits in changes - {0}:
             assert_found_or_harmless(file.flip(position, bits))
 

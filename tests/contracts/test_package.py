@@ -24,14 +24,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # --no-compile: only what is run is compiled, when it is run
-    options = [
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "--no-compile",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
     pip = commands.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)], timeout=120
     )

@@ -47,7 +47,7 @@ def test_schedules() -> None:
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_schedules_of_200_ranks(seed: int) -> None:
     """RANKS=200 `make simulate` plays more of them."""
     result = run(seed, ranks=200)

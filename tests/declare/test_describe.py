@@ -141,16 +141,6 @@ def test_the_version_is_that_of_the_file(tmp_path: Path) -> None:
     assert describe.describe("copy/pi.py").identity == first.identity  # wherever it lies
 
 
-def test_the_version_of_a_module_is_that_of_its_file(tmp_path: Path) -> None:
-    (tmp_path / "parcel").mkdir()
-    (tmp_path / "parcel" / "__init__.py").write_text("")
-    (tmp_path / "parcel" / "pi.py").write_text(PI)
-    sys.path.append(str(tmp_path))
-    job = describe.describe("parcel.pi")
-    assert (job.name, job.target) == ("pi", "parcel.pi")
-    assert job.version == describe.describe("pi.py").version
-
-
 def test_variables_count_too_and_flags_win(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

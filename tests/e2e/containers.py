@@ -96,10 +96,6 @@ class Container:
     def restarts(self) -> int:
         return int(inspect(self.name)["RestartCount"])
 
-    @property
-    def started(self) -> str:
-        return str(self.state["StartedAt"])
-
     def address(self, network: str) -> str:
         return str(inspect(self.name)["NetworkSettings"]["Networks"][network]["IPAddress"])
 

@@ -42,19 +42,8 @@ ROOMS = (
 )
 # the public API is imported by jobs, and by no room below it
 ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "export"}
-PURE = {
-    "__future__",
-    "bisect",
-    "collections",
-    "dataclasses",
-    "enum",
-    "functools",
-    "heapq",
-    "itertools",
-    "math",
-    "operator",
-    "typing",
-}
+PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
+PURE |= {"operator", "typing"}
 PUBLIC = set(rolecall.__all__)
 SUPPORT = "rolecall.jobs.support"  # shared by the jobs; the only one of them that imports more than the public API
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -16,17 +16,11 @@ from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, im
 from tests.contracts.manifests import overlay
 from tests.contracts.test_compose import NOT_PASSED
 
-PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
+PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data", "JOB_TOKEN_FILE": "/run/secrets/job-token"}
 # what the shell or docker/up.sh says, and what each profile fixes
 FIXED = {
-    "job": {"JOB": "/job", **PLACES, "JOB_TOKEN_FILE": "/run/secrets/job-token"},
-    "script": {
-        "JOB": "script",
-        **PLACES,
-        "SCRIPT": "/script",
-        "RANKS": "2",
-        "JOB_TOKEN_FILE": "/run/secrets/job-token",
-    },
+    "job": {"JOB": "/job", **PLACES},
+    "script": {"JOB": "script", **PLACES, "SCRIPT": "/script", "RANKS": "2"},
 }
 # stands in for docker: its arguments and what compose would put in, a line each
 DOCKER = """#!/usr/bin/env bash
@@ -58,12 +52,8 @@ def test_a_profile_has_rank_0_and_the_others(profile: str) -> None:
     one, two = services[first], services[others]
     assert one["environment"] == {**two["environment"], "RANK": "0"}
     assert not {"ROLE", "ORDINAL", "RANK"} & set(two["environment"])
-    assert {**one, "environment": 0, "networks": 0, "deploy": 0} == {
-        **two,
-        "environment": 0,
-        "networks": 0,
-        "deploy": 0,
-    }
+    apart = dict.fromkeys(("environment", "networks", "deploy"))
+    assert one | apart == two | apart
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -139,11 +129,7 @@ def up(tmp_path: Path) -> Any:
             "name=pi-other job=/job/pi.py:OTHER script= ranks= others=2",
         ),
         ({"JOB_FILE": "pi.py", "SAID": "1"}, "", "name=pi job=/job/pi.py script= ranks= others=0"),
-        (
-            {"JOB_FILE": "package.jobs.pi:OTHER"},
-            None,
-            "name=pi-other job=package.jobs.pi:OTHER script= ranks= others=2",
-        ),
+        ({"JOB_FILE": "package.pi:OTHER"}, None, "name=pi-other job=package.pi:OTHER script= ranks= others=2"),
         ({"SCRIPT": "./pi.py:run"}, "", "name=pi-run job= script=/script/pi.py:run ranks=2 others=1"),
         ({"SCRIPT": "pi.py", "RANKS": "4"}, "", "name=pi job= script=/script/pi.py ranks=4 others=3"),
     ],

@@ -36,16 +36,8 @@ from tests.contracts.manifests import (
 )
 
 KUBERNETES = "1.36"
-ALLOWED_VOLUMES = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
-}
+ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+ALLOWED_VOLUMES |= {"projected", "secret"}
 # kinds of components that a cluster may have, which its own schemas do not know
 CUSTOM = {"PodMonitor", "PrometheusRule"}
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -175,14 +167,10 @@ def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:
 def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
     served = (ROOT / "app" / "rolecall" / "rank" / "endpoints.py").read_text()
     for one in rendered.sets:
-        probes = {kind: one.container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
-        assert {kind: item["path"] for kind, item in probes.items()} == {
-            "startupProbe": "/healthz",
-            "livenessProbe": "/healthz",
-            "readinessProbe": "/readyz",
-        }
-        for item in probes.values():
-            assert item["port"] == "metrics"
+        asked = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+        for kind, path in asked.items():
+            item = one.container[kind]["httpGet"]
+            assert (item["path"], item["port"]) == (path, "metrics")
             assert f'web.get("{item["path"]}"' in served
         startup = one.container["startupProbe"]
         assert 0 < startup["initialDelaySeconds"] <= 5  # Python's start, which is no failure

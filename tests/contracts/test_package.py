@@ -12,6 +12,7 @@ import pytest
 
 import rolecall
 from tests import commands
+from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, as pip installs it, without a network."""
-    folder, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
+    return made_once(tmp_path_factory, "site", lambda folder: install(folder, tmp_path_factory.mktemp("source")))
+
+
+def install(folder: Path, source: Path) -> None:
     shutil.copytree(ROOT / "app", source / "app", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -29,7 +33,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)], timeout=120
     )
     assert pip.returncode == 0, pip.stderr
-    return folder
 
 
 def run(folder: Path, *command: str) -> str:

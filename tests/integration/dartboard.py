@@ -38,16 +38,10 @@ def lead(context: Context[Board]) -> dict[str, Any]:
     return {"pi": 4 * state["hits"] / state["darts"], "step": context.step, "state": "estimated"}
 
 
-def evaluate(settings: Board, state: dict[str, Any]) -> dict[str, float]:
-    """The estimate of a checkpoint."""
-    return {"pi": 4 * state["hits"] / state["darts"], "darts_of_a_round": settings.darts}
-
-
 JOB = Job(
     [Role("lead", lead), Role("thrower", count="throwers", minimum=1)],
     settings=Board,
     summary="estimates pi",
-    evaluate=evaluate,
     score="pi",
     unit="darts",
     metrics=[Metric("gauge", "throwers", "Throwers of the last round.", roles=("rank 0",))],

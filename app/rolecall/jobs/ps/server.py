@@ -6,7 +6,6 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -40,7 +39,9 @@ class Server:
         self.context, self.inbox = context, Inbox()
         self._complete: Callable[[GradientKey], None] = self.inbox.put
         if context.rank != 0:
-            self._complete = Reports(context.logger, partial(context.call, context.rank0, Server.complete)).add
+            self._complete = Reports(
+                context.logger, lambda keys: context.call(context.rank0, Server.complete, keys)
+            ).add
         self.server_model: ServerModel | None = None
         if settings.update_mode == "autograd":
             self.server_model = ServerModel(settings, max(1, context.threads // trainers), context.device)

@@ -414,9 +414,10 @@ class Context(Generic[S]):
         """
         self.supervision.conclude("drained" if summary is None else "finished", self.step, summary or {})
 
-    def fail(self, problem: str) -> None:
-        """Ends this rank's process at once, from any thread, as if its function had raised ProgramError(`problem`). For
-        a function that cannot be made to return.
+    def fail(self, problem: str | BaseException) -> None:
+        """Ends this rank's process at once, from any thread, as if its function had raised `problem`, or
+        ProgramError(`problem`) for a text. For a function that cannot be made to return, and for a remote method whose
+        error is this rank's failure, not its caller's.
         """
         self.supervision.fail(problem)
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
+from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
 from rolecall.context.calls import Calls, wait_all
 from rolecall.context.group import Group, Lost
@@ -72,6 +73,8 @@ class Context(Generic[S]):
             lost=lost,
         )
         self.calls = Calls(self.group)
+        self.internal_calls = Calls(self.group, internal=True)
+        self.shares = Shares()
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
 

@@ -57,7 +57,7 @@ class Dispatcher:
     is this member's name."""
 
     def __init__(self, me: str, internals: object) -> None:
-        self._me, self._internals = me, internals
+        self._me, self._internals = me, [internals]
         self._target: object | None = None
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
@@ -76,6 +76,10 @@ class Dispatcher:
             early, self._early = self._early, []
         for call in early:
             threading.Thread(target=self._run, args=(call,), daemon=True).start()
+
+    def offer(self, internals: object) -> None:
+        """Peers' internal calls go to `internals`, too."""
+        self._internals.append(internals)
 
     def serve_turns(self) -> NoReturn:
         """Runs calls of methods with `turn`, as they come."""
@@ -131,8 +135,10 @@ class Dispatcher:
 
     def _run(self, call: Call) -> None:
         request = call.request
-        target: object | None = self._internals
-        if not request.internal:
+        target: object | None
+        if request.internal:
+            target = next((each for each in self._internals if find(each, request.method)), self._internals[0])
+        else:
             with self._lock:
                 target = self._target
                 if target is None and not self._refusal:

@@ -31,6 +31,7 @@ class Lead:
         return secret
 
     def run(self) -> dict[str, int]:
+        self.context.restore({})
         for _ in self.context.steps(3):
             for count in (1, 100, 100_000):
                 for method in (Keeper.keep, Keeper.pass_on):

@@ -152,7 +152,7 @@ def _update_seconds() -> tuple[float, float]:
     def seconds(gradients: int, rounds: int = 12) -> float:
         used = 0.0
         for number in range(rounds):
-            keys = [GradientKey(f"trainer_{each}", number) for each in range(gradients)]
+            keys = [GradientKey(f"trainer_{number}_{each}", 1) for each in range(gradients)]  # dropped ones stay lost
             for key in keys:
                 shard.receive(key, 0, gradient, Future[PartAnswer](), BatchReport(0, 32))
             started = time.process_time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from rolecall.context.group import Group
@@ -265,7 +265,7 @@ class Calls:
         raise UsageError(f"{name} is a method of several roles ({', '.join(having)}); say options(role=...)")
 
 
-def wait_all(calls: list[Future[T]]) -> list[T]:
+def wait_all(calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
     """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
     with recorder.span("wait"):
         for call in concurrent.futures.as_completed(calls):  # each ends at its own deadline

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -26,7 +26,6 @@ from rolecall.declare.task import Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
-from rolecall.wire.future import Future
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
@@ -124,7 +123,7 @@ class Context(Generic[S]):
 
     # ---- calls
 
-    def wait_all(self, calls: list[Future[T]]) -> list[T]:
+    def wait_all(self, calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
         return wait_all(calls)
 

@@ -151,9 +151,9 @@ def test_no_setting_of_rolecalls_is_anothers(name: str) -> None:
         ([LEAD, Role("sampler", count="workers")], "role sampler: Pi has no setting 'workers' to count members by"),
         ([LEAD, Role("sampler", minimum="fewest")], "role sampler: Pi has no setting 'fewest' to count members by"),
         ([LEAD, Role("sampler", minimum=1, maximum="MOST_OF")], "role sampler: Pi has no setting 'MOST_OF' to count"),
-        ([Role("lead", 3)], "role lead: 3 is not a function"),  # type: ignore[arg-type]
-        ([Role("lead", "lead")], "role lead: 'lead' is not a function"),
-        ([Role("lead", "module:")], "role lead: 'module:' is not a function"),
+        ([Role("lead", 3)], "role lead: 3 is neither a function nor a class"),  # type: ignore[arg-type]
+        ([Role("lead", "lead")], "role lead: 'lead' is neither a function nor a class"),
+        ([Role("lead", "module:")], "role lead: 'module:' is neither a function nor a class"),
         ([LEAD, Role("Sampler")], "role 'Sampler': a name consists of small letters, digits and _, and begins with a"),
         ([LEAD, Role("hit-maker")], "role 'hit-maker': a name consists of small letters"),
         ([LEAD, Role("")], "role '': a name consists of small letters"),

@@ -158,12 +158,11 @@ def last_line(
 def test_an_earlier_runs_files_are_not_listed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, code: int
 ) -> None:
-    for name in (rundir.SUMMARY, rundir.CURVE, rundir.PAGE):
+    for name in (rundir.SUMMARY, rundir.PAGE):
         (tmp_path / name).write_text("of an earlier run")
-    line = last_line(monkeypatch, capfd, tmp_path, code, rundir.CURVE)
-    assert rundir.CURVE in line
+    line = last_line(monkeypatch, capfd, tmp_path, code, rundir.PAGE)
+    assert rundir.PAGE in line
     assert rundir.SUMMARY not in line
-    assert rundir.PAGE not in line
     assert (str(code) in line.split(";")[0]) == (code != 0)
 
 

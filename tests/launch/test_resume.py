@@ -398,8 +398,8 @@ async def end(lead: Coordinator, disk: FullDisk | None = None, failures: int = 0
     [
         (0, "", True, ()),
         (5, "", True, ()),
-        (10**6, "", True, (rundir.SUMMARY, rundir.HISTORY, DONE)),
-        (10**6, DONE, True, (rundir.SUMMARY, rundir.HISTORY)),
+        (10**6, "", True, (rundir.SUMMARY, DONE)),
+        (10**6, DONE, True, (rundir.SUMMARY,)),
         (0, "", False, ("last checkpoint",)),
     ],
 )

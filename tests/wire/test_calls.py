@@ -74,7 +74,7 @@ def test_a_late_call_is_logged_with_its_peers_stacks(wires: Wires, logged: list[
     (event,) = [event for event in logged if event["event"] == "call timed out"]
     assert (event["peer"], event["function"], event["deadline_s"]) == ("b", "wait", 0.2)
     assert "in wait\n    self.go.wait(DEADLINE)" in event["exception"]
-    assert "rolecall/wire" not in event["exception"]
+    assert "rolecall/wire/dispatch" not in event["exception"]
     assert wires.call("a", "b", "echo", 1, seconds=5).result() == 1
 
 

@@ -100,7 +100,7 @@ def test_a_peer_that_reads_nothing_is_lost(logged: list[EventDict]) -> None:
     thread.start()
     thread.join(DEADLINE)
     assert isinstance(outcome[0], PeerLostError)
-    assert wires.lost == ["b"]
+    until(lambda: wires.lost == ["b"], "the report")
 
 
 def test_a_lost_peer(wires: Wires) -> None:

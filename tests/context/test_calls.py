@@ -77,6 +77,7 @@ class Fake:
 
     def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
         otherwise()
+        self.lose(to)
 
 
 @pytest.fixture

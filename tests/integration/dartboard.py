@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-from rolecall import Context, Job, Metric, Role, Settings
+from rolecall import Context, Job, Metric, Role, Settings, remote
 
 
 class Board(Settings):
@@ -17,16 +17,22 @@ class Board(Settings):
     darts: int = 1000
 
 
-def throw(darts: int) -> int:
-    """How many of `darts` hit; runs on a thrower."""
-    return sum(math.hypot(random.random(), random.random()) < 1 for _ in range(darts))
+class Thrower:
+    """A thrower's."""
+
+    def __init__(self, context: Context[Board]) -> None: ...
+
+    @remote
+    def throw(self, darts: int) -> int:
+        """How many of `darts` hit."""
+        return sum(math.hypot(random.random(), random.random()) < 1 for _ in range(darts))
 
 
 def lead(context: Context[Board]) -> dict[str, Any]:
     """Rank 0's."""
     s, state = context.settings, context.restore({"hits": 0, "darts": 0})
     for _ in context.steps(s.rounds or None, until=(context.files / "stop").exists):
-        counts = list(context.call_all("thrower", throw, s.darts))
+        counts = list(context.call_all(Thrower.throw, s.darts))
         if not counts:
             context.redo()
             continue
@@ -39,7 +45,7 @@ def lead(context: Context[Board]) -> dict[str, Any]:
 
 
 JOB = Job(
-    [Role("lead", lead), Role("thrower", count="throwers", minimum=1)],
+    [Role("lead", lead), Role("thrower", Thrower, count="throwers", minimum=1)],
     settings=Board,
     summary="estimates pi",
     score="pi",

@@ -138,12 +138,12 @@ def test_a_file_is_run_scaled_and_listed(tmp_path: Path) -> None:
 
 
 def test_a_mistake_that_only_a_worker_sees_is_a_line_of_the_file(cluster: MakeCluster, tmp_path: Path) -> None:
-    old = '"thrower", throw, s.darts'
-    (tmp_path / FILE.name).write_text(TEXT.replace(old, '"thrower", [lambda: 1][0]'))
+    old = "Thrower.throw, s.darts"
+    (tmp_path / FILE.name).write_text(TEXT.replace(old, "[lambda: 1][0]"))
     job = cluster(JOB=str(tmp_path / FILE.name)).start(1, described=True)
     assert [rank.wait() for rank in job.ranks.values()] == [2, 2]
     assert f"{FILE.name}:{line_of(old)}: " in job.first.text()
-    assert "<lambda> cannot be called at a peer: define it with" in job.first.text()
+    assert "<lambda> cannot be called at a peer: put @remote" in job.first.text()
     assert "Traceback" not in job.logs()
     assert not list(job.checkpoints.glob("checkpoint-*"))
 

@@ -28,12 +28,13 @@ STREAM_CREDITS = 16  # items of a stream that may be on their way
 
 @dataclass(eq=False)
 class Call:
-    """A call that arrived and has not ended. `expires` is in monotonic seconds."""
+    """A call that arrived and has not ended. `expires` and `arrived_ns` are of the monotonic clock."""
 
     link: Link
     number: int
     request: Request
     expires: float
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
     coroutine: concurrent.futures.Future[Any] | None = None  # of an async method
     credits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(STREAM_CREDITS))
@@ -86,7 +87,7 @@ class Dispatcher:
         while True:
             call = self._turns.get()  # bounded by the supervisor, which ends this process
             if not self._is_given_up(call):
-                self._call(call)
+                self._call(call, waited_ns=time.monotonic_ns() - call.arrived_ns)
 
     # ---- what arrives
 
@@ -178,12 +179,12 @@ class Dispatcher:
         else:
             self._call(call, method)
 
-    def _call(self, call: Call, method: Callable[..., Any] | None = None) -> None:
+    def _call(self, call: Call, method: Callable[..., Any] | None = None, waited_ns: int = 0) -> None:
         request = call.request
         method = method or find(self._target, request.method)
         assert method is not None
         try:
-            with tracing.serving(request) as span:
+            with tracing.serving(request, waited_ns) as span:
                 value = method(*request.args, **request.kwargs)
                 if isinstance(value, concurrent.futures.Future):
                     span.returned()

@@ -68,7 +68,7 @@ def serving(request: Request, waited_ns: int = 0) -> Iterator[ServerSpan]:
     if recorder.on:
         span = recorder.begin(request.method, "server", parent, trace, **{"from": caller})
         if waited_ns:
-            span.start -= waited_ns
+            span.start = max(span.start - waited_ns, recorder.started)  # a recording may begin meanwhile
             span.attributes["began_ns"] = time.monotonic_ns()
     served = ServerSpan(span) if span else NO_SPAN
     try:

@@ -10,26 +10,27 @@ import argparse
 import json
 import os
 import platform
-import queue
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import rpc
-from torch.futures import Future
 
-from bench import costs_job, launch, ranks
+from bench import costs_job, launch, ranks, wires
 from bench.scale_model import COSTS, Costs
-from rolecall import config
-from rolecall.jobs.ps import PsSettings, calls, lead
+from rolecall import config, remote
+from rolecall.jobs.ps import PsSettings, lead
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import BatchReport, GradientKey, PartAnswer, UpdateShard
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.server import Shard
+from rolecall.jobs.ps.server import Inbox
+from rolecall.jobs.ps.shard import Shard
 
 IN_FLIGHT = 8
 SMALL = 4000  # calls
@@ -42,7 +43,8 @@ DEADLINE = 300.0
 
 def measure() -> Costs:
     """All costs. Raises RuntimeError or TimeoutError where a process fails."""
-    messages: dict[str, float] = ranks.run(["caller", "server"], _messages, deadline=DEADLINE)
+    with tempfile.TemporaryDirectory(prefix="bench-ps-costs-") as directory:
+        messages: dict[str, float] = ranks.run(["caller", "server"], _messages, directory, deadline=DEADLINE)
     few, many = _ledger_seconds(50), _ledger_seconds(1000)
     per_trainer = max(0.0, (many - few) / 950)
     apply_s, step_s = _update_seconds()
@@ -53,17 +55,19 @@ def measure() -> Costs:
 # ---- messages
 
 
-def _messages(tell: ranks.Tell) -> dict[str, float]:
+def _messages(tell: ranks.Tell, directory: str) -> dict[str, float]:
     """In the process `caller`: by measure, the processor seconds at either end."""
+    wires.connect(["caller", "server"], directory)
+    rpc.rpc_sync("server", _serve)
     key, bulk, sized = GradientKey("trainer_1000", 1000), torch.zeros(BULK_ELEMENTS), torch.zeros(SIZED_ELEMENTS)
     keys = [GradientKey(f"trainer_{number}", 1000) for number in range(KEYS)]
     order = UpdateShard(1, dict.fromkeys(keys, 1 / KEYS), 1.0, tuple(keys))
-    call_s, serve_s = _both(SMALL, _take, key)
-    tensor = [each - small for each, small in zip(_both(SIZED, _take, sized), (call_s, serve_s), strict=True)]
-    sent, received = _both(BULK, _take, bulk)
-    asked, answered = _both(BULK, _give, BULK_ELEMENTS)
-    ordered = _both(ORDERED, _take, order)[0]
-    reported = _both(ORDERED, _take, keys)[1]
+    call_s, serve_s = _both(SMALL, Taker.take, key)
+    tensor = [each - small for each, small in zip(_both(SIZED, Taker.take, sized), (call_s, serve_s), strict=True)]
+    sent, received = _both(BULK, Taker.take, bulk)
+    asked, answered = _both(BULK, Taker.give, BULK_ELEMENTS)
+    ordered = _both(ORDERED, Taker.take, order)[0]
+    reported = _both(ORDERED, Taker.take, keys)[1]
     size = 4 * BULK_ELEMENTS
     return {
         "call_s": call_s, "serve_s": serve_s, "tensor_s": max(0.0, sum(tensor) / 2),
@@ -73,30 +77,39 @@ def _messages(tell: ranks.Tell) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _both(count: int, function: Callable[..., Any], *args: Any) -> tuple[float, float]:
+def _both(count: int, method: Callable[..., Any], *args: Any) -> tuple[float, float]:
     """Processor seconds of a call, at the caller and at the called process."""
-    _make(count // 10, function, *args)
+    _make(count // 10, method, *args)
     there, here = rpc.rpc_sync("server", time.process_time), time.process_time()
-    _make(count, function, *args)
+    _make(count, method, *args)
     here = time.process_time() - here
     return here / count, (rpc.rpc_sync("server", time.process_time) - there) / count
 
 
-def _make(count: int, function: Callable[..., Any], *args: Any) -> None:
+def _make(count: int, method: Callable[..., Any], *args: Any) -> None:
     waiting = deque[Future[Any]]()
     for _ in range(count):
         if len(waiting) == IN_FLIGHT:
-            waiting.popleft().wait()
-        waiting.append(rpc.rpc_async("server", function, args=args))
-    torch.futures.wait_all(list(waiting))
+            waiting.popleft().result()
+        waiting.append(wires.here().call("server", method, *args))
+    for call in waiting:
+        call.result()
 
 
-def _take(what: Any) -> None:
-    """As the lead takes `complete`, and a server a gradient."""
+def _serve() -> None:
+    wires.here().wire.dispatcher.serve(Taker())
 
 
-def _give(elements: int) -> Tensor:
-    return torch.zeros(1).expand(elements).contiguous()
+class Taker:
+    """What the process `server` serves."""
+
+    @remote
+    def take(self, what: Any) -> None:
+        """As the lead takes `complete`, and a server a gradient."""
+
+    @remote
+    def give(self, elements: int) -> Tensor:
+        return torch.zeros(1).expand(elements).contiguous()
 
 
 # ---- the lead and a server, without messages
@@ -120,10 +133,11 @@ def _arrived_seconds() -> float:
     """Processor seconds of the lead to count a server that has a gradient, once the report is unpickled."""
     names = [f"trainer_{number}" for number in range(KEYS)]
     ledger, arrived, servers = Ledger(KEYS, 1, 1, 0, names, sync=True), Counter[GradientKey](), 100
-    inbox, keys = calls.INBOX.set(queue.SimpleQueue()), [GradientKey(name, 1) for name in names]
+    inbox, keys = Inbox(), [GradientKey(name, 1) for name in names]
     started, whole = time.process_time(), 0
     for _ in range(servers):
-        calls.complete(keys)
+        for key in keys:
+            inbox.put(key)
     while whole < KEYS:
         whole += lead.next_event(inbox, ledger, arrived, servers) is not None
     return (time.process_time() - started) / (servers * KEYS)
@@ -138,7 +152,7 @@ def _update_seconds() -> tuple[float, float]:
     def seconds(gradients: int, rounds: int = 12) -> float:
         used = 0.0
         for number in range(rounds):
-            keys = [GradientKey(f"trainer_{each}", number) for each in range(gradients)]
+            keys = [GradientKey(f"trainer_{number}_{each}", 1) for each in range(gradients)]  # dropped ones stay lost
             for key in keys:
                 shard.receive(key, 0, gradient, Future[PartAnswer](), BatchReport(0, 32))
             started = time.process_time()

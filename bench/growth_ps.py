@@ -28,13 +28,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import rpc
 
-from bench import launch, posers_ps, ranks
+from bench import launch, posers_ps, ranks, wires
 from bench.posers_ps import POINT_SECONDS, POSERS, Posed
-from rolecall import Context, Peer, RankObject, telemetry
+from rolecall import Context, Peer, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.context.transport import WireTransport
 from rolecall.declare import registry
-from rolecall.jobs.ps import PsSettings, calls, lead
-from rolecall.torch_rpc.rpc import TorchRpc
+from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps.lead import ParameterServer
 
 TRAINERS = (1, 2, 4, 8, 16, 32, 64)
 SERVERS = (1, 2, 4)
@@ -125,6 +126,7 @@ def _lead(
     """A point with each number of trainers."""
     points = []
     names, posers = [f"ps_{number}" for number in range(servers)], [f"poser_{number}" for number in range(POSERS)]
+    wires.connect([*names, *posers], directory)
     cores, others = layout(servers, sorted(os.sched_getaffinity(0)))
     for name, bound in (*zip(names, cores, strict=True), *((name, others) for name in posers)):
         rpc.rpc_sync(name, bind, args=(bound,))
@@ -197,19 +199,24 @@ def _serve(update_mode: str, servers: int, trainers: int, directory: str) -> Any
     )
     metrics = telemetry.build([*telemetry.WORKER, *registry.get("ps").metrics])
     telemetry.setup_logging("text", "error")
-    calls.INBOX, calls.SERVER = RankObject(), RankObject()  # a worker is one server; here a process is several in turn
     path = Path(directory, f"{trainers}")
     path.mkdir(exist_ok=True)
     job = registry.get("ps")
     context = Context(settings, members[rank], members, 1, metrics, job, checkpoints=Checkpoints(path, "ps", 1))
-    context.transport = _Transport(context, None)  # type: ignore[arg-type]
-    thread = threading.Thread(target=lead.run, args=(context,), daemon=True)
+    wired = wires.here()
+    context.transport = _Transport(
+        wired.wire, metrics, context.watchdog, rank0=members[0].name, rpc_timeout=settings.rpc_timeout
+    )
+    context.shares = wired.shares  # a process is several servers, one after the other
+    server = ParameterServer(context)
+    wired.wire.dispatcher.serve(server)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     return (context, thread) if rank == 0 else None
 
 
-class _Transport(TorchRpc):
-    """Calls over the RPC that is connected already."""
+class _Transport(WireTransport):
+    """Calls over the wire that is connected already."""
 
     def on_disconnect(self, to: str, gone: Callable[[str], None]) -> None:
         """The trainers are no processes of their own."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
 
+from bench import wires
 from rolecall import config
-from rolecall.jobs.ps import PsSettings, calls, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart
+from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, PartAnswer
+from rolecall.jobs.ps.server import Server
 
 SAMPLES = 60_000  # of the data that is handed out: as many as MNIST has
 LEAST = 3  # pushes of each trainer that count, at least
@@ -61,7 +64,8 @@ class _Trainer:
     number: int = 0  # of its next gradient
     version: int = 0
     batches: deque[int] = field(default_factory=deque)
-    calls: list[torch.futures.Future[Any]] = field(default_factory=list)
+    calls: list[Future[PartAnswer]] = field(default_factory=list)
+    waiting: int = 0  # of them
     answered: list[float] = field(default_factory=list)
 
     def rate(self, warm: float) -> float:
@@ -80,6 +84,7 @@ class _Poser:
         self._gradients = [torch.full((part.stop - part.start,), 1e-6) for part in self._parts]
         self._ready: queue.SimpleQueue[_Trainer] = queue.SimpleQueue()
         self.posed = [_Trainer(name) for name in names]
+        self._lock = threading.Lock()
 
     def ask(self) -> None:
         """Asks for each trainer's first assignment, and waits for all: until then the servers are loading."""
@@ -120,23 +125,29 @@ class _Poser:
         return all(len(posed.answered) > LEAST for posed in self.posed)
 
     def _send(self, posed: _Trainer, report: BatchReport, gradients: Sequence[Tensor | None]) -> None:
+        key, posed.waiting = GradientKey(posed.name, posed.number), len(self._parts)
+        posed.number += 1
         posed.calls = [
-            rpc.rpc_async(
-                f"ps_{part.server}", calls.exchange, timeout=2 * POINT_SECONDS,
-                args=(
-                    GradientPart(
-                        GradientKey(posed.name, posed.number), index, gradient, report if index == 0 else None
-                    ),
-                ),
+            wires.here().call(
+                f"ps_{part.server}",
+                Server.exchange,
+                GradientPart(key, index, gradient, report if index == 0 else None),
             )
             for index, (part, gradient) in enumerate(zip(self._parts, gradients, strict=True))
-        ]  # fmt: skip
-        posed.number += 1
-        torch.futures.collect_all(posed.calls).add_done_callback(lambda _: self._ready.put(posed))
+        ]
+
+        def answered(_: Future[PartAnswer]) -> None:
+            with self._lock:
+                posed.waiting -= 1
+                if not posed.waiting:
+                    self._ready.put(posed)
+
+        for call in posed.calls:
+            call.add_done_callback(answered)
 
     def _take(self, posed: _Trainer) -> None:
         for call in posed.calls:
-            assignment = call.wait().assignment  # it has come; raises what it raised
+            assignment = call.result().assignment  # it has come; raises what it raised
             if assignment is not None:
                 posed.version = assignment.version
                 posed.batches.extend(len(batch) for batch in assignment.batches)

@@ -1,4 +1,4 @@
-"""Members that work in step: each role member runs its own loop in a process group of torch.distributed.
+"""Members that work in step, in a process group of torch.distributed.
 
 rolecall run examples/allreduce.py --members 3
 """
@@ -6,7 +6,7 @@ rolecall run examples/allreduce.py --members 3
 import torch
 import torch.distributed as dist
 
-from rolecall import Context, Job, RankObject, Role, Settings
+from rolecall import Context, Job, Role, Settings, remote
 
 
 class Members(Settings):
@@ -15,18 +15,16 @@ class Members(Settings):
 
 
 # region group
-TOTAL: RankObject[torch.Tensor] = RankObject()
+class Member:
+    def __init__(self, context: Context[Members]) -> None:
+        context.join_group("member", timeout=30)  # NCCL if each has a GPU of its own, gloo otherwise
+        self.total = torch.zeros(1, device=context.device)
 
-
-def member(context: Context[Members]) -> None:
-    context.join_group("member", timeout=30)  # NCCL where each has a GPU of its own, gloo otherwise
-    TOTAL.set(torch.zeros(1, device=context.device))
-
-
-def add(value: float) -> float:  # called by the lead, at every member at the same time
-    term = torch.full_like(TOTAL.get(), value)
-    dist.all_reduce(term)
-    return TOTAL.get().add_(term).item()
+    @remote(turn=True)  # collectives must come in the same order everywhere
+    def add(self, value: float) -> float:
+        term = torch.full_like(self.total, value)
+        dist.all_reduce(term)
+        return self.total.add_(term).item()
 
 
 # endregion
@@ -35,10 +33,10 @@ def add(value: float) -> float:  # called by the lead, at every member at the sa
 def lead(context: Context[Members]) -> dict[str, float]:
     state = context.restore({"total": 0.0})
     for round_number in context.steps(context.settings.rounds):
-        answers = list(context.call_all("member", add, float(round_number)))  # a lost member ends the generation
+        answers = list(context.call_all(Member.add, float(round_number)))  # a lost member ends the generation
         state["total"] += round_number * len(answers)
         context.log(score=state["total"])
     return {"total": state["total"]}
 
 
-JOB = Job([Role("lead", lead), Role("member", member, count="members")], settings=Members, score="total")
+JOB = Job([Role("lead", lead), Role("member", Member, count="members")], settings=Members, score="total")

@@ -2,7 +2,7 @@
 
 import torch
 
-from rolecall import Context, Job, Role, Settings
+from rolecall import Context, Job, Role, Settings, remote
 
 
 class Pi(Settings):
@@ -11,16 +11,20 @@ class Pi(Settings):
     points: int = 1_000_000
 
 
-def hits(points: int) -> int:  # runs at a sampler
-    xy = torch.rand(points, 2)
-    return int((xy.square().sum(1) < 1).sum())
+class Sampler:
+    def __init__(self, context: Context[Pi]) -> None:  # once in each sampler's worker: load what takes long here
+        self.generator = torch.Generator().manual_seed(context.seed())
+
+    @remote  # called by peers
+    def hits(self, points: int) -> int:
+        xy = torch.rand(points, 2, generator=self.generator)
+        return int((xy.square().sum(1) < 1).sum())
 
 
 def lead(context: Context[Pi]) -> dict[str, float]:  # rank 0
     settings, state = context.settings, context.restore({"hits": 0, "points": 0})
     for _ in context.steps(settings.rounds):  # resumes, reports, saves when due, drains
-        counts = list(context.call_all("sampler", hits, settings.points))
-        if not counts:
+        if not (counts := list(context.call_all(Sampler.hits, settings.points))):
             context.redo()  # every sampler was lost: this step is made again
             continue
         state["hits"] += sum(counts)
@@ -29,4 +33,5 @@ def lead(context: Context[Pi]) -> dict[str, float]:  # rank 0
     return {"pi": 4 * state["hits"] / state["points"]}
 
 
-JOB = Job([Role("lead", lead), Role("sampler", count="samplers", minimum=1)], settings=Pi, score="pi", unit="points")
+ROLES = [Role("lead", lead), Role("sampler", Sampler, count="samplers", minimum=1)]
+JOB = Job(ROLES, settings=Pi, score="pi", unit="points")

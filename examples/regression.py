@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolecall import Context, Exported, Job, Metric, PeerLostError, RankObject, Role, Settings, UsageError
+from rolecall import Context, Exported, Job, Metric, PeerLostError, Role, Settings, UsageError, remote
 
 GOAL = 0.03  # error at which the job counts as solved
 SAMPLES = 10_000  # of a worker
@@ -41,29 +41,19 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 # region worker
-class Shard:
-    """What a worker keeps between calls."""
+class Worker:
+    """A worker's share of the data, and a copy of the model."""
 
     def __init__(self, context: Context[Regression]) -> None:
         self.settings, self.model = context.settings, build(context.settings)
         self.x, self.y = samples(SAMPLES, context.seed())  # its own, in every generation
 
+    @remote
     def gradient(self, weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:
         self.model.load_state_dict(weights)
         rows = torch.randint(len(self.x), (self.settings.batch,))
         loss = functional.mse_loss(self.model(self.x[rows]), self.y[rows])
         return list(torch.autograd.grad(loss, list(self.model.parameters()))), loss.item()
-
-
-SHARD: RankObject[Shard] = RankObject()  # calls may arrive before the worker's function has begun
-
-
-def work(context: Context[Regression]) -> None:
-    SHARD.set(Shard(context))  # and serves calls from now on
-
-
-def gradient(weights: dict[str, Tensor]) -> tuple[list[Tensor], float]:  # called by the lead
-    return SHARD.get().gradient(weights)
 
 
 # endregion
@@ -75,9 +65,10 @@ def lead(context: Context[Regression]) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), settings.lr)
     state = context.restore({"model": model, "optimizer": optimizer, "samples": 0, "error": 1.0})
     total = settings.updates * settings.workers * settings.batch
+    calls = context.options(lost="answer")
     for update in context.steps(settings.updates, until=lambda: state["error"] < GOAL, work=total, goal=GOAL):
         losses = []
-        for worker, answer in context.call_each("worker", gradient, model.state_dict(), lost="answer"):
+        for worker, answer in calls.call_each(Worker.gradient, model.state_dict()):
             if isinstance(answer, PeerLostError):
                 context.logger.info("one gradient less", worker=worker.name)
                 continue
@@ -136,7 +127,7 @@ def export(settings: Regression, state: dict[str, Any]) -> Exported:
 
 
 JOB = Job(
-    roles=[Role("lead", lead), Role("worker", work, count="workers", minimum=1, maximum=64)],
+    roles=[Role("lead", lead), Role("worker", Worker, count="workers", minimum=1, maximum=64)],
     settings=Regression,
     summary="fits sin(xy) with gradients from any number of workers",
     check=check,

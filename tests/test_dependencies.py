@@ -91,12 +91,10 @@ def test_what_is_asked_for(tmp_path: Path, torch: str) -> None:
     option, file, *wanted = dependencies.requirements(torch, tmp_path)
     assert option == "--constraint"
     assert wanted == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert [requirement for requirement in wanted if requirement.startswith("torch")]
-    pinned = Path(file).read_text().splitlines()
     torch_pins = [line for line in CONSTRAINTS if line.startswith(("torch==", "torchvision=="))]
     assert len(torch_pins) == 2
+    pinned = Path(file).read_text().splitlines()
     assert pinned == [line for line in CONSTRAINTS if torch == "cpu" or line not in torch_pins]
-    assert Path(file).parent == tmp_path
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -104,11 +102,9 @@ def test_wheels_for_the_images_system(machine: str) -> None:
     arguments = dependencies.target(machine)
     assert "--only-binary=:all:" in arguments  # pip demands it, and there is no compiler
     assert options(arguments, "--python-version") == [dependencies.PYTHON]
-    assert options(arguments, "--implementation") == ["cp"]
     tags = options(arguments, "--platform")
     assert all(tag.endswith(f"_{machine}") for tag in tags)
-    assert {f"manylinux_2_{minor}_{machine}" for minor in (17, 28)} <= set(tags)
-    assert {f"manylinux2014_{machine}", f"linux_{machine}"} <= set(tags)
+    assert {f"manylinux2014_{machine}", f"linux_{machine}", f"manylinux_2_28_{machine}"} <= set(tags)
     newest = max(int(tag.split("_")[2]) for tag in tags if tag.startswith("manylinux_2_"))
     assert newest <= 36  # bookworm's glibc
 
@@ -117,28 +113,26 @@ def test_wheels_for_the_images_system(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("torch", ["cpu", "cuda"])
-def test_download(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Commands, machine: str, torch: str
-) -> None:
+def test_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Commands, machine: str) -> None:
     monkeypatch.setattr(dependencies.platform, "machine", lambda: machine)
-    arguments = ("download", "--wheels", str(tmp_path), "--torch", torch, "--index", "")
-    assert main(monkeypatch, *arguments) == 0
+    assert main(monkeypatch, "download", "--wheels", str(tmp_path), "--torch", "cpu", "--index", "") == 0
     (command,) = commands.run
     assert command[:3] == [sys.executable, "-m", "pip"]
-    assert "download" in command
     assert options(command, "--dest") == [str(tmp_path)]
     assert options(command, "--platform") == options(dependencies.target(machine), "--platform")
-    assert bool([line for line in commands.constraints if line.startswith("torch==")]) == (torch == "cpu")
     assert "--extra-index-url" not in command
 
 
-def test_an_index_beside_the_default_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Commands) -> None:
-    index = "https://example.org/whl/cpu"
-    for action in ("download", "install"):
-        assert main(monkeypatch, action, "--wheels", str(tmp_path), "--torch", "cpu", "--index", index) == 0
-        assert options(commands.pips[-1], "--extra-index-url") == [index]
-        assert "--no-index" not in commands.pips[-1]
+@pytest.mark.parametrize("action", ["download", "install"])
+def test_without_wheels_the_index_is_asked_and_pips_failure_is_this_programs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Commands, action: str
+) -> None:
+    (tmp_path / ".gitkeep").touch()
+    commands.code, index = 1, "https://example.org/whl/cpu"
+    assert main(monkeypatch, action, "--wheels", str(tmp_path), "--torch", "cpu", "--index", index) != 0
+    (command,) = commands.run  # there is no torch to look at
+    assert options(command, "--extra-index-url") == [index]
+    assert "--no-index" not in command
 
 
 def test_wheels_at_hand_are_used_and_nothing_is_downloaded(
@@ -148,45 +142,22 @@ def test_wheels_at_hand_are_used_and_nothing_is_downloaded(
     arguments = ("install", "--wheels", str(tmp_path), "--torch", "cpu", "--index", "https://example.org/")
     assert main(monkeypatch, *arguments, "--into", "/opt/x/bin/python") == 0
     (command,) = commands.pips
-    assert "install" in command
     assert "--no-index" in command
     assert options(command, "--find-links") == [str(tmp_path)]
     assert options(command, "--python") == ["/opt/x/bin/python"]
     assert "--extra-index-url" not in command
 
 
-def test_without_wheels_they_are_downloaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Commands
-) -> None:
-    (tmp_path / ".gitkeep").touch()
-    assert main(monkeypatch, "install", "--wheels", str(tmp_path), "--torch", "cpu", "--into", "python") == 0
-    assert "--no-index" not in commands.pips[0]
-
-
-@pytest.mark.parametrize("action", ["download", "install"])
-def test_pips_failure_is_this_programs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Commands, action: str
-) -> None:
-    commands.code = 1
-    assert main(monkeypatch, action, "--wheels", str(tmp_path), "--torch", "cpu", "--into", "python") != 0
-    assert len(commands.run) == 1  # no torch to look at
-
-
 # ---- the build of torch
 
 
-@pytest.mark.parametrize("action", ["download", "install"])
-@pytest.mark.parametrize("torch", ["", "CPU", "gpu", "cu130"])
+@pytest.mark.parametrize("torch", ["", "CPU", "gpu"])
 def test_an_unknown_build_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    commands: Commands,
-    action: str,
-    torch: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], commands: Commands, torch: str
 ) -> None:
-    assert main(monkeypatch, action, "--wheels", str(tmp_path), "--torch", torch) == 2
-    assert f"TORCH={torch!r}: no such build (cpu, cuda)" in refusal(capsys)
+    for action in ("download", "install"):
+        assert main(monkeypatch, action, "--wheels", str(tmp_path), "--torch", torch) == 2
+        assert f"TORCH={torch!r}: no such build (cpu, cuda)" in refusal(capsys)
     assert commands.run == []
 
 
@@ -201,16 +172,13 @@ def test_the_other_build_is_refused(
 ) -> None:
     commands.build = torch
     assert dependencies.check(torch, "python") == 0
-    assert commands.run[-1][0] == "python"
     commands.build = other
-    arguments = ("install", "--wheels", str(tmp_path), "--torch", torch, "--into", "/opt/x/bin/python")
-    for look in (lambda: dependencies.check(torch, "python"), lambda: main(monkeypatch, *arguments)):
-        assert look() == 2
-        said = refusal(capsys)
-        assert f"TORCH={torch}: " in said
-        assert FOUND[other].split()[1] in said
-        assert "TORCH_INDEX" in said
-    assert commands.run[-1][0] == "/opt/x/bin/python"
+    assert main(monkeypatch, "install", "--wheels", str(tmp_path), "--torch", torch, "--into", "/opt/x/python") == 2
+    said = refusal(capsys)
+    assert f"TORCH={torch}: " in said
+    assert FOUND[other].split()[1] in said
+    assert "TORCH_INDEX" in said
+    assert commands.run[-1][0] == "/opt/x/python"
 
 
 # ---- how far it is

@@ -16,10 +16,9 @@ from rolecall.declare import describe
 from rolecall.launch import local
 from rolecall.launch.rank_process import RankProcess
 
-ACCOUNTS = {
-    "root": (0, "/bin/bash"), "postgres": (101, "/bin/bash"), "nobody": (65534, "/bin/sh"), "me": (1000, "/bin/sh"),
-    "bob": (1002, "/bin/fish"), "alice": (1001, ""), "mail": (1003, "/usr/sbin/nologin"), "ftp": (1004, "/bin/false"),
-}  # fmt: skip
+ACCOUNTS = {"root": (0, "/bin/bash"), "postgres": (101, "/bin/bash"), "nobody": (65534, "/bin/sh")}
+ACCOUNTS |= {"me": (1000, "/bin/sh"), "bob": (1002, "/bin/fish"), "alice": (1001, "")}
+ACCOUNTS |= {"mail": (1003, "/usr/sbin/nologin"), "ftp": (1004, "/bin/false")}
 Run = Callable[..., None]
 
 
@@ -68,8 +67,8 @@ def test_where_processes_are_hidden_accounts_are_people(run: Run) -> None:
 
 def test_where_nobody_can_log_in_owners_of_processes_are(run: Run) -> None:
     """As in a container. Accounts of a directory service are in no list, users of another container have none."""
-    run({"tini": 0, "bash": 1000, "postgres": 101, "nginx": 65534, "vim": 50_000, "node": 100_999, "cron": 1003},
-        {"carol": (50_000, "/bin/bash")})  # fmt: skip
+    processes = {"tini": 0, "bash": 1000, "postgres": 101, "nginx": 65534, "vim": 50_000, "node": 100_999, "cron": 1003}
+    run(processes, {"carol": (50_000, "/bin/bash")})
     assert machine.other_people() == ["carol"]
 
 

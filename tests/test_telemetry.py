@@ -75,12 +75,15 @@ def samples(*collectors: Any) -> dict[tuple[str, str], float]:
     }
 
 
-class Dropped:
-    def __init__(self) -> None:
-        self.count = 0
+class Counted(WorkerFiles):
+    """A worker's files, with how many were dropped."""
 
-    def __call__(self) -> None:
-        self.count += 1
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, self.drop)
+        self.dropped = 0
+
+    def drop(self) -> None:
+        self.dropped += 1
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +95,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def files(tmp_path: Path, written: dict[str, bytes]) -> WorkerFiles:
+def files(tmp_path: Path, written: dict[str, bytes]) -> Counted:
     for name, content in written.items():
         (tmp_path / name).write_bytes(content)
-    return WorkerFiles(tmp_path, Dropped())
-
-
-def dropped(files: WorkerFiles) -> int:
-    return files._dropped.count  # type: ignore[attr-defined,no-any-return]
+    return Counted(tmp_path)
 
 
 # ---- workers come and go
@@ -107,7 +106,7 @@ def dropped(files: WorkerFiles) -> int:
 
 def test_counting_goes_on_in_the_next_worker(tmp_path: Path) -> None:
     """Killed or ended; and however many there were, the files are those of one."""
-    files = WorkerFiles(tmp_path, Dropped())
+    files = Counted(tmp_path)
     for number, (method, end) in enumerate([("rollout", "killed"), ("act", "ended"), ("rollout", "killed")], start=1):
         run_worker(tmp_path, method, 100 - number, end)
         shown = samples(files)
@@ -121,16 +120,10 @@ def test_counting_goes_on_in_the_next_worker(tmp_path: Path) -> None:
         assert shown["seconds_sum", ""] == 1.5 * number
         assert ("never_set", "") not in shown
         assert {path.name for path in tmp_path.iterdir()} == set(KINDS)
-    assert dropped(files) == 0
+    assert files.dropped == 0
 
 
-def test_no_label_says_which_process_it_was(files: WorkerFiles) -> None:
-    shown = samples(files)
-    assert shown["steps_total", ""] == 10
-    assert shown["step", ""] == 7
-
-
-def test_the_supervisors_own_metrics_stand_beside_them(files: WorkerFiles) -> None:
+def test_the_supervisors_own_metrics_stand_beside_them(files: Counted) -> None:
     registry = CollectorRegistry()
     built = telemetry.build(telemetry.SUPERVISOR, registry)
     built.worker_starts.inc()
@@ -139,12 +132,6 @@ def test_the_supervisors_own_metrics_stand_beside_them(files: WorkerFiles) -> No
     assert "rolecall_worker_starts_total 1.0" in text
     assert "rolecall_steps_total 10.0" in text
     assert "rolecall_rank_info{" not in text
-
-
-def test_no_worker_yet(tmp_path: Path) -> None:
-    files = WorkerFiles(tmp_path, Dropped())
-    assert samples(files) == {}
-    assert dropped(files) == 0
 
 
 # ---- torn files
@@ -177,14 +164,12 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_torn_file_is_dropped_and_counted_and_the_rest_still_shown(
-    files: WorkerFiles, name: str, damage: str
-) -> None:
+def test_a_torn_file_is_dropped_and_counted_and_the_rest_still_shown(files: Counted, name: str, damage: str) -> None:
     whole = samples(files)
     path = files.directory / name
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     shown = samples(files)
-    assert dropped(files) == 0
+    assert files.dropped == 0
     assert path.exists()  # a worker may just be making it
     assert (KINDS[name], "") not in shown
     for other in KINDS.values():
@@ -194,30 +179,22 @@ def test_a_torn_file_is_dropped_and_counted_and_the_rest_still_shown(
     assert not path.exists()
     assert samples(files) == shown
     files.clean()
-    assert dropped(files) == 1  # once
+    assert files.dropped == 1  # once
 
 
-def test_all_of_them_torn(files: WorkerFiles) -> None:
-    for path in files.directory.iterdir():
-        path.write_bytes(b"")
-    assert samples(files) == {}
-    files.clean()
-    assert dropped(files) == 3
-
-
-def test_a_worker_starts_over_where_its_file_was_dropped(files: WorkerFiles) -> None:
+def test_a_worker_starts_over_where_its_file_was_dropped(files: Counted) -> None:
     (files.directory / "counter_worker.db").write_bytes(b"torn")
     files.clean()
     run_worker(files.directory, "rollout", 9, "ended")
     shown = samples(files)
     assert shown["steps_total", ""] == 10
     assert shown["seconds_count", ""] == 2
-    assert dropped(files) == 1
+    assert files.dropped == 1
 
 
 def test_scrapes_while_a_worker_writes(tmp_path: Path) -> None:
     """A file that grows under the reader's eyes is no torn one."""
-    files = WorkerFiles(tmp_path, Dropped())
+    files = Counted(tmp_path)
     growing = values.MultiProcessValue(lambda: "worker")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
@@ -236,7 +213,7 @@ def test_scrapes_while_a_worker_writes(tmp_path: Path) -> None:
             samples(files)
             scrapes += 1
         writer.join(FAILSAFE)
-    assert dropped(files) == 0
+    assert files.dropped == 0
     assert sum(samples(files).values()) == 2001
 
 
@@ -276,7 +253,7 @@ def test_a_workers_metrics_are_in_files_named_by_its_slot(multiprocess: Path) ->
     built = telemetry.build_worker((*telemetry.WORKER, *RL), "observer", False)
     built.rl_env_steps.inc(5)
     assert {path.name for path in multiprocess.iterdir()} == set(KINDS)
-    assert samples(WorkerFiles(multiprocess, Dropped()))["rl_env_steps_total", ""] == 5
+    assert samples(Counted(multiprocess))["rl_env_steps_total", ""] == 5
 
 
 def test_declarations_are_sound() -> None:
@@ -324,32 +301,27 @@ def log_started(log: Any) -> None:
     log.info("training", env_id="CartPole-v1")
 
 
-def test_the_text_log_says_who(capsys: pytest.CaptureFixture[str]) -> None:
-    text = logged("text", log_started, role="observer", ordinal=3, generation=12)
+def log_in_a_thread(log: Any) -> None:
+    """As an RPC thread, which starts with no context of its own."""
+    thread = threading.Thread(target=log_started, args=(log,))
+    thread.start()
+    thread.join(FAILSAFE)
+
+
+@pytest.mark.parametrize("write", [log_started, log_in_a_thread])
+def test_a_line_says_who_and_nothing_that_is_not_known(write: Callable[[Any], None]) -> None:
+    text = logged("text", write, role="observer", ordinal=3, generation=None)
     assert text.count("\n") == 1
-    for part in ("training", "env_id=CartPole-v1", "role=observer", "ordinal=3", "generation=12", "info"):
+    for part in ("training", "env_id=CartPole-v1", "role=observer", "ordinal=3", "info"):
         assert part in text
     assert "\x1b" not in text
-    assert capsys.readouterr().out == ""
-
-
-def test_the_json_log_says_who() -> None:
-    text = logged("json", log_started, role="observer", ordinal=3, generation=12)
+    assert "generation" not in text
+    text = logged("json", write, role="observer", ordinal=3, generation=None)
     assert text.count("\n") == 1
     event = json.loads(text)
     assert event.pop("timestamp").endswith("Z")
-    assert event == {
-        "event": "training", "level": "info", "env_id": "CartPole-v1",
-        "role": "observer", "ordinal": 3, "generation": 12,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("format", ["text", "json"])
-def test_what_is_not_known_is_not_logged(format: str) -> None:
-    text = logged(format, log_started, role="observer", ordinal=None, generation=None)
-    assert "observer" in text
-    assert "ordinal" not in text
-    assert "generation" not in text
+    who = {"role": "observer", "ordinal": 3}
+    assert event == {"event": "training", "level": "info", "env_id": "CartPole-v1", **who}
 
 
 def test_an_event_is_one_write() -> None:
@@ -370,20 +342,6 @@ def test_an_event_is_one_write() -> None:
 def test_an_event_of_another_generation_says_so_itself() -> None:
     text = logged("json", lambda log: log.info("worker ended", generation=11), role="agent", ordinal=0, generation=12)
     assert json.loads(text)["generation"] == 11
-
-
-@pytest.mark.parametrize("format", ["text", "json"])
-def test_other_threads_log_the_same_way(format: str) -> None:
-    """An RPC thread starts with no context of its own."""
-
-    def write(log: Any) -> None:
-        thread = threading.Thread(target=log.info, args=("from a thread",))
-        thread.start()
-        thread.join(FAILSAFE)
-
-    text = logged(format, write, role="agent", ordinal=0, generation=2)
-    for part in ("from a thread", "agent", "generation"):
-        assert part in text
 
 
 def test_an_exception_is_one_line_of_json() -> None:

@@ -22,9 +22,29 @@ PACKAGE = ROOT / "app" / "rolecall"
 SETTINGS, METRICS, DESIGN, RL = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "design", "rl"))
 DOCTOR = ROOT / "docs" / "doctor.md"
 # lowest first: each imports those before it
-ROOMS = ("errors.py", "fields.py", "secret.py", "machine.py", "config.py", "telemetry.py", "gang", "record", "declare",
-         "tunnel", "checkpoint", "context", "torch_rpc", "jobs", "export", "observe", "rank", "launch", "new.py",
-         "__main__.py")  # fmt: skip
+ROOMS = (
+    "errors.py",
+    "fields.py",
+    "secret.py",
+    "machine.py",
+    "config.py",
+    "telemetry.py",
+    "gang",
+    "record",
+    "declare",
+    "tunnel",
+    "wire",
+    "checkpoint",
+    "context",
+    "torch_rpc",
+    "jobs",
+    "export",
+    "observe",
+    "rank",
+    "launch",
+    "new.py",
+    "__main__.py",
+)
 ROOMS_TABLE = re.compile(r"(<!-- rooms: .*-->\n).*(<!-- end of rooms -->)", re.DOTALL)
 CHECKS = re.compile(r"(<!-- checks: .*-->\n).*(<!-- end of checks -->)", re.DOTALL)
 CHOICES = re.compile(r"(<!-- defaults: .*-->\n).*(<!-- end of defaults -->)", re.DOTALL)

@@ -114,8 +114,7 @@ def test_the_step_that_training_goes_on_with() -> None:
 
 def test_pauses() -> None:
     steps = [Step(0, 1, 1), Step(5, 1, 2), Step(6, 1, 3), Step(8, 2, 4), Step(8.5, 2, 5)]
-    assert series.longest_pause(steps, 5, 10) == 2
-    assert series.longest_pause(steps, 5, 10, same_generation=True) == 1
+    assert series.longest_pause(steps, 5, 10) == 1  # of one generation
     assert series.longest_pause(steps, 4, 10) == 5  # it was going on
     assert series.longest_pause(steps, 9, 10) is None
 
@@ -167,7 +166,6 @@ def test_taking_a_killed_elastic_rank_in_again_is_a_drain() -> None:
     assert (found.target, found.ended, found.generations, found.lost) == ("elastic", False, 1, 0)
     assert found.next_step == pytest.approx(0.2)
     assert found.pause == pytest.approx(0.7)
-    assert found.regroup == pytest.approx(2.5)
     assert found.after_start is None
 
 

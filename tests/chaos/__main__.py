@@ -6,13 +6,11 @@ The same seed gives the same events. Exit code 0: the result is right and every 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -36,16 +34,8 @@ def main() -> int:
     busy = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(arguments.load)]
     try:
         namespaces = _start(network, console)
-        with Progress(
-            SpinnerColumn(),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("events"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        ) as progress:
+        columns = SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("events")
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=arguments.kills)
 
             def say(line: str) -> None:
@@ -83,8 +73,6 @@ def _start(network: Network, console: Console) -> bool:
 def _conclude(soak: Soak, arguments: argparse.Namespace, console: Console) -> int:
     checks = report.checks(soak)
     report.show(soak, checks, console)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.as_json(soak, checks, {**vars(arguments), "json": None}), indent=1))
     if not soak.result.failure and all(check.met is not False for check in checks):
         shutil.rmtree(soak.directory, ignore_errors=True)
         return 0
@@ -117,29 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=jobs.SOAKS, default="rl")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the sequence of events (default: %(default)s)")
-    parser.add_argument(
-        "--gap",
-        type=float,
-        default=2.0,
-        metavar="S",
-        help="mean seconds from a recovery to the next event (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        type=_setting,
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of the job, e.g. UPDATE_MODE=local; repeatable",
-    )
-    parser.add_argument(
-        "--load",
-        type=int,
-        default=0,
-        metavar="N",
-        help="processes that keep the machine busy beside it: its figures under load",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    gap = "mean seconds from a recovery to the next event (default: %(default)s)"
+    parser.add_argument("--gap", type=float, default=2.0, metavar="S", help=gap)
+    setting = "a setting of the job, e.g. UPDATE_MODE=local; repeatable"
+    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=setting)
+    load = "processes that keep the machine busy beside it: its figures under load"
+    parser.add_argument("--load", type=int, default=0, metavar="N", help=load)
     return parser
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.checkpoint.checkpoint import Checkpoints
+from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.declare import registry
 from rolecall.record import rundir
 from tests.chaos.environments import FINISH
@@ -72,8 +72,23 @@ def evaluate(name: str, checkpoints: Path, **settings: str) -> dict[str, float]:
 
 def _judge_rl(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     solved = "Solved!" in log
-    mean = evaluate("rl", checkpoints, **{**given, "ENV_ID": CART_POLE, FINISH: "1"})["mean_return"]
+    mean = evaluate("rl", checkpoints, **{**given, **SOLVING})["mean_return"]
     return f"{'solved' if solved else 'NOT solved'}, mean return {mean:.1f}", solved and mean >= 475
+
+
+def _undisturbed(name: str, given: Mapping[str, str], seed: int) -> dict[str, float]:
+    """What the same training comes to if nothing happens to it."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "rolecall", "run", name, "--plain"]
+        settings = {**environment(name, given, seed), "CHECKPOINT_DIR": directory}
+        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
+        return evaluate(name, Path(directory), **given)
+
+
+def _newest(name: str, checkpoints: Path) -> Snapshot:
+    newest = Checkpoints(checkpoints, name).newest()
+    assert newest is not None
+    return newest
 
 
 def _judge_ps(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
@@ -81,15 +96,9 @@ def _judge_ps(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[st
     epoch. Of two undisturbed trainings on digits one is a point below the other now and then: four of 359 test images.
     """
     found = evaluate("ps", checkpoints, **given)["accuracy"]
-    newest = Checkpoints(checkpoints, "ps").newest()
-    assert newest is not None
     summary = json.loads((checkpoints / rundir.DONE).read_text())
-    sums = counted(newest.state["ledger"], summary)
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "rolecall", "run", "ps", "--plain"]
-        settings = {**environment("ps", given, 1), "CHECKPOINT_DIR": directory}
-        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
-        undisturbed = evaluate("ps", Path(directory), **given)["accuracy"]
+    sums = counted(_newest("ps", checkpoints).state["ledger"], summary)
+    undisturbed = _undisturbed("ps", given, 1)["accuracy"]
     text = f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}; {sums or 'every sample once an epoch'}"
     return text, found >= undisturbed - 0.015 and not sums
 
@@ -107,58 +116,43 @@ def counted(ledger: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
 
 def _last_epochs_ps(checkpoints: Path) -> Mapping[str, str]:
     """A few epochs at a low rate, as any training ends."""
-    found = Checkpoints(checkpoints, "ps").newest()
-    assert found is not None
-    return {"EPOCHS": str(found.state["ledger"]["epoch"] + 5), "LR": "0.003", "LR_SCHEDULE": "constant"}
+    epoch = _newest("ps", checkpoints).state["ledger"]["epoch"]
+    return {"EPOCHS": str(epoch + 5), "LR": "0.003", "LR_SCHEDULE": "constant"}
+
+
+def _of_as_many_epochs(
+    name: str, checkpoints: Path, own: Mapping[str, str], given: Mapping[str, str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What the run has come to, and what as many epochs with the same seed come to without any disturbance."""
+    found, seed = evaluate(name, checkpoints, **given), _newest(name, checkpoints).about["settings"]["seed"]
+    return found, _undisturbed(name, {**own, **given, "EPOCHS": str(int(found["epochs"]))}, seed)
 
 
 def _judge_rnn(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
-    """A perplexity at most 3 % above what as many epochs with the same seed come to without any disturbance."""
-    found, newest = evaluate("rnn", checkpoints, **given), Checkpoints(checkpoints, "rnn").newest()
-    assert newest is not None
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "rolecall", "run", "rnn", "--plain"]
-        own = {**RNN, **given, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
-        settings = environment("rnn", own, newest.about["settings"]["seed"])
-        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
-        undisturbed = evaluate("rnn", Path(directory), **given)["perplexity"]
-    text = f"perplexity {found['perplexity']:.2f} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2f}"
-    return text, found["perplexity"] <= 1.03 * undisturbed
+    """A perplexity at most 3 % above the undisturbed one."""
+    found, undisturbed = (one["perplexity"] for one in _of_as_many_epochs("rnn", checkpoints, RNN, given))
+    return f"perplexity {found:.2f}, undisturbed {undisturbed:.2f}", found <= 1.03 * undisturbed
+
+
+def _judge_hybrid(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
+    """At most a point below the undisturbed accuracy."""
+    found, undisturbed = (one["accuracy"] for one in _of_as_many_epochs("hybrid", checkpoints, HYBRID, given))
+    return f"test accuracy {found:.2%}, undisturbed {undisturbed:.2%}", found >= undisturbed - 0.01
 
 
 def _last_epoch_rnn(checkpoints: Path) -> Mapping[str, str]:
     """To the end of the epoch that it is in."""
-    found = Checkpoints(checkpoints, "rnn").newest()
-    assert found is not None
-    return {**RNN, "EPOCHS": str(len(found.state["history"]) + 1)}
-
-
-def _judge_hybrid(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
-    """At most a point below what training as many epochs without any disturbance comes to."""
-    found = evaluate("hybrid", checkpoints, **given)
-    newest = Checkpoints(checkpoints, "hybrid").newest()
-    assert newest is not None
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "rolecall", "run", "hybrid", "--plain"]
-        own = {**HYBRID, **given, "EPOCHS": str(int(found["epochs"])), "CHECKPOINT_DIR": directory}
-        settings = environment("hybrid", own, newest.about["settings"]["seed"])
-        subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=RUN_DEADLINE, check=True)
-        undisturbed = evaluate("hybrid", Path(directory), **given)["accuracy"]
-    text = f"test accuracy {found['accuracy']:.2%} after {found['epochs']:.0f} epochs, undisturbed {undisturbed:.2%}"
-    return text, found["accuracy"] >= undisturbed - 0.01
+    return {**RNN, "EPOCHS": str(len(_newest("rnn", checkpoints).state["history"]) + 1)}
 
 
 def _last_epoch_hybrid(checkpoints: Path) -> Mapping[str, str]:
     """To the end of the epoch that it is in."""
-    found = Checkpoints(checkpoints, "hybrid").newest()
-    assert found is not None
-    return {**HYBRID, "EPOCHS": str(found.state["epoch"] + 1)}
+    return {**HYBRID, "EPOCHS": str(_newest("hybrid", checkpoints).state["epoch"] + 1)}
 
 
 def _judge_pi(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[str, bool]:
     """Within a thousandth, which is many standard deviations of a run's hundreds of millions of points."""
-    newest = Checkpoints(checkpoints, registry.name_of(PI)).newest()
-    assert newest is not None
+    newest = _newest(registry.name_of(PI), checkpoints)
     points = newest.state["points"]
     found = 4 * newest.state["hits"] / points
     return f"pi {found:.4f} by {points:,} points", abs(found - math.pi) < 0.001
@@ -166,45 +160,30 @@ def _judge_pi(checkpoints: Path, log: str, given: Mapping[str, str]) -> tuple[st
 
 def _last_rounds_pi(checkpoints: Path) -> Mapping[str, str]:
     """A hundred more."""
-    newest = Checkpoints(checkpoints, registry.name_of(PI)).newest()
-    assert newest is not None
-    return {"POINTS": "10000", "ROUNDS": str(newest.step + 100)}
+    return {"POINTS": "10000", "ROUNDS": str(_newest(registry.name_of(PI), checkpoints).step + 100)}
 
 
 CART_POLE = "tests.chaos.environments:EndlessCartPole-v0"
 PI = "examples/pi.py"  # a user's own job
+OFTEN = {"CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"}
+SOLVING = {"ENV_ID": CART_POLE, FINISH: "1"}
 HYBRID = {"NUM_EMBEDDINGS": "100000", "LR": "0.01"}
 # small, so that an epoch takes seconds
 RNN = {"CORPUS_BYTES": "300000", "VOCABULARY": "2000", "LR": "0.001"}
 SOAKS = {
     "rl": Soak(
         counts={"agent": 1, "observer": 3},
-        hurting={
-            "ENV_ID": CART_POLE,
-            "MAX_ITERATIONS": "100000000",
-            "CHECKPOINT_INTERVAL": "1",
-            "REJOIN_INTERVAL": "1",
-        },
+        hurting={**OFTEN, "ENV_ID": CART_POLE, "MAX_ITERATIONS": "100000000"},
         # observers that act themselves finish sooner: rollouts of 500 steps, under a policy that is good already
-        finishing=lambda _: {
-            "ENV_ID": CART_POLE,
-            FINISH: "1",
-            "MAX_ITERATIONS": "100000000",
-            "INFERENCE": "observer",
-        },
+        finishing=lambda _: {**SOLVING, "MAX_ITERATIONS": "100000000", "INFERENCE": "observer"},
         judge=_judge_rl,
         least=2,
         most=4,
     ),
     "ps": Soak(
         counts={"ps": 1, "trainer": 3},
-        hurting={
-            "EPOCHS": "1000000",
-            "CHECKPOINT_INTERVAL": "1",
-            "REJOIN_INTERVAL": "1",
-            # they share this machine's cores, which their addresses do not tell
-            "THREADS": "1",
-        },
+        # they share this machine's cores, which their addresses do not tell
+        hurting={**OFTEN, "EPOCHS": "1000000", "THREADS": "1"},
         finishing=_last_epochs_ps,
         judge=_judge_ps,
         least=2,
@@ -224,7 +203,7 @@ SOAKS = {
     ),
     PI: Soak(
         counts={"lead": 1, "sampler": 3},
-        hurting={"POINTS": "10000", "ROUNDS": "100000000", "CHECKPOINT_INTERVAL": "1", "REJOIN_INTERVAL": "1"},
+        hurting={**OFTEN, "POINTS": "10000", "ROUNDS": "100000000"},
         finishing=_last_rounds_pi,
         judge=_judge_pi,
         least=2,

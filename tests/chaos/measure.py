@@ -38,7 +38,6 @@ class Measured:
     next_step: float | None
     after_start: float | None
     pause: float | None  # longest between two steps of a generation
-    regroup: float | None  # longest between two steps
     whole: float | None  # until all were members again
     must_notice: bool
     noticed: float | None
@@ -67,8 +66,7 @@ def measure(strike: Strike, recording: Recording, shape: Shape) -> Measured:
         generations=after - before,
         next_step=found.time - at if found else None,
         after_start=found.time - started if found and started is not None and ended else None,
-        pause=series.longest_pause(steps, at, end, same_generation=True),
-        regroup=series.longest_pause(steps, at, end),
+        pause=series.longest_pause(steps, at, end),
         whole=strike.whole - at if strike.whole is not None else None,
         must_notice=event.kind in SILENT and event.seconds >= LEASE + MARGIN and not strike.note,
         noticed=_noticed(strike, recording.notices) if event.kind in SILENT else None,

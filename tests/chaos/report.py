@@ -1,11 +1,10 @@
-"""The table, the totals and the checks at the end of a run."""
+"""The totals and the checks at the end of a run."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos import series
-from tests.chaos.measure import Measured
-from tests.chaos.plan import KINDS, SILENT
 from tests.chaos.series import Summary, summary
 from tests.chaos.soak import Soak
 
@@ -22,8 +19,6 @@ WORKER_BAR = 1.5  # seconds from the kill of rank 0's worker to the next step
 RESTART_BAR = 4.0  # from the start of a rank that training waits for to the next step
 PAUSE_BAR = 1.0  # of the others, where an elastic rank was killed
 NOTICE_BAR = 10.0
-YOUNG_BAR = 0.8
-TARGETS = ("rank 0", "fixed", "elastic", "several")
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Check:
 
 
 def checks(soak: Soak) -> list[Check]:
-    result, young = soak.result, soak.result.young
+    result = soak.result
     clean = [m for m in result.measured if not m.disturbed and not m.note]
     worker = summary(m.next_step for m in clean if m.kind == "kill worker" and m.target == "rank 0")
     restart = summary(
@@ -59,12 +54,6 @@ def checks(soak: Soak) -> list[Check]:
             _seconds(max(silent, default=math.nan)),
             f"<= {NOTICE_BAR:g} s",
             max(silent) <= NOTICE_BAR if silent else None,
-        ),
-        Check(
-            "steps beside an elastic rank that keeps dying young",
-            f"{young.share:.2f}" if young else "-",
-            f">= {YOUNG_BAR:g} of those undisturbed",
-            young.share >= YOUNG_BAR if young else None,
         ),
         Check("events without a next step", ", ".join(stuck) or "none", "none", not stuck),
         Check(
@@ -92,7 +81,6 @@ def _median(what: str, found: Summary, bar: float) -> Check:
 
 
 def show(soak: Soak, found: list[Check], console: Console) -> None:
-    console.print(_events(soak.result.measured))
     for name, value in totals(soak).items():
         console.print(f"{name}: {value}", markup=False, highlight=False)
     table = Table("check", "measured", "bar", "", title="Checks", title_justify="left")
@@ -100,43 +88,6 @@ def show(soak: Soak, found: list[Check], console: Console) -> None:
         verdict = "[yellow]not met with" if check.met is None else "[green]PASS" if check.met else "[red]MISS"
         table.add_row(check.what, check.measured, check.bar, verdict)
     console.print(table)
-
-
-def _events(measured: list[Measured]) -> Table:
-    table = Table(title="From an event to the next step, in seconds", title_justify="left")
-    for column in (
-        "kind",
-        "whom",
-        "events",
-        "generations ended",
-        "recoveries",
-        "median",
-        "p95",
-        "worst",
-        "after restart",
-        "longest pause",
-        "noticed",
-        "steps lost",
-    ):
-        table.add_column(column, justify="left" if column in ("kind", "whom") else "right")
-    for kind in KINDS:
-        for target in TARGETS:
-            rows = [m for m in measured if (m.kind, m.target) == (kind, target)]
-            if rows:
-                table.add_row(kind, target, *_row(kind, rows))
-    return table
-
-
-def _row(kind: str, rows: list[Measured]) -> Iterable[str]:
-    steps = summary(m.next_step for m in rows)
-    yield str(len(rows))
-    yield str(sum(m.ended for m in rows))
-    yield str(steps.count)
-    yield from map(_number, (steps.median, steps.p95, steps.worst))
-    yield _number(summary(m.after_start for m in rows).median)
-    yield _number(summary(m.regroup for m in rows).worst)
-    yield _number(summary(m.noticed for m in rows).worst) if kind in SILENT else ""
-    yield str(sum(m.lost for m in rows))
 
 
 def totals(soak: Soak) -> dict[str, Any]:
@@ -161,25 +112,6 @@ def totals(soak: Soak) -> dict[str, Any]:
         "workers ended, by cause": by_cause("worker_restarts_total"),
         "rank starts": sum(len(rank.starts) for rank in soak.keeper.ranks.values()),
     }
-
-
-def as_json(soak: Soak, found: list[Check], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Everything; JSON has no NaN, so what was not measured is null."""
-    return {
-        "arguments": arguments,
-        "checks": [asdict(check) for check in found],
-        "totals": totals(soak),
-        "failure": soak.result.failure,
-        "young": asdict(soak.result.young) if soak.result.young else None,
-        "events": [asdict(m) for m in soak.result.measured],
-        "exits": [asdict(ended) for ended in soak.keeper.exits],
-        "notices": soak.recording().notices,
-        "steps": soak.steps(),
-    }
-
-
-def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.2f}"
 
 
 def _seconds(value: float) -> str:

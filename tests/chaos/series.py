@@ -59,19 +59,10 @@ def next_step(steps: Iterable[Step], after: float, beyond: int | None = None) ->
     return next((s for s in steps if s.time > after and (beyond is None or s.generation > beyond)), None)
 
 
-def longest_pause(steps: Sequence[Step], start: float, end: float, same_generation: bool = False) -> float | None:
-    """Longest time between two steps of which the later one was made in (start, end]; None where none was.
-
-    With `same_generation`, pauses in which a generation ended do not count.
-    """
-    return max(
-        (
-            later.time - earlier.time
-            for earlier, later in pairwise(steps)
-            if start < later.time <= end and (not same_generation or earlier.generation == later.generation)
-        ),
-        default=None,
-    )
+def longest_pause(steps: Sequence[Step], start: float, end: float) -> float | None:
+    """Longest time between two steps of a generation, the later one made in (start, end]; None where none was."""
+    pairs = ((one, other) for one, other in pairwise(steps) if one.generation == other.generation)
+    return max((other.time - one.time for one, other in pairs if start < other.time <= end), default=None)
 
 
 def lost(steps: Sequence[Step], start: float = -math.inf, end: float = math.inf) -> int:

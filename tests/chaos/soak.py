@@ -21,7 +21,6 @@ from tests.chaos.network import Network
 from tests.chaos.plan import Event
 from tests.chaos.ranks import ChaosRank, Keeper, dump_stacks
 from tests.chaos.watcher import Watcher
-from tests.chaos.young import Young, harass
 from tests.disk import SlowDisk
 
 START_DEADLINE = 120.0
@@ -47,7 +46,6 @@ class Result:
     drain_codes: dict[str, int] = field(default_factory=dict)
     finish_codes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    young: Young | None = None
 
 
 class Soak:
@@ -136,7 +134,6 @@ class Soak:
             for event, following in zip(events, [*events[1:], None], strict=True):
                 self._play(event, following)
                 on(event.number)
-            self._harass()
             self._drain()
             self._finish()
         except SoakError as error:
@@ -186,17 +183,6 @@ class Soak:
         for each in strikes:
             each.settled = now
             each.whole = self._whole_since(each.over) if self._complete() else None
-
-    def _harass(self) -> None:
-        """An elastic rank dies young, again and again, and nothing else happens."""
-        elastic = [name for name, rank in self.keeper.ranks.items() if rank.wanted and self.shape.is_elastic(name)]
-        if elastic:
-            with contextlib.suppress(SoakError):
-                wait(self._complete, "all ranks to be members after the last event", WHOLE_PATIENCE)
-            self.result.young = harass(self.keeper, elastic[-1], self.steps)
-            self.say(
-                f"{elastic[-1]} died young {self.result.young.deaths} times: {self.result.young.share:.2f} of the steps"
-            )
 
     def _drain(self) -> None:
         """All ranks leave in order, at once."""

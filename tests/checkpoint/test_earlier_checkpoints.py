@@ -9,11 +9,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from rolecall import Context, Job, Peer, Role, Settings, UsageError, __main__, telemetry
+from rolecall import Context, Job, Peer, Role, Settings, UsageError, telemetry
 from rolecall.checkpoint import checkpoint
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.errors import USAGE
-from rolecall.jobs import rl
 from tests.context import contexts
 
 
@@ -109,51 +107,3 @@ def test_what_is_chosen_must_be_pinned(tmp_path: Path) -> None:
     """Else no checkpoint's value would be used."""
     with pytest.raises(UsageError, match=r"'seed': \.\.\.\}\): is no pinned setting; add it to Job\(pinned="):
         lead(tmp_path).restore({"x": 0.0}, {"seed": 3})
-
-
-# ---- of `rl`, with one hidden layer and whole returns
-
-
-@pytest.fixture
-def tutorials(tmp_path: Path) -> Path:
-    """A directory with a checkpoint as `rl` wrote it before it learned by PPO."""
-    model = {
-        f"{name}.{layer}.{what}": torch.zeros(1)
-        for name in ("policy", "baseline")
-        for layer in (1, 3)
-        for what in ("weight", "bias")
-    }
-    learner = {
-        "model": model,
-        "optimizer": {},
-        "version": 70,
-        "mean": 0.5,
-        "square": 1.0,
-        "shuffle": torch.Generator().get_state(),
-    }
-    score = {"last": 500.0, "running": 476.0, "updates": 70}
-    about = {
-        "settings": {"env_id": "CartPole-v1", "policy": "", "hidden_size": 128, "dropout": 0.0},
-        "seconds": 9.0,
-        "done": 571_000.0,
-    }
-    Checkpoints(tmp_path, "rl", 1).write(70, {"learner": learner, "score": score, "samples": 571_000}, about)
-    return tmp_path
-
-
-@pytest.mark.parametrize("settings", [{}, {"hidden_size": 128, "algorithm": "reinforce"}])
-def test_it_is_not_trained_on(tutorials: Path, settings: dict[str, Any]) -> None:
-    resumed = contexts.make(tutorials, job=rl.JOB, **settings)
-    with pytest.raises(UsageError) as refused:
-        resumed.restore({"learner": 0, "score": 0, "samples": 0}, {"hidden_size": 64})
-    assert str(refused.value) == (
-        "checkpoint-000001-0000000070.pt: was written by an earlier version of this job; "
-        "finish the run with that version, or set another CHECKPOINT_DIR"
-    )
-
-
-def test_it_is_not_evaluated(tutorials: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["eval", "rl", "--checkpoint", str(tutorials), "--json"]) == USAGE
-    output = capsys.readouterr()
-    problem = "checkpoint-000001-0000000070.pt: was written by an earlier version of this job"
-    assert (output.out, output.err) == ("", f"rolecall: {problem}; evaluate it with that version\n")

@@ -23,36 +23,33 @@ from rolecall import Context, Job, Peer, Role, Rows, Settings, Sharded, Share, U
 from rolecall.checkpoint import capture, checkpoint, shards
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.checkpoint.shard_messages import Order
+from rolecall.checkpoint.shards import Shares
+from rolecall.declare.remote import find, remote
 from rolecall.errors import Drained, PeerLostError
 from rolecall.record import rundir
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
 
 TOTAL = 40
 JOB = Job([Role("lead", print), Role("ps", print, count=2)])
 
 
 class Calls:
-    """In place of RPC: calls are made here, at the member that is called."""
+    """In place of the wire: calls are made here, of the shares of the member that is called."""
 
     def __init__(self) -> None:
-        self.of: dict[str, shards.Shares] = {}
+        self.of: dict[str, Shares] = {}
         self.lost = ""
-        self._called = threading.local()
 
-    def __getattr__(self, name: str) -> Any:
-        """What the process of the rank that is called has, in place of SHARES."""
-        return getattr(self.of[getattr(self._called, "name", "lead_0")], name)
-
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         if to == self.lost:
             raise PeerLostError(f"{to} was lost")
-        answer: torch.futures.Future[Any] = torch.futures.Future()
-        before, self._called.name = getattr(self._called, "name", "lead_0"), to
-        answer.set_result(function(*args))
-        self._called.name = before
+        method = find(self.of[to], request.method)
+        assert method is not None
+        assert request.internal
+        answer: Future[Any] = Future()
+        answer.set_result(method(*request.args))
         return answer
-
-    def wait_all(self, futures: list[Any]) -> list[Any]:
-        return [future.value() for future in futures]
 
 
 class Gang:
@@ -60,7 +57,6 @@ class Gang:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
         directory: Path,
         servers: int,
         spread: bool = False,
@@ -71,9 +67,8 @@ class Gang:
         members = (Peer("lead", 0, 0), *(Peer("ps", n, n + 1) for n in range(servers)))
         self.calls, self.weights, self.shares = Calls(), [], []
         self.state: dict[str, Any] = {}
+        self.at: Callable[[int, Callable[[], None]], object] = lambda step, begin: begin()
         for me in members:
-            monkeypatch.setattr(shards, "SHARES", shards.Shares())
-            self.calls.of[me.name] = shards.SHARES
             folder = directory / me.name if folders and me.rank else directory
             context = Context(
                 Settings(checkpoint_dir=folder, checkpoint_shards=mode),
@@ -87,6 +82,7 @@ class Gang:
                 else Checkpoints(folder, "pi", generation, fence=lambda: rundir.read_generation(directory).number),
             )
             context.transport = self.calls
+            self.calls.of[me.name] = context.shares
             if me.rank == 0:
                 self.context, self.model = context, Sharded(context, "model", "ps")
                 continue
@@ -97,8 +93,9 @@ class Gang:
             weight = torch.zeros(count, 3)
             self.weights.append((weight, first, step))
             rows = {"weight": Rows((weight[:5], weight[5:]), TOTAL, first, step)}
-            self.shares.append(Share(context, "model", lambda rows=rows: rows))
-        monkeypatch.setattr(shards, "SHARES", self.calls)
+            self.shares.append(
+                Share(context, "model", lambda rows=rows: rows, at=lambda step, begin: self.at(step, begin))
+            )
 
     @property
     def whole(self) -> Tensor:
@@ -134,15 +131,13 @@ def files(directory: Path) -> list[Path]:
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 3)])
 @pytest.mark.parametrize("spread", [False, True])
-def test_read_back_by_any_number_of_members(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int, spread: bool
-) -> None:
-    gang = Gang(monkeypatch, tmp_path, before, spread, mode=mode)
+def test_read_back_by_any_number_of_members(tmp_path: Path, mode: str, before: int, after: int, spread: bool) -> None:
+    gang = Gang(tmp_path, before, spread, mode=mode)
     assert gang.restore()["step"] == 0
     gang.fill(1)
     saved = gang.whole
     gang.save(7)
-    resumed = Gang(monkeypatch, tmp_path, after, spread, generation=2, mode=mode)
+    resumed = Gang(tmp_path, after, spread, generation=2, mode=mode)
     assert resumed.restore()["step"] == 7
     assert resumed.model.restored
     assert torch.equal(resumed.whole, saved)
@@ -153,23 +148,21 @@ def test_read_back_by_any_number_of_members(
 
 @pytest.mark.parametrize("mode", ["direct", "stream", "auto"])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3)])
-def test_members_with_directories_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, before: int, after: int
-) -> None:
-    gang = Gang(monkeypatch, tmp_path, before, folders=True, mode=mode)
+def test_members_with_directories_of_their_own(tmp_path: Path, mode: str, before: int, after: int) -> None:
+    gang = Gang(tmp_path, before, folders=True, mode=mode)
     gang.restore()
     gang.fill(1)
     saved = gang.whole
     gang.save(7)
     assert len(files(tmp_path)) == (0 if mode == "direct" else before), "who writes"
     assert len(files(tmp_path / "ps_0")) == (1 if mode == "direct" else 0)
-    resumed = Gang(monkeypatch, tmp_path, after, generation=2, folders=True, mode=mode)
+    resumed = Gang(tmp_path, after, generation=2, folders=True, mode=mode)
     assert resumed.restore()["step"] == 7
     assert torch.equal(resumed.whole, saved)
 
 
-def test_training_goes_on_while_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     gang.restore()
     gang.fill(1)
     saved = gang.whole
@@ -185,13 +178,14 @@ def test_training_goes_on_while_it_is_written(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_none_is_due_while_one_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang, go, next_item = Gang(monkeypatch, tmp_path, 1), threading.Event(), shards.next_item
+    gang, go, original = Gang(tmp_path, 1), threading.Event(), Shares.next_item
 
-    def wait(*args: Any) -> Any:
+    @remote
+    def next_item(*args: Any) -> Any:
         assert go.wait(60)
-        return next_item(*args)
+        return original(*args)
 
-    monkeypatch.setattr(shards, "next_item", wait)
+    monkeypatch.setattr(Shares, "next_item", next_item)
     saver = gang.context.training.require_saver()
     gang.save(7, wait=False)
     assert not saver.due(0.0)
@@ -200,8 +194,8 @@ def test_none_is_due_while_one_is_written(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert saver.due(0.0)
 
 
-def test_what_has_not_changed_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     gang.restore()
     gang.save(7)
     written = [path.stat().st_mtime_ns for path in files(tmp_path)]
@@ -215,7 +209,7 @@ def test_what_has_not_changed_is_not_written_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_changes_while_it_is_captured_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang, write = Gang(monkeypatch, tmp_path, 1), Share.captured
+    gang, write = Gang(tmp_path, 1), Share.captured
 
     def change(share: Share, order: Order) -> capture.Capture:
         monkeypatch.setattr(Share, "captured", write)
@@ -238,8 +232,7 @@ class Writers:
         self._lock, self._stopped, self.changed = threading.Lock(), threading.Event(), 0
         self._gang = gang
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(gang.shares))]
-        for share in gang.shares:
-            share._at = lambda step, begin: self.between(begin)
+        gang.at = lambda step, begin: self.between(begin)
         for thread in self._threads:
             thread.start()
 
@@ -266,10 +259,8 @@ class Writers:
         return True
 
 
-def test_what_was_changed_before_a_drain_settles_is_in_its_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict]
-) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_what_was_changed_before_a_drain_settles_is_in_its_checkpoint(tmp_path: Path, logged: list[EventDict]) -> None:
+    gang = Gang(tmp_path, 2)
     gang.restore()
     writers = Writers(gang)
 
@@ -287,15 +278,13 @@ def test_what_was_changed_before_a_drain_settles_is_in_its_checkpoint(
         writers.stop()
     saved, warned = gang.whole, [event for event in logged if event["log_level"] == "warning"]
     assert warned == []
-    resumed = Gang(monkeypatch, tmp_path, 1, generation=2)
+    resumed = Gang(tmp_path, 1, generation=2)
     resumed.restore()
     assert torch.equal(resumed.whole, saved)
 
 
-def test_what_changes_after_the_checkpoint_of_a_drain_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[EventDict]
-) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_what_changes_after_the_checkpoint_of_a_drain_is_warned_of(tmp_path: Path, logged: list[EventDict]) -> None:
+    gang = Gang(tmp_path, 2)
     gang.restore()
     gang.fill(1)
     saved = gang.whole
@@ -310,13 +299,13 @@ def test_what_changes_after_the_checkpoint_of_a_drain_is_warned_of(
         gang.fill(3)
     warned = [event["share"] for event in logged if event["log_level"] == "warning"]
     assert warned == ["model-ps_0", "model-ps_1"], "each once"
-    resumed = Gang(monkeypatch, tmp_path, 2, generation=2)
+    resumed = Gang(tmp_path, 2, generation=2)
     resumed.restore()
     assert torch.equal(resumed.whole, saved)
 
 
-def test_the_files_are_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_the_files_are_safetensors(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     gang.fill(1)
     gang.save(7)
     file = files(tmp_path)[1]
@@ -335,34 +324,25 @@ def test_the_files_are_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert json.loads(read.metadata()["rows"]) == {"weight": [TOTAL, 20, 1]}
 
 
-def tear(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def flip(file: Path) -> None:
+def flip(file: Path, place: int) -> None:
     data = bytearray(file.read_bytes())
-    data[-5] ^= 1
+    data[place] ^= 1
     file.write_bytes(data)
 
 
-def swap(file: Path) -> None:
-    other = file.with_name("model-ps_1.safetensors")
-    data = file.read_bytes()
-    file.write_bytes(other.read_bytes())
-    other.write_bytes(data)
+HARMS: dict[str, Callable[[Path], object]] = {
+    "torn": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "flipped": lambda file: flip(file, -5),
+    "flipped header": lambda file: flip(file, 20),
+    "another's": lambda file: file.write_bytes(file.with_name("model-ps_1.safetensors").read_bytes()),
+    "deleted": Path.unlink,
+    "all deleted": lambda file: shutil.rmtree(file.parent),
+}
 
 
-def flip_header(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[20] ^= 1
-    file.write_bytes(data)
-
-
-@pytest.mark.parametrize("hurt", [tear, flip, swap, flip_header, Path.unlink, lambda file: shutil.rmtree(file.parent)])
-def test_a_hurt_shard_has_the_checkpoint_before_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hurt: Callable[[Path], object]
-) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+@pytest.mark.parametrize("hurt", HARMS.values(), ids=HARMS)
+def test_a_hurt_shard_has_the_checkpoint_before_used(tmp_path: Path, hurt: Callable[[Path], object]) -> None:
+    gang = Gang(tmp_path, 2)
     gang.fill(1)
     saved = gang.whole
     gang.save(7)
@@ -370,7 +350,7 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(
     gang.save(8)
     newest = checkpoint.newest_first(tmp_path)[0].stem
     hurt(tmp_path / rundir.SHARDS / newest / "model-ps_0.safetensors")
-    resumed = Gang(monkeypatch, tmp_path, 3, generation=2)
+    resumed = Gang(tmp_path, 3, generation=2)
     assert resumed.restore()["step"] == 7
     assert torch.equal(resumed.whole, saved)
     whole = Checkpoints(tmp_path, "pi").newest()
@@ -378,20 +358,18 @@ def test_a_hurt_shard_has_the_checkpoint_before_used(
     assert torch.equal(whole.state["model"]["weight"], saved)
     shutil.rmtree(tmp_path / rundir.SHARDS)
     with pytest.raises(UsageError, match=r"^no usable checkpoint in CHECKPOINT_DIR=.*model-ps_0.safetensors"):
-        Gang(monkeypatch, tmp_path, 3, generation=3).restore()
+        Gang(tmp_path, 3, generation=3).restore()
 
 
-def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     gang.save(7)
     gang.model.begin(8)  # and no manifest
     for share in gang.shares:
         while share.next("checkpoint-000001-0000000008") is None:
             pass
     assert len(files(tmp_path)) == 4
-    resumed = Gang(monkeypatch, tmp_path, 2, generation=2)
+    resumed = Gang(tmp_path, 2, generation=2)
     assert resumed.restore()["step"] == 7
     resumed.save(9)
     assert {path.parent.name for path in files(tmp_path)} == {
@@ -400,8 +378,8 @@ def test_a_writer_that_was_killed_leaves_no_checkpoint_and_no_files(
     }
 
 
-def test_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2, folders=True, mode="direct")
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2, folders=True, mode="direct")
     for step in range(1, 7):
         gang.save(step)
     kept = {path.stem for path in checkpoint.newest_first(tmp_path)}
@@ -411,17 +389,8 @@ def test_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert len(files(tmp_path / f"ps_{number}")) == 4
 
 
-def test_a_writer_of_an_older_generation_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
-    rundir.write_generation(tmp_path, rundir.Persisted(2, "pi"))
-    gang.save(7)
-    assert not files(tmp_path)
-    assert not checkpoint.newest_first(tmp_path)
-    assert failures(gang) == 1
-
-
-def test_a_member_that_is_lost_fails_the_checkpoint_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_a_member_that_is_lost_fails_the_checkpoint_only(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     gang.save(7)
     gang.model.begin(8)
     gang.calls.lost = "ps_1"
@@ -433,7 +402,7 @@ def test_a_member_that_is_lost_fails_the_checkpoint_only(monkeypatch: pytest.Mon
 def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+    gang = Gang(tmp_path, 2)
     monkeypatch.setattr(shards, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Share, "_run", lambda *_: None)
     gang.context.settings = gang.context.settings.model_copy(update={"phase_timeout": 0.1})
@@ -444,8 +413,8 @@ def test_a_member_whose_disk_hangs_fails_the_checkpoint_after_a_while(
 
 
 @pytest.mark.parametrize("mode", ["direct", "stream"])
-def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2, mode=mode)
+def test_a_directory_that_cannot_be_written(tmp_path: Path, mode: str) -> None:
+    gang = Gang(tmp_path, 2, mode=mode)
     (tmp_path / rundir.SHARDS).write_text("in the way")
     gang.save(7)
     assert failures(gang) == 1
@@ -457,7 +426,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp
 def test_whole_tensors_are_taken_too_and_others_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(capture, "BLOCK_BYTES", 64)
     for spread in (False, True):
-        gang, whole = Gang(monkeypatch, tmp_path, 3, spread), torch.randn(TOTAL, 3)
+        gang, whole = Gang(tmp_path, 3, spread), torch.randn(TOTAL, 3)
         gang.model.load_whole({"weight": whole})
         assert torch.equal(gang.whole, whole)
         with pytest.raises(UsageError, match=r"the checkpoint holds tensors .*41, 3.* CHECKPOINT_DIR"):
@@ -465,15 +434,15 @@ def test_whole_tensors_are_taken_too_and_others_refused(monkeypatch: pytest.Monk
 
 
 def test_a_program_that_another_shape_has_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+    gang = Gang(tmp_path, 2)
     gang.save(7)
     monkeypatch.setattr("tests.checkpoint.test_shards.TOTAL", 44)
     with pytest.raises(UsageError, match=r"^checkpoint-000001-0000000007: the checkpoint holds tensors .*40, 3"):
-        Gang(monkeypatch, tmp_path, 2, generation=2).restore()
+        Gang(tmp_path, 2, generation=2).restore()
 
 
-def test_starting_anew_moves_the_shards_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gang = Gang(monkeypatch, tmp_path, 2)
+def test_starting_anew_moves_the_shards_too(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, 2)
     gang.fill(1)
     gang.save(7)
     saved = gang.whole

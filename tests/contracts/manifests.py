@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rolecall import new
 from rolecall.config import Settings
 from rolecall.declare import registry
 from rolecall.declare.spec import Job, Role
+from tests import commands
 from tools.jobs import FAST_LOADER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,14 +57,7 @@ def kubectl() -> str:
 
 def render(directory: Path) -> list[Object]:
     """The objects of the kustomization in `directory`."""
-    done = subprocess.run(
-        [kubectl(), "kustomize", str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "GOGC": "off"},  # it ends before a collection pays
-    )
+    done = commands.run([kubectl(), "kustomize", str(directory)], env={**os.environ, "GOGC": "off"})
     assert done.returncode == 0, done.stderr
     return list(yaml.load_all(done.stdout, FAST_LOADER))
 

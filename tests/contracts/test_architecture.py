@@ -5,8 +5,6 @@ under TYPE_CHECKING too. Each rule is also held against a source tree that break
 from __future__ import annotations
 
 import ast
-import re
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -30,6 +28,7 @@ ROOMS = (
     "record",
     "declare",
     "tunnel",
+    "wire",
     "checkpoint",
     "context",
     "torch_rpc",
@@ -43,20 +42,10 @@ ROOMS = (
     "__main__",
 )
 # the public API is imported by jobs, and by no room below it
-ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "export"}
-PURE = {
-    "__future__",
-    "bisect",
-    "collections",
-    "dataclasses",
-    "enum",
-    "functools",
-    "heapq",
-    "itertools",
-    "math",
-    "operator",
-    "typing",
-}
+ROOT_IMPORTS = {"errors", "fields", "config", "telemetry", "declare", "checkpoint", "context", "torch_rpc", "wire"}
+ROOT_IMPORTS |= {"export"}
+PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
+PURE |= {"operator", "typing"}
 PUBLIC = set(rolecall.__all__)
 SUPPORT = "rolecall.jobs.support"  # shared by the jobs; the only one of them that imports more than the public API
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -258,36 +247,6 @@ RULES: tuple[Callable[[Source], list[str]], ...] = (
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_source_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
     assert rule(the_source()) == []
-
-
-# ---- what is packaged
-
-
-def packaged(root: Path) -> set[str]:
-    """The top-level packages and modules that pyproject.toml installs."""
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = [root / folder for folder in settings["packages"]["find"]["where"]]
-    packages = {path.parent.name for folder in folders for path in folder.glob("*/__init__.py")}
-    return packages | set(settings.get("py-modules", ()))
-
-
-def importers_of_app(*folders: Path) -> list[str]:
-    files = [path for folder in folders for path in folder.rglob("*.py")]
-    return [str(path) for path in files if re.search(r"^\s*(from|import) app\b", path.read_text(), re.MULTILINE)]
-
-
-def test_nothing_named_app_is_packaged() -> None:
-    assert packaged(ROOT) == {"rolecall"}
-    assert not (ROOT / "app" / "__init__.py").exists()
-    assert importers_of_app(ROOT / "app", ROOT / "tests", ROOT / "tools") == []
-
-
-def test_a_package_app_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__init__.py").write_text("from app import config\n")
-    (tmp_path / "pyproject.toml").write_text('[tool.setuptools.packages.find]\nwhere = ["."]\n')
-    assert packaged(tmp_path) == {"app"}
-    assert importers_of_app(tmp_path) == [str(tmp_path / "app" / "__init__.py")]
 
 
 # ---- the rules see what breaks them

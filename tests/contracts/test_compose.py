@@ -17,6 +17,7 @@ import yaml
 from rolecall import config, new, telemetry
 from rolecall.config import Settings
 from rolecall.declare import registry
+from tests import commands
 from tests.contracts.containers import (
     COMPOSE,
     COMPOSE_TEXT,
@@ -43,21 +44,8 @@ from tests.roles import counter
 
 # a container is given its number by the gang; every container has ports of its own; the image says where its volume is;
 # `docker inspect` would show a token; and a user's own certificates would have to be mounted
-NOT_PASSED = {
-    "INSTANCE",
-    "LEAVE_CODE",
-    "ORDINAL",
-    "RANK",
-    "WORLD_SIZE",
-    "PORT",
-    "MASTER_PORT",
-    "METRICS_PORT",
-    "CHECKPOINT_DIR",
-    "JOB_TOKEN",
-    "TLS_CERT",
-    "TLS_KEY",
-    "TLS_CA",
-}
+NOT_PASSED = {"INSTANCE", "LEAVE_CODE", "ORDINAL", "RANK", "WORLD_SIZE", "PORT", "MASTER_PORT", "METRICS_PORT"}
+NOT_PASSED |= {"CHECKPOINT_DIR", "JOB_TOKEN", "TLS_CERT", "TLS_KEY", "TLS_CA"}
 SECRET = "job-token"
 TOKEN = "a-token-of-more-than-128-bits"
 TOKEN_SCRIPT = ROOT / "docker" / "token.sh"
@@ -97,12 +85,8 @@ def test_every_setting_is_passed_and_few_have_a_value_here(name: str) -> None:
     valued = {variable for variable, value in environment.items() if value is not None}
     places = {"ORDINAL", "DATA_DIR"} & set(environment)
     assert valued == {"JOB", "ROLE", "MASTER_ADDR", "JOB_TOKEN_FILE"} | counts | places
-    for other in siblings(name):
-        assert {**environment, "ROLE": "", "ORDINAL": ""} == {
-            **SERVICES[other]["environment"],
-            "ROLE": "",
-            "ORDINAL": "",
-        }, "ranks differ in their role only"
+    shared = [SERVICES[other]["environment"] | {"ROLE": "", "ORDINAL": ""} for other in siblings(name)]
+    assert all(one == shared[0] for one in shared), "ranks differ in their role only"
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -208,15 +192,7 @@ def test_the_new_jobs_compose_file_gives_its_ranks_the_token_as_a_file(tmp_path:
 
 
 def make_token(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TOKEN_SCRIPT, *arguments],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], **variables},
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return commands.run([TOKEN_SCRIPT, *arguments], cwd=folder, env={"PATH": os.environ["PATH"], **variables})
 
 
 def is_protected(file: Path) -> bool:

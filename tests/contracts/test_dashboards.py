@@ -9,7 +9,6 @@ import re
 import pytest
 
 from rolecall import telemetry
-from rolecall.declare import registry
 from tests.contracts.asked import (
     BOARDS,
     EVERY_QUERY,
@@ -24,7 +23,6 @@ from tests.contracts.asked import (
     samples,
 )
 from tools.dashboards.files import DASHBOARDS, RULE, generate
-from tools.dashboards.panels import WIDTH
 
 # ---- queries
 
@@ -120,32 +118,3 @@ def test_every_panel_says_what_it_shows(name: str) -> None:
             assert target["expr"].count("(") == target["expr"].count(")"), target["expr"]
             if panel["type"] in ("timeseries", "state-timeline"):
                 assert "{{job}}" in target["legendFormat"], panel["title"]
-
-
-@pytest.mark.parametrize("name", BOARDS)
-def test_panels_lie_side_by_side(name: str) -> None:
-    board = BOARDS[name]
-    for group in (board["panels"], *(panel["panels"] for panel in board["panels"] if panel.get("panels"))):
-        taken: set[tuple[int, int]] = set()
-        for panel in group:
-            at = panel["gridPos"]
-            cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-            assert max(x for x, _ in cells) < WIDTH
-            assert not cells & taken, panel["title"]
-            taken |= cells
-
-
-def test_every_job_has_its_row() -> None:
-    rows = {panel["title"]: panel for panel in BOARDS["overview.json"]["panels"] if panel["type"] == "row"}
-    for job in registry.JOBS:
-        if not registry.get(job).metrics:
-            assert job not in rows  # the row of every job is enough
-            continue
-        asked = {
-            metric
-            for panel in rows[job]["panels"]
-            for target in panel["targets"]
-            for metric, _ in SELECTOR.findall(target["expr"])
-        }
-        missing = {metric.name for metric in registry.get(job).metrics if not samples(metric) & asked}
-        assert missing <= {"rl_policy_version"}  # on the board of ranks

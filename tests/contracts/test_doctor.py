@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 
 from rolecall.observe.doctor import command
+from tests import commands
 from tests.contracts.containers import MAKEFILE, ROOT
 from tests.contracts.manifests import K8S, Object, extended, overlay
 from tests.contracts.test_k8s import KUBERNETES
@@ -69,14 +70,8 @@ def doctor(directory: Path, containers: str, running: int = 0, ended: int = 0) -
     (directory / "containers").write_text(containers)
     program.write_text(DOCKER.format(containers=directory / "containers", running=running, ended=ended))
     program.chmod(0o755)
-    return subprocess.run(
-        [ROOT / "docker" / "ranks.sh", "doctor", "rl"],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": f"{program.parent}:{os.environ['PATH']}"},
+    return commands.run(
+        [ROOT / "docker" / "ranks.sh", "doctor", "rl"], env={"PATH": f"{program.parent}:{os.environ['PATH']}"}
     )
 
 

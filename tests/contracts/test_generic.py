@@ -11,21 +11,16 @@ from typing import Any
 
 import pytest
 
+from tests import commands
 from tests.contracts.containers import COMPOSE, GENERIC, RANKS, ROOT, filled, image_environment, is_first, settings_of
 from tests.contracts.manifests import overlay
 from tests.contracts.test_compose import NOT_PASSED
 
-PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data"}
+PLACES = {"CHECKPOINT_DIR": "/checkpoints/", "DATA_DIR": "/data", "JOB_TOKEN_FILE": "/run/secrets/job-token"}
 # what the shell or docker/up.sh says, and what each profile fixes
 FIXED = {
-    "job": {"JOB": "/job", **PLACES, "JOB_TOKEN_FILE": "/run/secrets/job-token"},
-    "script": {
-        "JOB": "script",
-        **PLACES,
-        "SCRIPT": "/script",
-        "RANKS": "2",
-        "JOB_TOKEN_FILE": "/run/secrets/job-token",
-    },
+    "job": {"JOB": "/job", **PLACES},
+    "script": {"JOB": "script", **PLACES, "SCRIPT": "/script", "RANKS": "2"},
 }
 # stands in for docker: its arguments and what compose would put in, a line each
 DOCKER = """#!/usr/bin/env bash
@@ -57,12 +52,8 @@ def test_a_profile_has_rank_0_and_the_others(profile: str) -> None:
     one, two = services[first], services[others]
     assert one["environment"] == {**two["environment"], "RANK": "0"}
     assert not {"ROLE", "ORDINAL", "RANK"} & set(two["environment"])
-    assert {**one, "environment": 0, "networks": 0, "deploy": 0} == {
-        **two,
-        "environment": 0,
-        "networks": 0,
-        "deploy": 0,
-    }
+    apart = dict.fromkeys(("environment", "networks", "deploy"))
+    assert one | apart == two | apart
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -123,15 +114,7 @@ def up(tmp_path: Path) -> Any:
 
     def run(profile: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), **variables}
-        return subprocess.run(
-            [ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"],
-            cwd=tmp_path,
-            env=environment,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return commands.run([ROOT / "docker" / "up.sh", profile, f"{profile}-rank0"], cwd=tmp_path, env=environment)
 
     return run
 
@@ -146,11 +129,7 @@ def up(tmp_path: Path) -> Any:
             "name=pi-other job=/job/pi.py:OTHER script= ranks= others=2",
         ),
         ({"JOB_FILE": "pi.py", "SAID": "1"}, "", "name=pi job=/job/pi.py script= ranks= others=0"),
-        (
-            {"JOB_FILE": "package.jobs.pi:OTHER"},
-            None,
-            "name=pi-other job=package.jobs.pi:OTHER script= ranks= others=2",
-        ),
+        ({"JOB_FILE": "package.pi:OTHER"}, None, "name=pi-other job=package.pi:OTHER script= ranks= others=2"),
         ({"SCRIPT": "./pi.py:run"}, "", "name=pi-run job= script=/script/pi.py:run ranks=2 others=1"),
         ({"SCRIPT": "pi.py", "RANKS": "4"}, "", "name=pi job= script=/script/pi.py ranks=4 others=3"),
     ],
@@ -208,15 +187,7 @@ def test_make_asks_for_the_file_before_it_builds() -> None:
     for profile, variable in (("job", "JOB_FILE"), ("script", "SCRIPT")):
         mine = (variable, "MAKEFLAGS", "MAKELEVEL")  # of the make that runs the tests
         environment = {key: value for key, value in os.environ.items() if key not in mine}
-        done = subprocess.run(
-            ["make", f"up-{profile}"],
-            cwd=ROOT,
-            env=environment,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = commands.run(["make", f"up-{profile}"], env=environment)
         assert done.returncode == 2
         assert done.stderr.splitlines()[0] == f"rolecall: {variable} is missing: it names a file, such as ./pi.py"
         assert not done.stdout

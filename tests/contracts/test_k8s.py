@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 
-from rolecall import config, new
+from rolecall import config
 from rolecall.config import Settings
 from rolecall.declare import registry
+from tests import commands
 from tests.contracts.containers import ROOT, image_environment, only
 from tests.contracts.manifests import (
     COMPONENT,
@@ -36,16 +36,8 @@ from tests.contracts.manifests import (
 )
 
 KUBERNETES = "1.36"
-ALLOWED_VOLUMES = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
-}
+ALLOWED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+ALLOWED_VOLUMES |= {"projected", "secret"}
 # kinds of components that a cluster may have, which its own schemas do not know
 CUSTOM = {"PodMonitor", "PrometheusRule"}
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -175,14 +167,10 @@ def test_rank_0_alone_keeps_something(rendered: Overlay) -> None:
 def test_probes_ask_what_a_rank_serves(rendered: Overlay) -> None:
     served = (ROOT / "app" / "rolecall" / "rank" / "endpoints.py").read_text()
     for one in rendered.sets:
-        probes = {kind: one.container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
-        assert {kind: item["path"] for kind, item in probes.items()} == {
-            "startupProbe": "/healthz",
-            "livenessProbe": "/healthz",
-            "readinessProbe": "/readyz",
-        }
-        for item in probes.values():
-            assert item["port"] == "metrics"
+        asked = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+        for kind, path in asked.items():
+            item = one.container[kind]["httpGet"]
+            assert (item["path"], item["port"]) == (path, "metrics")
             assert f'web.get("{item["path"]}"' in served
         startup = one.container["startupProbe"]
         assert 0 < startup["initialDelaySeconds"] <= 5  # Python's start, which is no failure
@@ -312,15 +300,7 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
     kubectl_says: Path, variables: tuple[str, ...], name: str, more: str
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("JOB", "MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(
-        ["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables],
-        cwd=ROOT,
-        env=environment,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = commands.run(["make", "k8s-token", f"KUBECTL={kubectl_says}", *variables], env=environment)
     assert done.returncode == 0, done.stderr
     said = (kubectl_says.parent / "arguments").read_text()
     assert said == f"create secret generic {name} --from-file=JOB_TOKEN=/dev/stdin{more}\n"
@@ -329,33 +309,6 @@ def test_make_creates_the_secret_and_no_argument_holds_the_token(
     config.load(Settings, job_token=token)  # which refuses a short one
     names = {item.service["metadata"]["name"] for item in map(overlay, (*JOBS, *GENERIC))}
     assert name in {*names, copied("rl", namePrefix="b-").service["metadata"]["name"]}
-
-
-def test_make_says_so_where_there_is_the_secret_already(kubectl_says: Path) -> None:
-    kubectl_says.write_text("#!/bin/sh\necho 'error: already exists' >&2\nexit 1\n")
-    done = subprocess.run(
-        ["make", "k8s-token", f"KUBECTL={kubectl_says}"],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "already exists" in done.stderr
-    assert "kubectl delete secret rl" in done.stderr  # how it is replaced
-
-
-def test_the_page_says_what_all_jobs_request() -> None:
-    pods = [
-        one.container["resources"]["requests"]
-        for name in (*JOBS, *GENERIC)
-        for one in overlay(name).sets
-        for _ in one.pods
-    ]
-    millicores = sum(int(requests["cpu"].removesuffix("m")) for requests in pods)
-    mebibytes = sum(int(size[:-2]) * {"Mi": 1, "Gi": 1024}[size[-2:]] for size in (one["memory"] for one in pods))
-    assert f"they request {millicores / 1000:g} CPUs and {mebibytes / 1024:g} GiB of memory" in " ".join(PAGE.split())
 
 
 def test_the_token_can_be_rotated(rendered: Overlay) -> None:
@@ -368,12 +321,6 @@ def test_the_token_can_be_rotated(rendered: Overlay) -> None:
         assert {item.environment_of(pod)["INSTANCE"] for pod in item.pods} == {instance}
     if rendered.name in OVERLAYS:
         assert instance == rendered.service["metadata"]["name"]
-
-
-def test_a_new_job_is_told_how_its_secret_is_made(tmp_path: Path) -> None:
-    folder = new.write("fresh_job", tmp_path)[0].parent
-    command = "rolecall token | kubectl create secret generic fresh-job --from-file=JOB_TOKEN=/dev/stdin"
-    assert f"#   {command}\n" in (folder / "kustomization.yaml").read_text()
 
 
 def test_the_network_is_the_wall(rendered: Overlay) -> None:
@@ -510,13 +457,8 @@ def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_pat
         program.parent.mkdir(exist_ok=True)
         program.write_text(KIND.format(log=tmp_path / "log", states=tmp_path / "states"))
         program.chmod(0o755)
-    done = subprocess.run(
+    done = commands.run(
         [K8S / "kind.sh", "ps-trainers", "rolecall:cpu"],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
         env={"PATH": f"{program.parent}:{os.environ['PATH']}", "TIMEOUT": "320"},
     )
     assert done.returncode == code, done.stderr
@@ -525,7 +467,3 @@ def test_kind_waits_for_the_jobs_end(states: tuple[str, ...], code: int, tmp_pat
     assert "exec ps-0 -- " in log
     assert "logs --follow ps-0" in log or "logs ps-0" in log or "logs --tail=20 ps-0" in log
     assert ("describe pod ps-0" in log) == (states == ("gathering",))
-
-
-def test_no_documented_overlay_is_left_out() -> None:
-    assert sum(len(example) for example in EXAMPLES) == PAGE.count("```yaml\n")

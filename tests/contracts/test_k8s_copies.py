@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -13,18 +12,14 @@ from rolecall import config
 from rolecall.declare import registry
 from tests.contracts.containers import ROOT
 from tests.contracts.manifests import (
-    COPIED,
     GENERIC,
     INSTANCE,
     K8S,
     VARIANTS,
     Overlay,
     copied,
-    extended,
-    folder_of,
     identity_of,
     matches,
-    overlay,
     pods_of,
     require_services_to_name_the_pods,
 )
@@ -116,38 +111,6 @@ def test_a_copy_is_a_whole_job(copy: Overlay) -> None:
         given = {"role": role} if one.has_role else {"ranks": one.replicas}
         settings = config.load(job.settings, tls="off", **given)
         assert [identity_of(one, pod, settings) for pod in one.pods] == [(role, n) for n in range(one.replicas)]
-
-
-def test_copies_live_in_one_kustomization(tmp_path: Path) -> None:
-    """Each with its prefix, and all with another: kustomize takes the name of one without any for its copy's."""
-    for letter in "ab":
-        extended(tmp_path / letter, K8S / "ps-trainers", namePrefix=f"{letter}-")
-    fields = {"namePrefix": "team-", "resources": ["../a", "../b"]}
-    together = Overlay("both", extended(tmp_path / "both", tmp_path / "a", **fields))
-    parts = []
-    for letter in "ab":
-        name = f"team-{letter}-ps-trainers"
-        parts.append(Overlay(letter, [one for one in together.objects if one["metadata"]["labels"][INSTANCE] == name]))
-        assert len(parts[-1].objects) == len(overlay("ps-trainers").objects)
-        require_services_to_name_the_pods(parts[-1])
-        test_a_copy_shares_nothing_with_the_job(overlay("ps-trainers"), parts[-1])
-    test_a_copy_shares_nothing_with_the_job(*parts)
-
-
-def test_an_instance_label_of_ones_own_is_followed(rendered: Overlay, tmp_path: Path) -> None:
-    labels = [{"pairs": {INSTANCE: "mine"}, "includeSelectors": True}]
-    if rendered.name not in COPIED:
-        return
-    with folder_of(rendered.name) as folder:
-        renamed = Overlay("mine", extended(tmp_path / "mine", folder, labels=labels))
-    names = names_in(renamed)
-    assert names["labels"] == names["INSTANCE"] == {"mine"}
-    # which are still the Service's and the Secret's
-    assert names["MASTER_ADDR"] == {renamed.rank0_service["metadata"]["name"]}
-    assert names["Secrets"] == names["Services"] == {renamed.service["metadata"]["name"]}
-    for selector in selectors(renamed):
-        assert [pod for pod, given in pods_of(renamed).items() if matches(selector, given)]
-        assert not [pod for pod, given in pods_of(rendered).items() if matches(selector, given)]
 
 
 def paths_of(key: str, node: Any, path: str = "") -> set[str]:

@@ -219,13 +219,6 @@ def test_argo_cd_and_flux_apply_the_same_overlay_of_the_page_to_the_same_namespa
     assert flux["wait"] is False
 
 
-def test_no_documented_file_is_left_out() -> None:
-    assert len(BLOCKS) == PAGE.count("```yaml\n") == len(KUSTOMIZATIONS) + len(TOOLS)
-    assert len(KUSTOMIZATIONS) == 5
-    assert sum(len(REMOTE.findall(text)) for _, text in KUSTOMIZATIONS) == 2
-    assert [path for path in re.findall(r"k8s/components/[a-z.-]+", PAGE) if not (ROOT / path).exists()] == []
-
-
 # ---- other pages
 
 

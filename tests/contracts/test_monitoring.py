@@ -17,7 +17,7 @@ from tests.contracts.containers import COMPOSE, MAKEFILE, MONITORING, ROOT, SERV
 from tests.contracts.manifests import INSTANCE, K8S, Overlay, extended
 from tests.contracts.manifests import overlay as plain
 from tests.contracts.test_compose import UNWANTED
-from tools.dashboards.files import ALERTS, DASHBOARDS, RULE
+from tools.dashboards.files import ALERTS, DASHBOARDS
 
 GRAFANA = ROOT / "docker" / "grafana"
 CONFIG: dict[str, Any] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
@@ -66,12 +66,6 @@ def test_tests_speak_of_metrics_that_exist() -> None:
         assert given <= declared | TARGET | {"pod"}, series
         if name != "rolecall_rank_info":
             assert declared <= given, series
-
-
-def test_the_operator_gets_the_same_rules() -> None:
-    rule = yaml.safe_load(RULE.read_text())
-    assert rule["kind"] == "PrometheusRule"
-    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
 
 
 # ---- Prometheus, Grafana and compose.yaml

@@ -6,43 +6,33 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import rolecall
-from rolecall import __main__
+from tests import commands
+from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, as pip installs it, without a network."""
-    folder, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
+    return made_once(tmp_path_factory, "site", lambda folder: install(folder, tmp_path_factory.mktemp("source")))
+
+
+def install(folder: Path, source: Path) -> None:
     shutil.copytree(ROOT / "app", source / "app", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # --no-compile: only what is run is compiled, when it is run
-    options = [
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "--no-compile",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    pip = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    pip = commands.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(source)], timeout=120
     )
     assert pip.returncode == 0, pip.stderr
-    return folder
 
 
 def run(folder: Path, *command: str) -> str:
@@ -69,7 +59,3 @@ def test_every_file_of_the_package_is_installed_and_nothing_else(installed: Path
     assert folders == {"rolecall", f"rolecall-{rolecall.__version__}.dist-info", "bin"}
     sources = {path.relative_to(ROOT / "app") for path in (ROOT / "app" / "rolecall").rglob("*.py")}
     assert {path.relative_to(installed) for path in (installed / "rolecall").rglob("*.py")} == sources
-
-
-def test_the_command_is_the_modules_main() -> None:
-    assert PROJECT["project"]["scripts"] == {"rolecall": f"{__main__.main.__module__}:{__main__.main.__name__}"}

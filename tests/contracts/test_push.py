@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import commands
 from tests.contracts.containers import ROOT
 from tests.contracts.jobs import ENDING, ending
 from tests.contracts.manifests import K8S, Object, extended, overlay
@@ -36,7 +37,7 @@ def push(folder: Path, torch: str, image: str = NAME) -> subprocess.CompletedPro
     (folder / "docker").chmod(0o755)
     command = ["make", "--silent", "push", f"IMAGE={image}", f"TORCH={torch}"]
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return commands.run(command, env=environment)
 
 
 def test_all_platforms_are_pushed_at_once_with_an_sbom(tmp_path: Path) -> None:

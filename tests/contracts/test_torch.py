@@ -5,7 +5,6 @@ failure causes is made in real processes.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -18,9 +17,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rolecall.launch.local import free_ports
+from tests import commands
+from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
-Program = subprocess.CompletedProcess[str]
 LOST = {
     "a call takes too long": True,
     "a peer is killed during a call": True,
@@ -36,26 +36,25 @@ LOST = {
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
-    """What forks the scenes of both tests, each from one import of torch."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.contracts.torch_errors", *map(str, free_ports(2))],
-        cwd=ROOT,
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the program says that forks all the scenes, each from one import of torch."""
+
+    def run(folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.contracts.torch_errors", *map(str, free_ports(2))]
+        done = commands.run(command, timeout=120)
+        (folder / "said").write_text(done.stdout + done.stderr)
+
+    return (made_once(tmp_path_factory, "torch-errors", run) / "said").read_text()
 
 
-def test_each_of_torchs_errors_is_taken_for_what_it_is(program: Program) -> None:
+def test_each_of_torchs_errors_is_taken_for_what_it_is(program: str) -> None:
     lines = [line for line in _lines(program) if "name" in line]
-    assert {line["name"]: line["lost"] for line in lines} == LOST, program.stdout + program.stderr
+    assert {line["name"]: line["lost"] for line in lines} == LOST, program
     assert set(Counter(line["name"] for line in lines).values()) == {1}
 
 
-def _lines(program: Program) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in program.stdout.splitlines() if line.startswith("{")]
+def _lines(program: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in program.splitlines() if line.startswith("{")]
 
 
 def test_the_range_of_torch_ends_where_this_was_tested() -> None:
@@ -67,6 +66,6 @@ def test_the_range_of_torch_ends_where_this_was_tested() -> None:
     assert "2.9.9" not in required.specifier  # see pyproject.toml
 
 
-def test_optimizers_and_ddp_do_not_import_the_compiler_and_compute_the_same(program: Program) -> None:
-    (line,) = [line for line in program.stdout.splitlines() if line.startswith("light ")]
-    assert line.split()[1:] == ["False", "True", "True", "2.0"], program.stderr
+def test_optimizers_and_ddp_do_not_import_the_compiler_and_compute_the_same(program: str) -> None:
+    (line,) = [line for line in program.splitlines() if line.startswith("light ")]
+    assert line.split()[1:] == ["False", "True", "True", "2.0"], program

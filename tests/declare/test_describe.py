@@ -141,16 +141,6 @@ def test_the_version_is_that_of_the_file(tmp_path: Path) -> None:
     assert describe.describe("copy/pi.py").identity == first.identity  # wherever it lies
 
 
-def test_the_version_of_a_module_is_that_of_its_file(tmp_path: Path) -> None:
-    (tmp_path / "parcel").mkdir()
-    (tmp_path / "parcel" / "__init__.py").write_text("")
-    (tmp_path / "parcel" / "pi.py").write_text(PI)
-    sys.path.append(str(tmp_path))
-    job = describe.describe("parcel.pi")
-    assert (job.name, job.target) == ("pi", "parcel.pi")
-    assert job.version == describe.describe("pi.py").version
-
-
 def test_variables_count_too_and_flags_win(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,19 +208,6 @@ def test_what_a_file_prints_is_no_description(asked: Asked, capfd: pytest.Captur
     assert asked().name == "pi"
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "hello\n")
-
-
-def test_what_a_file_prints_is_not_among_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("loud.py").write_text("print('SAMPLERS=9')\n" + PI)
-    for option in ("--ranks", "--variables"):
-        assert __main__.main(["describe", option, "loud.py"]) == 0
-        assert "SAMPLERS=9" not in capsys.readouterr().out
-
-
-def test_an_import_that_ends_the_process_is_bad_input(asked: Asked, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("pi.py").write_text("import os\nos._exit(0)\n" + PI)
-    with pytest.raises(UsageError, match="its import ended the process"):
-        asked()
 
 
 def test_a_list_has_no_flag() -> None:
@@ -313,10 +290,3 @@ def test_a_wrong_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"PASSPHRASE=\*\*\*") as refused:
         describe.describe("pi.py")
     assert "hunter2" not in str(refused.value)
-
-
-def test_a_list_that_is_no_json_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("pi.py").write_text(PI.replace("    points:", "    names: list[str] = []\n    points:"))
-    monkeypatch.setenv("NAMES", "[one")
-    with pytest.raises(UsageError, match=r"wrong settings: .*names"):
-        describe.describe("pi.py")

@@ -58,32 +58,21 @@ def test_a_file_is_a_module_of_its_name(tmp_path: Path, target: str) -> None:
     assert loader.load(target.format(cwd=tmp_path, name=tmp_path.name)) is module  # and is run once
 
 
-def test_a_folder_is_its_one_file(tmp_path: Path) -> None:
+def test_a_folder_is_its_one_file_beside_its_tests(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    for name in ("notes.txt", "test_circle.py", "conftest.py"):
+        write(f"jobs/{name}", "")
+    problem = r"^\./jobs: a folder must hold one Python file beside its tests, and has {}; name the file$"
+    with pytest.raises(UsageError, match=problem.format(0)):
+        loader.load("./jobs")
     path = write("jobs/circle.py", JOB)
-    (tmp_path / "jobs" / "notes.txt").write_text("")
     assert loader.file_of("jobs/") == path
     assert loader.load("./jobs").__file__ == str(path)
     assert registry.name_of("./jobs") == "circle"
     assert registry.absolute("./jobs") == str(tmp_path / "jobs")
-
-
-def test_a_folder_of_several_files_names_none(tmp_path: Path) -> None:
-    (tmp_path / "jobs").mkdir()
-    with pytest.raises(
-        UsageError, match=r"^\./jobs: a folder must hold one Python file beside its tests, and has 0; name the file$"
-    ):
-        loader.load("./jobs")
-    write("jobs/one.py", JOB)
     write("jobs/two.py", JOB)
-    with pytest.raises(UsageError, match=r"^\./jobs: .* has 2; name the file$"):
+    with pytest.raises(UsageError, match=problem.format(2)):
         loader.load("./jobs")
-
-
-def test_modules_beside_the_file_are_found(tmp_path: Path) -> None:
-    write("jobs/circle.py", "from wheels import SPOKES\n" + JOB)
-    write("jobs/wheels.py", "SPOKES = 36\n")
-    assert loader.load("jobs/circle.py").SPOKES == 36
-    assert sys.path[-1] == str(tmp_path / "jobs")
 
 
 def test_modules_beside_the_file_come_before_those_of_the_working_directory(tmp_path: Path) -> None:
@@ -106,23 +95,17 @@ def test_modules_beside_the_file_replace_none_of_a_library(tmp_path: Path) -> No
     assert not any(loader.is_users(each.__file__) for each in (module.queue, module.colorsys, module.filelock))
 
 
-def test_a_module_is_found_by_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["package.circle", "package/circle.py"])
+def test_a_module_or_file_may_have_several_jobs(tmp_path: Path, target: str) -> None:
     write("package/__init__.py", "")
     write("package/circle.py", JOB)
     sys.path.append(str(tmp_path))
-    assert registry.get("package.circle").roles[0].name == "lead"
-    assert registry.get("package.circle:OTHER").unit == "others"
-    names = [registry.name_of(f"package.circle{name}") for name in ("", ":JOB", ":OTHER")]
+    assert registry.get(target).roles[0].name == "lead"
+    assert registry.get(f"{target}:OTHER").unit == "others"
+    names = [registry.name_of(f"{target}{name}") for name in ("", ":JOB", ":OTHER")]
     assert names == ["circle", "circle", "circle-other"]
-    assert registry.absolute("package.circle:OTHER") == "package.circle:OTHER"
-
-
-def test_a_file_may_have_several_jobs(tmp_path: Path) -> None:
-    write("circle.py", JOB)
-    assert registry.get("circle.py").roles[0].name == "lead"
-    assert registry.get("circle.py:OTHER").unit == "others"
-    assert registry.name_of("circle.py:OTHER") == "circle-other"
-    assert registry.absolute("circle.py:OTHER") == f"{tmp_path}/circle.py:OTHER"
+    absolute = f"{tmp_path}/{target}" if "/" in target else target
+    assert registry.absolute(f"{target}:OTHER") == f"{absolute}:OTHER"
 
 
 def test_the_working_directory_replaces_no_library(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rolecall import __main__, new
-from rolecall.declare import describe, loader
+from rolecall.declare import describe
 from rolecall.errors import USAGE, UsageError
 
 
@@ -28,17 +28,6 @@ def test_it_writes_a_job_its_test_and_its_deployment(
     assert {service["environment"]["ROLE"] for service in services.values()} == {role.name for role in job.roles}
     assert {service["environment"]["JOB"] for service in services.values()} == {f"/job/{name}.py"}
     assert all(service["read_only"] and service["cap_drop"] == ["ALL"] for service in services.values())
-
-
-def test_its_folder_names_the_job(tmp_path: Path) -> None:
-    """Its test is beside it."""
-    new.write("blocks", tmp_path)
-    assert loader.file_of(f"{tmp_path}/blocks/") == tmp_path / "blocks" / "blocks.py"
-    (tmp_path / "blocks" / "conftest.py").touch()
-    assert loader.file_of(f"{tmp_path}/blocks/") == tmp_path / "blocks" / "blocks.py"
-    (tmp_path / "blocks" / "more.py").touch()
-    with pytest.raises(UsageError, match="has 2; name the file"):
-        loader.file_of(f"{tmp_path}/blocks/")
 
 
 @pytest.mark.parametrize("name", ["Upper", "2nd", "a-b", "", "class", "queue", "rl", "../up"])

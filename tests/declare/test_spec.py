@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, create_model
 
 from rolecall import Metric
 from rolecall.config import Settings
@@ -34,24 +34,9 @@ class Below(Pi):
     way: Literal["a", "b"] = "a"
 
 
-class WithoutDefault(Settings):
-    points: int
-
-
-class Colliding(Settings):
-    seed: int = 3
-
-
-class CollidingBelow(Colliding):
-    points: int = 3
-
-
-class Reserved(Settings):
-    home: str = "here"
-
-
-class Help(Settings):
-    help: str = "none"
+def own(name: str, base: type[Settings] = Settings, **fields: Any) -> type[Settings]:
+    """Settings of a user's, each with its default."""
+    return create_model(name, __base__=base, **{field: (int, default) for field, default in fields.items()})
 
 
 def lead(context: object) -> None: ...
@@ -129,12 +114,15 @@ def test_names_of_roles(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (WithoutDefault, r"WithoutDefault\.points: has no default; give it one"),
-        (Colliding, r"Colliding\.seed: Rolecall has a setting SEED already; choose another name"),
-        (CollidingBelow, r"CollidingBelow\.seed: Rolecall has a setting SEED already; choose another name"),
-        (Reserved, r"Reserved\.home: the variable HOME means something else; choose another name"),
+        (own("Own", points=...), r"Own\.points: has no default; give it one"),
+        (own("Own", seed=3), r"Own\.seed: Rolecall has a setting SEED already; choose another name"),
+        (
+            own("Own", own("Base", seed=3), points=3),
+            r"Own\.seed: Rolecall has a setting SEED already; choose another name",
+        ),
+        (own("Own", home=1), r"Own\.home: the variable HOME means something else; choose another name"),
         (Shadowing, r"Shadowing\.token: rolecall\.Settings has an attribute of that name; choose another"),
-        (Help, r"Help\.help: the variable HELP means something else; choose another name"),
+        (own("Own", help=1), r"Own\.help: the variable HELP means something else; choose another name"),
         (dict, r"Job\(settings=<class 'dict'>\): is not a subclass of rolecall\.Settings"),
         (Pi(), r"Job\(settings=Pi\(.*\): is not a subclass of rolecall\.Settings"),
         (None, r"Job\(settings=None\): is not a subclass of rolecall\.Settings"),
@@ -163,9 +151,9 @@ def test_no_setting_of_rolecalls_is_anothers(name: str) -> None:
         ([LEAD, Role("sampler", count="workers")], "role sampler: Pi has no setting 'workers' to count members by"),
         ([LEAD, Role("sampler", minimum="fewest")], "role sampler: Pi has no setting 'fewest' to count members by"),
         ([LEAD, Role("sampler", minimum=1, maximum="MOST_OF")], "role sampler: Pi has no setting 'MOST_OF' to count"),
-        ([Role("lead", 3)], "role lead: 3 is not a function"),  # type: ignore[arg-type]
-        ([Role("lead", "lead")], "role lead: 'lead' is not a function"),
-        ([Role("lead", "module:")], "role lead: 'module:' is not a function"),
+        ([Role("lead", 3)], "role lead: 3 is neither a function nor a class"),  # type: ignore[arg-type]
+        ([Role("lead", "lead")], "role lead: 'lead' is neither a function nor a class"),
+        ([Role("lead", "module:")], "role lead: 'module:' is neither a function nor a class"),
         ([LEAD, Role("Sampler")], "role 'Sampler': a name consists of small letters, digits and _, and begins with a"),
         ([LEAD, Role("hit-maker")], "role 'hit-maker': a name consists of small letters"),
         ([LEAD, Role("")], "role '': a name consists of small letters"),

@@ -19,6 +19,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall import Job, telemetry
+from tests import commands
 from tests.integration.cluster import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ print(json.dumps({address: sorted(ports) for address, ports in found.items()}))
 
 def docker(*arguments: str, check: bool = True, timeout: float = DEADLINE) -> str:
     """Run a docker command; returns what it printed."""
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+    done = commands.run(["docker", *arguments], timeout=timeout)
     assert done.returncode == 0 or not check, f"docker {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout.strip()
 
@@ -71,22 +72,8 @@ def inspect(container: str) -> Any:
 
 def run_python(network: str, code: str, *arguments: str) -> str:
     """Run Python code in a container that is on `network` alone, with every privilege taken away."""
-    return docker(
-        "run",
-        "--rm",
-        "--network",
-        network,
-        "--cap-drop",
-        "ALL",
-        "--ulimit",
-        "nofile=8192:8192",
-        "--entrypoint",
-        "python",
-        IMAGE,
-        "-c",
-        code,
-        *arguments,
-    )
+    options = [f"--network={network}", "--cap-drop=ALL", "--ulimit=nofile=8192:8192", "--entrypoint=python"]
+    return docker("run", "--rm", *options, IMAGE, "-c", code, *arguments)
 
 
 def open_ports(network: str, addresses: list[str], ports: tuple[int, ...] = ()) -> dict[str, list[int]]:
@@ -108,10 +95,6 @@ class Container:
     @property
     def restarts(self) -> int:
         return int(inspect(self.name)["RestartCount"])
-
-    @property
-    def started(self) -> str:
-        return str(self.state["StartedAt"])
 
     def address(self, network: str) -> str:
         return str(inspect(self.name)["NetworkSettings"]["Networks"][network]["IPAddress"])
@@ -150,14 +133,8 @@ class Container:
         os.kill(self.state["Pid"], signal.SIGKILL)
 
     def logs(self) -> str:
-        return subprocess.run(
-            ["docker", "logs", self.name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        ).stdout
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run(["docker", "logs", self.name], text=True, timeout=DEADLINE, check=False, **both).stdout
 
 
 class Project:
@@ -225,11 +202,6 @@ class Project:
     def members(self, role: str) -> float:
         return self.rank0.metric("gang_members", role=role)
 
-    def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint, by rank 0's log."""
-        pattern = re.compile(r"checkpoint-\d+-(\d+)\.pt")
-        return int(until(lambda: pattern.findall(self.rank0.logs()), "a checkpoint", DEADLINE)[-1])
-
     def trains(self, more: int = 3) -> None:
         """Wait until `more` further steps are done, of whatever generation."""
         start = until(self.step, "a first step", DEADLINE)
@@ -266,40 +238,6 @@ def each_role_serves_its_metrics(project: Project, job: Job, not_yet: str) -> No
         assert not missing, f"{role.name}: {sorted(missing)}"
         assert served(text) <= {metric.full_name for metric in declared}
         assert f"# ======== {rank.name}\n" in printed
-
-
-def a_killed_rank_comes_back(training: Project, victim: Container) -> None:
-    """The engine starts it again, and the next generation trains on from a checkpoint."""
-    restarts, started = victim.restarts, victim.started
-    written, resumed = training.newest_checkpoint(), training.rank0.logs().count("resumed")
-    victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
-    until(lambda: training.rank0.logs().count("resumed") > resumed, "another generation")
-    training.trains()
-    assert training.step() > written > 0
-
-
-def a_killed_rank_of_an_elastic_job_comes_back(training: Project, service: str, role: str) -> None:
-    """The engine starts it again, the elastic `role` has its two members again, and no checkpointed step is lost."""
-    victim = training.containers(service)[0]
-    restarts, started = victim.restarts, victim.started
-    written = training.newest_checkpoint()
-    victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
-    until(lambda: training.members(role) == 2 and training.step() > 0, "the gang whole again", DEADLINE)
-    assert training.step() >= written
-    training.trains()
-
-
-def stopped_it_goes_on_from_its_checkpoint(training: Project, ranks: int) -> None:
-    """`make stop` ends all `ranks` with a checkpoint, which is where the next start goes on."""
-    assert training.make("stop").returncode == 0
-    everyone = training.containers(everyone=True)
-    assert [one.state["ExitCode"] for one in everyone] == [0] * ranks
-    written = training.newest_checkpoint()
-    training.up()
-    until(lambda: training.step() > written, "further steps")
-    assert int(re.findall(r"resumed .*?step=(\d+)", training.rank0.logs())[-1]) == written
 
 
 def served(text: str) -> set[str]:

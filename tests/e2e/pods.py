@@ -106,23 +106,12 @@ class Engine:
         if not beside:
             docker("network", "create", "--internal", "--label", f"pods={self.name}", self.name)
         self._service = Container(f"{self.name}-service")
-        docker(
-            "run",
-            "--detach",
-            "--name",
-            self._service.name,
-            "--label",
-            f"pods={self.name}",
-            "--network",
-            self.network,
-            "--entrypoint",
-            "python",
-            IMAGE,
-            "-c",
-            SERVICE,
-            self.backend,
-            str(RANK_PORT),
-        )
+        self._run_beside(self._service.name, "python", "-c", SERVICE, self.backend, str(RANK_PORT))
+
+    def _run_beside(self, name: str, program: str, *arguments: str) -> None:
+        """A container on the pods' network that is none of them."""
+        place = ["--name", name, "--label", f"pods={self.name}", "--network", self.network]
+        docker("run", "--detach", *place, "--entrypoint", program, IMAGE, *arguments)
 
     def write_secret(self, ranks: RankSet | Part) -> None:
         """The token, with the mode of the pods' volume and for their group, as a kubelet writes it."""
@@ -143,40 +132,25 @@ class Engine:
         spec, container = ranks.pod, ranks.container
         assert container["image"] == "rolecall:cpu"
         user, limits = spec["securityContext"], container["resources"]["limits"]
-        arguments = [
-            "--name",
-            container_name,
-            "--hostname",
-            host,
-            "--label",
-            f"pods={self.name}",
-            "--network",
-            self.network,
-            "--add-host",
-            f"{environment['MASTER_ADDR']}:{self._service.address(self.network)}",
-            "--user",
-            f"{user['runAsUser']}:{user['runAsGroup']}",
-            "--read-only",
-            "--restart",
-            restart,
-            "--security-opt",
-            "no-new-privileges",
-            "--cpus",
-            str(limits["cpu"]),
-            "--memory",
-            limits["memory"].removesuffix("i").lower(),
-            "--stop-timeout",
-            str(spec["terminationGracePeriodSeconds"]),
-            # a cluster's DNS says at once that the address has no name; here, there is none to ask
-            "--add-host",
-            "loopback:::ffff:127.0.0.1",
-        ]
-        if first:
-            arguments += ["--network-alias", self.backend]
-        for capability in container["securityContext"]["capabilities"]["drop"]:
-            arguments += ["--cap-drop", capability]
-        if "workingDir" in container:
-            arguments += ["--workdir", container["workingDir"]]
+        options = {
+            "name": container_name,
+            "hostname": host,
+            "label": f"pods={self.name}",
+            "network": self.network,
+            "user": f"{user['runAsUser']}:{user['runAsGroup']}",
+            "restart": restart,
+            "security-opt": "no-new-privileges",
+            "cpus": str(limits["cpu"]),
+            "memory": limits["memory"].removesuffix("i").lower(),
+            "stop-timeout": str(spec["terminationGracePeriodSeconds"]),
+            **({"network-alias": self.backend} if first else {}),
+            **({"workdir": container["workingDir"]} if "workingDir" in container else {}),
+        }
+        arguments = ["--read-only", *(f"--{name}={value}" for name, value in options.items())]
+        # a cluster's DNS says at once that the second address has no name; here, there is none to ask
+        master = f"{environment['MASTER_ADDR']}:{self._service.address(self.network)}"
+        arguments += [f"--add-host={one}" for one in (master, "loopback:::ffff:127.0.0.1")]
+        arguments += [f"--cap-drop={each}" for each in container["securityContext"]["capabilities"]["drop"]]
         volumes = {given["name"]: given for given in spec["volumes"]}
         for mount in container["volumeMounts"]:
             given = volumes.get(mount["name"], {})
@@ -193,16 +167,8 @@ class Engine:
                 docker("volume", "create", "--label", f"pods={self.name}", f"{self.name}-{claim}")
                 arguments += ["--volume", f"{self.name}-{claim}:{mount['mountPath']}"]
         if slow_disk:
-            arguments += [
-                "--volume",
-                f"{DISK}:/disk:ro",
-                "--volume",
-                f"{slow_disk}:/slow:ro",
-                "--env",
-                "PYTHONPATH=/disk",
-                "--env",
-                "SLOW_FSYNC=/slow/seconds",
-            ]
+            arguments += [f"--volume={DISK}:/disk:ro", f"--volume={slow_disk}:/slow:ro"]
+            environment |= {"PYTHONPATH": "/disk", "SLOW_FSYNC": "/slow/seconds"}
         if any(value.startswith("tests.") for value in environment.values()):
             arguments += ["--volume", f"{ROOT / 'tests'}:{TESTS}:ro"]
         for key, value in environment.items():
@@ -212,22 +178,8 @@ class Engine:
 
     def run_idle(self) -> str:
         """A container that takes an address and does nothing. Returns its name."""
-        name = f"{self.name}-idle"
-        docker(
-            "run",
-            "--detach",
-            "--name",
-            name,
-            "--label",
-            f"pods={self.name}",
-            "--network",
-            self.network,
-            "--entrypoint",
-            "sleep",
-            IMAGE,
-            "infinity",
-        )
-        return name
+        self._run_beside(f"{self.name}-idle", "sleep", "infinity")
+        return f"{self.name}-idle"
 
     def running(self) -> list[str]:
         """The containers of pods that run."""

@@ -27,22 +27,9 @@ def build() -> None:
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run promtool where the configuration lies."""
+    options = ["--network=none", f"--volume={FILES}:/etc/prometheus:ro", "--workdir=/etc/prometheus"]
     return subprocess.run(
-        [
-            "docker",
-            "run",
-            "--rm",
-            "--network",
-            "none",
-            "--volume",
-            f"{FILES}:/etc/prometheus:ro",
-            "--workdir",
-            "/etc/prometheus",
-            "--entrypoint",
-            "promtool",
-            IMAGE,
-            *arguments,
-        ],
+        ["docker", "run", "--rm", *options, "--entrypoint=promtool", IMAGE, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

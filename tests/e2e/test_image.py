@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from rolecall.declare import registry
+from tests import commands
 from tests.e2e.containers import DEADLINE, IMAGE, ROOT, docker
 from tests.integration.cluster import until
 
@@ -20,13 +21,7 @@ LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt
 
 def start(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     variables = [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
-    return subprocess.run(
-        ["docker", "run", "--rm", *LOCKED, *variables, IMAGE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    return commands.run(["docker", "run", "--rm", *LOCKED, *variables, IMAGE, *arguments], timeout=DEADLINE)
 
 
 def test_it_is_small_and_says_what_it_is() -> None:
@@ -61,18 +56,8 @@ def test_its_commands_run() -> None:
     ("settings", "line"),
     [
         ({}, f"rolecall: JOB='': is missing ({', '.join(registry.JOBS)}, FILE.py or package.module)"),
-        ({"JOB": "rl", "ROLE": "judge"}, "rolecall: ROLE='judge': no such role (agent, observer)"),
-        (
-            {"JOB": "rl", "ROLE": "agent", "GAMMA": "2", "NUM_ENVS": "no"},
-            "rolecall: wrong settings: NUM_ENVS='no': ",
-        ),
         ({"JOB": "rl", "ROLE": "agent"}, "rolecall: JOB_TOKEN is not set: "),
-        ({"JOB": "rl", "ROLE": "agent", "JOB_TOKEN": "short"}, "rolecall: wrong settings: JOB_TOKEN=***: has fewer "),
         ({"JOB": "rl", "ROLE": "observer", "ENV_ID": "Nope-v0", **TOKEN}, "rolecall: ENV_ID=Nope-v0: cannot be made "),
-        (
-            {"JOB": "ps", "ROLE": "ps", "ORDINAL": "0", "SERVERS": "2", "UPDATE_MODE": "autograd"},
-            "rolecall: wrong settings: SERVERS=2: UPDATE_MODE=autograd has the whole model on one server",
-        ),
         (
             {"JOB": "rl", "ROLE": "agent", **TOKEN},
             "rolecall: CHECKPOINT_DIR=/checkpoints: cannot be written (Read-only file system)",
@@ -107,12 +92,8 @@ def registry_address() -> Iterator[str]:
 
 def inspected(reference: str) -> subprocess.CompletedProcess[str]:
     """What a registry has under a name."""
-    return subprocess.run(
-        ["docker", "buildx", "imagetools", "inspect", reference, "--format", "{{json .Manifest}}"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
+    return commands.run(
+        ["docker", "buildx", "imagetools", "inspect", reference, "--format", "{{json .Manifest}}"], timeout=DEADLINE
     )
 
 
@@ -135,7 +116,7 @@ def test_a_pushed_image_runs_from_its_digest(registry_address: str) -> None:
         f"PLATFORMS={platform}",
         *([] if attests() else ["ATTEST="]),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = commands.run(command, timeout=900)
     assert done.returncode == 0, done.stderr
     (line,) = yaml.safe_load(done.stdout)["images"]
     pinned = f"{name}@{line['digest']}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rolecall import telemetry
 from tests.e2e.conftest import Projects, Started
 from tests.e2e.containers import (
     DEADLINE,
@@ -16,9 +15,7 @@ from tests.e2e.containers import (
     ROOT,
     Container,
     Project,
-    a_killed_rank_of_an_elastic_job_comes_back,
     docker,
-    served,
 )
 from tests.e2e.pods import config_map, overlay_with
 from tests.integration.cluster import until
@@ -56,9 +53,8 @@ def test_make_up_job_runs_a_file_until_it_has_finished(projects: Projects) -> No
 
 def kept(project: Project, path: str) -> str:
     """A file of the volume, of containers that have ended."""
-    return docker(
-        "run", "--rm", "--volume", f"{project.name}_job-checkpoints:/checkpoints:ro", "--entrypoint", "cat", IMAGE, path
-    )
+    volume = f"--volume={project.name}_job-checkpoints:/checkpoints:ro"
+    return docker("run", "--rm", volume, "--entrypoint=cat", IMAGE, path)
 
 
 @pytest.mark.parametrize(
@@ -76,64 +72,6 @@ def test_what_is_wrong_is_said_before_anything_starts(projects: Projects, settin
     assert line in done.stdout
     assert "Traceback" not in done.stdout
     assert not project.containers(everyone=True)
-
-
-@pytest.fixture(scope="module")
-def training(projects: Projects, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """The job runs for as long as the tests below need; its samplers leave the cores to what happens beside it."""
-    variables = tmp_path_factory.mktemp("job") / "variables"
-    variables.write_text("SAMPLERS\nROUNDS\nPOINTS\n")
-    folder = tmp_path_factory.mktemp("paced")
-    folder.chmod(0o755)
-    imports, body, rest = PI.read_text().partition("    xy = torch.rand(")
-    assert rest
-    (folder / "pi.py").write_text(f"import time\n{imports}    time.sleep(0.05)\n{body}{rest}")
-    project = projects(
-        "job",
-        "job-rank0",
-        JOB_FOLDER=str(folder),
-        JOB_TARGET="/job/pi.py",
-        JOB_NAME="pi",
-        OTHERS="2",
-        JOB_VARIABLES=str(variables),
-        ROUNDS="1000000",
-        POINTS="10000",
-        CHECKPOINT_INTERVAL="1",
-        LOG_INTERVAL="1000",
-        REJOIN_INTERVAL="0.5",
-        RESTARTS="100",
-    )
-    project.up()
-    project.trains()
-    return project
-
-
-def test_the_gang_gives_ranks_their_roles_and_they_serve_their_metrics(training: Project) -> None:
-    places = until(
-        lambda: (given := sorted(map(place, training.containers()))) and all(map(all, given)) and given, "roles"
-    )
-    assert places == [("lead", "0"), ("sampler", "0"), ("sampler", "1")]
-    assert training.make("metrics").stdout.count("rolecall_rank_info{") == 3
-    shared = {metric.full_name for metric in telemetry.SUPERVISOR}
-    for one in training.containers():
-        names = served(one.execute("python", "-m", "rolecall.observe.probe", "/metrics"))
-        assert len(names & shared) > len(shared) / 2
-    assert until(lambda: training.rank0.metric("score"), "an estimate") == pytest.approx(3.14, abs=0.1)
-    rows = [line.split() for line in training.make("ps-status").stdout.splitlines() if " running " in line]
-    assert sorted((row[1], row[2]) for row in rows) == places
-
-
-@pytest.mark.parametrize("service", ["job-ranks", "job-rank0"])
-def test_a_killed_rank_comes_back(training: Project, service: str) -> None:
-    a_killed_rank_of_an_elastic_job_comes_back(training, service, "sampler")
-
-
-def test_an_elastic_role_is_scaled_while_it_trains(training: Project) -> None:
-    for others in (3, 2):
-        training.up(OTHERS=str(others))
-        until(lambda n=others: training.members("sampler") == n, f"{others} samplers in the gang", DEADLINE)
-        training.trains()
-    assert training.rank0.restarts <= 1
 
 
 # ---- a program

@@ -95,18 +95,8 @@ def watched(clusters: dict[str, Cluster], tmp_path_factory: pytest.TempPathFacto
     name = f"rolecall-test-prometheus-{os.getpid()}"
     mounts = [part for file in directory.iterdir() for part in ("--volume", f"{file}:/etc/prometheus/{file.name}:ro")]
     flags = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
-    docker(
-        "run",
-        "--detach",
-        "--name",
-        name,
-        "--network",
-        "host",
-        *mounts,
-        IMAGE,
-        *flags,
-        f"--web.listen-address=127.0.0.1:{port}",
-    )
+    flags += [f"--web.listen-address=127.0.0.1:{port}"]
+    docker("run", "--detach", f"--name={name}", "--network=host", *mounts, IMAGE, *flags)
     try:
         served = Prometheus(port)
         everyone = len(ranks)

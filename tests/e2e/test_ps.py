@@ -64,25 +64,8 @@ def is_whole(project: Project, trainers: int = 2) -> None:
     project.trains()
 
 
-def starts(project: Project) -> list[tuple[int, int]]:
-    """Epoch and update that each generation began with."""
-    lines = re.findall(r"\btraining .*?\bepoch=(\d+) .*?\bstep=(\d+)", project.rank0.logs())
-    return [(int(epoch), int(update)) for epoch, update in lines]
-
-
 def test_metrics_of_each_role(training: Project) -> None:
     each_role_serves_its_metrics(training, JOB, "drop|lost|fail|checkpoint|refused|score|goal")
-
-
-def test_status_shows_the_ranks(training: Project) -> None:
-    expected = [("ps", "0"), ("ps", "1"), ("trainer", "0"), ("trainer", "1")]
-
-    def running() -> list[tuple[str, str]]:
-        lines = training.make("ps-status").stdout.splitlines()
-        rows = [line.split() for line in lines if " running " in line]
-        return sorted((row[1], row[2]) for row in rows)
-
-    until(lambda: running() == expected, "every rank's worker runs, or is shown to")  # a generation may just end
 
 
 def test_scaled_up_and_down_while_it_trains(training: Project) -> None:
@@ -94,29 +77,3 @@ def test_scaled_up_and_down_while_it_trains(training: Project) -> None:
         assert training.step() >= before  # no finished update is lost
         training.trains()
     assert training.rank0.restarts == 0
-
-
-@pytest.mark.parametrize("service", ["trainer", "ps-shard", "ps"])
-def test_a_killed_rank_comes_back_and_training_goes_on(training: Project, service: str) -> None:
-    victim = training.containers(service)[0]
-    restarts, started = victim.restarts, victim.started
-    written, begun = training.newest_checkpoint(), len(starts(training))
-    victim.crash()
-    until(lambda: victim.restarts == restarts + 1 and victim.started != started, f"{victim.name} started again")
-    until(lambda: len(starts(training)) > begun, "another generation")
-    is_whole(training)
-    later = starts(training)[begun:]
-    # each generation goes on from a checkpoint no older than the newest before the kill, and so does its epoch
-    assert later[0][1] >= written > 0
-    assert later == sorted(later)
-    assert training.step() > later[-1][1]
-
-
-def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
-    assert training.make("stop").returncode == 0
-    everyone = training.containers(everyone=True)
-    assert [one.state["ExitCode"] for one in everyone] == [0] * len(everyone)
-    written = training.newest_checkpoint()
-    training.up()
-    until(lambda: training.step() > written, "further updates")
-    assert starts(training)[-1][1] == written

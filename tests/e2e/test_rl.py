@@ -192,14 +192,3 @@ def test_the_doctor_sees_no_problem(training: Project) -> None:
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(" checks: ") == len(training.containers()) == 3
     assert not re.search("^problem", done.stdout, re.MULTILINE), done.stdout
-
-
-def test_stopped_it_writes_a_checkpoint_and_goes_on_from_there(training: Project) -> None:
-    assert training.make("stop").returncode == 0
-    everyone = training.containers(everyone=True)
-    assert [one.state["ExitCode"] for one in everyone] == [0] * len(everyone)
-    written = training.newest_checkpoint()
-    training.up()
-    until(lambda: training.step() > written, "further steps")
-    starts = re.findall(r"\btraining .*?\bstep=(\d+)", training.rank0.logs())
-    assert int(starts[-1]) == written

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.gang.compact import MAX_RANGES_IN_TEXT, answer_to, name_of_directive, name_of_list, pack, text_of, unpack
+from rolecall.gang.compact import MAX_RANGES_IN_TEXT, answer_to, name_of_directive, pack, text_of, unpack
 from rolecall.gang.gang import Gang
 from rolecall.gang.member import Member
 from rolecall.gang.protocol import Answer, Beat, Directive, Heartbeat, Key, RoleSpec, WorkerStatus
@@ -84,13 +84,6 @@ def test_beats_survive_json(beat: Beat) -> None:
     assert messages.read_beat(messages.write_beat(beat)) == beat
 
 
-def test_nan_survives_json() -> None:
-    status = WorkerStatus(1, "ended", "finished", summary={"loss": math.nan})
-    beat = messages.read_beat(messages.write_beat(Beat("x", 1, heartbeat=Heartbeat("a", 0, "x", 1, worker=status))))
-    assert beat.heartbeat is not None
-    assert math.isnan(beat.heartbeat.worker.summary["loss"])
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -133,18 +126,6 @@ def test_member_sends_only_a_changed_heartbeat() -> None:
     assert member.beat(running).since == changed.sequence
     member.failed(3.0)
     assert member.beat(running).heartbeat is not None  # the next coordinator may be another
-
-
-def test_list_of_members_holds_for_its_generation_only() -> None:
-    member = joined()
-    again = Directive("run", 0, 4, 1, role="observer")
-    assert member.answered(member.beat(NONE), 0.0, Answer(FIRST, again, None, (("observer", "1"),)), 0.0)
-    assert member.directive is not None
-    assert (member.directive.members, member.directive.lost) == ((("agent", 0), ("observer", 0)), (("observer", 1),))
-    for lead, generation in ((FIRST, 2), ("second", 1)):
-        other = Directive("run", 0, 5, generation, role="observer")
-        assert not member.answered(member.beat(NONE), 0.0, Answer(lead, other), 0.0)
-        assert member.directive.epoch == 4
 
 
 def test_request_for_the_whole_heartbeat_renews_no_lease() -> None:
@@ -202,19 +183,6 @@ def test_a_request_waits_until_the_directive_differs_or_for_a_while() -> None:
     assert answer is not None
     assert answer.directive is not None
     assert answer.directive.kind == "stop"
-
-
-def test_another_coordinators_directive_is_not_known() -> None:
-    play, (_, one, _) = trains()
-    directive = play.gang.directive(one.key)
-    names = [name_of_directive(lead, directive) for lead in (FIRST, "another")]
-    lists = [name_of_list(lead, directive.generation) for lead in (FIRST, "another")]
-    same, other = (play.gang.answer(one.key, Beat("x", 1, known=known)) for known in names)
-    assert same == Answer()
-    assert other.directive is not None
-    same, other = (play.gang.answer(one.key, Beat("x", 1, listed=listed)) for listed in lists)
-    assert same.members is None
-    assert other.members == (("agent", "0"), ("observer", "0-1"))
 
 
 # ---- cost

@@ -85,15 +85,6 @@ def test_drain_in_the_first_directive_is_passed_on(drain: bool) -> None:
     assert carry_out(member, WorkerStatus(1, "starting")) == []
 
 
-def test_drain_is_reported_once_the_worker_knows() -> None:
-    member = make()
-    receive(member, "run", 2, 1, drain=True)
-    start = member.next_action(NONE)
-    assert start
-    member.action_done(start)
-    assert member.heartbeat(WorkerStatus(1, "starting")).epoch == 0
-
-
 def test_late_answer_is_ignored() -> None:
     member = make()
     assert not receive(member, "run", 2, 1, sent_at=1.0, now=1.1 + LEASE * FENCE)
@@ -101,13 +92,6 @@ def test_late_answer_is_ignored() -> None:
     assert member.contact == 0
     assert receive(member, "run", 2, 1, sent_at=1.0, now=0.9 + LEASE * FENCE)
     assert member.contact == 1
-
-
-def test_worker_is_fenced_without_answers() -> None:
-    member = make()
-    receive(member, "run", 2, 1, sent_at=1.0, now=1.5)
-    assert member.tick(0.9 + LEASE * FENCE, 5.0) == ""
-    assert member.tick(1.1 + LEASE * FENCE, 5.0) == "stopped"
 
 
 def test_silent_worker_is_killed_unless_the_supervisor_was_suspended() -> None:

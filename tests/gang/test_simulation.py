@@ -47,7 +47,7 @@ def test_schedules() -> None:
         assert {f"cut for good ({way})" for way in ("to", "from", "both")} <= faults
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_schedules_of_200_ranks(seed: int) -> None:
     """RANKS=200 `make simulate` plays more of them."""
     result = run(seed, ranks=200)
@@ -59,131 +59,11 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 OLD_WORKERS = r"old worker believed alive|runs beside generation"
-IDLE = "return self.heartbeat.worker.state not in ALIVE and self.heartbeat.epoch >= self.stop_epoch"
 MUTATIONS = {
-    "no wait for stopped workers": (IDLE, "return True", OLD_WORKERS),
-    "any report of a stop is believed": (IDLE, "return self.heartbeat.worker.state not in ALIVE", OLD_WORKERS),
-    "a lease is shorter than the fence": (
-        "now - member.received_at > self.rules.lease:",
-        "now - member.received_at > self.rules.lease / 2:",
-        r"is given up after",
-    ),
-    "no wait for an earlier coordinator's generation": (
-        "if waited < self._rules.lease:",
-        "if False:",
-        OLD_WORKERS,
-    ),
-    "no extra lease after the coordinator's own pause": (
-        "if paused > self.rules.lease / 3:",
-        "if False:",
-        r"is given up after",
-    ),
-    "numbers are used again": (
-        'Effect("begin", self.number + 1,',
-        'Effect("begin", self.number or 1,',
-        r"number 1 is written after 1",
-    ),
-    "numbers are forgotten": ("self.number = last\n", "self.number = 0\n", r"number \d+ is written after"),
-    "an elastic rank's loss ends the generation": (
-        "if not self._elastic(key) or not self.generation.connected:",
-        "if True:",
-        r"could go on",
-    ),
-    "workers that cannot meet are waited for": (
-        "if not self._elastic(key) or not self.generation.connected:",
-        "if not self._elastic(key):",
-        r"not training",
-    ),
-    "kills are failures": ("worker.outcome in ERRORS and (cause", "(cause", r"failed (by what never happened|after)"),
-    "failures are forgiven": ("worker.outcome in ERRORS and (cause", "False and (cause", r"not training"),
-    "a drain is a success": ('outcome == "finished":', 'outcome in ("finished", "drained"):', r"has not finished"),
-    "a heartbeat from before the directive to stop is believed": (
-        "member.stop_epoch = self._epochs.newest",
-        "pass",
-        OLD_WORKERS,
-    ),
-    "no wait for a rank that lives on elsewhere": ("if now < self._fenced_at:", "if False:", OLD_WORKERS),
-    "who has another's assigned place is taken for that one": (
-        "return member.heartbeat.ordinal is not None or member.heartbeat.worker.generation >= self._last",
-        "return True",
-        OLD_WORKERS,
-    ),
-    "a new coordinator does not know DONE": (
-        '"gathering" if done is None else "finished"',
-        '"gathering"',
-        r"had finished|begins after DONE",
-    ),
-    "an earlier incarnation is not remembered": (
-        "before = self._newest.get(rank)",
-        "before = None",
-        r"refused: superseded|not training|two workers",
-    ),
-    "a generation starts before the disk has its number": (
-        'elif on_disk or effect.kind != "begin":',
-        "else:",
-        r"generation \d+ begins, and the disk has",
-    ),
-    "a generation starts with the members of when its number was written": (
-        "if self._advance(now) != effect:",
-        "if self._advance(now) and False:",
-        r"begins with other members than were written",
-    ),
-    "a number that nobody used is written again": (
-        "self.number = max(self.number, effect.generation)  # given up",
-        "pass",
-        r"number (\d+) is written after \1",
-    ),
-    "two effects are written at once": (
-        "if self._writing is None and due is not None:",
-        "if due is not None:",
-        r"number (\d+) is written after \1|DONE is written twice",
-    ),
-    "a drain that comes with the first directive is lost": (
-        'if action.kind == "start" and directive.drain:',
-        "if False:",
-        r"was never told to drain",
-    ),
-    "no fence": ('return "stopped" if self.silence(now)', 'return "stopped" if False and now', OLD_WORKERS),
-    "the fence is longer than a lease": (
-        "self.silence(now) > self.rules.lease * FENCE else",
-        "self.silence(now) > self.rules.lease * 1.3 else",
-        OLD_WORKERS,
-    ),
-    "a directive to stop ends no worker": (
-        'kind: ActionKind = "end"',
-        'kind: ActionKind = "update"',
-        r"not training|old worker|runs beside|two workers",
-    ),
-    "a changed report is not sent": (
-        "            if same:",
-        "            if True:",
-        r"not training",
-    ),
-    "a list of members is that of any generation": (
-        'return f"{coordinator}:{generation}"',
-        "return coordinator",
-        r"another generation's members",
-    ),
-    "a list that the member does not have is left out": (
-        "beat.listed == name_of_list(coordinator, directive.generation)",
-        "True",
-        r"not training",
-    ),
-    "a directive's name leaves its epoch out": (
-        'return f"{coordinator}:{directive.epoch}"',
-        "return coordinator",
-        r"not training|old worker|runs beside|two workers",
-    ),
-    "the job's end is not acknowledged": ("self.acknowledged |= directive.kind in OVER", "pass", r"not training"),
-    "a failed request is not repeated": ("self.retries += 1", "self.over = True", r"not training|does not know"),
-    "deaths are free": ("self._fruitless += 1", "pass", r"not training"),
-    "a new coordinator does not know what was spent": ("if not killed:", "if True:", r"not training"),
-    "a verdict is forgotten": (
-        'self.state: GangState = "failed" if failed else',
-        "self.state: GangState =",
-        r"had failed|begins after FAILED",
-    ),
-    "rank 0 does not wait for the others": ("settled or self.hurried", "True", r"does not know"),
+    name: (before[2:], after[2:], OLD_WORKERS if promise == "? OLD WORKERS" else promise[2:])
+    for name, before, after, promise in (
+        block.splitlines() for block in (Path(__file__).parent / "mutations.list").read_text().split("\n\n")[1:]
+    )
 }
 
 
@@ -283,10 +163,3 @@ def test_a_broken_promise_is_printed_with_its_seed(capsys: pytest.CaptureFixture
     story, broken = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert "coordinator" in story
     assert broken.startswith(f"seed {seed}, at ")
-
-
-def test_an_exploration_that_finds_nothing_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explore(20, 1) == 0
-    printed = capsys.readouterr().out
-    for line in ("20 of 20 schedules", "faults", "gang events", "generations", "Every promise was kept."):
-        assert line in printed

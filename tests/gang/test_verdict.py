@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
 import os
-import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
 from rolecall.__main__ import main
-from rolecall.config import Settings
+from rolecall.config import Settings, __version__
 from rolecall.declare import describe
 from rolecall.errors import FAILED, USAGE, UsageError
 from rolecall.gang.protocol import Budget, Effect, Verdict
@@ -26,6 +24,7 @@ from rolecall.rank.coordinator import Coordinator
 from rolecall.record import history, rundir
 from rolecall.record.history import Record
 from rolecall.record.rundir import Persisted
+from tests.loops import in_a_loop
 
 NODE = "agent-0:8000"
 REASON = "worker of observer 0 killed by SIGKILL 5 times at step 312; out of memory?"
@@ -35,18 +34,14 @@ VERDICT = Verdict(REASON, FAILED)
 @contextlib.asynccontextmanager
 async def rank_0(directory: Path, *flags: str, node: str = NODE, **settings: Any) -> AsyncIterator[Coordinator]:
     """The coordinator of `rl` with these flags of the job and settings of every job; it ends as one that was killed."""
-    shared = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=free_ports(1)[0],
-                      **settings)  # fmt: skip
+    (port,) = free_ports(1)
+    shared = Settings(job="rl", checkpoint_dir=directory, bind_addr="127.0.0.1", port=port, **settings)
     lead = Coordinator(describe.describe("rl", flags), shared, "first", node)
     try:
         await lead.start(telemetry.build(telemetry.COORDINATOR, CollectorRegistry()))
         yield lead
     finally:
         await lead.stop(ended=False)
-
-
-def run(steps: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(steps, 30))
 
 
 async def fail(directory: Path, *flags: str, **settings: Any) -> None:
@@ -64,13 +59,11 @@ async def state(directory: Path, *flags: str, **settings: Any) -> tuple[str, str
 ANEW = ("gathering", "", 0, False)
 
 
-def test_it_stays_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def steps() -> None:
-        await fail(tmp_path)
-        for _ in range(2):
-            assert await state(tmp_path, log_level="debug") == ("failed", REASON, FAILED, True)
-
-    run(steps())
+@in_a_loop
+async def test_it_stays_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await fail(tmp_path)
+    for _ in range(2):
+        assert await state(tmp_path, log_level="debug") == ("failed", REASON, FAILED, True)
     said = capsys.readouterr().out
     assert "this job has failed for good: change a setting, or run `rolecall resume " in said
     assert "to start again; RESUME=0" in said  # there is no checkpoint to train on from
@@ -80,128 +73,106 @@ def test_it_stays_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "settings"), [(("--lr", "0.5"), {}), ((), {"max_restarts": 50}), ((), {"rpc_timeout": 99.0})]
+    ("flags", "settings", "version"),
+    [
+        (("--lr", "0.5"), {}, __version__),
+        ((), {"max_restarts": 50}, __version__),
+        ((), {"rpc_timeout": 99.0}, __version__),
+        ((), {}, "9.9"),
+    ],
 )
-def test_a_changed_setting_trains_on(tmp_path: Path, flags: tuple[str, ...], settings: dict[str, Any]) -> None:
-    async def steps() -> None:
-        await fail(tmp_path)
-        (tmp_path / "checkpoint-000003-0000000300.pt").write_text("")
-        assert await state(tmp_path, *flags, **settings) == ANEW
-        assert (tmp_path / "checkpoint-000003-0000000300.pt").exists()
-        assert await state(tmp_path) == ANEW
-
-    run(steps())
-
-
-def test_another_version_of_the_file_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps() -> None:
-        await fail(tmp_path)
-        monkeypatch.setattr(describe, "__version__", "9.9")
-        assert await state(tmp_path) == ANEW
-
-    run(steps())
+@in_a_loop
+async def test_a_changed_setting_or_version_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], settings: dict[str, Any], version: str
+) -> None:
+    await fail(tmp_path)
+    (tmp_path / "checkpoint-000003-0000000300.pt").write_text("")
+    monkeypatch.setattr(describe, "__version__", version)
+    assert await state(tmp_path, *flags, **settings) == ANEW
+    assert (tmp_path / "checkpoint-000003-0000000300.pt").exists()
+    assert await state(tmp_path) == ANEW
 
 
-def test_resume_0_starts_anew_but_not_for_ever(tmp_path: Path) -> None:
-    async def steps() -> None:
-        await fail(tmp_path)
-        (tmp_path / "checkpoint-000003-0000000300.pt").write_text("")
-        await fail(tmp_path, resume=False)  # which moves the earlier run aside first
-        assert not (tmp_path / "checkpoint-000003-0000000300.pt").exists()
-        assert (tmp_path / "earlier-000004" / rundir.FAILED).exists()
-        assert (await state(tmp_path, resume=False))[0] == "failed"  # this very rank, restarted by its container
-        assert await state(tmp_path, resume=False, node="another:8000") == ANEW
-
-    run(steps())
+@in_a_loop
+async def test_resume_0_starts_anew_but_not_for_ever(tmp_path: Path) -> None:
+    await fail(tmp_path)
+    (tmp_path / "checkpoint-000003-0000000300.pt").write_text("")
+    await fail(tmp_path, resume=False)  # which moves the earlier run aside first
+    assert not (tmp_path / "checkpoint-000003-0000000300.pt").exists()
+    assert (tmp_path / "earlier-000004" / rundir.FAILED).exists()
+    assert (await state(tmp_path, resume=False))[0] == "failed"  # this very rank, restarted by its container
+    assert await state(tmp_path, resume=False, node="another:8000") == ANEW
 
 
-def test_one_command_clears_it(
+@in_a_loop
+async def test_one_command_clears_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a new budget of restarts."""
-    run(fail(tmp_path))
-    assert main(["resume", str(tmp_path)]) == 0
-    assert REASON in capsys.readouterr().out
-
-    async def again() -> None:
+    for words in ([str(tmp_path)], []):
+        await fail(tmp_path)
+        assert main(["resume", *words]) == 0
+        assert REASON in capsys.readouterr().out
         async with rank_0(tmp_path) as lead:
             assert lead.gang.state == "gathering"
             assert lead.gang.budget.fruitless <= 1
-
-    run(again())
-    run(fail(tmp_path))
-    monkeypatch.setenv("CHECKPOINT_DIR", str(tmp_path))  # as in a pod
-    assert main(["resume"]) == 0
-    run(again())
+        monkeypatch.setenv("CHECKPOINT_DIR", str(tmp_path))  # as in a pod
     assert main(["resume"]) == 0  # there is nothing to clear
     assert main(["resume", str(tmp_path / "nowhere")]) == USAGE
 
 
-def test_a_finished_job_says_how_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def steps() -> None:
-        async with rank_0(tmp_path) as lead:
-            assert await lead.files.persist(Effect("begin", 1, (("agent", 0),)))
-            assert await lead.files.persist(Effect("done", summary={"steps": 7}))
-        assert (await state(tmp_path))[0] == "finished"
-        (tmp_path / rundir.DONE).unlink()
-        assert (await state(tmp_path))[0] == "gathering"
-
-    run(steps())
+@in_a_loop
+async def test_a_finished_job_says_how_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with rank_0(tmp_path) as lead:
+        assert await lead.files.persist(Effect("begin", 1, (("agent", 0),)))
+        assert await lead.files.persist(Effect("done", summary={"steps": 7}))
+    assert (await state(tmp_path))[0] == "finished"
+    (tmp_path / rundir.DONE).unlink()
+    assert (await state(tmp_path))[0] == "gathering"
     assert f"delete {tmp_path / rundir.DONE}" in capsys.readouterr().out
 
 
-def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:
-    async def steps() -> None:
-        spent = Budget(312, 0, 3, 8.0, {"trainer 0 was started again": 3})
-        async with rank_0(tmp_path) as lead:
-            assert await lead.files.persist(Effect("begin", 1, (("agent", 0),), budget=spent))
-        async with rank_0(tmp_path) as lead:  # rank 0 was killed
-            assert lead.gang.budget.fruitless == 4
-            await lead.stop(ended=True)
-        async with rank_0(tmp_path) as lead:  # it had ended in order
-            assert lead.gang.budget.fruitless == 4
-        (tmp_path / "checkpoint-000001-0000000400.pt").write_text("")
-        async with rank_0(tmp_path) as lead:
-            assert lead.gang.budget == Budget(400, 400)
-
-    run(steps())
+@in_a_loop
+async def test_the_budget_outlives_rank_0(tmp_path: Path) -> None:
+    spent = Budget(312, 0, 3, 8.0, {"trainer 0 was started again": 3})
+    async with rank_0(tmp_path) as lead:
+        assert await lead.files.persist(Effect("begin", 1, (("agent", 0),), budget=spent))
+    async with rank_0(tmp_path) as lead:  # rank 0 was killed
+        assert lead.gang.budget.fruitless == 4
+        await lead.stop(ended=True)
+    async with rank_0(tmp_path) as lead:  # it had ended in order
+        assert lead.gang.budget.fruitless == 4
+    (tmp_path / "checkpoint-000001-0000000400.pt").write_text("")
+    async with rank_0(tmp_path) as lead:
+        assert lead.gang.budget == Budget(400, 400)
 
 
-def test_a_disk_that_refuses_the_verdict_says_so_and_the_members_are_told(
+@in_a_loop
+async def test_a_disk_that_refuses_the_verdict_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def steps() -> None:
-        async with rank_0(tmp_path) as lead:
-            lead.gang._fail(VERDICT, time.monotonic())
+    """That the members are told all the same is a script's rule."""
 
-            def broken(*_: object) -> None:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def broken(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-            with monkeypatch.context() as patched:
-                patched.setattr(rundir, "write_atomically", broken)
-                effect = lead.gang.tick(time.monotonic())
-                assert effect is not None
-                lead.gang.written(await lead.files.persist(effect), time.monotonic())
-            assert (lead.gang.state, lead.gang.reason) == ("failed", REASON)
-
-    run(steps())
+    async with rank_0(tmp_path) as lead:
+        with monkeypatch.context() as patched:
+            patched.setattr(rundir, "write_atomically", broken)
+            assert not await lead.files.persist(Effect("failed", verdict=VERDICT))
     assert "FAILED cannot be written; a restart would train on" in capsys.readouterr().out
     assert not (tmp_path / rundir.FAILED).exists()
 
 
 @pytest.mark.parametrize("effect", [Effect("done", summary={}), Effect("failed", verdict=VERDICT)])
-def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, effect: Effect) -> None:
+@in_a_loop
+async def test_a_run_that_is_over_on_disk_has_its_history_there(tmp_path: Path, effect: Effect) -> None:
     """A rank 0 that is killed next, before its report, writes the report from that."""
 
-    async def steps() -> None:
-        async with rank_0(tmp_path) as lead:
-            lead.files.record(
-                [Record("start", 0, 1.0, 1.0), Record("train", 0, 1.0, 0.0), Record("score", 7, 2.0, 0.5)]
-            )
-            assert await lead.files.persist(effect)
-            assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
-
-    run(steps())
+    async with rank_0(tmp_path) as lead:
+        lead.files.record([Record("start", 0, 1.0, 1.0), Record("train", 0, 1.0, 0.0), Record("score", 7, 2.0, 0.5)])
+        assert await lead.files.persist(effect)
+        assert [point.value for point in history.read(tmp_path).curves["score"]] == [0.5]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"reason": 1, "code": "x", "settings": "", "when": 0}'])

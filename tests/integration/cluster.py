@@ -282,7 +282,7 @@ class Cluster:
             self.settings.setdefault(counter(self.others), str(count))
         self.count = count
         if described:
-            self.settings[config.DESCRIPTION] = self._description()
+            self.describe(self.settings["JOB"])
         for role in self.job.roles[:-1]:
             # a setting's default is 1 here
             for ordinal in range(int(self.settings.get(counter(role), 1 if counter(role) else role.count))):
@@ -291,13 +291,15 @@ class Cluster:
             self.add(self.others.name, ordinal).start()
         return self
 
-    def _description(self) -> str:
+    def describe(self, job: str) -> None:
+        """From now on ranks that are added know the user's `job`, as those of `rolecall run` do."""
         assert self.server is not None
         file, log = self.directory / "description", self.directory / "describe.log"
-        arguments = ["describe", "--output", str(file), self.settings["JOB"]]
-        process = warm.Process(self.server, {**os.environ, **self.settings}, log, arguments)
+        process = warm.Process(
+            self.server, {**os.environ, **self.settings}, log, ["describe", "--output", str(file), job]
+        )
         assert process.wait(DEADLINE) == 0, log.read_text()
-        return file.read_text()
+        self.settings[config.DESCRIPTION] = file.read_text()
 
     def evaluated(self, saved: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What `rolecall eval` says of a checkpoint, with rank 0's environment if no other."""

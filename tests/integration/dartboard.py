@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-from rolecall import Context, Job, Metric, Role, Settings
+from rolecall import Context, Job, Metric, Role, Settings, remote
 
 
 class Board(Settings):
@@ -17,16 +17,22 @@ class Board(Settings):
     darts: int = 1000
 
 
-def throw(darts: int) -> int:
-    """How many of `darts` hit; runs on a thrower."""
-    return sum(math.hypot(random.random(), random.random()) < 1 for _ in range(darts))
+class Thrower:
+    """A thrower's."""
+
+    def __init__(self, context: Context[Board]) -> None: ...
+
+    @remote
+    def throw(self, darts: int) -> int:
+        """How many of `darts` hit."""
+        return sum(math.hypot(random.random(), random.random()) < 1 for _ in range(darts))
 
 
 def lead(context: Context[Board]) -> dict[str, Any]:
     """Rank 0's."""
     s, state = context.settings, context.restore({"hits": 0, "darts": 0})
     for _ in context.steps(s.rounds or None, until=(context.files / "stop").exists):
-        counts = list(context.call_all("thrower", throw, s.darts))
+        counts = list(context.call_all(Thrower.throw, s.darts))
         if not counts:
             context.redo()
             continue
@@ -38,16 +44,10 @@ def lead(context: Context[Board]) -> dict[str, Any]:
     return {"pi": 4 * state["hits"] / state["darts"], "step": context.step, "state": "estimated"}
 
 
-def evaluate(settings: Board, state: dict[str, Any]) -> dict[str, float]:
-    """The estimate of a checkpoint."""
-    return {"pi": 4 * state["hits"] / state["darts"], "darts_of_a_round": settings.darts}
-
-
 JOB = Job(
-    [Role("lead", lead), Role("thrower", count="throwers", minimum=1)],
+    [Role("lead", lead), Role("thrower", Thrower, count="throwers", minimum=1)],
     settings=Board,
     summary="estimates pi",
-    evaluate=evaluate,
     score="pi",
     unit="darts",
     metrics=[Metric("gauge", "throwers", "Throwers of the last round.", roles=("rank 0",))],

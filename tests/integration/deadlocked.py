@@ -29,14 +29,9 @@ class Lead:
         """Deadlocks."""
         context = self.context
         if context.settings.kind == "lock":
-            threading.Thread(target=self.ask_aside, daemon=True).start()
             with LOCK:
                 context.wait_all([context.call("worker_0", Worker.ask_back)])
         context.wait_all([context.call("worker_0", Worker.crowd)])
-
-    def ask_aside(self) -> None:
-        """In another thread: waits for worker 1."""
-        self.context.wait_all([self.context.call("worker_1", Worker.hold_the_gil)])
 
     @remote
     def take_lock(self) -> int:
@@ -64,8 +59,13 @@ class Worker:
 
     @remote
     def ask_back(self) -> int:
-        """At worker 0: calls the lead while that waits for it."""
+        """At worker 0: calls the lead while that waits for it; another thread waits for worker 1."""
+        threading.Thread(target=self.ask_aside, daemon=True).start()
         return self.context.call("lead_0", Lead.take_lock).result()
+
+    def ask_aside(self) -> None:
+        """In another thread: waits for worker 1."""
+        self.context.wait_all([self.context.call("worker_1", Worker.hold_the_gil)])
 
     @remote
     def crowd(self) -> list[int]:

@@ -1,5 +1,4 @@
-"""A job of which worker 0 hangs in the fourth step, in a call as KIND says; with `first`, it alone is called, and does
-not hang."""
+"""A job of which worker 0 hangs in the fourth step, in a call as KIND says."""
 
 from __future__ import annotations
 
@@ -33,13 +32,10 @@ def lead(context: Context[Hanging]) -> dict[str, Any]:
     """Rank 0's."""
     context.restore({})
     for step in context.steps(until=(context.files / "stop").exists):
-        match context.settings.kind:
-            case "role":
-                list(context.call_all(Worker.hang, step))
-            case "future":
-                context.call("worker_0", Worker.hang, step).result()
-            case "first":
-                context.call("worker_0", Worker.hang, 0).result()
+        if context.settings.kind == "role":
+            list(context.call_all(Worker.hang, step))
+        else:
+            context.call("worker_0", Worker.hang, step).result()
         threading.Event().wait(0.02)
     return {}
 

@@ -62,7 +62,7 @@ def lead(context: Context[Nesting]) -> dict[str, Any]:
     try:
         list(context.call_all(Worker.broken))
     except RemoteError as error:
-        (context.files / "error").write_text(f"{error}{error.__cause__}")
+        (context.files / "error").write_text(f"{error}{error.__cause__ and error.__cause__.__cause__}".rstrip())
     return {}
 
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 from rolecall.tunnel import keys
-from tests.integration.cluster import DEADLINE, ROOT, Cluster, Rank
+from tests import commands
+from tests.integration.cluster import Cluster, Rank
 
 
 def examined(rank: Rank, code: int, **changes: str) -> dict[str, dict[str, Any]]:
     """What a doctor with the rank's environment says, by check; it ends with `code`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rolecall", "doctor", "--json"],
-        env={**rank.environment, **changes},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    done = commands.run([sys.executable, "-m", "rolecall", "doctor", "--json"], env={**rank.environment, **changes})
     told = json.loads(done.stdout)
     assert done.returncode == code, done.stdout
     assert done.stderr == ""

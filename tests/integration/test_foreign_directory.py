@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from tests import commands
 from tests.integration.cluster import DEADLINE, QUICK, ROOT, reported
 
 OURS = ("errors.py", "config.py", "telemetry.py", "jobs/__init__.py", "gang/__init__.py", "declare/__init__.py")
@@ -29,14 +29,11 @@ def test_the_users_modules_replace_none_of_ours(tmp_path: Path) -> None:
     )
     environment = {**os.environ, **QUICK, "CHECKPOINT_DIR": "run-of-mine", "PYTHONPATH": str(ROOT / "app")}
     flags = ["--epochs", "1", "--trainers", "1", "--dataset", "mine:data", "--plain"]
-    ended = subprocess.run(
+    ended = commands.run(
         [sys.executable, "-P", "-m", "rolecall", "run", "ps", *flags],
         env=environment,
         cwd=tmp_path,
         timeout=2 * DEADLINE,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "working directory is imported" not in ended.stdout + ended.stderr

@@ -14,9 +14,9 @@ import pytest
 
 from tests.integration.cluster import Cluster, Rank, until
 
-GENERATIONS = int(os.environ.get("GENERATIONS", "4"))
+GENERATIONS = int(os.environ.get("GENERATIONS", "3"))
 STEPS = int(os.environ.get("STEPS", "120"))
-WARM = 3  # generations after which everything has been used once
+WARM = 2  # generations after which everything has been used once
 GROWTH = 8 * 2**20  # bytes; an interpreter's heap breathes
 
 

@@ -12,7 +12,6 @@ from torch.distributed import rpc
 
 from bench import ranks
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.calls import forward
 from rolecall.jobs.ps.server_model import ServerModel
 from tests.integration import learning
 
@@ -24,10 +23,6 @@ def gradient(remote: rpc.RRef[ServerModel], context_id: int) -> tuple[Tensor, in
     held = len(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
     flat, version, _ = remote.local_value().gradient(context_id)
     return flat, version, held
-
-
-def publish(remote: rpc.RRef[ServerModel], version: int, flat: Tensor) -> None:
-    remote.local_value().publish(version, flat)
 
 
 def expected(flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -43,7 +38,7 @@ def _pass(
 ) -> tuple[Any, ...]:
     """Forward, `between()`, backward; what the server then holds."""
     with dist_autograd.context() as context_id:
-        loss = model.loss(rpc.rpc_sync("server", forward, (remote, trainer, context_id, inputs)), targets)
+        loss = model.loss(remote.rpc_sync().forward(trainer, context_id, inputs), targets)
         between()
         dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]
         held: tuple[Any, ...] = rpc.rpc_sync("server", gradient, (remote, context_id))
@@ -56,11 +51,11 @@ def _overlap(tell: Any) -> list[tuple[float, int, int]]:
     old = learning.flatten(model.build(SETTINGS))
     new = old + 1.0
     remote = rpc.remote("server", ServerModel, args=(SETTINGS, 1, torch.device("cpu")))
-    rpc.rpc_sync("server", publish, (remote, 7, old))
+    remote.rpc_sync().publish(7, old)
     with ThreadPoolExecutor(1) as other:
 
         def between() -> None:
-            rpc.rpc_sync("server", publish, (remote, 8, new))
+            remote.rpc_sync().publish(8, new)
             second.append(other.submit(_pass, remote, "trainer_1", inputs[8:], targets[8:], lambda: None).result(30))
 
         second: list[tuple[Any, ...]] = []

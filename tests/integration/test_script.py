@@ -69,7 +69,6 @@ def test_run_as_main_with_processes_of_its_own(cluster: MakeCluster) -> None:
     job = cluster(
         JOB="script",
         SCRIPT="tests/integration/spawning.py",
-        cold=("rank-1",),
         SCRIPT_ARGS="--rank {rank} --world_size={world_size}",
     ).start(2)
     until(lambda: "trains" in printed(job, 1), "training")

@@ -47,21 +47,21 @@ def test_a_lock_and_a_call_back_are_a_deadlock_while_another_rank_holds_the_gil(
     text = asked("deadlock:")
     assert "deadlock: lead 0 > worker 0 > lead 0\n" in text
     assert (
-        "serves take_lock for worker 0: waits for the lock LOCK\n    take_lock (tests/integration/deadlocked.py:"
+        "serves take_lock for worker 0: waits for the lock LOCK\n    Lead.take_lock (tests/integration/deadlocked.py:"
         in text
     )
-    assert "s for lead 0 (take_lock)\n    ask_back (" in text
+    assert "s for lead 0 (take_lock)\n" in text
     text = asked("worker 1: no heartbeat for", "worker-1")
     assert "lead 0: running" not in text
-    assert "  serves hold_the_gil for lead 0: " in text
-    assert "holds the GIL\n    hold_the_gil (" in text
+    assert "  serves hold_the_gil for worker 0: " in text
+    assert "holds the GIL\n    Worker.hold_the_gil (" in text
     assert "s: a thread holds the GIL" in text
     reply = json.loads(asked("deadlocks", "worker", "--json"))
     assert reply["deadlocks"] == [["lead 0", "worker 0", "lead 0"]]
     assert [*reply["ranks"]] == ["worker 0", "worker 1"]
     assert {(each["rank"], each["to"], each["what"]) for each in reply["waits"]} == {
         ("lead 0", "worker 0", "ask_back"),
-        ("lead 0", "worker 1", "hold_the_gil"),
+        ("worker 0", "worker 1", "hold_the_gil"),
         ("worker 0", "lead 0", "take_lock"),
     }
 
@@ -70,7 +70,7 @@ def test_threads_that_wait_for_answers_which_need_one_of_them_are_a_deadlock(ask
     """The last of the threads are in their wait, in the same line as the others, a moment after their calls are out."""
     asked = ask("threads")
     asked("deadlock:")
-    text = asked("\n  64 threads: serves ask_worker")
+    text = asked("it carries out 64 calls: a further one waits until one of them ends")
     assert "deadlock: lead 0 > worker 1 > lead 0" in text
-    assert "64 threads: serves ask_worker for worker 0: waits" in text
+    assert "64 threads: serves ask_rank_0 for lead 0: waits" in text
     assert "for lead 0 (64 calls of ask_worker)" in text

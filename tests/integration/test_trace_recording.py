@@ -31,7 +31,7 @@ def stop(job: Cluster) -> None:
     (job.checkpoints / "files" / "stop").write_text("")
     assert [rank.wait() for rank in job.ranks.values()] == [0, 0, 0]
     error = (job.checkpoints / "files" / "error").read_text()
-    line = 1 + FILE.read_text().splitlines().index('    raise ValueError("on purpose")')
+    line = 1 + FILE.read_text().splitlines().index('        raise ValueError("on purpose")')
     assert error in [ERROR.format(ordinal, file=FILE, line=line) for ordinal in (0, 1)]
 
 

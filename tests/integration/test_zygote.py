@@ -20,7 +20,7 @@ import pytest
 
 from rolecall.launch.local import free_ports
 from rolecall.rank.zygote import Forked, Zygote
-from tests.integration.cluster import DEADLINE, QUICK, ROOT, TOKEN, until
+from tests.integration.cluster import DEADLINE, ENDLESS, QUICK, ROOT, TOKEN, until
 
 
 def fork(zygote: Zygote, output: Path, *arguments: str, **environment: str) -> Forked:
@@ -30,11 +30,12 @@ def fork(zygote: Zygote, output: Path, *arguments: str, **environment: str) -> F
 
 
 @contextmanager
-def running(directory: Path, **settings: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """`rolecall run rl`, and the lines that it has printed."""
+def running(directory: Path, job: str = "rl", **settings: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """`rolecall run JOB`, and the lines that it has printed."""
+    counts = {"OBSERVERS": "1", "THROWERS": "1", "CHECKPOINT_INTERVAL": "0.2"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rolecall", "run", "rl", "--plain"],
-        env={**os.environ, **QUICK, "CHECKPOINT_DIR": str(directory), "OBSERVERS": "1", **settings},
+        [sys.executable, "-m", "rolecall", "run", job, "--plain"],
+        env={**os.environ, **QUICK, **counts, "CHECKPOINT_DIR": str(directory), **settings},
         cwd=ROOT,
         start_new_session=True,
         stdout=subprocess.PIPE,
@@ -120,29 +121,9 @@ def test_ctrl_c_during_the_imports_ends_the_run_and_its_zygote(tmp_path: Path) -
         assert ended(zygote)
 
 
-def test_user_file_is_described_without_other_output(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "pi.py", tmp_path)
-    (tmp_path / "ends.py").write_text('import sys\nsys.exit("the water is cold")\n')
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rolecall", "run", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
-
-    described = run(str(tmp_path / "pi.py"), "--help")
-    assert (described.returncode, described.stderr) == (0, "")
-    assert "--samplers" in described.stdout
-    ended = run(str(tmp_path / "ends.py"))
-    assert ended.returncode == 2, ended.stderr
-    assert "the water is cold" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
 def test_run_survives_the_death_of_its_zygote(tmp_path: Path) -> None:
     """Its ranks end with the zygote, and are restarted without it."""
-    with running(tmp_path, LOG_INTERVAL="1", MAX_ITERATIONS="12", SOLVED_RETURN="1000", CHECKPOINT_INTERVAL="0.2") as (
-        run,
-        lines,
-    ):
+    with running(tmp_path, "tests/integration/dartboard.py") as (run, lines):
         until(lambda: any("checkpoint" in line for line in lines), "a checkpoint")
         zygote = zygote_of(run.pid)
         pidfds = [os.pidfd_open(rank.pid) for rank in zygote.children() if os.getpgid(rank.pid) == rank.pid]
@@ -151,15 +132,18 @@ def test_run_survives_the_death_of_its_zygote(tmp_path: Path) -> None:
         for pidfd in pidfds:
             assert select.select([pidfd], [], [], DEADLINE)[0], "a rank stays behind"
             os.close(pidfd)
+        until(lambda: any("resumed" in line for line in lines), "the restarted ranks")
+        (tmp_path / "files" / "stop").write_text("")
         assert run.wait(DEADLINE) == 0, "".join(lines)
     assert sum("crashed (SIGKILL), restarting it" in line for line in lines) == 2
-    assert any("resumed" in line for line in lines), "".join(lines)
 
 
-def test_killed_run_leaves_no_process_and_no_socket(tmp_path: Path) -> None:
+def test_killed_run_whose_ranks_print_megabytes_leaves_no_process_and_no_socket(tmp_path: Path) -> None:
     temporary = tempfile.mkdtemp(prefix="rolecall-")  # short: the path of a socket has at most 107 characters
-    with running(tmp_path, TMPDIR=temporary, SOLVED_RETURN="1000", CHECKPOINT_INTERVAL="0.2") as (run, lines):
+    loud = {**ENDLESS["rl"], "ENV_ID": "tests.integration.environments:Loud-v0"}
+    with running(tmp_path, TMPDIR=temporary, **loud) as (run, lines):
         until(lambda: any("checkpoint" in line for line in lines), "a checkpoint")
+        assert "x" * 3_000_000 in (tmp_path / "logs" / "observer-0.log").read_text()
         family = [
             child
             for child in psutil.Process(run.pid).children(recursive=True)

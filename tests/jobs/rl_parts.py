@@ -8,6 +8,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,19 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor
-from torch.futures import Future
 
 from rolecall import Context
 from rolecall.jobs import rl
-from rolecall.jobs.rl import RlSettings, batching, calls, messages, model
+from rolecall.jobs.rl import RlSettings, batching, messages, model
 from rolecall.jobs.rl.actor import Actor, Recorder
-from rolecall.jobs.rl.batching import Answer, Batcher
+from rolecall.jobs.rl.batching import Batcher
 from rolecall.jobs.rl.defaults import choose
 from rolecall.jobs.rl.learner import Learner
 from rolecall.jobs.rl.messages import Array, Done, Episode, PolicyState, Trajectory, pack
-from rolecall.jobs.rl.observer import Observer
+from rolecall.jobs.rl.roles import Observer
 from rolecall.jobs.rl.spaces import Space, Spaces, read
 from rolecall.jobs.rl.stepping import Envs
+from rolecall.wire.messages import Deadline, Request
 from tests.context import contexts
 
 CPU = torch.device("cpu")
@@ -203,15 +204,15 @@ def by_agent(
         for version in itertools.count():
             batcher.begin({name: len(group.dones) for name, group in zip(names, groups, strict=True)}, version)
             for step in range(steps + 1):
-                answers: list[Future[Any]] = []
+                answers: list[Future[bytes]] = []
                 for name, group in zip(names, groups, strict=True):
                     message = pack(group.observations, group.rewards, group.dones)
                     answers.append(batcher.submit(name, message, step == steps))
                     if not together:
-                        answers[-1].wait()
+                        answers[-1].result()
                 for answer, group in zip(answers, groups, strict=True):
                     if step < steps:
-                        actions = np.frombuffer(answer.wait(), spaces.action_dtype)
+                        actions = np.frombuffer(answer.result(), spaces.action_dtype)
                         group.step(actions.reshape(-1, *spaces.action_shape))
             yield batcher.trajectories("observer_0")
 
@@ -220,16 +221,14 @@ def by_agent(
 
 
 class Direct:
-    """In place of RPC: the agent's `act` is called here."""
+    """In place of the wire: the agent's `act` is called here."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
 
-    def call(
-        self, name: str, function: Any, group: batching.Group, message: bytes, last: bool, timeout: float
-    ) -> Future[Answer]:
-        assert function is calls.act
-        return self.batcher.submit(group, message, last)
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[bytes]:
+        assert (to, request.method) == ("agent_0", "act")
+        return self.batcher.submit(*request.args)
 
 
 class Ranks:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.futures import Future
 
 from rolecall import PeerLostError
 from rolecall.jobs.rl import messages
 from rolecall.jobs.rl.actor import Choice, Memory, Recorder
-from rolecall.jobs.rl.batching import Answer, Batcher, Group
+from rolecall.jobs.rl.batching import Batcher, Group
 from rolecall.jobs.rl.messages import Array, Done, pack
 from tests.jobs.rl_parts import assert_same
 
@@ -111,22 +111,25 @@ def message(first: int, count: int = 2) -> bytes:
     return pack(observations, np.zeros(count, np.float32), np.zeros(count, np.uint8))
 
 
-def result(answer: Future[Answer]) -> Answer:
-    """The answer, or what the call raised; fails where neither comes."""
-    came = threading.Event()
-    answer.add_done_callback(lambda _: came.set())
-    assert came.wait(FAILSAFE), "not answered"
-    return answer.value()
+def result(answer: Future[bytes]) -> bytes:
+    """The answer; raises what the call ended with, and TimeoutError if it does not end."""
+    return answer.result(FAILSAFE)
 
 
-def refusal(answer: Future[Answer]) -> str:
+def refusal(answer: Future[bytes]) -> str:
     """What an observer is to raise: not its own failure, but the loss of its peer."""
-    error = result(answer)
+    error = answer.exception(FAILSAFE)
     assert isinstance(error, PeerLostError)
     return str(error)
 
 
-def actions(answer: Future[Answer]) -> list[int]:
+def refuse(batcher: Batcher, group: Group, first: int) -> None:
+    """The call of `group` is refused."""
+    with pytest.raises(PeerLostError, match=f"group {group.number} of {group.observer} is not part of this rollout"):
+        batcher.submit(group, message(first), False)
+
+
+def actions(answer: Future[bytes]) -> list[int]:
     return np.frombuffer(result(answer), np.int64).tolist()
 
 
@@ -227,7 +230,7 @@ def test_drop_fails_the_waiting_calls_and_refuses_new_ones(make: MakeBatcher, po
     batcher.drop("observer_0")
     for answer in waiting:
         assert refusal(answer) == "observer_0 was given up"
-    assert "group 0 of observer_0 is not part of this rollout" in refusal(batcher.submit(A, message(0), False))
+    refuse(batcher, A, 0)
     policy.release()
     assert actions(other) == [0, 10]
     assert actions(batcher.submit(D, message(1), False)) == [10, 20]
@@ -249,7 +252,7 @@ def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: M
     policy.error = ArithmeticError("the policy is not finite")
     answers = [batcher.submit(group, message(0), False) for group in (A, B)]
     for answer in answers:
-        assert repr(result(answer)) == "ArithmeticError('the policy is not finite')"
+        assert repr(answer.exception(FAILSAFE)) == "ArithmeticError('the policy is not finite')"
     policy.error = None
     batcher.begin(of_two([A]), 1)
     assert actions(batcher.submit(A, message(2), False)) == [20, 30]
@@ -257,7 +260,7 @@ def test_an_error_of_act_reaches_every_caller_and_the_next_batch_goes_on(make: M
 
 @pytest.mark.parametrize("group", [Group("observer_9", 0), Group("observer_0", 2), Group("agent_0", 0)])
 def test_an_unknown_group_is_refused(make: MakeBatcher, group: Group) -> None:
-    assert "not part of this rollout" in refusal(make([A, B]).submit(group, message(0), False))
+    refuse(make([A, B]), group, 0)
 
 
 def test_a_message_of_another_shape_is_refused_and_not_recorded(make: MakeBatcher) -> None:
@@ -273,9 +276,9 @@ def test_a_rollout_that_is_over_is_refused(make: MakeBatcher) -> None:
     batcher = make([A, B], wait=0)
     result(batcher.submit(A, message(0), False))
     result(batcher.submit(A, message(1), True))
-    assert "not part of this rollout" in refusal(batcher.submit(A, message(2), False))
+    refuse(batcher, A, 2)
     batcher.begin(of_two([B]), 1)
-    assert "not part of this rollout" in refusal(batcher.submit(A, message(2), False))
+    refuse(batcher, A, 2)
     assert batcher.trajectories("observer_0") == []
 
 
@@ -323,7 +326,7 @@ class Caller:
         self.random = np.random.default_rng([sum(map(ord, group.observer)) + group.number, version])
         self.recorder = Recorder(version, self)  # type: ignore[arg-type]
 
-    def call(self, batcher: Batcher, last: bool) -> Future[Answer]:
+    def call(self, batcher: Batcher, last: bool) -> Future[bytes]:
         self.seen = (
             self.random.integers(0, 100, (self.count, 2)).astype(np.float32),
             self.random.normal(size=self.count).astype(np.float32),
@@ -334,7 +337,7 @@ class Caller:
         self.recorder.see(*self.seen)
         return batcher.submit(self.group, pack(*self.seen), last)
 
-    def take(self, answer: Future[Answer]) -> None:
+    def take(self, answer: Future[bytes]) -> None:
         observations, _, dones = self.seen
         self.recorder.choose(np.frombuffer(result(answer), np.int64), observations[:, 0])
         self.state = (self.state + 1) * torch.from_numpy(dones == Done.CONTINUES)[:, None]
@@ -349,8 +352,8 @@ class Caller:
 def test_trajectories_are_what_was_submitted_and_answered(
     make: MakeBatcher, policy: Policy, monkeypatch: pytest.MonkeyPatch, wait: float, max_batch: int
 ) -> None:
-    """Groups of several observers, each calling from a thread of its own, as RPC does; two rollouts, with the states
-    carried over.
+    """Groups of several observers, each calling from a thread of its own, as the wire does; two rollouts, with the
+    states carried over.
     """
     monkeypatch.setattr(messages, "SEQUENCE_STEPS", 4)
     observed: list[int] = []

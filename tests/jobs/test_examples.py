@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from torch.futures import Future
 
 from rolecall import new, telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints
@@ -17,26 +15,31 @@ from rolecall.context.context import Context
 from rolecall.declare.loader import load_file
 from rolecall.declare.task import Peer
 from rolecall.errors import Drained
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
 
 ROOT = Path(__file__).parents[2]
 
 
 class Answers:
-    """A transport whose calls are answered at once, until the last peer is lost while a drain is ordered."""
+    """A transport whose calls are answered at once by `target`, until the last peer is lost while a drain is
+    ordered."""
 
-    def __init__(self, answered: int) -> None:
-        self.left = answered
-        self.context: Context[Any]
+    def __init__(self, context: Context[Any], target: object, answered: int) -> None:
+        self.context, self.target, self.left = context, target, answered
 
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         answer: Future[Any] = Future()
         if self.left:
             self.left -= 1
-            answer.set_result(function(*args))
+            answer.set_result(getattr(self.target, request.method)(*request.args))
         else:
             self.context.drain()
             self.context.lose(to)
         return answer
+
+    def lose(self, to: str) -> None:
+        pass
 
 
 @pytest.mark.parametrize("which", ["examples/pi.py", "rolecall new"])
@@ -54,8 +57,8 @@ def test_a_step_whose_workers_were_all_lost_is_no_step(
     members = (Peer(lead, 0, 0), Peer(worker, 0, 1))
     metrics = telemetry.build(telemetry.WORKER, CollectorRegistry())
     context = Context(job.settings(), members[0], members, 1, metrics, job, checkpoints=checkpoints)
-    context.transport = answers = Answers(2)
-    answers.context = context
+    worker_context = Context(job.settings(), members[1], members, 1, metrics, job)
+    context.transport = Answers(context, job.roles[1].run(worker_context), answered=2)
     with pytest.raises(Drained):
         job.roles[0].run(context)
     snapshot = checkpoints.newest()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 
 from rolecall import Context, Peer, telemetry
 from rolecall.errors import UsageError
-from rolecall.jobs.hybrid import JOB, HybridSettings, calls, data, evaluate, messages
+from rolecall.jobs.hybrid import JOB, HybridSettings, data, evaluate
 from rolecall.jobs.hybrid.model import LocalModel
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
+from rolecall.jobs.hybrid.trainer import Trainer
 
 SMALL = {"num_embeddings": 50, "embedding_dim": 3, "lr": 0.5}
 TRAINERS = [("trainer", 0), ("trainer", 1)]
@@ -113,9 +116,11 @@ def test_an_index_out_of_range_is_named(index: int, servers: int) -> None:
         table(share)
 
 
-def test_bags_arrive_as_they_were_sent() -> None:
+def test_bags_are_sent_in_fewer_bytes() -> None:
     for sent in (bags(True), bags(False)):
-        received = Bags.from_arrays(sent.to_arrays())
+        narrow = sent.narrow()
+        assert (narrow.rows.dtype, narrow.offsets.dtype) == (torch.int32, torch.int32)
+        received = narrow.to(torch.device("cpu"))
         assert torch.equal(received.rows, sent.rows)
         assert torch.equal(received.offsets, sent.offsets)
         assert (received.weights is None) == (sent.weights is None)
@@ -146,22 +151,45 @@ def test_a_saved_model_is_evaluated_on_its_own_samples_only() -> None:
 # ---- commands and steps
 
 
-def test_commands_are_taken_by_number_however_they_arrive() -> None:
-    inbox = calls.Inbox()
-    sent = [(messages.Evaluate(), torch.futures.Future()) for _ in range(3)]
-    for number in (2, 0, 1):
-        inbox.slot(number).set_result(sent[number])
-    assert [inbox.take(number) for number in range(3)] == sent
+def context(rank: int, **changes: object) -> Context[HybridSettings]:
+    """That of the server, or of one of two trainers, whose failures are recorded."""
+    members = tuple(Peer(role, number, rank) for rank, (role, number) in enumerate([("ps", 0), *TRAINERS]))
+    metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
+    made = Context(settings(**changes), members[rank], members, 1, metrics, supervision=MagicMock())
+    made.torch = MagicMock()
+    return made
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer(context(1, dataset=f"{__name__}:in_range"))
+
+
+def test_commands_run_after_their_step_however_they_arrive(trainer: Trainer) -> None:
+    made: list[int] = []
+
+    def command(step: int) -> None:
+        with trainer._command(step):
+            made.append(step)
+            trainer.step += 1
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(command, (2, 0, 1, 3)))
+    assert made == [0, 1, 2, 3]
+
+
+def test_an_error_of_a_command_is_the_trainers_own(trainer: Trainer) -> None:
+    with pytest.raises(ValueError, match="broken") as raised, trainer._command():
+        raise ValueError("broken")
+    trainer.context.supervision.fail.assert_called_once_with(raised.value)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def server() -> TableServer:
     """A server for two trainers, with a table that is the one after 5 steps."""
-    members = tuple(Peer(role, number, rank) for rank, (role, number) in enumerate([("ps", 0), *TRAINERS]))
-    metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
-    server = TableServer(Context(settings(optimizer="sgd"), members[0], members, 1, metrics))
+    server = TableServer(context(0, optimizer="sgd"))
     server.hold(filled(server.settings))
-    server.start(5)
+    server.start(5, fill=False)
     return server
 
 
@@ -169,12 +197,12 @@ def test_a_step_is_made_with_the_mean_of_all_trainers_gradients(server: TableSer
     before = server.table.weight.detach().clone()
     lookups, gradients = [bags(True, seed) for seed in range(2)], torch.randn(2, 5, 3)
     for trainer in (1, 0):
-        server.add_bags(trainer, lookups[trainer])
-    answer = server.at(6, lambda: server.pool(lookups[0]))
-    server.add_gradient(1, gradients[1])
+        pooled_now = server.exchange(5, trainer=trainer, gradient=None, bags=lookups[trainer].narrow(), later=None)
+        torch.testing.assert_close(pooled_now.result(0), pooled(before, lookups[trainer]))
+    answer = server.exchange(6, trainer=1, gradient=gradients[1], bags=lookups[0], later=None)
     assert not answer.done()
-    server.add_gradient(0, gradients[0])
-    vectors = torch.from_numpy(answer.wait())
+    assert not len(server.exchange(6, trainer=0, gradient=gradients[0], bags=None, later=None).result(0))
+    vectors = answer.result(60)
     weight = before.clone().requires_grad_()
     sum(
         (pooled(weight, lookup) * gradient).sum() for lookup, gradient in zip(lookups, gradients, strict=True)
@@ -184,17 +212,20 @@ def test_a_step_is_made_with_the_mean_of_all_trainers_gradients(server: TableSer
     torch.testing.assert_close(server.table.weight.detach(), expected)
     torch.testing.assert_close(vectors, pooled(expected, lookups[0]))
     assert server.step == 6
-    assert not server.failure.done()
+    server.context.supervision.fail.assert_not_called()  # type: ignore[attr-defined]
 
 
-def test_a_lookup_that_fails_is_answered_and_an_update_that_fails_ends_the_server(server: TableServer) -> None:
-    outside = Bags(torch.tensor([50]), torch.tensor([0, 1]), None)
-    assert isinstance(server.pool(outside), IndexError)
+def test_a_lookup_or_an_update_that_fails_ends_the_server(server: TableServer) -> None:
+    outside, fail = Bags(torch.tensor([50]), torch.tensor([0, 1]), None), server.context.supervision.fail
+    with pytest.raises(IndexError) as raised:
+        server.lookup(5, outside)
+    fail.assert_called_once_with(raised.value)  # type: ignore[attr-defined]
     for trainer in (0, 1):
         server.add_bags(trainer, outside)
         server.add_gradient(trainer, torch.ones(1, 3))
-    with pytest.raises(IndexError):
-        server.failure.result(60)
+    server._pool.shutdown()
+    assert isinstance(fail.call_args[0][0], IndexError)  # type: ignore[attr-defined]
+    assert fail.call_count == 2  # type: ignore[attr-defined]
     assert server.step == 5
 
 

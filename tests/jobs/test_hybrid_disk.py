@@ -20,12 +20,11 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from rolecall import Context, Peer, UsageError, config, telemetry
-from rolecall.checkpoint import checkpoint, logged, shardfile, shards
+from rolecall.checkpoint import checkpoint, logged, shardfile
 from rolecall.checkpoint.checkpoint import Checkpoints
 from rolecall.checkpoint.shard_messages import Written
 from rolecall.checkpoint.shardfile import ShardError
 from rolecall.jobs.hybrid import JOB, HybridSettings, disk_rows
-from rolecall.jobs.hybrid import sharded as module
 from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
 from rolecall.jobs.hybrid.disk_log import Scratch
 from rolecall.jobs.hybrid.server import TableServer
@@ -226,27 +225,15 @@ def test_table_memory_is_in_bytes_and_decides_what_is_hot(monkeypatch: pytest.Mo
 class Gang:
     """A master and servers with tables on disk (`hot` rows in memory) or, where it is 0, in memory."""
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        directory: Path,
-        servers: int = 2,
-        hot: int = HOT,
-        generation: int = 1,
-        **changes: Any,
-    ) -> None:
-        monkeypatch.setattr(module, "RemoteModule", MagicMock())
+    def __init__(self, directory: Path, servers: int = 2, hot: int = HOT, generation: int = 1, **changes: Any) -> None:
         options = chosen(servers=servers, checkpoint_dir=directory, checkpoint_keep=3, **changes)
         members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
         self.servers: list[TableServer] = []
-        shared = {}
         for me in members:
-            monkeypatch.setattr(shards, "SHARES", shards.Shares())
             metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
             checkpoints = None if me.rank else Checkpoints(directory, "hybrid", generation)
             everybody = (*members, Peer("trainer", 0, 1 + servers))
             context = Context(options, me, everybody, generation, metrics, JOB, checkpoints=checkpoints)
-            shared[me.name] = shards.SHARES
             if me.rank:
                 server = TableServer(context)
                 server.hold(
@@ -255,9 +242,7 @@ class Gang:
                 self.servers.append(server)
             else:
                 self.master = context
-        self.master.transport = Calls(monkeypatch)
-        self.master.transport.servers = {f"ps_{number}": server for number, server in enumerate(self.servers)}
-        self.master.transport.shares = shared
+        self.master.transport = Calls({server.context.me.name: server for server in self.servers})
         self.table, self.step = ShardedTable(self.master), 0
         self.step = self.master.restore({"embeddings": self.table, "step": 0})["step"]
         self.table.start(self.step)
@@ -305,11 +290,11 @@ class Gang:
 
 
 @pytest.fixture
-def gang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+def gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
     made_here: list[Gang] = []
 
     def start(*args: Any, **changes: Any) -> Gang:
-        made_here.append(Gang(monkeypatch, tmp_path, *args, **changes))
+        made_here.append(Gang(tmp_path, *args, **changes))
         return made_here[-1]
 
     yield start

@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
 from rolecall import Context, Peer, telemetry
-from rolecall.checkpoint import capture, shards
+from rolecall.checkpoint import capture
 from rolecall.checkpoint.checkpoint import Checkpoints
-from rolecall.jobs.hybrid import JOB, HybridSettings, calls
-from rolecall.jobs.hybrid import sharded as module
+from rolecall.declare.remote import find
+from rolecall.jobs.hybrid import JOB, HybridSettings
 from rolecall.jobs.hybrid.server import TableServer
 from rolecall.jobs.hybrid.sharded import ShardedTable
 from rolecall.jobs.hybrid.table import Bags
 from rolecall.jobs.hybrid.tables import build
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
 
 ROWS = 500
 
 
 class Calls:
-    """In place of RPC: calls are made here, at the server that is called."""
+    """In place of the wire: calls are made here, of the server that is called or of its shares."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.servers: dict[str, TableServer] = {}
-        self.shares: dict[str, shards.Shares] = {}
-        self._called = threading.local()
-        monkeypatch.setattr(calls, "SERVER", MagicMock(get=lambda: self.servers[self._called.name]))
-        monkeypatch.setattr(shards, "SHARES", MagicMock(get=lambda name: self.shares[self._called.name].get(name)))
+    def __init__(self, servers: dict[str, TableServer]) -> None:
+        self.servers = servers
+        self.deadlines: list[float] = []
 
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> torch.futures.Future[Any]:
-        answer: torch.futures.Future[Any] = torch.futures.Future()
-        self._called.name = to
-        answer.set_result("cpu" if function is calls.device else function(*args))
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
+        server = self.servers[to]
+        method = find(server.context.shares if request.internal else server, request.method)
+        assert method is not None
+        self.deadlines.append(deadline)
+        answer: Future[Any] = Future()
+        answer.set_result(method(*request.args, **request.kwargs))
         return answer
 
-    def wait_all(self, futures: list[torch.futures.Future[Any]]) -> list[Any]:
-        return [future.value() for future in futures]
 
-
-def together(monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, **changes: Any) -> ShardedTable:
-    monkeypatch.setattr(module, "RemoteModule", MagicMock())
+def together(directory: Path, servers: int, **changes: Any) -> ShardedTable:
     settings = HybridSettings(
         num_embeddings=ROWS, embedding_dim=3, servers=servers, checkpoint_dir=directory, **changes
     )
     members = (Peer("master", 0, 0), *(Peer("ps", number, 1 + number) for number in range(servers)))
-    served, shared = {}, {}
+    served = {}
     for me in members:
-        monkeypatch.setattr(shards, "SHARES", shards.Shares())
         metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         checkpoints = None if me.rank else Checkpoints(directory, "hybrid", 1)
         context = Context(
             settings, me, (*members, Peer("trainer", 0, 1 + servers)), 1, metrics, JOB, checkpoints=checkpoints
         )
-        shared[me.name] = shards.SHARES
         if me.rank:
             served[me.name] = TableServer(context)
             served[me.name].hold(build(settings, me.ordinal))
         else:
             master = context
-    master.transport = Calls(monkeypatch)
-    master.transport.servers, master.transport.shares = served, shared
+    master.transport = Calls(served)
     return ShardedTable(master)
 
 
@@ -74,7 +66,7 @@ def make_step(server: TableServer, lookup: Bags, gradient: torch.Tensor) -> None
     """A step of the only trainer."""
     server.add_bags(0, lookup)
     server.add_gradient(0, gradient)
-    server.at(server.step + 1, lambda: None).wait()
+    server.at(server.step + 1, lambda: None).result(60)
 
 
 def step(whole: ShardedTable, number: int) -> None:
@@ -97,7 +89,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
 ) -> None:
     """The checkpoint is ordered before its step is made, and updates go on while it is written."""
     monkeypatch.setattr(capture.Capture.__init__, "__defaults__", (0.2, 256, 0, 2**20))  # copies nothing at once
-    first = together(monkeypatch, tmp_path, 2, optimizer=optimizer, checkpoint_shards=mode)
+    first = together(tmp_path, 2, optimizer=optimizer, checkpoint_shards=mode)
     first.context.restore({"embeddings": first})
     first.start(0)
     step(first, 1)
@@ -110,7 +102,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     for number in (5, 6):
         step(first, number)
     assert first.context.training.require_saver().wait(60)
-    second = together(monkeypatch, tmp_path, 2, optimizer=optimizer, checkpoint_shards=mode)
+    second = together(tmp_path, 2, optimizer=optimizer, checkpoint_shards=mode)
     second.context.restore({"embeddings": second})
     second.start(2)
     torch.testing.assert_close(tables(second), saved, rtol=0, atol=0)
@@ -120,23 +112,20 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
 
 
 @pytest.mark.parametrize(("after", "optimizer"), [(1, "sgd"), (3, "adagrad")])
-def test_a_checkpoint_of_an_earlier_version_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int, optimizer: str
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path, after: int, optimizer: str) -> None:
     """The whole table, in pieces, in rank 0's file."""
     weight, squares = torch.randn(ROWS, 3), torch.rand(ROWS if optimizer == "adagrad" else 0)
     saved = {"embeddings": {"weight": list(weight.split(77)), "squares": squares}}
     Checkpoints(tmp_path, "hybrid", 1).write(7, saved, {"done": 1.0})
-    whole = together(monkeypatch, tmp_path, after, optimizer=optimizer)
+    whole = together(tmp_path, after, optimizer=optimizer)
     whole.context.restore({"embeddings": whole})
     whole.start(7)
     expected = [(weight[n::after], squares[n::after]) for n in range(after)]
     torch.testing.assert_close(tables(whole), expected, rtol=0, atol=0)
 
 
-def test_filling_a_share_may_take_a_phase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = together(monkeypatch, tmp_path, 2, step_timeout=5.0, phase_timeout=900.0)
-    call = MagicMock()
-    monkeypatch.setattr(whole.context, "call", call)
-    whole.start(0)
-    assert [each.kwargs["timeout"] for each in call.call_args_list] == [900.0, 900.0]
+def test_filling_a_share_may_take_a_phase(tmp_path: Path) -> None:
+    whole = together(tmp_path, 2, step_timeout=5.0, phase_timeout=900.0)
+    for _ in range(2):  # the first time the servers may be loading
+        whole.start(0)
+    assert [float(each) for each in whole.context.transport.deadlines[2:]] == [1800.0, 1800.0]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
-from torch.futures import Future
 
 from rolecall import Context, Peer, telemetry
 from rolecall.jobs.ps import JOB, PsSettings, data, evaluate, model
 from rolecall.jobs.ps.local import LocalReplica
-from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientPart, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import Assignment, BatchReport, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.replica import Replica
 from rolecall.jobs.ps.server import Server
+from rolecall.wire.messages import Deadline, Request
 from tests.context.contexts import value
 from tests.integration import learning
+from tests.jobs.ps_calls import Calls, send_at_once
 from tests.jobs.test_ps_local import Servers as LocalServers
 from tests.jobs.test_ps_local import replicas
 from tests.jobs.test_ps_local import settings_of as local_settings
@@ -34,6 +35,13 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def at_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        send_at_once(monkeypatch)
+        yield
+
+
 def layers() -> nn.Module:
     """For inputs [n, 20]; cut into several parts on two servers."""
     return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 12), nn.ReLU(), nn.Linear(12, 3))
@@ -43,16 +51,18 @@ def logistic() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
-class Gang:
+class Gang(Calls):
     """Servers and trainers in one process; a call is a call, and what is sent is kept, by trainer."""
 
     def __init__(self, trainers: int, factory: Callable[[], nn.Module], **chosen: Any) -> None:
+        super().__init__()
         s = self.settings = PsSettings(job="ps", model=f"{__name__}:{factory.__name__}", **chosen)
         members = [Peer("ps", n, n) for n in range(s.servers)]
         members += [Peer("trainer", n, s.servers + n) for n in range(trainers)]
         self.metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         contexts = {me.name: Context(s, me, tuple(members), 1, self.metrics) for me in members}
-        self.servers = {me.name: Server(contexts[me.name], lambda key: None) for me in members if me.role == "ps"}
+        self.servers = {me.name: Server(contexts[me.name]) for me in members if me.role == "ps"}
+        self.roles.update(self.servers)
         self.sent: dict[str, list[Tensor]] = {}
         for context in contexts.values():
             context.transport = self
@@ -62,12 +72,13 @@ class Gang:
             replica.ask()
         self.update(list(self.replicas), {})
 
-    def call(self, to: str, function: Callable[..., Any], message: GradientPart, timeout: float) -> Future[PartAnswer]:
-        key, part, gradient, report = message
-        if gradient is not None:
-            self.sent.setdefault(key.trainer, []).append(gradient)
-            gradient = gradient.clone()
-        return self.servers[to].receive(key, part, gradient, report)
+    def call(self, to: str, request: Request, deadline: Deadline) -> Any:
+        if request.method == "exchange":
+            [message] = request.args
+            if message.gradient is not None:
+                self.sent.setdefault(message.key.trainer, []).append(message.gradient)
+                request = request._replace(args=(message._replace(gradient=message.gradient.clone()),))
+        return super().call(to, request, deadline)
 
     def update(self, names: list[str], weights: dict[str, float], rate: float = 1.0) -> None:
         """An update from the newest gradients of those in `weights`, answered to the trainers `names`, who take it."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,20 +13,27 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
-from rolecall import Context, Peer, PeerLostError, RankObject, UsageError
-from rolecall.jobs.ps import PsSettings, calls, lead, local, model
+from rolecall import Context, Peer, PeerLostError, UsageError
+from rolecall.jobs.ps import PsSettings, lead, local, model
 from rolecall.jobs.ps.lead import OpenRounds, make_ledger
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.local import LocalReplica
 from rolecall.jobs.ps.messages import Assignment, BatchReport, Indices
 from rolecall.jobs.ps.messages import GradientKey as Key
-from rolecall.jobs.ps.server import Shard, require_same_model
+from rolecall.jobs.ps.shard import Shard, require_same_model
+from rolecall.jobs.ps.trainer import Trainer
+from rolecall.wire.messages import Deadline, Request
 from tests.integration import learning
+from tests.jobs.ps_calls import send_at_once
 
 HERE = "tests.integration.learning:"
 TINY = {"model": HERE + "small", "dataset": HERE + "blobs", "lr": 0.1, "batch_size": 8, "lr_schedule": "constant"}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    send_at_once(monkeypatch)
 
 
 def settings_of(**changed: Any) -> PsSettings:
@@ -33,8 +41,8 @@ def settings_of(**changed: Any) -> PsSettings:
 
 
 class Servers:
-    """In place of RPC, the servers and the lead of the trainers `names`. With a `ledger` an update is made as soon as
-    that has it due; otherwise a test has it made by `carry_out`.
+    """In place of the wire, the servers and the lead of the trainers `names`. With a `ledger` an update is made as soon
+    as that has it due; otherwise a test has it made by `carry_out`.
     """
 
     def __init__(self, s: PsSettings, names: Iterable[str], ledger: Ledger | None = None) -> None:
@@ -53,6 +61,7 @@ class Servers:
         self._whole: Counter[Key] = Counter()
         self.version = 0
         self.drained_after = -1  # the number of a difference
+        self.trainer: Trainer | None = None
 
     answers_signs = True
 
@@ -63,19 +72,19 @@ class Servers:
         context.transport = self
         return context
 
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         answer: Future[Any] = Future()
-        if function is calls.working:
-            self.heard.append(Key(*args))
+        if request.method == "working":
+            self.heard.append(Key(*request.args))
             if self.answers_signs:
                 answer.set_result(None)
             return answer
-        key, part, gradient, report = args[0]
+        key, part, gradient, report = request.args[0]
         if report is not None:
             self.reports[key] = report
         self._whole[key] += self.shards[int(to[-1])].receive(key, part, gradient, answer, report)
-        if key.number == self.drained_after:
-            calls.end_rounds(2)
+        if key.number == self.drained_after and self.trainer:
+            self.trainer.end_rounds(2)
         if self._whole[key] == len(self.shards) and self.ledger:
             update = self.ledger.take(key, self.reports[key].version, self.reports[key].samples)
             if update:
@@ -227,7 +236,6 @@ def trained(monkeypatch: pytest.MonkeyPatch, look: float, drained_after: int = -
     often each sample was used.
     """
     monkeypatch.setattr(learning, "SECONDS", 0)
-    monkeypatch.setattr(calls, "ENDING", RankObject())  # is set once a process
     monkeypatch.setattr(local, "time", Clock(look))
     counting = {
         "model": HERE + "Counter",
@@ -243,7 +251,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, look: float, drained_after: int = -
     ledger = make_ledger(s, learning.SAMPLES, ["trainer_0"])
     servers = Servers(s, ["trainer_0"], ledger)
     servers.drained_after = drained_after
-    local.run(servers.context("trainer_0"))
+    servers.trainer = Trainer(servers.context("trainer_0"))
+    servers.trainer.run()
     assert ledger.over
     return servers
 
@@ -336,8 +345,8 @@ class Drained:
         self.told: list[tuple[str, int]] = []
         self.settings = settings_of(drain_timeout=20)
 
-    def call(self, to: str, function: Callable[..., Any], count: int) -> None:
-        assert function is calls.end_rounds
+    def call(self, to: str, method: Any, count: int) -> None:
+        assert method is Trainer.end_rounds
         self.told.append((to, count))
 
 

@@ -72,7 +72,7 @@ def test_buffers_go_from_one_model_to_another() -> None:
 
 
 def test_buffers_that_were_read_are_not_changed_by_the_next_pass() -> None:
-    """RPC sends a tensor later."""
+    """They are sent later."""
     module = nn.BatchNorm1d(3)
     read = model.buffers(module)
     before = [buffer.clone() for buffer in read]

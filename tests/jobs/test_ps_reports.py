@@ -5,20 +5,21 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
 from structlog.testing import capture_logs
-from torch.futures import Future
 
-from rolecall import Context, Peer, RankObject
-from rolecall.jobs.ps import PsSettings, calls, lead
+from rolecall import Context, Peer
+from rolecall.jobs.ps import PsSettings, lead
 from rolecall.jobs.ps.ledger import Ledger
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.messages import Working
 from rolecall.jobs.ps.reports import Reports
+from rolecall.jobs.ps.server import Server
+from rolecall.wire.future import Future
+from rolecall.wire.messages import Deadline, Request
 
 MEMBERS = (Peer("ps", 0, 0), Peer("ps", 1, 1), Peer("trainer", 0, 2), Peer("trainer", 1, 3))
 KEYS = [Key("trainer_0", number) for number in range(6)]
@@ -28,19 +29,16 @@ class Transport:
     """Keeps the calls, which the test answers."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Callable[..., Any], list[Key]]] = []
+        self.calls: list[tuple[str, str, list[Key]]] = []
         self.answers: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
-        self.error: Exception | None = None  # raised by the next call
         self.under_way = self.most = 0
 
-    def call(self, to: str, function: Callable[..., Any], keys: list[Key], timeout: float) -> Future[None]:
-        error, self.error = self.error, None
-        if error:
-            raise error
+    def call(self, to: str, request: Request, deadline: Deadline) -> Future[None]:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        self.calls.append((to, function, keys))
-        self.answers.put(answer := Future[None]())
+        self.calls.append((to, request.method, request.args[0]))
+        answer: Future[None] = Future()
+        self.answers.put(answer)
         return answer
 
     def answer(self) -> None:
@@ -57,7 +55,7 @@ class Transport:
 def make() -> tuple[Reports, Transport]:
     context = Context(PsSettings(job="ps", servers=2), MEMBERS[1], MEMBERS, 1, MagicMock())
     context.transport = transport = Transport()  # type: ignore[assignment]
-    return Reports(context), transport
+    return Reports(context.logger, partial(context.call, context.rank0, Server.complete)), transport
 
 
 def test_an_idle_lead_hears_of_each_gradient_at_once() -> None:
@@ -65,7 +63,7 @@ def test_an_idle_lead_hears_of_each_gradient_at_once() -> None:
     for key in KEYS[:3]:
         reports.add(key)
         transport.answer()
-    assert transport.calls == [("ps_0", calls.complete, [key]) for key in KEYS[:3]]
+    assert transport.calls == [("ps_0", "complete", [key]) for key in KEYS[:3]]
 
 
 def test_what_comes_while_a_report_is_under_way_goes_with_the_next_one() -> None:
@@ -85,16 +83,14 @@ def test_what_comes_while_a_report_is_under_way_goes_with_the_next_one() -> None
 
 def test_a_failed_report_is_logged_and_the_next_one_follows() -> None:
     reports, transport = make()
-    transport.error = RuntimeError("not connected")
     with capture_logs() as logs:
         reports.add(KEYS[0])
         reports.add(KEYS[1])
-        reports.add(KEYS[2])
-        transport.error = RuntimeError()
         transport.answers.get_nowait().set_exception(RuntimeError("no answer\nwithin 30 s"))
-        reports.add(KEYS[3])
-    assert [line["problem"] for line in logs] == ["not connected", "no answer", "RuntimeError"]
-    assert transport.keys == [KEYS[1:2], KEYS[3:4]], "not repeated: the lead may have received it"
+        transport.answers.get_nowait().set_exception(RuntimeError())
+        reports.add(KEYS[2])
+    assert [line["problem"] for line in logs] == ["no answer", "RuntimeError"]
+    assert transport.keys == [KEYS[:1], KEYS[1:2], KEYS[2:3]], "not repeated: the lead may have received it"
 
 
 def test_threads_report_each_gradient_once_and_in_their_order() -> None:
@@ -107,7 +103,7 @@ def test_threads_report_each_gradient_once_and_in_their_order() -> None:
     for thread in adding:
         thread.start()
     while sum(map(len, transport.keys)) < threads * each or not transport.answers.empty():
-        transport.answer()  # this thread is RPC's
+        transport.answer()  # this thread is the wire's
     for thread in adding:
         thread.join(30)
     assert transport.most == 1, "one report at a time"
@@ -118,17 +114,18 @@ def test_threads_report_each_gradient_once_and_in_their_order() -> None:
 
 
 def test_the_lead_takes_a_gradient_with_the_last_server_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "INBOX", RankObject[calls.Inbox]())
-    inbox, arrived = calls.INBOX.set(queue.SimpleQueue()), Counter[Key]()
+    members = MEMBERS[:1] + MEMBERS[2:]
+    server, arrived = Server(Context(PsSettings(job="ps"), MEMBERS[0], members, 1, MagicMock())), Counter[Key]()
+    inbox = server.inbox
     ledger = Ledger(100, 4, 1, 1, ["trainer_0", "trainer_1"], sync=True)
     one, two, three = Key("trainer_0", 1), Key("trainer_1", 1), Key("trainer_0", 2)
-    calls.complete([one, two])
-    calls.complete([two, one, three])
-    calls.working("trainer_0", 3)
+    server.complete([one, two])
+    server.complete([two, one, three])
+    server.working("trainer_0", 3)
     assert [lead.next_event(inbox, ledger, arrived, 2) for _ in range(3)] == [two, one, Working("trainer_0", 3)]
     assert arrived == {three: 1}
     ledger.lose("trainer_0")
-    calls.complete([three, Key("trainer_1", 2)])
+    server.complete([three, Key("trainer_1", 2)])
     inbox.put("trainer_0")
     assert lead.next_event(inbox, ledger, arrived, 2) == "trainer_0"
     assert arrived == {three: 1, Key("trainer_1", 2): 1}, "of a lost trainer nothing counts any more"

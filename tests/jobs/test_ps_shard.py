@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
 from rolecall import Context, Peer, Rows, UsageError
 from rolecall.jobs.ps import PsSettings, data, model
 from rolecall.jobs.ps.ledger import Ledger
-from rolecall.jobs.ps.messages import Assignment, PartAnswer, UpdateShard
+from rolecall.jobs.ps.messages import Assignment, GradientPart, PartAnswer, UpdateShard
 from rolecall.jobs.ps.messages import GradientKey as Key
 from rolecall.jobs.ps.model import Part
-from rolecall.jobs.ps.server import Server, Shard
+from rolecall.jobs.ps.server import Server
+from rolecall.jobs.ps.shard import Shard
 from tests.context.contexts import Supervisor
 from tests.integration import learning
+from tests.jobs.ps_calls import Calls
 
 TOTAL = 100
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -175,12 +177,10 @@ def test_answers_of_async_are_copies_that_later_updates_do_not_change() -> None:
     answer(shards, [Key("t0", 0)], {Key("t0", 0): assignment})
     step(shards, {key: torch.ones(TOTAL) for key in WEIGHTS}, WEIGHTS)
     assert not torch.equal(flat_of(shards), before)
-    values: list[PartAnswer] = [answers[index].value() for index in sorted(answers)]
+    values: list[PartAnswer] = [answers[index].result() for index in sorted(answers)]
     copies = [value.parameters for value in values if value.parameters is not None]
     assert torch.equal(torch.cat(copies), before)
     assert [value.assignment for value in values] == [assignment] + [None] * 5
-    for copy in copies:
-        assert copy.untyped_storage().nbytes() == copy.nbytes, "RPC sends a tensor's whole memory"
 
 
 def test_only_those_in_the_update_are_answered_and_once() -> None:
@@ -190,6 +190,15 @@ def test_only_those_in_the_update_are_answered_and_once() -> None:
     assert [[one.done() for one in answers.values()] for answers in waiting.values()] == [[True] * 2, [False] * 2]
     answer([shard], [Key("t0", 0), Key("t1", 0)])  # a second answer to t0 would raise
     assert all(one.done() for one in waiting["t1"].values())
+
+
+def test_a_caller_that_is_gone_is_not_answered() -> None:
+    """The wire cancels what it has yet to answer, before the lead knows of the loss."""
+    [shard] = make(settings_of(), torch.randn(TOTAL))
+    gone, stays = send([shard], Key("t0", 0), None), send([shard], Key("t1", 0), None)
+    assert all(one.cancel() for one in gone.values())
+    answer([shard], [Key("t0", 0), Key("t1", 0)])
+    assert all(one.done() for one in stays.values())
 
 
 def test_a_lost_trainer_is_neither_applied_nor_answered() -> None:
@@ -213,19 +222,22 @@ def test_a_server_applies_what_the_lead_orders_though_the_trainer_was_lost_since
     context = Context(
         settings_of(servers=2, momentum=0, lr=1), members[1], members, 1, MagicMock(), supervision=supervisor
     )
-    complete: list[Key] = []
-    server = Server(context, complete.append)
+    first = Server(Context(settings_of(servers=2), members[0], members, 1, MagicMock()))
+    context.transport = calls = Calls()  # type: ignore[assignment]
+    calls.roles["ps_0"] = first
+    server = Server(context)
     server.shard.begin_with([torch.zeros(server.total)])
     [part] = server.shard.parts
     keys = [Key("trainer_0", 1), Key("trainer_1", 1)]
-    answers = [server.receive(key, part, torch.ones(len(server.shard.flat)), None) for key in keys]
-    assert complete == keys
+    gradient = torch.ones(len(server.shard.flat))
+    answers = [server.exchange(GradientPart(key, part, gradient.clone(), None)) for key in keys]
+    assert [first.inbox.get_nowait() for _ in keys] == keys
     context.lose("trainer_0")
     server.update(UpdateShard(1, dict.fromkeys(keys, 0.5), 1.0, tuple(keys)), {})
-    assert torch.equal(answers[1].value()[0], torch.full((len(server.shard.flat),), -1.0))
+    assert torch.equal(answers[1].result(30)[0], -gradient)
     server.update(UpdateShard(1, {}, 1.0, (), ("trainer_0",)), {})  # answers only, as at the start of a generation
-    server.receive(Key("trainer_0", 2), part, torch.ones(len(server.shard.flat)), None)
-    assert complete == keys, "the lead has told that it is lost"
+    server.exchange(GradientPart(Key("trainer_0", 2), part, gradient, None))
+    assert first.inbox.empty(), "the lead has told that it is lost"
     assert supervisor.steps == [1]
 
 

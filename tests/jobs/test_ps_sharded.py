@@ -2,85 +2,61 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock
+from typing import Any, cast
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
-from torch.futures import Future
 
 from rolecall import Context, Peer, telemetry
-from rolecall.checkpoint import capture, shards
+from rolecall.checkpoint import capture
 from rolecall.checkpoint.checkpoint import Checkpoints, read
-from rolecall.jobs.ps import JOB, PsSettings, calls
+from rolecall.jobs.ps import JOB, PsSettings
 from rolecall.jobs.ps.messages import GradientKey as Key
-from rolecall.jobs.ps.messages import UpdateShard
+from rolecall.jobs.ps.messages import GradientPart, UpdateShard
 from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.sharded import ShardedModel
+from rolecall.wire.messages import Deadline, Request
+from tests.jobs.ps_calls import Calls
 
 KEY = Key("trainer_0", 1)
 CHOSEN: list[dict[str, Any]] = [{"momentum": 0.9}, {"momentum": 0}, {"optimizer": "adam", "lr": 0.01}]
 
 
-class Calls:
-    """In place of RPC: calls are made here, at the server that is called."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.servers: dict[str, Server] = {}
-        self.shares: dict[str, shards.Shares] = {}
-        self._called = threading.local()
-        monkeypatch.setattr(calls, "SERVER", MagicMock(get=lambda: self.servers[self.called]))
-        monkeypatch.setattr(shards, "SHARES", MagicMock(get=lambda name: self.shares[self.called].get(name)))
-
-    @property
-    def called(self) -> str:
-        """Whose code this thread runs."""
-        return getattr(self._called, "name", "ps_0")
-
-    def call(self, to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Future[Any]:
-        answer: Future[Any] = Future()
-        self._called.name = to
-        answer.set_result(function(*args))
-        self._called.name = "ps_0"
-        return answer
-
-    def wait_all(self, futures: list[Future[Any]]) -> list[Any]:
-        return [future.value() for future in futures]
-
-
-def together(monkeypatch: pytest.MonkeyPatch, directory: Path, servers: int, **chosen: Any) -> ShardedModel:
+def together(directory: Path, servers: int, **chosen: Any) -> ShardedModel:
     members = tuple(Peer("ps", number, number) for number in range(servers))
     settings = PsSettings(job="ps", servers=servers, checkpoint_dir=directory, **chosen)
-    served, shared = {}, {}
+    calls = Calls()
     for me in members:
-        monkeypatch.setattr(shards, "SHARES", shards.Shares())
         metrics = telemetry.build([*telemetry.WORKER, *JOB.metrics], CollectorRegistry())
         checkpoints = None if me.rank else Checkpoints(directory, "ps", 1)
         context = Context(settings, me, members, 1, metrics, JOB, checkpoints=checkpoints)
-        served[me.name], shared[me.name] = Server(context, lambda key: None), shards.SHARES
-    transport = Calls(monkeypatch)
-    transport.servers, transport.shares = served, shared
-    served["ps_0"].context.transport = transport
-    return ShardedModel(served["ps_0"].context, served["ps_0"])
+        context.transport = calls  # type: ignore[assignment]
+        calls.roles[me.name], calls.shares[me.name] = Server(context), context.shares
+    first = cast(Server, calls.roles["ps_0"])
+    return ShardedModel(first.context, first)
+
+
+def servers_of(whole: ShardedModel) -> list[Server]:
+    return list(whole.server.context.transport.roles.values())
 
 
 def step(whole: ShardedModel, version: int) -> None:
     generator = torch.Generator().manual_seed(version)
     gradient = torch.randn(whole.server.total, generator=generator)
-    for server in whole.context.transport.servers.values():
+    for server in servers_of(whole):
         for part, extent in server.shard.parts.items():
             start = server.shard.start
-            server.receive(KEY, part, gradient[start + extent.start : start + extent.stop].clone(), None)
+            mine = gradient[start + extent.start : start + extent.stop].clone()
+            server.exchange(GradientPart(KEY, part, mine, None))
     whole.update(UpdateShard(version, {KEY: 1.0}, 1.0, (KEY,)), {})
 
 
 def state_of(whole: ShardedModel) -> dict[str, list[Tensor]]:
-    servers = whole.context.transport.servers.values()
+    servers = servers_of(whole)
     return {
         name: [rows.copy(0, len(rows)) for server in servers for rows in [server.shard.rows()[name]]]
         for name in whole.server.shard.rows()
@@ -95,7 +71,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
 ) -> None:
     """Updates go on while the checkpoint is written."""
     monkeypatch.setattr(capture.Capture.__init__, "__defaults__", (0.2, 2**16, 0, 2**20))  # copies nothing at once
-    first = together(monkeypatch, tmp_path, 2, checkpoint_shards=mode, **chosen)
+    first = together(tmp_path, 2, checkpoint_shards=mode, **chosen)
     first.context.restore({"model": first})
     for version in (1, 2):
         step(first, version)
@@ -105,7 +81,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
     for version in (3, 4):
         step(first, version)
     assert first.context.training.require_saver().wait(60)
-    second = together(monkeypatch, tmp_path, 2, checkpoint_shards=mode, **chosen)
+    second = together(tmp_path, 2, checkpoint_shards=mode, **chosen)
     second.context.restore({"model": second})
     torch.testing.assert_close(state_of(second), saved, rtol=0, atol=0)
     assert torch.equal(second.buffers[0], torch.arange(3))
@@ -116,16 +92,16 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(
 
 @pytest.mark.parametrize(("before", "after", "chosen"), [(1, 3, CHOSEN[0]), (3, 1, CHOSEN[1]), (3, 2, CHOSEN[2])])
 def test_its_state_is_restored_to_any_number_of_servers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int, after: int, chosen: dict[str, Any]
+    tmp_path: Path, before: int, after: int, chosen: dict[str, Any]
 ) -> None:
-    first = together(monkeypatch, tmp_path, before, **chosen)
+    first = together(tmp_path, before, **chosen)
     initial = first.parameters()
     step(first, 1)
     whole = {name: torch.cat(parts) for name, parts in state_of(first).items()}
     assert not torch.equal(whole["parameters"], initial)
     first.context.save(1, {"model": first})
     first.context.finish(state={})
-    second = together(monkeypatch, tmp_path, after, **chosen)
+    second = together(tmp_path, after, **chosen)
     assert torch.equal(second.parameters(), initial)
     second.context.restore({"model": second})
     assert torch.equal(second.parameters(), whole["parameters"])
@@ -136,23 +112,24 @@ def test_its_state_is_restored_to_any_number_of_servers(
     assert torch.equal(snapshot.state["model"]["parameters"], whole["parameters"])
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """The whole vectors in rank 0's file; no server is sent more than its own elements."""
     sent: Mapping[str, list[int]] = {"ps_0": [], "ps_1": [], "ps_2": []}
-    whole = together(monkeypatch, tmp_path, 3, optimizer="adam")
+    whole = together(tmp_path, 3, optimizer="adam")
     total = whole.server.total
     state = {"step": torch.tensor(7.0), "exp_avg": torch.randn(total), "exp_avg_sq": torch.rand(total)}
     flat = torch.randn(total)
     Checkpoints(tmp_path, "ps", 1).write(
         7, {"model": {"parameters": flat, "optimizer": state, "buffers": [torch.arange(3)]}}, {"done": 1.0}
     )
-    call = whole.context.transport.call
+    calls = whole.server.context.transport
+    call = calls.call
 
-    def counted(to: str, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
-        sent[to].append(sum(value.untyped_storage().nbytes() for value in args if isinstance(value, Tensor)))
-        return call(to, function, *args, timeout=timeout)
+    def counted(to: str, request: Request, deadline: Deadline) -> Any:
+        sent[to].append(sum(value.nbytes for value in request.args if isinstance(value, Tensor)))
+        return call(to, request, deadline)
 
-    whole.context.transport.call = counted
+    calls.call = counted
     whole.context.restore({"model": whole})
     assert torch.equal(whole.parameters(), flat)
     assert torch.equal(whole.buffers[0], torch.arange(3))

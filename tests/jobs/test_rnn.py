@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch.nn import functional
 
-from rolecall import UsageError, config
+from rolecall import Context, Peer, UsageError, config, telemetry
 from rolecall.jobs.rnn import RnnSettings, corpus, evaluate, loss, model
-from rolecall.jobs.rnn.corpus import Vocabulary
-from rolecall.jobs.rnn.trainer import TextDescription
+from rolecall.jobs.rnn.corpus import TextDescription, Vocabulary
+from rolecall.jobs.rnn.metrics import METRICS
+from rolecall.jobs.rnn.roles import ModelServer
 
 
 def settings(**changes: object) -> RnnSettings:
@@ -147,6 +149,17 @@ def test_an_improbable_target_has_a_finite_loss() -> None:
     assert float(total.detach()) == pytest.approx(500, abs=1)
     total.backward()
     assert torch.isfinite(decoder.weight.grad).all()  # type: ignore[arg-type]
+
+
+def test_no_logits_leave_the_ps() -> None:
+    chosen, members = settings(), (Peer("ps", 0, 0), Peer("trainer", 0, 1))
+    metrics = telemetry.build([*telemetry.WORKER, *METRICS], CollectorRegistry())
+    server = ModelServer(Context(chosen, members[0], members, 1, metrics))
+    server.embedding, server.decoder = model.Embedding(chosen, 50), model.Decoder(chosen, 50)
+    tokens, hidden = torch.randint(50, (7, 4)), torch.randn(7, 4, 5, requires_grad=True)
+    assert server.embed(tokens).shape == (7, 4, 6)
+    assert server.decode(1, hidden, tokens, 1.0).shape == ()
+    assert server.validate(hidden, tokens) == pytest.approx(7 * 4 * 3.9, rel=0.1)  # log(50)
 
 
 # ---- weights and generated text

@@ -117,24 +117,6 @@ def test_a_misspelt_flag_is_one_line_with_the_flag_that_is_meant(
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("variable", [False, True])
-def test_wrong_values_are_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: bool
-) -> None:
-    """The same for a flag as for a variable."""
-    arguments = ["run", "rl", "--lr", "-1"]
-    if variable:
-        monkeypatch.setenv("NUM_ENVS", "x")
-    else:
-        arguments += ["--num-envs", "x"]
-    assert __main__.main(arguments) == USAGE
-    output = capsys.readouterr()
-    assert output.out == ""
-    (line,) = output.err.splitlines()
-    assert line.startswith("rolecall: wrong settings: NUM_ENVS='x': input should be a valid integer")
-    assert "LR='-1': " in line
-
-
 @pytest.mark.parametrize("arguments", [["run"], ["run", "--plain"], ["local", "rl"], ["run", "rl", "--num-envs"]])
 def test_what_is_no_command_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -53,10 +53,6 @@ def test_a_line_that_is_too_long_is_cut_wherever_it_is() -> None:
     assert split(b"before\n" + long) == ["before", cut]
     chunks = [long[start : start + 1000] for start in range(0, LONG, 1000)]
     assert split(*chunks, b"\nafter\n") == [cut, "after"]
-    splitter = Splitter()
-    for chunk in chunks:
-        splitter.split(chunk)
-        assert len(splitter._rest) <= MAX_LINE_BYTES
 
 
 def test_what_would_break_the_display() -> None:

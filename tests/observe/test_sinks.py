@@ -364,7 +364,7 @@ def test_killed_run_has_each_step_once(
         state = tmp_path / name / "rolecall.json"
         if name != "tensorboard" and not (state.exists() and json.loads(state.read_text())["last"]):
             return False
-        with contextlib.suppress(KeyError, ValueError, AssertionError):  # it is being written
+        with contextlib.suppress(Exception):  # it is being written
             return len(curve(tmp_path, "loss")) == 10
         return False
 
@@ -373,7 +373,8 @@ def test_killed_run_has_each_step_once(
         one.add([start(0), *points(1, 2, 3, 4), start(2, 2), *points(*range(3, 11), value=10)])
         await until(is_there)
         assert one._process is not None
-        one._tasks[0].cancel()
+        assert one._task is not None
+        one._task.cancel()
         one._process.kill()
         await one._process.wait()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +19,7 @@ from rolecall.observe import report
 from rolecall.rank import disk_watch
 from rolecall.rank.disk_watch import DiskWatch
 from rolecall.record import files, rundir
-from rolecall.record.disk import Disk
 from rolecall.record.files import FileWork
-from rolecall.record.journal import Journal
 
 
 class HangingFsync:
@@ -46,19 +43,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFsync]:
     hanging.goes_on.set()
 
 
-def write_history(directory: Path) -> None:
-    journal = Journal(directory, Disk(directory))
-    journal.add([{"kind": "start"}])  # type: ignore[list-item]
-    asyncio.run(journal.save())
-
-
 WRITES: dict[str, Callable[[Path], Any]] = {
     "checkpoint-000000-0000000007.pt": lambda directory: Checkpoints(directory, "job").write(7, memoryview(b"packed")),
     rundir.GENERATION: lambda directory: rundir.write_generation(directory, rundir.Persisted(3, budget=Budget())),
     rundir.DONE: lambda directory: rundir.write_done(directory, {}),
     rundir.FAILED: lambda directory: rundir.write_failed(directory, rundir.Failed("", 3, "", 0.0)),
     rundir.SUMMARY: lambda directory: report.write(directory, {}),
-    rundir.HISTORY: write_history,
     "shard.safetensors": lambda directory: shardfile.write(
         directory, "shard.safetensors", {"x": Column("U8", (4,), 4, 0, 1)}, [torch.zeros(4, dtype=torch.uint8)]
     ),

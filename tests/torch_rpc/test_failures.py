@@ -23,3 +23,7 @@ from rolecall.torch_rpc.failures import is_lost
 )
 def test_a_lost_peer_is_told_by_the_text(error: Exception, lost: bool) -> None:
     assert is_lost(error) == lost
+    if not isinstance(error, PeerLostError | CallTimeoutError | RemoteError):  # what a called peer's own call raised
+        remote = RemoteError("ps_0 raised it")
+        remote.__cause__ = error
+        assert is_lost(remote) == lost

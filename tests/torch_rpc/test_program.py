@@ -60,7 +60,7 @@ def context(rank: int = 0, size: int = 2) -> Any:
         me=SimpleNamespace(rank=rank),
         members=[None] * size,
         generation=1,
-        store=None,
+        torch=SimpleNamespace(store=lambda: None),
         files=Path(),
         watchdog=Watchdog(600, 300),
     )
@@ -224,7 +224,7 @@ def test_a_rank_with_nowhere_to_write_runs_the_program_all_the_same(write: Write
             me=rank.me,
             members=rank.members,
             generation=1,
-            store=None,
+            torch=SimpleNamespace(store=lambda: None),
             watchdog=rank.watchdog,
         )
     )

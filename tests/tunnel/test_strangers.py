@@ -72,10 +72,6 @@ def member() -> ssl.SSLContext:
     return client(authority, authority[1])
 
 
-def test_a_member_is_answered(lead: Tunnel) -> None:
-    assert b"nothing serves control yet" in asks(member(), lead.port, places.CONTROL)
-
-
 @pytest.mark.parametrize("service", ["127.0.0.1:22", "store-", "x" * 512])
 def test_a_member_cannot_ask_for_what_was_not_announced(lead: Tunnel, service: str) -> None:
     refused = lead.refused("service")
@@ -359,3 +355,25 @@ def test_a_users_certificates_and_their_renewal(tmp_path: Path) -> None:
     finally:
         lead.close()
         worker.close()
+
+
+LIMITS = """
+import resource
+from rolecall import secret
+secret.forbid_core_dumps()
+secret.forbid_core_dumps()
+print(*resource.getrlimit(resource.RLIMIT_CORE))
+"""
+ENTRY = """
+import contextlib, resource
+from rolecall.__main__ import main
+with contextlib.suppress(SystemExit):
+    main(["run", "no-such-file.py"])
+print(*resource.getrlimit(resource.RLIMIT_CORE))
+"""
+
+
+def test_no_core_dump_is_left() -> None:
+    for program in (LIMITS, ENTRY):
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+        assert all(0 <= int(limit) <= 1 for limit in ended.stdout.split()[-2:]), program

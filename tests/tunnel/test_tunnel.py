@@ -190,8 +190,9 @@ def test_it_listens_before_its_peer_announces(pair: Pair) -> None:
 def test_what_a_worker_announced_ends_with_it(pair: Pair) -> None:
     lead, worker = pair
     program = (
-        "import sys; from pathlib import Path; from rolecall.torch_rpc.reach import Reach\n"
-        "reach = Reach(Path(sys.argv[1]), 'lead_0', '', 0); print(reach.announce(int(sys.argv[2])), flush=True)\n"
+        "import sys; from pathlib import Path; from rolecall.tunnel.client import TunnelClient\n"
+        "reach = TunnelClient(Path(sys.argv[1]), 'lead_0', '', 0)\n"
+        "print(reach.announce(int(sys.argv[2])), flush=True)\n"
         "sys.stdin.read()"
     )
     server = Server(echo)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import json
 import sys
 import threading
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry
 
 from rolecall import telemetry
 from rolecall.config import Settings
@@ -28,10 +31,25 @@ def main() -> None:
         for line in sys.stdin:
             handle.place(line.strip())
 
+    registry = CollectorRegistry()
+    metrics = telemetry.build(telemetry.SUPERVISOR, registry)
+
+    def figures() -> str:
+        samples = [sample for family in registry.collect() for sample in family.samples]
+        refused = {one.labels["reason"]: one.value for one in samples if one.name == "rolecall_tunnel_refused_total"}
+        connections = registry.get_sample_value("rolecall_tunnel_connections")
+        passed = registry.get_sample_value("rolecall_tunnel_bytes_total")
+        return json.dumps({"connections": connections, "bytes": passed, "refused": refused})
+
+    async def follow() -> None:
+        following, told = asyncio.ensure_future(handle.follow(metrics)), ""
+        while not (await asyncio.wait({following}, timeout=0.02))[0]:
+            if told != (now := figures()):
+                print(told := now, flush=True)
+        following.exception()  # the tunnel has ended
+
     threading.Thread(target=obey, daemon=True).start()
-    with contextlib.suppress(OSError):
-        while message := handle._socket.recv(4096):
-            print(message.decode(), flush=True)
+    asyncio.run(follow())
 
 
 if __name__ == "__main__":

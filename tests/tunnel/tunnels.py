@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rolecall.torch_rpc.reach import Reach
+from rolecall.tunnel.client import TunnelClient
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-more-than-128-bits"
@@ -68,9 +68,9 @@ class Tunnel:
     def refused(self, reason: str) -> int:
         return int(self.figures["refused"].get(reason, 0))
 
-    def reach(self) -> Reach:
+    def reach(self) -> TunnelClient:
         """What its worker has."""
-        return Reach(self.directory, self.name, "127.0.0.1", self.port)
+        return TunnelClient(self.directory, self.name, "127.0.0.1", self.port)
 
     def place(self, name: str) -> None:
         assert self._process.stdin is not None

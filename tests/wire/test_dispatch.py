@@ -12,6 +12,7 @@ import pytest
 from rolecall.errors import RemoteError, UsageError
 from rolecall.wire import dispatch
 from rolecall.wire.dispatch import STREAM_CREDITS
+from rolecall.wire.future import Future
 from tests.wire.wires import DEADLINE, Member, Wires, until
 
 
@@ -97,14 +98,19 @@ def test_a_future_is_the_answer_later(wires: Wires) -> None:
     assert future.result(DEADLINE) == {"x": 1}
 
 
-def test_a_future_that_failed_or_that_nobody_waits_for(wires: Wires) -> None:
+def test_a_future_stays_its_makers_if_a_caller_gives_up(wires: Wires) -> None:
     future, given_up = wires.call("a", "b", "postponed"), wires.call("a", "b", "postponed")
     for _ in range(2):
         assert member(wires).entered.acquire(timeout=DEADLINE)
     given_up.cancel()
-    until(member(wires).later.cancelled, "the future's end")
-    with pytest.raises(RemoteError, match="postponed was cancelled"):
+    wires.call("a", "b", "echo", 1).result(DEADLINE)  # after the cancellation
+    member(wires).later.set_exception(ValueError("failed"))
+    with pytest.raises(RemoteError, match="b raised ValueError: failed"):
         future.result(DEADLINE)
+    wires.members["b"].later = Future()
+    member(wires).later.cancel()
+    with pytest.raises(RemoteError, match="postponed was cancelled"):
+        wires.call("a", "b", "postponed").result(DEADLINE)
 
 
 def test_a_call_that_is_cancelled_before_it_begins_never_does(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +189,7 @@ def test_what_cannot_be_pickled_or_read_fails_its_call_alone(wires: Wires) -> No
     member(wires).later.set_result(Mischief(True))
     with pytest.raises(RemoteError, match="b raised ZeroDivisionError: pickling"):
         wires.call("a", "b", "postponed").result(DEADLINE)
-    wires.members["b"].later = type(member(wires).later)()
+    wires.members["b"].later = Future()
     member(wires).later.set_result(Mischief(False))
     with pytest.raises(RemoteError, match="the answer of postponed by b cannot be read: ZeroDivisionError"):
         wires.call("a", "b", "postponed").result(DEADLINE)
@@ -207,10 +213,10 @@ def test_a_stream_is_no_further_ahead_than_its_credits(wires: Wires) -> None:
     time.sleep(0.1)  # whether it stays so is the question
     assert len(member(wires).seen) == STREAM_CREDITS + 1
     assert [next(stream) for _ in range(STREAM_CREDITS)] == list(range(STREAM_CREDITS))
-    until(lambda: len(member(wires).seen) == 2 * STREAM_CREDITS + 1, "what it may send then")
+    until(lambda: len(member(wires).seen) > STREAM_CREDITS + 1, "what it may send then")
+    assert len(member(wires).seen) <= 2 * STREAM_CREDITS + 1
     stream.close()
     assert member(wires).closed.wait(DEADLINE)
-    assert list(stream) == [] or True
 
 
 @pytest.mark.parametrize("how", ["closed", "left", "dropped", "broken off", "lost"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -115,9 +116,9 @@ def test_huge_counts_take_no_memory(pair: Pair, sizes: list[int], body: int) -> 
     threading.Thread(target=send, daemon=True).start()
     for limit in (2**62, 1000):
         reader = FrameReader(pair[1], limit)
-        with pytest.raises((EOFError, FrameError)):
-            while True:
-                reader.next()
+        with contextlib.suppress(EOFError, FrameError):
+            while reader.next():
+                pass
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # kB
 
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from rolecall.errors import PeerLostError
 from rolecall.wire.messages import Deadline, Request
-from tests.wire.wires import DEADLINE
+from tests.wire.wires import DEADLINE, until
 from tests.wire.workers import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,7 @@ def test_a_killed_peer(two: Two) -> None:
 def test_a_frozen_peer(two: Two, nbytes: int) -> None:
     two.ask("echo", 1).result(DEADLINE)
     os.kill(two.process.pid, signal.SIGSTOP)
+    until(lambda: psutil.Process(two.process.pid).status() == psutil.STATUS_STOPPED, "the stop")
     with pytest.raises(PeerLostError, match="nor sends its stacks: it is frozen or cut off"):
         two.ask("echo", torch.zeros(nbytes, dtype=torch.uint8), seconds=0.3).result(DEADLINE)
     os.kill(two.process.pid, signal.SIGCONT)

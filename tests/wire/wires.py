@@ -60,6 +60,11 @@ class Member:
         raise error
 
     @remote
+    def count_calls(self) -> int:
+        self.seen.append(None)
+        return len(self.seen)
+
+    @remote
     def make(self, nbytes: int) -> bytes:
         return b"x" * nbytes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from rolecall.checkpoint.checkpoint import Checkpoints
@@ -16,6 +15,8 @@ class Owner(Protocol):
     me: Peer
     generation: int
     logger: Any
+    shares: Any  # the `Shares` of this worker
+    internal_calls: Any  # the `Calls` of its peers' `Shares`
 
     @property
     def settings(self) -> Settings:
@@ -31,8 +32,14 @@ class Owner(Protocol):
         """The members with `role`, without those that were lost."""
         ...
 
-    def call(self, to: Peer | str, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Any:
-        """Calls `function(*args)` at the peer `to`; returns a future of the answer."""
+    @property
+    def call(self) -> Any:
+        """See `Context.call`."""
+        ...
+
+    @property
+    def options(self) -> Any:
+        """See `Context.options`."""
         ...
 
     def wait_all(self, calls: list[Any]) -> list[Any]:

@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rolecall.checkpoint import shardfile, shardfiles, shards
+from rolecall.checkpoint import shardfile, shardfiles
 from rolecall.checkpoint.capture import BLOCK_BYTES
 from rolecall.checkpoint.checkpoint import CheckpointError
 from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Order, Problem, Written
 from rolecall.checkpoint.shardfile import ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
+from rolecall.checkpoint.shards import Shares
 from rolecall.declare.task import Peer
 from rolecall.errors import CallTimeoutError, PeerLostError, UsageError
 from rolecall.record import rundir
@@ -50,7 +51,7 @@ class Sharded:
         self._files: dict[str, dict[str, ShardFile]] = {}  # of checkpoints, by name: candidates for links
         self._whole = False  # the next checkpoint must not link earlier files
         self.restored = False
-        shards.SHARES.directory = self.directory  # members may request pieces of its files
+        context.shares.directory = self.directory  # members may request pieces of its files
 
     # ---- a checkpoint
 
@@ -66,7 +67,7 @@ class Sharded:
         if step == self._step:
             return  # ordered before the step was made
         written = self._collected is not None and step == self._collected[0]
-        if written and not any(changed for _, changed in self._each(shards.changed, self.name)):
+        if written and not any(changed for _, changed in self._each(Shares.changed, self.name)):
             return  # such as at the end of a run, right after a checkpoint
         self._collected = None
         stem, self._step = self.checkpoints.stem(step), None
@@ -89,7 +90,7 @@ class Sharded:
             drain=self.context.draining,
         )
         self._whole = False
-        self._each(shards.begin, self.name, order)
+        self._each(Shares.begin, self.name, order)
         self._step = step
 
     def collect(self, step: int) -> Collected:
@@ -145,7 +146,7 @@ class Sharded:
 
     def _items(self, stem: str, peer: Peer) -> Iterator[Any]:
         """The items that `peer` sends, one call ahead. Raises CheckpointError, as after PHASE_TIMEOUT."""
-        call, limit = partial(self._ask, peer, shards.next_item, self.name, stem), self.context.settings.phase_timeout
+        call, limit = partial(self._ask, peer, Shares.next_item, self.name, stem), self.context.settings.phase_timeout
         ahead, came = call(), time.monotonic()
         while True:
             item = ahead()  # while training goes on
@@ -168,13 +169,13 @@ class Sharded:
         UsageError if they do not fit this program.
         """
         local = shardfiles.held(self.directory, stem, files)
-        answers = self._each(shards.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
+        answers = self._each(Shares.holds, self.name, stem, files, timeout=self.context.settings.phase_timeout)
         holders = {name: peer.name for peer, names in answers for name in names}
         holders |= dict.fromkeys(local, self.context.me.name)
         missing = [file.name for file in files if file.name not in holders]
         if missing:
             raise CheckpointError(f"{stem}: {missing[0]} is missing or torn")
-        problems = self._each(shards.load, self.name, stem, files, holders, timeout=self.context.settings.phase_timeout)
+        problems = self._each(Shares.load, self.name, stem, files, holders, timeout=self.context.settings.phase_timeout)
         for problem in (problem for _, problem in problems if problem is not None):
             raise UsageError(f"{stem}: {problem.text}") if problem.usage else CheckpointError(problem.text)
         self.restored = True
@@ -190,7 +191,7 @@ class Sharded:
     def load_whole(self, whole: Mapping[str, Tensor]) -> None:
         """Gives each member its rows of whole tensors. Raises UsageError if they do not fit."""
         shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-        for peer, rows in self._each(shards.prepare, self.name, shapes):
+        for peer, rows in self._each(Shares.prepare, self.name, shapes):
             if isinstance(rows, Problem):
                 raise UsageError(rows.text)
             under_way: deque[Callable[[], Any]] = deque()
@@ -198,9 +199,8 @@ class Sharded:
                 share = whole[name][first::step][:count]
                 size = max(1, BLOCK_BYTES // max(1, share[:1].nbytes))
                 for begin in range(0, count, size):
-                    values = share[begin : begin + size].clone()  # RPC sends a tensor's whole memory
-                    part = (name, begin, values)
-                    under_way.append(self._ask(peer, shards.put, self.name, *part))
+                    part = (name, begin, share[begin : begin + size])
+                    under_way.append(self._ask(peer, Shares.put, self.name, *part))
                     if len(under_way) > AHEAD:
                         under_way.popleft()()
             for answer in under_way:
@@ -216,16 +216,17 @@ class Sharded:
             raise PeerLostError(f"no {self.role} is left")
         return members
 
-    def _ask(self, peer: Peer, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Callable[[], Any]:
-        """Calls `function` at `peer`. Returns a function that waits for the answer, and raises PeerLostError."""
+    def _ask(self, peer: Peer, method: Callable[..., Any], *args: Any, timeout: float = -1.0) -> Callable[[], Any]:
+        """Calls `method` of the `Shares` of `peer`. Returns a function that waits for the answer, and raises
+        PeerLostError."""
         if peer == self.context.me:
-            return partial(function, *args)
-        answer = self.context.call(peer, function, *args, timeout=timeout)
+            return partial(method, self.context.shares, *args)
+        answer = self.context.internal_calls.options(timeout=timeout).call(peer, method, *args)
         return lambda: self.context.wait_all([answer])[0]
 
-    def _each(self, function: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
-        """Calls `function` at all members at once, at this rank last. Returns their answers."""
-        asked = [(peer, self._ask(peer, function, *args, timeout=timeout)) for peer in self._members]
+    def _each(self, method: Callable[..., Any], *args: Any, timeout: float = -1.0) -> list[tuple[Peer, Any]]:
+        """Calls `method` at all members at once, at this rank last. Returns their answers."""
+        asked = [(peer, self._ask(peer, method, *args, timeout=timeout)) for peer in self._members]
         asked.sort(key=lambda each: each[0] != self.context.me)  # which works meanwhile, too
         return [(peer, answer()) for peer, answer in asked]
 

@@ -1,6 +1,6 @@
 """A rank's share of a sharded value: captures, writes and reads it.
 
-Rank 0 (sharded.py) calls the functions of this module over RPC. They return errors, because RPC would lose the types.
+Rank 0 (sharded.py) calls the methods of `Shares`. They return the errors that rank 0 tells apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +20,13 @@ from rolecall.checkpoint.owner import Owner
 from rolecall.checkpoint.shard_messages import Begin, Earlier, Item, Order, Problem, Written
 from rolecall.checkpoint.shardfile import Column, ShardError, ShardFile
 from rolecall.checkpoint.shardfiles import Shapes
+from rolecall.declare.remote import remote
 from rolecall.errors import UsageError
 from rolecall.record import rundir
 
 Part = tuple[str, dict[str, Column], Iterable[Tensor]]  # a file: its name, its columns, their bytes
 POLL_SECONDS = 0.5  # that a call waits for the next item
+SHARE_SECONDS = 600.0  # that a call waits for its share
 
 
 class Share:
@@ -53,7 +54,7 @@ class Share:
         self._stem = ""
         self._targets: Mapping[str, Rows] = {}
         self._lock = threading.Lock()
-        SHARES.add(self)
+        context.shares.add(self)
 
     # ---- updates
 
@@ -140,7 +141,7 @@ class Share:
                     continue
                 self._send(Begin(name, columns), items)
                 for block in blocks:
-                    # RPC sends a tensor's whole memory
+                    # sent later: the capture may use its memory again
                     self._send(block.clone() if block.untyped_storage().nbytes() > block.nbytes else block, items)
             if direct and not files:
                 shardfile.sync(folder)
@@ -195,21 +196,24 @@ class Share:
 
     def _remote(self, stem: str, file: ShardFile, holder: str) -> shardfile.Read:
         """Reads a file at the rank `holder`, one block ahead."""
-        ahead: dict[tuple[int, int], Any] = {}
+        ahead: dict[tuple[int, int], Future[Tensor | Problem]] = {}
 
-        def ask(place: int, length: int) -> Any:
+        def ask(place: int, length: int) -> Future[Tensor | Problem]:
             piece = (place, length)
-            return self.context.call(holder, read_piece, stem, file.name, *piece)
+            call: Future[Tensor | Problem] = self.context.internal_calls.call(
+                holder, Shares.read_piece, stem, file.name, *piece
+            )
+            return call
 
         def read(place: int, length: int) -> Tensor:
             future = ahead.pop((place, length), None) or ask(place, length)
             following = (place + length, min(length, file.length - place - length))
             if following[1] > 0:
                 ahead[following] = ask(*following)
-            piece = future.wait()
+            piece = future.result()
             if isinstance(piece, Problem):
                 raise ShardError(piece.text)
-            return piece  # type: ignore[no-any-return]
+            return piece
 
         return read
 
@@ -231,7 +235,7 @@ class Share:
 
 
 class Shares:
-    """By name. RPC serves from the moment that it connects, so a call may arrive before the job has made its share."""
+    """A worker's shares, by name, as its peers call them. A call may arrive before the job has made its share."""
 
     directory = Path()  # with this rank's shards
 
@@ -250,57 +254,51 @@ class Shares:
             del self._futures[share.name]
         self._future(share.name).set_result(share)
 
-    def get(self, name: str, deadline: float = 600.0) -> Share:
-        """The share called `name`. Raises TimeoutError if there is none within `deadline` seconds."""
-        return self._future(name).result(deadline)
+    def _get(self, name: str) -> Share:
+        """The share called `name`. Raises TimeoutError if there is none within SHARE_SECONDS."""
+        return self._future(name).result(SHARE_SECONDS)
 
+    @remote
+    def begin(self, name: str, order: Order) -> None:
+        """Has the share captured, now or once its rank has made the order's step."""
+        self._get(name).begin(order)
 
-SHARES = Shares()
+    @remote
+    def changed(self, name: str) -> bool:
+        """Whether the share has changed since it was captured last."""
+        return self._get(name).changed
 
+    @remote
+    def next_item(self, name: str, stem: str) -> Item | None:
+        """What comes next of the share in the checkpoint `stem`."""
+        return self._get(name).next(stem)
 
-# ---- called over RPC
+    @remote
+    def holds(self, name: str, stem: str, files: list[ShardFile]) -> list[str]:
+        """The names of those of `files` that are in this rank's CHECKPOINT_DIR."""
+        return shardfiles.held(self._get(name).directory, stem, files)
 
+    @remote
+    def read_piece(self, stem: str, file: str, place: int, length: int) -> Tensor | Problem:
+        """Bytes of a file in this rank's CHECKPOINT_DIR."""
+        if "/" in stem or "/" in file:
+            return Problem(f"{stem}/{file} is no shard")
+        try:
+            return shardfile.reader(self.directory / stem / file)(place, length)
+        except ShardError as error:
+            return Problem(str(error))
 
-def begin(name: str, order: Order) -> None:
-    """Has the share captured, now or once its rank has made the order's step."""
-    SHARES.get(name).begin(order)
+    @remote
+    def load(self, name: str, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
+        """Reads the share out of the files of a checkpoint."""
+        return self._get(name).load(stem, files, holders)
 
+    @remote
+    def prepare(self, name: str, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
+        """Makes room for whole tensors."""
+        return self._get(name).prepare(shapes)
 
-def changed(name: str) -> bool:
-    """Whether the share has changed since it was captured last."""
-    return SHARES.get(name).changed
-
-
-def next_item(name: str, stem: str) -> Item | None:
-    """What comes next of the share in the checkpoint `stem`."""
-    return SHARES.get(name).next(stem)
-
-
-def holds(name: str, stem: str, files: list[ShardFile]) -> list[str]:
-    """The names of those of `files` that are in this rank's CHECKPOINT_DIR."""
-    return shardfiles.held(SHARES.get(name).directory, stem, files)
-
-
-def read_piece(stem: str, file: str, place: int, length: int) -> Tensor | Problem:
-    """Bytes of a file in this rank's CHECKPOINT_DIR."""
-    if "/" in stem or "/" in file:
-        return Problem(f"{stem}/{file} is no shard")
-    try:
-        return shardfile.reader(SHARES.directory / stem / file)(place, length)
-    except ShardError as error:
-        return Problem(str(error))
-
-
-def load(name: str, stem: str, files: list[ShardFile], holders: dict[str, str]) -> Problem | None:
-    """Reads the share out of the files of a checkpoint."""
-    return SHARES.get(name).load(stem, files, holders)
-
-
-def prepare(name: str, shapes: Shapes) -> dict[str, tuple[int, int, int]] | Problem:
-    """Makes room for whole tensors."""
-    return SHARES.get(name).prepare(shapes)
-
-
-def put(name: str, column: str, begin: int, values: Tensor) -> None:
-    """Sets rows of the share."""
-    SHARES.get(name).put(column, begin, values)
+    @remote
+    def put(self, name: str, column: str, begin: int, values: Tensor) -> None:
+        """Sets rows of the share."""
+        self._get(name).put(column, begin, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from rolecall.context.group import Group
@@ -26,10 +26,20 @@ NOT_SERVED = "has turn=True, which rank 0 never serves: the job is over once its
 
 class Calls:
     """Calls of a member's peers, with options: `timeout` in seconds (-1: RPC_TIMEOUT, in a phase PHASE_TIMEOUT; 0: no
-    deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method."""
+    deadline), `lost` (see `call_each`), and `role`, which is needed if several roles have the method. `internal` calls
+    are of what each worker offers its peers, whatever its role."""
 
-    def __init__(self, group: Group, timeout: float = -1.0, lost: Lost | None = None, role: str = "") -> None:
+    def __init__(
+        self,
+        group: Group,
+        timeout: float = -1.0,
+        lost: Lost | None = None,
+        role: str = "",
+        *,
+        internal: bool = False,
+    ) -> None:
         self._group, self._timeout, self._lost, self._role = group, timeout, lost, role
+        self._internal = internal
 
     def options(self, *, timeout: float | None = None, lost: Lost | None = None, role: str = "") -> Calls:
         """The same calls with other options."""
@@ -38,6 +48,7 @@ class Calls:
             self._timeout if timeout is None else timeout,
             self._lost if lost is None else lost,
             role or self._role,
+            internal=self._internal,
         )
 
     # ---- to one peer
@@ -90,7 +101,7 @@ class Calls:
     ) -> Any:
         group = self._group
         deadline = group.watchdog.limit(name, self._timeout, group.settings.rpc_timeout)
-        request = Request(method.__name__, args, kwargs, float(deadline))
+        request = Request(method.__name__, args, kwargs, float(deadline), internal=self._internal)
         if mark.stream:
             return group.connected.stream(name, request, deadline)
         return group.connected.call(name, request, deadline)
@@ -254,7 +265,7 @@ class Calls:
         raise UsageError(f"{name} is a method of several roles ({', '.join(having)}); say options(role=...)")
 
 
-def wait_all(calls: list[Future[T]]) -> list[T]:
+def wait_all(calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
     """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
     with recorder.span("wait"):
         for call in concurrent.futures.as_completed(calls):  # each ends at its own deadline

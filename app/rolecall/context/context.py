@@ -6,13 +6,14 @@ import concurrent.futures
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from rolecall import telemetry
 from rolecall.checkpoint.checkpoint import Checkpoints, Snapshot
 from rolecall.checkpoint.saving import Saver, State
+from rolecall.checkpoint.shards import Shares
 from rolecall.config import Settings
 from rolecall.context.calls import Calls, wait_all
 from rolecall.context.group import Group
@@ -25,7 +26,6 @@ from rolecall.declare.task import Peer
 from rolecall.errors import PeerLostError, UsageError
 from rolecall.record import rundir
 from rolecall.record.recorder import NOTHING, Nothing, Span, plain, recorder
-from rolecall.wire.future import Future
 
 S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
@@ -76,6 +76,8 @@ class Context(Generic[S]):
         # see Calls: the same calls, without options
         self.call, self.call_each, self.call_all = self.calls.call, self.calls.call_each, self.calls.call_all
         self.call_any, self.options = self.calls.call_any, self.calls.options
+        self.internal_calls = Calls(self.group, internal=True)
+        self.shares = Shares()
         self.progress = Progress(settings, metrics, self.supervision, self.watchdog, job)
         self.training = Training(self.group, self.progress, Saver(checkpoints, metrics) if checkpoints else None)
 
@@ -121,7 +123,7 @@ class Context(Generic[S]):
 
     # ---- calls
 
-    def wait_all(self, calls: list[Future[T]]) -> list[T]:
+    def wait_all(self, calls: Sequence[concurrent.futures.Future[T]]) -> list[T]:
         """The answers of calls to peers that this rank cannot do without. As soon as one fails, raises its error."""
         return wait_all(calls)
 
@@ -392,9 +394,10 @@ class Context(Generic[S]):
         """
         self.supervision.conclude("drained" if summary is None else "finished", self.step, summary or {})
 
-    def fail(self, problem: str) -> None:
-        """Ends this rank's process at once, from any thread, as if its function had raised ProgramError(`problem`). For
-        a function that cannot be made to return.
+    def fail(self, problem: str | BaseException) -> None:
+        """Ends this rank's process at once, from any thread, as if its function had raised `problem`, or
+        ProgramError(`problem`) for a text. For a function that cannot be made to return, and for a remote method whose
+        error is this rank's failure, not its caller's.
         """
         self.supervision.fail(problem)
 

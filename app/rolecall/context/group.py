@@ -77,8 +77,13 @@ class Group:
 
     def lose(self, name: str) -> None:
         """Removes `name` from this generation: its calls are refused, and calls to it are given up."""
-        if name in self.lost:
-            return
+        if name not in self.lost:
+            self._remove(name)
+            if self.transport is not None:
+                self.transport.lose(name)
+
+    def _remove(self, name: str) -> None:
+        """Counts `name` as lost, and tells those that wait for it."""
         self.lost.add(name)
         with self._lock:
             under_way = list(self._answers)
@@ -86,8 +91,6 @@ class Group:
             answers.put((name, None))
         for listener in self._listeners:
             listener(name)
-        if self.transport is not None:
-            self.transport.lose(name)
 
     def give_up(self, name: str, stuck: str = "") -> None:
         """See `Context.give_up`."""
@@ -96,11 +99,12 @@ class Group:
             raise UsageError(f"no peer {name!r} in this generation ({', '.join(peer.name for peer in self.members)})")
         if name in self.lost:
             return
-        self.lose(name)
         report = functools.partial(self.supervision.report_lost, peer.role, peer.ordinal)
         if stuck and self.me.rank == 0:
+            self._remove(name)
             self.connected.end_stuck(name, stuck, otherwise=report)
         else:
+            self.lose(name)
             report()
 
     def disconnected(self, name: str, error: PeerLostError) -> None:

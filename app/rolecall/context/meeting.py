@@ -51,6 +51,7 @@ def meet(
     present = frozenset(peer.name for peer in context.members if peer.name not in group.lost)
     services = Services(present, context.supervision, context.progress, open_store)
     wire = Wire(me.name, dialer, services, max_message_bytes=settings.max_message_bytes, lost=group.disconnected)
+    wire.dispatcher.offer(context.shares)
     acceptor = Acceptor(me, tls, wire.accept)
     port = settings.port
     path = "" if settings.tls == "always" else str(directory / f"wire-{context.generation}")

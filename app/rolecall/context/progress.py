@@ -36,8 +36,8 @@ class Supervision:
     def conclude(self, outcome: Literal["finished", "drained"], step: int, summary: dict[str, Any]) -> None:
         """This process ends with `outcome`, whatever its function does."""
 
-    def fail(self, problem: str) -> None:
-        """This process ends as one whose function raised."""
+    def fail(self, problem: str | BaseException) -> None:
+        """This process ends as one whose function raised `problem`, or a ProgramError with that text."""
 
     def refuse_drain(self, problem: str) -> None:
         """The drain's checkpoint could not be written."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,11 +67,7 @@ class Services:
         self.arrived(Address(*address))
         waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
 
-        def met(all_there: concurrent.futures.Future[Met]) -> None:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller has given it up
-                waiting.set_result(all_there.result())
-
-        self._met.add_done_callback(met)
+        self._met.add_done_callback(lambda met: waiting.set_result(met.result()))
         return waiting
 
     @remote

@@ -37,7 +37,7 @@ class Transport(Protocol):
         """See `Context.on_disconnect`."""
 
     def end_stuck(self, to: str, problem: str, otherwise: Callable[[], None]) -> None:
-        """Has the worker of `to` end as stuck. Calls `otherwise` if it cannot be reached."""
+        """Has the worker of `to` end as stuck, and loses it. Calls `otherwise` if it cannot be reached."""
 
     def forward(self, event: ProgressEvent) -> None:
         """Has rank 0 apply `event` by `Progress.take`."""
@@ -115,6 +115,7 @@ class WireTransport:
         def told(answer: Any) -> None:
             if answer.exception():
                 otherwise()
+            self.lose(to)
 
         self.wire.call(to, request, Deadline(EXAMINE_SECONDS)).add_done_callback(told)
 

@@ -27,17 +27,16 @@ from rolecall.context.context import Context, mixed_seed
 from rolecall.context.eager import lighten
 from rolecall.context.memory import keep_freed_memory
 from rolecall.context.watchdog import Watchdog
-from rolecall.declare import loader, registry
+from rolecall.declare import registry
 from rolecall.declare.spec import Job, Role
 from rolecall.declare.task import Task
-from rolecall.errors import Drained, PeerLostError, ProgramError, UsageError
+from rolecall.errors import Drained, PeerLostError, UsageError
 from rolecall.rank import stack_dump
 from rolecall.rank.pipe_messages import RecordTrace, Result
 from rolecall.rank.worker_end import WorkerEnd
 from rolecall.record import rundir
 from rolecall.record.recorder import recorder
 from rolecall.record.span_file import file_name
-from rolecall.torch_rpc import failures
 from rolecall.torch_rpc.connect import connect
 
 KEPT_BYTES = 2**29  # of freed memory, for new tensors
@@ -68,16 +67,8 @@ def main(task: Task, connection: Connection) -> None:
         result = _work(task, job, pipe, watchdog) if task.members else check(task, job)
     except Drained as drained:
         result = Result("drained", step=drained.step)
-    except UsageError as error:
-        result = Result("refused", loader.explain(error))
     except (Exception, SystemExit) as error:
-        if failures.is_lost(error):
-            result = Result("lost", failures.first_line(error))
-        elif not task.members and loader.locate(error):
-            result = Result("refused", loader.explain(error))
-        else:
-            text = loader.with_place(error) if isinstance(error, ProgramError) else loader.users_traceback(error)
-            result = Result("failed", text)
+        pipe.fail(error)
     pipe.end(result)
 
 

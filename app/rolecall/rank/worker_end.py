@@ -11,13 +11,14 @@ from typing import Any, Literal, NoReturn
 from rolecall.context.context import Context
 from rolecall.context.progress import Curve, Supervision
 from rolecall.context.watchdog import Watchdog
-from rolecall.declare import registry
+from rolecall.declare import loader, registry
 from rolecall.declare.task import Task
+from rolecall.errors import ProgramError, UsageError
 from rolecall.observe.sinks.points import NAMED
 from rolecall.rank import pipe_messages, stack_dump
 from rolecall.record.files import longest_work
 from rolecall.record.history import Record
-from rolecall.torch_rpc import tracing
+from rolecall.torch_rpc import failures, tracing
 
 REPORT_SECONDS = 0.5
 
@@ -116,9 +117,19 @@ class WorkerEnd(Supervision):
         """Reports `outcome` and ends the process."""
         self.end(pipe_messages.Result(outcome, step=step, summary=summary))
 
-    def fail(self, problem: str) -> None:
-        """Reports a failure and ends the process."""
-        self.end(pipe_messages.Result("failed", problem))
+    def fail(self, problem: str | BaseException) -> NoReturn:
+        """Reports a failure, as its text or as what the role's function raised, and ends the process."""
+        self.end(pipe_messages.Result("failed", problem) if isinstance(problem, str) else self._raised(problem))
+
+    def _raised(self, error: BaseException) -> pipe_messages.Result:
+        if isinstance(error, UsageError):
+            return pipe_messages.Result("refused", loader.explain(error))
+        if failures.is_lost(error):
+            return pipe_messages.Result("lost", failures.first_line(error))
+        if not self._task.members and loader.locate(error):
+            return pipe_messages.Result("refused", loader.explain(error))
+        program = isinstance(error, ProgramError)
+        return pipe_messages.Result("failed", loader.with_place(error) if program else loader.users_traceback(error))
 
     def end(self, result: pipe_messages.Result | None = None) -> NoReturn:
         """Sends the last records, spans and the `result`, if there is one, and ends the process."""

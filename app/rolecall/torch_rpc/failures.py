@@ -17,8 +17,10 @@ def is_lost(error: BaseException) -> bool:
     rank 0's worker serves."""
     if isinstance(error, PeerLostError | dist.DistNetworkError):
         return True
-    if isinstance(error, CallTimeoutError | RemoteError):
+    if isinstance(error, CallTimeoutError):
         return False
+    if isinstance(error, RemoteError):  # of a peer whose own call of torch's failed
+        return error.__cause__ is not None and is_lost(error.__cause__)
     return isinstance(error, RuntimeError) and bool(GONE.search(str(error)))
 
 

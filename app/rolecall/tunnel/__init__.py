@@ -1,6 +1,7 @@
 """One TLS port a rank, through which everything between ranks passes.
 
 acceptor.py    Accepts TLS on the rank's port: authenticates within DEADLINE_SECONDS, reads the requested service
+client.py      A worker's requests to its rank's tunnel
 channel.py     One TLS connection to a peer's tunnel, on a non-blocking socket, and the frames in it
 dial.py        Connects to a peer's tunnel, authenticates it, and requests a service
 handle.py      Starts the tunnel's process, sends it the rank's member name, and receives its figures
@@ -12,4 +13,5 @@ places.py      Names of the services and sockets of tunnels
 process.py     The tunnel's process: one a rank, beside its supervisor and its worker; it ends with the supervisor
 signatures.py  Requests that are signed with a key derived from JOB_TOKEN
 splice.py      Splices a local connection and one to a peer: data that arrives at one end is sent at the other
+tickets.py     Tickets, with which a peer's second connection to PORT reaches this rank's worker
 """

@@ -156,7 +156,7 @@ def contexts(authority: str, chain: str) -> tuple[ssl.SSLContext, ssl.SSLContext
     """The contexts of a server, a client, and a client that checks no name, from PEM: TLS 1.3, both ends show a
     certificate of the authority. `chain` has the certificate and its key. Raises ssl.SSLError, OSError and
     ValueError."""
-    made = []
+    built = []
     with _file_in_memory(chain) as path:
         for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT):
             context = ssl.SSLContext(protocol)
@@ -165,10 +165,10 @@ def contexts(authority: str, chain: str) -> tuple[ssl.SSLContext, ssl.SSLContext
             context.hostname_checks_common_name = False
             context.load_verify_locations(cadata=authority)
             context.load_cert_chain(path, password=_refuse_to_ask)
-            made.append(context)
-    made[0].num_tickets = 0  # no connection is resumed, so none can be replayed
-    made[2].check_hostname = False
-    return made[0], made[1], made[2]
+            built.append(context)
+    built[0].num_tickets = 0  # no connection is resumed, so none can be replayed
+    built[2].check_hostname = False
+    return built[0], built[1], built[2]
 
 
 def _refuse_to_ask() -> str:

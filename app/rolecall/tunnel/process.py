@@ -205,8 +205,8 @@ class Tunnel:
             self._accept_member(channel, service)
 
     def _certificate(self) -> dict[str, Any]:
-        made = self._credentials
-        return {"authority": made.authority, "chain": made.chain, "given": made.given}
+        mine = self._credentials
+        return {"authority": mine.authority, "chain": mine.chain, "given": mine.given}
 
     def _fetch_ticket(self, peer: Destination, answer: Callable[[dict[str, Any]], None]) -> None:
         def connected(channel: Channel) -> None:

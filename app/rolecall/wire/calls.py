@@ -133,8 +133,12 @@ class Wire:
             link.close("")
 
     def on_disconnect(self, peer: str, gone: Callable[[str], None]) -> None:
-        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended. Raises PeerLostError."""
-        link = self._link_to(peer)
+        """Calls `gone(peer)`, from another thread, as soon as the link to `peer` has ended, or at once."""
+        try:
+            link = self._link_to(peer)
+        except PeerLostError:
+            gone(peer)
+            return
         with self._lock:
             ended = link.ended
             if not ended:
@@ -225,8 +229,14 @@ class Wire:
 
     def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
         now = time.monotonic()
-        call = Pending(to, request, deadline, Future(), ended, now + deadline if deadline else float("inf"))
-        call.future = Future(lambda: self._give_up(call))
+        call = Pending(
+            to,
+            request,
+            deadline,
+            Future(lambda: self._give_up(call)),
+            ended=ended,
+            expires=now + deadline if deadline else float("inf"),
+        )
         return call
 
     def _send(self, call: Pending, content: Encoded) -> None:

@@ -453,7 +453,8 @@ class Dialer:
 
     def _greet(self, sock: socket.socket, callee: str, direction: Direction, link: str, **probe: Any) -> dict[str, Any]:
         me = self._me
-        send_hello(sock, Hello(me.name, callee, me.job, me.generation, link, direction, **probe)._asdict())
+        hello = Hello(me.name, callee, me.job, me.generation, link=link, direction=direction, **probe)
+        send_hello(sock, hello._asdict())
         answer = receive_hello(sock, time.monotonic() + HELLO_SECONDS)
         if "problem" in answer:
             raise ConnectionError(str(answer["problem"]))

@@ -35,7 +35,7 @@ class Call:
     request: Request
     expires: float
     cancelled: bool = False
-    future: concurrent.futures.Future[Any] | None = None  # of an async method, or that the method has returned
+    coroutine: concurrent.futures.Future[Any] | None = None  # of an async method
     credits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(STREAM_CREDITS))
 
     @property
@@ -47,8 +47,8 @@ class Call:
         """The caller does not wait any more."""
         self.cancelled = True
         self.credits.release()
-        if self.future:
-            self.future.cancel()
+        if self.coroutine:
+            self.coroutine.cancel()
 
 
 class Dispatcher:
@@ -56,7 +56,7 @@ class Dispatcher:
     is this member's name."""
 
     def __init__(self, me: str, internals: object) -> None:
-        self._me, self._internals = me, internals
+        self._me, self._internals = me, [internals]
         self._target: object | None = None
         self._refusal = ""  # why there is no target
         self._early: list[Call] = []  # that arrived before the target was there
@@ -76,6 +76,10 @@ class Dispatcher:
         for call in early:
             if self._admit(call):
                 threading.Thread(target=self._work, args=(call,), daemon=True).start()
+
+    def offer(self, internals: object) -> None:
+        """Peers' internal calls go to `internals`, too."""
+        self._internals.append(internals)
 
     def serve_turns(self) -> NoReturn:
         """Runs calls of methods with `turn`, as they come."""
@@ -150,8 +154,10 @@ class Dispatcher:
         request = call.request
         if self._is_given_up(call):
             return
-        target: object | None = self._internals
-        if not request.internal:
+        target: object | None
+        if request.internal:
+            target = next((each for each in self._internals if find(each, request.method)), self._internals[0])
+        else:
             with self._lock:
                 target = self._target
                 if target is None and not self._refusal:
@@ -203,13 +209,12 @@ class Dispatcher:
                 finally:
                     span.end()
 
-        self._answer_later(call, asyncio.run_coroutine_threadsafe(run(), self._loop), tracing.NO_SPAN)
+        call.coroutine = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        if call.cancelled:
+            call.coroutine.cancel()
+        self._answer_later(call, call.coroutine, tracing.NO_SPAN)
 
     def _answer_later(self, call: Call, future: concurrent.futures.Future[Any], span: tracing.ServerSpan) -> None:
-        call.future = future
-        if call.cancelled:
-            future.cancel()
-
         def done(_: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
                 span.end()

@@ -49,7 +49,7 @@ class Frame(NamedTuple):
     kind: int
     call: int
     body: bytes | memoryview
-    buffers: Sequence[np.ndarray | bytearray]
+    buffers: Sequence[bytearray | memoryview]
     in_memory: bool = False
     excess: int = 0
 
@@ -85,10 +85,10 @@ class FrameReader:
         total = length + sum(region.nbytes for region in regions)
         if total > self._limit:
             self._skip(length if in_memory else total)
-            return Frame(kind, call, b"", (), in_memory, total)
+            return Frame(kind, call, b"", (), in_memory=in_memory, excess=total)
         body = self._bytes(length) if length <= RECEIVE_BYTES else memoryview(self._large(length))
         if in_memory:
-            return Frame(kind, call, body, [memory.read(self._pid, region) for region in regions], True)
+            return Frame(kind, call, body, [memory.read(self._pid, region).data for region in regions], True)
         return Frame(kind, call, body, [self._large(region.nbytes) for region in regions])
 
     def _regions(self, count: int, in_memory: bool) -> list[Region]:
@@ -97,7 +97,7 @@ class FrameReader:
         if in_memory and not self._pid:
             raise FrameError("a frame in memory that this process cannot read")
         entry = REGION if in_memory else SIZE
-        table = memoryview(self._large(count * entry.size))
+        table = self._large(count * entry.size)
         if in_memory:
             return [Region(*entry_) for entry_ in REGION.iter_unpack(table)]
         return [Region(0, size) for (size,) in SIZE.iter_unpack(table)]
@@ -122,17 +122,17 @@ class FrameReader:
         self._start += count
         return bytes(self._view[self._start - count : self._start])
 
-    def _large(self, count: int) -> bytearray | np.ndarray:
+    def _large(self, count: int) -> bytearray | memoryview:
         """The next `count` bytes, in memory of their own."""
         if count <= JOIN_BYTES:
             return bytearray(self._bytes(count))
         if count > RESERVED_BYTES:
             return self._huge(count)
         target = np.empty(count, np.uint8)  # unlike a bytearray, not cleared first
-        self._fill(memoryview(target.data))
-        return target
+        self._fill(target.data)
+        return target.data
 
-    def _huge(self, count: int) -> np.ndarray:
+    def _huge(self, count: int) -> memoryview:
         with contextlib.ExitStack() as undo:
             target = mmap.mmap(-1, RESERVED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             undo.callback(target.close)
@@ -144,7 +144,7 @@ class FrameReader:
                     self._fill(rest)
                 done = end
             undo.pop_all()
-        return np.frombuffer(target, np.uint8)
+        return memoryview(target)
 
     def _fill(self, view: memoryview) -> None:
         here = min(len(view), self._end - self._start)

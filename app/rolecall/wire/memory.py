@@ -8,6 +8,7 @@ forbids it: both ends try it when they connect.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from typing import NamedTuple
 
@@ -43,16 +44,18 @@ def address_of(buffer: memoryview) -> int:
 
 def read(pid: int, region: Region) -> np.ndarray:
     """A copy of the region of process `pid`. Raises OSError if that is not allowed or the process has ended."""
-    target = np.empty(region.nbytes, np.uint8)
     if _readv is None:
         raise OSError("process_vm_readv is missing")
+    try:
+        target = np.empty(region.nbytes, np.uint8)
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
     done = 0
     while done < region.nbytes:
         count = min(region.nbytes - done, MAX_READ_BYTES)
         local, there = _Vector(target.ctypes.data + done, count), _Vector(region.address + done, count)
-        copied = _readv(
-            pid, ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1), ctypes.c_ulong(0)
-        )
+        vectors = (ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1))
+        copied = _readv(pid, *vectors, ctypes.c_ulong(0))
         if copied <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         done += copied

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rolecall import UsageError
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.messages import DataDescription
 from rolecall.jobs.hybrid.table import Bags
 from rolecall.jobs.support import cached, standard_library, track, versions
 
@@ -49,7 +48,18 @@ OMITTED_FOLDER = "macholib"  # a folder of ctypes that Debian leaves out
 TEST_EVERY = 5  # every fifth file is for testing
 MAX_SAMPLES = 2000  # of one package
 MIX = 0x9E3779B97F4A7C15  # an odd number whose multiples are spread evenly (Knuth, 2^64 / golden ratio)
+EVALUATION_BATCH = 512  # samples
 FORM = "two sequences, training and test, of (rows, label) or (rows, weights, label)"
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """Numbers of training samples, of test samples and of classes; `digest` identifies the data."""
+
+    samples: int
+    tests: int
+    classes: int
+    digest: str
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import torch
 
 from rolecall import UsageError
 from rolecall.jobs.hybrid import HybridSettings, data, tables
-from rolecall.jobs.hybrid.data import Data, Samples
-from rolecall.jobs.hybrid.messages import EVALUATION_BATCH
+from rolecall.jobs.hybrid.data import EVALUATION_BATCH, Data, Samples
 from rolecall.jobs.hybrid.model import LocalModel
 from rolecall.jobs.support import track
 

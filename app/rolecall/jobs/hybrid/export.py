@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from rolecall import Exported
 from rolecall.jobs.hybrid import HybridSettings
-from rolecall.jobs.hybrid.data import Samples
+from rolecall.jobs.hybrid.data import EVALUATION_BATCH, Samples
 from rolecall.jobs.hybrid.evaluate import restore, samples_of
 from rolecall.jobs.hybrid.hashed import HashedTable
-from rolecall.jobs.hybrid.messages import EVALUATION_BATCH
 from rolecall.jobs.hybrid.model import LocalModel
 from rolecall.jobs.hybrid.table import Bags
 

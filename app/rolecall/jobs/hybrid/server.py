@@ -1,4 +1,4 @@
-"""A ps: holds a share of the table, and updates it once a step with the gradients of all trainers."""
+"""A server: holds a share of the table, and updates it once a step with the gradients of all trainers."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall import Context, LoggedShare, RankObject, Share
+from rolecall import Context, LoggedShare, Share, remote
 from rolecall.jobs.hybrid import HybridSettings, tables
 from rolecall.jobs.hybrid.disk import DiskTable, open_scratch
 from rolecall.jobs.hybrid.table import Bags, Plan, Table
 
 T = TypeVar("T")
-SERVER: RankObject[TableServer] = RankObject()
-
-
-def run(context: Context[HybridSettings]) -> None:
-    """Serves calls until the process ends. Raises the error of an update."""
-    SERVER.set(TableServer(context)).failure.result()  # the supervisor bounds this wait
 
 
 class TableServer:
-    """The table after `step` steps, the requests that wait for a later step, and the data of the next one."""
+    """The table after `step` steps, the requests that wait for a later step, and the data of the next one. An error of
+    the table, in a lookup or an update, is this rank's own, and ends its process.
+    """
 
     table: Table
     share: Share  # in checkpoints
 
     def __init__(self, context: Context[HybridSettings]) -> None:
         self.context, self.settings, self.metrics = context, context.settings, context.metrics
-        # raises UsageError here, because RPC would lose its type
-        self.scratch = open_scratch(context.settings, context.me.ordinal)
-        self.hold(tables.build(context.settings, context.me.ordinal, self.scratch))
+        scratch = open_scratch(context.settings, context.me.ordinal)
+        table = tables.build(context.settings, context.me.ordinal, scratch)
+        self.hold(table if scratch else table.to(context.device))  # rows on disk are pooled on the CPU
         self.step = 0
-        self.failure: Future[None] = Future()  # of work in the pool
         self._trainers = [peer.ordinal for peer in context.peers("trainer")]
         self._bags: dict[int, Bags] = {}  # of the next step, by trainer
         self._gradients: dict[int, Tensor] = {}  # of the vectors pooled from them, by trainer
@@ -61,17 +55,49 @@ class TableServer:
             share = Share(self.context, "embeddings", table.rows, table.prepare, at=self._save_at)
         self.table, self.share = table, share
 
-    def start(self, step: int) -> None:
-        """Starts training after `step` steps."""
+    @remote
+    def start(self, step: int, fill: bool) -> None:
+        """Starts training after `step` steps; with `fill`, the table gets its initial values."""
+        if fill:
+            self.table.fill(self.context.threads)
         self.step = step
         self.table.start(step)
 
-    def at(self, step: int, work: Callable[[], T]) -> torch.futures.Future[T]:
+    @remote
+    def exchange(
+        self, step: int, *, trainer: int, gradient: Tensor | None, bags: Bags | None, later: Tensor | None
+    ) -> Future[Tensor]:
+        """Takes from `trainer` the `gradient` [bags, width] of its pooled vectors, for the update that makes step
+        `step`, and its `bags` of the step after that; either may be missing. `later` are rows [n] of further steps,
+        which a table on disk reads ahead. The answer is that of `pool`, after step `step`; without bags it is empty.
+        """
+        if gradient is not None:
+            self.add_gradient(trainer, gradient)
+        if bags is None:
+            return self.at(0, lambda: torch.zeros(0))  # now
+        lookup = bags.to(self.table.weight.device)
+        if later is not None:
+            self.table.prefetch(later.long())
+
+        def pool() -> Tensor:
+            self.add_bags(trainer, lookup)  # before the answer, which the trainer's next gradient follows
+            return self.pool(lookup)
+
+        return self.at(step, pool)
+
+    @remote
+    def lookup(self, step: int, bags: Bags) -> Future[Tensor]:
+        """Pools `bags` after `step` steps."""
+        lookup = bags.to(self.table.weight.device)
+        return self.at(step, lambda: self.pool(lookup))
+
+    def at(self, step: int, work: Callable[[], T]) -> Future[T]:
         """The result of `work`, which runs after step `step`: now, in this thread, or later, in the pool."""
-        answer: torch.futures.Future[T] = torch.futures.Future()
+        answer: Future[T] = Future()
 
         def respond() -> None:
-            answer.set_result(work())
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(work())
 
         with self._lock:
             if self.step < step:
@@ -89,13 +115,14 @@ class TableServer:
                 lookups, self._bags = [self._bags[trainer] for trainer in self._trainers], {}
                 self._plan = self._submit(self.table.plan, lookups)  # while the trainers compute
 
-    def pool(self, bags: Bags) -> np.ndarray | Exception:
-        """The sums [bags, width] of `bags`, or the exception, whose type RPC would lose if it were raised."""
+    def pool(self, bags: Bags) -> Tensor:
+        """The sums [bags, width] of `bags`, on the CPU."""
         try:
             with torch.no_grad(), self.metrics.hybrid_lookup_seconds.time():
-                vectors: np.ndarray = self.table(bags).cpu().numpy()
+                vectors: Tensor = self.table(bags).cpu()
         except Exception as error:
-            return error
+            self.context.fail(error)
+            raise
         self.metrics.hybrid_lookups.inc(len(bags.rows))
         return vectors
 
@@ -132,15 +159,14 @@ class TableServer:
         self.context.report_step(self.step)
 
     def _submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Runs `work` in the pool. An error ends the process, because no call waits for it."""
+        """Runs `work` in the pool."""
         future = self._pool.submit(work, *args)
         future.add_done_callback(self._check)
         return future
 
     def _check(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None and not self.failure.done():
-            self.failure.set_exception(error)
+        if error := future.exception():
+            self.context.fail(error)
 
     def _save_at(self, step: int, begin: Callable[[], None]) -> None:
         """Calls `begin` after step `step`, before the next one."""

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +20,6 @@ INITIAL_ROWS = 1 << 16  # rows that one generator initializes
 EPSILON = 1e-10
 LARGE_PAGE = 1 << 21  # bytes
 MADV_HUGEPAGE = 14  # Linux's mman.h
-BagArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # rows int32 or int64, offsets int32, weights float32
 
 
 @dataclass(frozen=True)
@@ -53,27 +51,15 @@ class Bags:
             shares.append(Bags(rows, before[self.offsets], weights))
         return shares
 
-    def to_arrays(self) -> BagArrays:
-        """For sending: arrays are part of a call, but each tensor is a separate message."""
-        weights = None if self.weights is None else self.weights.numpy()
-        rows = self.rows.numpy()
-        narrow = rows.astype(np.int32)
-        return narrow if np.array_equal(narrow, rows) else rows, self.offsets.numpy().astype(np.int32), weights
-
-    @classmethod
-    def from_arrays(cls, arrays: BagArrays) -> Bags:
-        """The inverse of `to_arrays`."""
-        rows, offsets, weights = arrays
-        return cls(
-            torch.from_numpy(rows).long(),
-            torch.from_numpy(offsets).long(),
-            None if weights is None else torch.from_numpy(weights),
-        )
+    def narrow(self) -> Bags:
+        """The bags for sending: offsets as int32, and rows if they fit."""
+        rows = self.rows.int()
+        return Bags(rows if torch.equal(rows.long(), self.rows) else self.rows, self.offsets.int(), self.weights)
 
     def to(self, device: torch.device) -> Bags:
-        """The bags on `device`, with weights as float32."""
+        """The bags on `device`, in the types that a table takes."""
         weights = None if self.weights is None else self.weights.detach().to(device, torch.float32)
-        return Bags(self.rows.to(device), self.offsets.to(device), weights)
+        return Bags(self.rows.to(device, torch.int64), self.offsets.to(device, torch.int64), weights)
 
 
 @dataclass(frozen=True)

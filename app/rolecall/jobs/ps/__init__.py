@@ -88,10 +88,10 @@ JOB = Job(
     summary="parameter server: trainers push gradients, servers update and hand out parameters",
     settings=PsSettings,
     roles=(
-        Role("ps", "rolecall.jobs.ps.lead:run", "SERVERS", preload=("rolecall.jobs.ps.lead",)),
+        Role("ps", "rolecall.jobs.ps.lead:ParameterServer", "SERVERS", preload=("rolecall.jobs.ps.lead",)),
         Role(
             "trainer",
-            "rolecall.jobs.ps.trainer:run",
+            "rolecall.jobs.ps.trainer:Trainer",
             "TRAINERS",
             "MIN_TRAINERS",
             "MAX_TRAINERS",
@@ -105,4 +105,5 @@ JOB = Job(
     score="accuracy",
     unit="samples",
     pinned=("dataset", "model", "seed"),
+    torch_rpc=lambda settings: settings.update_mode == "autograd",  # distributed autograd
 )

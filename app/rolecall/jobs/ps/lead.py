@@ -11,37 +11,32 @@ from functools import partial
 from typing import Any
 
 from rolecall import Context
-from rolecall.jobs.ps import PsSettings, calls, data
+from rolecall.jobs.ps import PsSettings, data
 from rolecall.jobs.ps.evaluate import log_accuracy
 from rolecall.jobs.ps.ledger import Ledger, Update
 from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, UpdateShard, Working
 from rolecall.jobs.ps.patience import CHECK_SECONDS, Patience
-from rolecall.jobs.ps.reports import Reports
-from rolecall.jobs.ps.server import Server
-from rolecall.jobs.ps.server_model import ServerModel
+from rolecall.jobs.ps.server import Inbox, Server
 from rolecall.jobs.ps.sharded import ShardedModel
+from rolecall.jobs.ps.trainer import Trainer
 
 DRAIN_SHARE = 0.5  # of DRAIN_TIMEOUT that open rounds have; what takes longer is given up
 
 
-def run(context: Context[PsSettings]) -> dict[str, Any] | None:
-    """Serves a shard of the parameters; at rank 0, trains until the epochs are done."""
-    if context.rank == 0:
-        return lead(context)
-    calls.SERVER.set(Server(context, Reports(context).add))
-    return None  # trainers and the lead call the server
+class ParameterServer(Server):
+    """A member of the role `ps`: a server, which at rank 0 is the lead, too."""
+
+    def run(self) -> dict[str, Any] | None:
+        """At rank 0, trains until the epochs are done. The other servers are called by trainers and the lead."""
+        return lead(self) if self.context.rank == 0 else None
 
 
-def lead(context: Context[PsSettings]) -> dict[str, Any]:
+def lead(server: Server) -> dict[str, Any]:
     """The lead's loop: takes events in their order, and makes the updates that are due with them."""
-    s, metrics, inbox = context.settings, context.metrics, calls.INBOX.set(queue.SimpleQueue())
+    context, inbox = server.context, server.inbox
+    s, metrics = context.settings, context.metrics
     context.on_lost(inbox.put)
     trainers = [peer.name for peer in context.peers("trainer")]
-    server_model = None
-    if s.update_mode == "autograd":
-        threads = max(1, context.threads // max(1, len(trainers)))
-        server_model = calls.SERVER_MODEL.set(ServerModel(s, threads, context.device))
-    server = calls.SERVER.set(Server(context, inbox.put, server_model))
     model = ShardedModel(context, server)
     train, test = data.load(s)
     ledger = make_ledger(s, len(train), trainers)
@@ -144,7 +139,7 @@ def make_ledger(s: PsSettings, samples: int, trainers: list[str]) -> Ledger:
 
 
 def next_event(
-    inbox: calls.Inbox, ledger: Ledger, arrived: Counter[GradientKey], servers: int
+    inbox: Inbox, ledger: Ledger, arrived: Counter[GradientKey], servers: int
 ) -> GradientKey | Working | str | None:
     """The next event: a gradient once all `servers` have it; None if there is none within CHECK_SECONDS. Gradients of
     lost trainers are left out.
@@ -196,7 +191,7 @@ class OpenRounds:
         if self._ordered is None:
             self._ordered = ledger.version, now
             for name in ledger.trainers:
-                self._context.call(name, calls.end_rounds, ledger.ahead)
+                self._context.call(name, Trainer.end_rounds, ledger.ahead)
         version, since = self._ordered
         if ledger.version >= version + ledger.ahead or now - since > self._limit:
             self._ordered = None  # a refused drain may be ordered again

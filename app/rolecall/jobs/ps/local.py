@@ -10,29 +10,30 @@ import math
 import queue
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.futures import Future
 from torch.nn.utils import vector_to_parameters
 
 from rolecall import Context, PeerLostError
-from rolecall.jobs.ps import PsSettings, calls, data, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices, PartAnswer
+from rolecall.jobs.ps import PsSettings, data, model
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
+from rolecall.jobs.ps.server import Server
 from rolecall.jobs.ps.wire import Receiver, Sender
 
-MAX_ROUND_SECONDS = 1e6  # of a call's deadline; TensorPipe counts milliseconds in 32 bits
 SIGN_SECONDS = 1.0  # between two messages to the lead that steps are made
 
 
-def run(context: Context[PsSettings]) -> None:
-    """Makes round after round until the epochs are done."""
+def run(context: Context[PsSettings], ending: queue.SimpleQueue[None]) -> None:
+    """Makes round after round until the epochs are done. An item of `ending` ends a round at its next step."""
     s, metrics, replica = context.settings, context.metrics, LocalReplica(context)
     with context.phase("loading"):
         train, _ = data.load(s)
-    assigned, ending = deque[Indices](), calls.ENDING.set(queue.SimpleQueue())
+    assigned = deque[Indices]()
     signed_at, steps = time.monotonic(), 0
     sign: Future[None] | None = None  # the newest message to the lead
     replica.ask()
@@ -83,16 +84,15 @@ class LocalReplica:
         self._optimizer = model.optimizer(model.trainable(self.model), self.settings)
         self._extents = [slice(part.start, part.stop) for part in self.parts]
         sizes = [part.stop - part.start for part in self.parts]
-        self._differences = [torch.empty(size) for size in sizes]  # RPC sends a tensor's whole memory
+        self._differences = [torch.empty(size) for size in sizes]
         self._senders = [Sender(size, self.settings.wire_dtype) for size in sizes]
         self._receivers = [Receiver(size, self.settings.wire_dtype) for size in sizes]
-        self._servers = {peer.ordinal: peer.name for peer in context.peers("ps")}
-        self._exchange: dict[int, Future[PartAnswer]] = {}  # calls in flight, by part; one exchange at a time
+        self._exchange: dict[int, Exchange] = {}  # in flight, by part; one exchange at a time
         self._sent_at = 0.0
         # longer than the slowest trainer's round, while the lead waits for each of its steps, and saves
         s = self.settings
-        longest = min((s.inner_steps + 2) * s.step_timeout, MAX_ROUND_SECONDS)
-        self._deadline = longest + s.phase_timeout + s.rpc_timeout
+        self._deadline = (s.inner_steps + 2) * s.step_timeout + s.phase_timeout + s.rpc_timeout
+        self._exchanges = Exchanges(context, self._deadline)
 
     def step(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
         """An inner step with a batch: inputs [n, ...] and class numbers [n]. Returns the mean loss before it, and how
@@ -109,9 +109,8 @@ class LocalReplica:
 
     def sign(self) -> Future[None]:
         """Tells the lead that this round goes on."""
-        me, lead = self.context.me.name, self.context.members[0]
-        answer: Future[None] = self.context.call(lead, calls.working, me, self.number, timeout=self._deadline)
-        return answer
+        calls = self.context.options(timeout=self._deadline)
+        return calls.call(self.context.rank0, Server.working, self.context.me.name, self.number)
 
     def ask(self) -> None:
         """Asks for the first parameters and batches."""
@@ -135,10 +134,10 @@ class LocalReplica:
         hidden = time.monotonic() - self._sent_at
         for index, call in list(self._exchange.items()):
             if call.done():
-                parameters, assignment = call.wait()
+                parameters, assignment = call.result()
             elif wait:
                 with self.metrics.ps_wait_seconds.time():
-                    parameters, assignment = call.wait()
+                    parameters, assignment = call.result()
             else:
                 continue
             del self._exchange[index]
@@ -166,11 +165,6 @@ class LocalReplica:
         key = GradientKey(self.context.me.name, self.number)
         self._sent_at = time.monotonic()
         for index, (part, payload) in enumerate(zip(self.parts, payloads, strict=True)):
-            first = report if index == 0 else None  # the lead has part 0
-            if payload is not None:
-                self.metrics.ps_payload_bytes.labels("up").inc(payload.nbytes)
-            message = GradientPart(key, index, payload, first)
-            self._exchange[index] = self.context.call(
-                self._servers[part.server], calls.exchange, message, timeout=self._deadline
-            )
+            message = GradientPart(key, index, payload, report if index == 0 else None)  # the lead has part 0
+            self._exchange[index] = self._exchanges.send(part.server, message)
         self.number += 1

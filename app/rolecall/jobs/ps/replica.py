@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
 from rolecall import Context
-from rolecall.jobs.ps import PsSettings, calls, model
-from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices, PartAnswer
+from rolecall.jobs.ps import PsSettings, model
+from rolecall.jobs.ps.exchanges import Exchange, Exchanges
+from rolecall.jobs.ps.messages import BatchReport, GradientKey, GradientPart, Indices
 from rolecall.jobs.ps.model import Part
+from rolecall.jobs.ps.server import MAX_EXCHANGES
 from rolecall.jobs.ps.wire import Receiver, Sender
 
-MAX_EXCHANGES = 2  # gradients in flight
-Exchange = dict[int, Future[PartAnswer]]  # a gradient's calls, by part
+Gradient = dict[int, Exchange]  # by part
 
 
 class Replica:
@@ -35,12 +35,11 @@ class Replica:
         self.parts = model.parts(self.model, self.settings)
         self.version = 0  # of the parameters here
         self.number = 0  # of the next gradient
-        self._exchanges: deque[Exchange] = deque()  # in flight
+        self._exchanges: deque[Gradient] = deque()  # in flight
         self._batches: list[Indices] = []  # came with the parameters
-        self._servers = {peer.ordinal: peer.name for peer in context.peers("ps")}
         # longer than the lead waits for the slowest trainer, and saves
         s = self.settings
-        self._deadline = 2 * s.step_timeout + s.phase_timeout + s.rpc_timeout
+        self._exchange = Exchanges(context, 2 * s.step_timeout + s.phase_timeout + s.rpc_timeout)
         self._pieces = _pieces(self.model, self.parts)
         self._joined: dict[int, Tensor] = {}  # gradients of parts that have elements of several parameters
         self._senders = [Sender(part.stop - part.start, s.wire_dtype) for part in self.parts]
@@ -50,7 +49,7 @@ class Replica:
         for parameter in model.trainable(self.model):
             parameter.data = parameter.data.contiguous()  # as the elements of a part are
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
-        self._incoming: Exchange = {}  # parts whose parameters are still in flight
+        self._incoming: Gradient = {}  # parts whose parameters are still in flight
         self._called: set[nn.Module] = set()
         self._needs = _needs(self.model, self._pieces)
         for module in self._needs:
@@ -118,23 +117,18 @@ class Replica:
                         whole[piece.in_part].copy_(gradient[piece.in_parameter])
             else:
                 whole = gradient[pieces[0].in_parameter].cpu()
-                if whole.untyped_storage().nbytes() > whole.nbytes:
-                    whole = whole.clone()  # RPC sends a tensor's whole memory
             missing.discard(parameter)
             if not missing:
-                self._joined.pop(index, None)  # RPC sends it later: the next gradient gets other memory
+                self._joined.pop(index, None)  # it is sent later: the next gradient gets other memory
                 self._send(index, self._senders[index].encode(whole))
         parameter.grad = None
 
     def _send(self, index: int, gradient: Tensor | None) -> None:
         """Sends part `index` [elements] of the gradient to its server."""
         report = self._report if index == 0 else None  # the lead has part 0
-        server, key = self._servers[self.parts[index].server], GradientKey(self.context.me.name, self.number)
-        message = GradientPart(key, index, gradient, report)
+        message = GradientPart(GradientKey(self.context.me.name, self.number), index, gradient, report)
         sent = self._exchanges[-1]
-        if gradient is not None:
-            self.metrics.ps_payload_bytes.labels("up").inc(gradient.nbytes)
-        sent[index] = self.context.call(server, calls.exchange, message, timeout=self._deadline)
+        sent[index] = self._exchange.send(self.parts[index].server, message)
         if len(sent) == len(self.parts):
             self.number += 1
 
@@ -148,7 +142,7 @@ class Replica:
         """Waits for the parameters of the parts `indices`, and for the assignment that comes with part 0."""
         for index in sorted(indices & self._incoming.keys()):
             with self.metrics.ps_wait_seconds.time():
-                parameters, assignment = self._incoming.pop(index).wait()
+                parameters, assignment = self._incoming.pop(index).result()
             if parameters is not None:
                 self.metrics.ps_payload_bytes.labels("down").inc(parameters.nbytes)
                 self._load(index, self._receivers[index].receive(parameters))

@@ -2,58 +2,109 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import queue
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
-from torch.futures import Future
+from torch import Tensor
 
-from rolecall import Context, Rows, Share, UsageError
+from rolecall import Context, Share, remote
 from rolecall.jobs.ps import PsSettings, model
-from rolecall.jobs.ps.messages import Assignment, BatchReport, GradientKey, PartAnswer, UpdateShard
-from rolecall.jobs.ps.model import Part
+from rolecall.jobs.ps.messages import (
+    Assignment,
+    BatchReport,
+    GradientKey,
+    GradientPart,
+    PartAnswer,
+    UpdateShard,
+    Working,
+)
+from rolecall.jobs.ps.reports import Reports
 from rolecall.jobs.ps.server_model import ServerModel
-from rolecall.jobs.ps.wire import Views, decode
+from rolecall.jobs.ps.shard import Shard, answer_call
 
-STEP = "step"  # Adam's count of updates, the one tensor of an optimizer that has no element for each parameter
-# tensors by optimizer; a momentum of differences has another name, so it is never loaded as one of gradients
-STATES = {"adam": {STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "local": {"outer_momentum_buffer"}}
+MAX_EXCHANGES = 2  # gradients of one trainer in flight
+# gradients that a server has all parts of; trainers that make steps; names of lost peers
+Inbox = queue.SimpleQueue[GradientKey | Working | str]
 
 
 class Server:
-    """Receives gradients in RPC threads, and calls `complete` with each gradient whose parts are all here. Begins with
-    the parameters of the model as it is built. UPDATE_MODE=autograd also has the `server_model` here.
+    """Begins with the parameters of the model as it is built. With UPDATE_MODE=autograd it has the `server_model`, too.
+    `inbox` is the lead's; the other servers report to it.
     """
 
-    def __init__(
-        self,
-        context: Context[PsSettings],
-        complete: Callable[[GradientKey], object],
-        server_model: ServerModel | None = None,
-    ) -> None:
-        self.context, self.complete, self.server_model = context, complete, server_model
-        self.module = model.build(context.settings)
+    def __init__(self, context: Context[PsSettings]) -> None:
+        settings, trainers = context.settings, max(1, len(context.peers("trainer")))
+        self.context, self.inbox = context, Inbox()
+        self._complete: Callable[[GradientKey], None] = self.inbox.put
+        if context.rank != 0:
+            self._complete = Reports(
+                context.logger, lambda keys: context.call(context.rank0, Server.complete, keys)
+            ).add
+        self.server_model: ServerModel | None = None
+        if settings.update_mode == "autograd":
+            self.server_model = ServerModel(settings, max(1, context.threads // trainers), context.device)
+        self.module = model.build(settings)
         self.total = model.count(self.module)
-        parts = enumerate(model.parts(self.module, context.settings))
+        parts = enumerate(model.parts(self.module, settings))
         mine = [each for each in parts if each[1].server == context.me.ordinal]
-        self.shard = Shard(mine, context.settings, self.total)
+        self.shard = Shard(mine, settings, self.total)
         self.shard.begin_with(model.trainable(self.module))
         model.release(self.module)  # the lead evaluates with it
         self.shard.before = Share(context, "model", self.shard.rows, self.shard.prepare).before
+        # the thread that answers a call also sends the answer: one for each trainer, if another one does not read
+        self._answering = ThreadPoolExecutor(trainers + MAX_EXCHANGES * len(mine))
 
-    def receive(
-        self, key: GradientKey, part: int, gradient: Tensor | None, report: BatchReport | None
-    ) -> Future[PartAnswer]:
-        """Keeps a part of a gradient, as it travels. The update that the trainer waits for answers it."""
+    # ---- called by trainers
+
+    @remote
+    def exchange(self, message: GradientPart) -> Future[PartAnswer]:
+        """Keeps a part of a gradient, as it travels. The answer, with the part's new parameters, comes with the update
+        that the trainer waits for. The answer to part 0 has the assignment.
+        """
+        key, part, gradient, report = message
         answer: Future[PartAnswer] = Future()
         if self.shard.receive(key, part, gradient, answer, report):
-            self.complete(key)
+            self._complete(key)
         return answer
 
+    @remote
+    def working(self, trainer: str, number: int) -> None:
+        """Tells the lead that `trainer` makes steps of its gradient `number` (UPDATE_MODE=local)."""
+        self.inbox.put(Working(trainer, number))
+
+    def forward(self, trainer: str, context_id: int, inputs: Tensor) -> Tensor:
+        """Runs forward through the lead's model: inputs [n, ...] to outputs [n, classes]. Called over torch's RPC, for
+        distributed autograd.
+        """
+        assert self.server_model is not None
+        return self.server_model.forward(trainer, context_id, inputs)
+
+    @remote
+    def step(self, key: GradientKey, context_id: int, report: BatchReport) -> Future[PartAnswer]:
+        """Hands the gradient in `context_id` to the lead's optimizer, with the version and the buffers of its pass. The
+        answer has the next assignment.
+        """
+        assert self.server_model is not None
+        gradient, version, buffers = self.server_model.gradient(context_id)
+        return self.exchange(GradientPart(key, 0, gradient, replace(report, version=version, buffers=buffers)))
+
+    # ---- called by other servers at the lead
+
+    @remote
+    def complete(self, keys: list[GradientKey]) -> None:
+        """The calling server has all of its parts of these gradients."""
+        for key in keys:
+            self.inbox.put(key)
+
+    # ---- called by the lead, one at a time
+
+    @remote
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
-        """Applies an update and answers, part by part; trainers need the first part first."""
+        """Applies an update and answers, part by part; trainers need the first part first. The lead has the
+        assignments.
+        """
         seconds = 0.0
         for trainer in order.lost:
             self.drop(trainer)
@@ -63,10 +114,20 @@ class Server:
             seconds += timer.seconds
             self.publish(order.version)
             payloads = {} if self.server_model else self.shard.encode(part, order.answered)
-            self.shard.answer(part, order.answered, payloads, assignments)
+            self.shard.answer(part, order.answered, payloads, assignments, send=self._answer)
         self.context.metrics.ps_update_seconds.observe(seconds)
         if order.weights:  # without, the version is unchanged
             self.context.report_step(order.version)
+
+    def _answer(self, call: Future[PartAnswer], answer: PartAnswer) -> None:
+        self._answering.submit(answer_call, call, answer)
+
+    @remote
+    def flat(self) -> Tensor:
+        """The shard's parameters [elements]."""
+        return self.shard.flat
+
+    # ---- the lead's
 
     def publish(self, version: int) -> None:
         """Gives the parameters of `version` to the model of UPDATE_MODE=autograd."""
@@ -78,196 +139,3 @@ class Server:
         self.shard.drop(trainer)
         if self.server_model:
             self.server_model.drop(trainer)
-
-
-@dataclass
-class _Received:
-    """The parts of one gradient, None if the trainer only asks for parameters; the answers due; and its report."""
-
-    gradients: dict[int, Tensor | None] = field(default_factory=dict)
-    answers: dict[int, Future[PartAnswer]] = field(default_factory=dict)
-    report: BatchReport | None = None  # comes with part 0
-
-
-class Shard:
-    """Holds the elements of `parts` (index and extent, adjoining) of the model's flat vector. Each part has an
-    optimizer, so a part's new parameters leave while the next part is updated.
-
-    Any thread may call `receive`; one thread at a time calls the rest. `before(begin, end)` is called before elements
-    `begin` to `end` change.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[int, Part]],
-        settings: PsSettings,
-        total: int,
-        before: Callable[[int, int], None] = lambda begin, end: None,
-    ) -> None:
-        self.total, self.before, self._settings = total, before, settings
-        self._restored_step: Tensor | None = None  # Adam's count of updates, of all parts
-        self.start, self.stop = parts[0][1].start, parts[-1][1].stop
-        self.parts = {index: slice(part.start - self.start, part.stop - self.start) for index, part in parts}
-        local = settings.update_mode == "local"
-        self._lr = settings.outer_lr if local else settings.lr
-        self._prefix = "outer_" if local else ""  # of the optimizer's tensors
-        # each part has separate memory, because RPC sends a tensor's whole memory
-        self._parameters = {
-            index: nn.Parameter(torch.zeros(extent.stop - extent.start)) for index, extent in self.parts.items()
-        }
-        self._optimizers = {index: _optimizer(one, settings) for index, one in self._parameters.items()}
-        self._views = {index: Views(settings.wire_dtype) for index in self.parts}
-        self._received: dict[GradientKey, _Received] = {}
-        self._lost = set[str]()  # trainers
-        self._lock = threading.Lock()  # of `_received` and `_lost`
-
-    def begin_with(self, parameters: Iterable[Tensor]) -> None:
-        """Copies the shard's elements from the whole model's `parameters`."""
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])[self.start : self.stop]
-        for index, extent in self.parts.items():
-            self._parameters[index].data.copy_(flat[extent])
-
-    # ---- what a checkpoint holds
-
-    def rows(self) -> dict[str, Rows]:
-        """The shares of the whole vectors [total]: the parameters, and the optimizer's state once it has one. Adam's
-        `step` [1] counts updates.
-        """
-        self._settle()
-        columns = {"parameters": [parameter.detach() for parameter in self._parameters.values()]}
-        for index, optimizer in self._optimizers.items():
-            for name, value in optimizer.state[self._parameters[index]].items():
-                if isinstance(value, Tensor):
-                    columns.setdefault(self._prefix + name, []).append(value)
-        return {
-            name: Rows((tensors[0].view(1),), 1) if name == STEP else Rows(tuple(tensors), self.total, self.start)
-            for name, tensors in columns.items()
-        }
-
-    def prepare(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
-        """The same, with room for what a checkpoint holds. Raises UsageError if it is of another model or OPTIMIZER."""
-        require_same_model(shapes, self._settings, self.total)
-        names = shapes.keys() - {"parameters"}
-        for index, parameter in self._parameters.items():
-            self._optimizers[index].state[parameter] = {
-                name.removeprefix(self._prefix): torch.zeros(() if name == STEP else parameter.shape) for name in names
-            }
-        rows = self.rows()
-        if STEP in rows:
-            self._restored_step = torch.zeros(1)
-            rows[STEP] = Rows((self._restored_step,), 1)
-        return rows
-
-    def _settle(self) -> None:
-        """Sets each part's count of updates to the one that was restored."""
-        if self._restored_step is not None:
-            for index, optimizer in self._optimizers.items():
-                optimizer.state[self._parameters[index]][STEP].fill_(self._restored_step[0])
-            self._restored_step = None
-
-    @property
-    def flat(self) -> Tensor:
-        """A copy of the shard's parameters [elements]."""
-        return torch.cat([parameter.detach() for parameter in self._parameters.values()])
-
-    # ---- updates
-
-    def receive(
-        self,
-        key: GradientKey,
-        part: int,
-        gradient: Tensor | None,
-        answer: Future[PartAnswer],
-        report: BatchReport | None = None,
-    ) -> bool:
-        """Keeps a part of a gradient, as it travels. Returns whether all of this shard's parts of it are here."""
-        with self._lock:
-            if key.trainer in self._lost:
-                return False  # no caller waits for the answer
-            received = self._received.setdefault(key, _Received())
-            received.gradients[part], received.answers[part] = gradient, answer
-            received.report = report or received.report
-            return len(received.gradients) == len(self.parts)
-
-    def report(self, key: GradientKey) -> BatchReport:
-        """The trainer's report with a gradient that is here and not yet answered."""
-        report = self._received[key].report
-        assert report is not None
-        return report
-
-    def drop(self, trainer: str) -> None:
-        """Drops what a lost trainer sent, what still arrives from it, and its views."""
-        with self._lock:
-            self._lost.add(trainer)
-            self._received = {key: received for key, received in self._received.items() if key.trainer != trainer}
-        for views in self._views.values():
-            views.drop(trainer)
-
-    def apply(self, part: int, weights: Mapping[GradientKey, float], rate: float) -> None:
-        """One optimizer step of `part` with the weighted sum of the gradients `weights`, at `rate` times LR."""
-        parameter, mean, total = self._parameters[part], None, 0.0
-        for key, weight in weights.items():
-            payload = self._received[key].gradients[part]
-            assert payload is not None
-            gradient = decode(payload, parameter.numel(), self._settings.wire_dtype)
-            total += weight
-            # the mean so far moves towards the next gradient, which saves a pass over the memory
-            mean = gradient if mean is None else mean.lerp_(gradient, weight / total)
-        if mean is not None:
-            self._settle()
-            self.before(self.parts[part].start, self.parts[part].stop)
-            parameter.grad = mean
-            group = self._optimizers[part].param_groups[0]
-            group["lr"] = self._lr * rate
-            self._optimizers[part].step()
-            parameter.grad = None
-            if group.get("momentum") == 0:
-                self._optimizers[part].state.clear()  # momenta of the checkpoint, which are not used
-
-    def encode(self, part: int, keys: Collection[GradientKey]) -> dict[GradientKey, Tensor]:
-        """The payloads of `part` for `keys`; see `Receiver`. RPC sends a tensor later, when the next update may have
-        changed it, so `async` sends a copy. In `sync` and `local` the next update waits for all answered trainers.
-        """
-        parameters = self._parameters[part].detach()
-        if self._settings.wire_dtype != "float32":
-            return self._views[part].encode(parameters, keys)
-        return dict.fromkeys(keys, parameters.clone() if self._settings.update_mode == "async" else parameters)
-
-    def answer(
-        self,
-        part: int,
-        keys: Iterable[GradientKey],
-        payloads: Mapping[GradientKey, Tensor],
-        assignments: Mapping[GradientKey, Assignment],
-    ) -> None:
-        """Answers the calls for `part` under `keys` with their `payloads`, and for part 0 with their assignments."""
-        for key in keys:
-            if received := self._received.get(key):
-                assignment = assignments.get(key) if part == 0 else None
-                received.answers.pop(part).set_result(PartAnswer(payloads.get(key), assignment))
-                if not received.answers:
-                    del self._received[key]
-
-
-def _optimizer(parameter: nn.Parameter, settings: PsSettings) -> torch.optim.Optimizer:
-    if settings.update_mode == "local":
-        momentum = settings.outer_momentum
-        return torch.optim.SGD([parameter], settings.outer_lr, momentum, nesterov=momentum > 0, fused=True)
-    return model.optimizer([parameter], settings)
-
-
-def require_same_model(shapes: Mapping[str, tuple[int, ...]], settings: PsSettings, total: int) -> None:
-    """Raises UsageError if a checkpoint's tensors, of these `shapes`, do not fit the model or OPTIMIZER."""
-    saved = shapes.get("parameters", (0,))
-    if saved != (total,):
-        raise UsageError(
-            f"MODEL={settings.model or 'ConvNet'}: has {total} parameters, the newest checkpoint in CHECKPOINT_DIR "
-            f"{saved[0]}; set what the job was trained with, or another directory"
-        )
-    local = settings.update_mode == "local"
-    if not shapes.keys() - {"parameters"} <= STATES["local" if local else settings.optimizer]:
-        chosen = "UPDATE_MODE=local" if local else f"UPDATE_MODE={settings.update_mode} OPTIMIZER={settings.optimizer}"
-        raise UsageError(
-            f"{chosen}: the newest checkpoint in CHECKPOINT_DIR has another optimizer's state; set what the job was "
-            "trained with, or another directory"
-        )

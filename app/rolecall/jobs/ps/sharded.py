@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rolecall import Context, Sharded
-from rolecall.jobs.ps import PsSettings, calls
+from rolecall.jobs.ps import PsSettings
 from rolecall.jobs.ps.messages import Assignment, GradientKey, UpdateShard
 from rolecall.jobs.ps.server import Server
 
@@ -32,8 +32,8 @@ class ShardedModel(Sharded):
     def update(self, order: UpdateShard, assignments: Mapping[GradientKey, Assignment]) -> None:
         """Has every server apply an update and answer; returns once all have."""
         order, self._lost = replace(order, lost=tuple(self._lost)), []
-        deadline = self._step_timeout  # many gradients take longer than RPC_TIMEOUT
-        answers = [self.context.call(peer, calls.update, order, timeout=deadline) for peer in self.others]
+        calls = self.context.options(timeout=self._step_timeout)  # many gradients take longer than RPC_TIMEOUT
+        answers = [calls.call(peer, Server.update, order, {}) for peer in self.others]
         self.server.update(order, assignments)
         self.context.wait_all(answers)
 
@@ -44,7 +44,7 @@ class ShardedModel(Sharded):
 
     def parameters(self) -> Tensor:
         """All parameters [total]."""
-        answers = [self.context.call(peer, calls.flat) for peer in self.others]
+        answers = [self.context.call(peer, Server.flat) for peer in self.others]
         return torch.cat([self.server.shard.flat, *self.context.wait_all(answers)])
 
     def state_dict(self) -> dict[str, Any]:

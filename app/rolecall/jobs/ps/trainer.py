@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import ipaddress
+import queue
 from collections import deque
 
 import torch
 
-from rolecall import Context
+from rolecall import Context, remote
 from rolecall.jobs.ps import PsSettings, autograd_trainer, data, local, model
 from rolecall.jobs.ps.messages import Indices
 from rolecall.jobs.ps.replica import Replica
 
 
+class Trainer:
+    """A member of the role `trainer`."""
+
+    def __init__(self, context: Context[PsSettings]) -> None:
+        self.context = context
+        self.ending: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each round to end early
+
+    def run(self) -> None:
+        """Computes batch after batch until the epochs are done."""
+        torch.set_num_threads(threads(self.context))
+        match self.context.settings.update_mode:
+            case "autograd":
+                autograd_trainer.run(self.context)
+            case "local":
+                local.run(self.context, self.ending)
+            case _:
+                run(self.context)
+
+    @remote
+    def end_rounds(self, count: int) -> None:
+        """The lead ends each of the next `count` rounds at its next step (UPDATE_MODE=local)."""
+        for _ in range(count):
+            self.ending.put(None)
+
+
 def run(context: Context[PsSettings]) -> None:
-    """Computes batch after batch until the epochs are done."""
-    torch.set_num_threads(threads(context))
-    if context.settings.update_mode == "autograd":
-        return autograd_trainer.run(context)
-    if context.settings.update_mode == "local":
-        return local.run(context)
+    """The loop of `sync` and `async`."""
     metrics, replica = context.metrics, Replica(context)
     with context.phase("loading"):
         train, _ = data.load(context.settings)
@@ -30,7 +51,7 @@ def run(context: Context[PsSettings]) -> None:
         while replica.has_to_take(batches):
             batches += replica.take()
         if not batches:
-            return None  # the epochs are done
+            return  # the epochs are done
         batch = batches.popleft()
         with metrics.ps_compute_seconds.time():
             inputs, targets = train.batch(torch.from_numpy(batch))

@@ -106,18 +106,19 @@ class RlSettings(Settings):
     )
 
 
+PRELOAD = ("rolecall.jobs.rl.roles",)
 JOB = Job(
     summary="policy gradient: an agent learns, observers step gymnasium environments",
     settings=RlSettings,
     roles=(
-        Role("agent", "rolecall.jobs.rl.agent:run", preload=("rolecall.jobs.rl.agent",)),
+        Role("agent", "rolecall.jobs.rl.roles:Agent", preload=PRELOAD),
         Role(
             "observer",
-            "rolecall.jobs.rl.observer:run",
+            "rolecall.jobs.rl.roles:Observer",
             "OBSERVERS",
             "MIN_OBSERVERS",
             "MAX_OBSERVERS",
-            preload=("rolecall.jobs.rl.observer",),
+            preload=PRELOAD,
         ),
     ),
     check="rolecall.jobs.rl.model:check",

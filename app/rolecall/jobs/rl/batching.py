@@ -9,19 +9,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.futures import Future
 
 from rolecall import PeerLostError
 from rolecall.jobs.rl.actor import Actor, Memory, Recorder
 from rolecall.jobs.rl.messages import Array, Trajectory, unpack
 
 MAX_BATCH_OBSERVATIONS = 4096  # bounds the memory and the time of one forward pass
-BATCH_WAIT_SECONDS = 0.0002  # less than half the round trip of a call, so a late group delays the others little
-Answer = bytes | Exception  # actions [n, A], or the exception that the caller raises
+BATCH_WAIT_SECONDS = 0.00005  # less than half the round trip of a call, so a late group delays the others little
 
 
 class Group(NamedTuple):
@@ -39,7 +38,7 @@ class PendingCall:
     recorder: Recorder
     observations: Array
     dones: Array
-    answer: Future[Answer]
+    answer: Future[bytes]
     since: float
 
 
@@ -98,21 +97,22 @@ class Batcher:
             self._calls = deque(call for call in self._calls if call.group.observer != observer)
             self._condition.notify()
 
-    def submit(self, group: Group, message: bytes, last: bool) -> Future[Answer]:
-        """Takes a packed step of a group. The answer is its actions [n, A] as bytes, or the exception that the caller
-        raises: PeerLostError if the group is not part of the rollout, or the error of the policy.
+    def submit(self, group: Group, message: bytes, last: bool) -> Future[bytes]:
+        """Takes a packed step of a group. The answer is its actions [n, A] as bytes, or PeerLostError if the rollout
+        ends or the group is dropped meanwhile, or the error of the policy.
 
         The `last` call of a rollout completes its trajectory, and the answer to it is empty.
-        Raises ValueError for a message of another shape.
+        Raises PeerLostError if the group is not part of the rollout, and ValueError for a message of another shape.
         """
         observations, rewards, dones = unpack(message, self._shape, self._dtype)
-        answer: Future[Answer] = Future()
+        answer: Future[bytes] = Future()
+        answer.set_running_or_notify_cancel()  # the loss of its caller cannot cancel it
         with self._condition:
             recorder = self._recorders.get(group)
             if recorder is None or group in self._finished:
-                problem = f"group {group.number} of {group.observer} is not part of this rollout: it was given up"
-                answer.set_result(PeerLostError(problem))
-                return answer
+                raise PeerLostError(
+                    f"group {group.number} of {group.observer} is not part of this rollout: it was given up"
+                )
             recorder.see(observations, rewards, dones)
             if last:
                 self._finished[group] = recorder.trajectory()
@@ -179,7 +179,7 @@ class Batcher:
             dones = np.concatenate([call.dones for call in batch])
         actions, log_probabilities = self._actor.act(observations, dones, [call.recorder.memory for call in batch])
         self._observe(len(observations), time.perf_counter() - started)
-        answers: list[tuple[Future[Answer], bytes]] = []
+        answers: list[tuple[Future[bytes], bytes]] = []
         offset = 0
         with self._condition:
             for call in batch:
@@ -196,4 +196,4 @@ class Batcher:
     @staticmethod
     def _refuse(calls: Iterable[PendingCall], error: Exception) -> None:
         for call in calls:
-            call.answer.set_result(error)  # RPC would return an exception set by `set_exception` as a value too
+            call.answer.set_exception(error)

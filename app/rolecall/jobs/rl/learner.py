@@ -247,10 +247,8 @@ class Learner:
         return float(max(self._square - self._mean**2, 1e-6) ** 0.5)
 
     def policy_state(self) -> PolicyState:
-        """The policy without its baseline, on the CPU."""
-        state = self.model.policy_state()
-        # RPC reads tensors while it sends them, and with PIPELINE the next update changes the model then
-        return {name: value.clone() for name, value in state.items()} if self.settings.pipeline else state
+        """The policy without its baseline, on the CPU. The tensors may be those of the model."""
+        return self.model.policy_state()
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which training continues exactly."""

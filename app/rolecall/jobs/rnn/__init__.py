@@ -3,9 +3,9 @@
 After "Getting started with distributed RPC framework", second part, of the PyTorch tutorials, and the
 word_language_model of the PyTorch examples. docs/rnn.md lists the differences.
 
-`calls`: the functions that the trainer calls at the ps. `corpus`: text, tokens, batches. `evaluate`: perplexity and
-generated text. `export`: the model as one module. `metrics`: the metrics. `model`: the three parts of the model.
-`optimizer`: distributed optimizers with a state, and clipping. `server`: rank 0. `trainer`: the other rank.
+`corpus`: text, tokens, batches. `evaluate`: perplexity and generated text. `export`: the model as one module. `loss`:
+cross-entropy in blocks. `metrics`: the metrics. `model`: the three parts of the model. `optimizer`: distributed
+optimizers with a state, and clipping. `roles`: the ps, rank 0, and the trainer.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ JOB = Job(
     summary="language model: embedding and decoder on the ps, LSTM on the trainer, distributed autograd",
     settings=RnnSettings,
     roles=(
-        Role("ps", "rolecall.jobs.rnn.server:run", preload=("rolecall.jobs.rnn.server",)),
-        Role("trainer", "rolecall.jobs.rnn.trainer:run", preload=("rolecall.jobs.rnn.trainer",)),
+        Role("ps", "rolecall.jobs.rnn.roles:ModelServer", preload=("rolecall.jobs.rnn.roles",)),
+        Role("trainer", "rolecall.jobs.rnn.roles:Trainer", preload=("rolecall.jobs.rnn.roles",)),
     ),
+    torch_rpc=True,  # for distributed autograd
     check="rolecall.jobs.rnn.corpus:check",
     evaluate="rolecall.jobs.rnn.evaluate:evaluate",
     complete="rolecall.jobs.rnn.evaluate:complete",

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,32 @@ class Text:
     train: Tensor
     validation: Tensor
     digest: str
+
+
+@dataclass(frozen=True)
+class TextDescription:
+    """The text that the trainer has read. An epoch is `steps` steps over `tokens` tokens, of which `targets` are
+    predicted.
+    """
+
+    corpus: str
+    digest: str
+    vocabulary: Vocabulary
+    tokens: int
+    targets: int
+    steps: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part that a checkpoint contains."""
+        return {"digest": self.digest, "vocabulary": list(self.vocabulary.words)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UsageError if `state` is of another text."""
+        if (state["digest"], state["vocabulary"]) != (self.digest, list(self.vocabulary.words)):  # bytes had none
+            raise UsageError(
+                f"CORPUS={self.corpus}: the newest checkpoint was trained on another text, or on bytes; restore that "
+                "text, or set another CHECKPOINT_DIR"
+            )
 
 
 def load(settings: RnnSettings) -> Text:

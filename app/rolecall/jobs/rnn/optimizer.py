@@ -29,25 +29,18 @@ if sys.modules[_unused.__name__] is _unused:
     del sys.modules[_unused.__name__]
 
 MAX_GRAD_NORM = 1.0  # global norm that gradients are clipped to
-LOCAL: list[torch.optim.Optimizer] = []  # the optimizers that `build` has made on this rank, in its order
 
 
-class _Local:
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        LOCAL.append(self)  # type: ignore[arg-type]
+class Sgd(torch.optim.SGD):
+    """torch's SGD under a name that DistributedOptimizer does not know."""
 
 
-class Sgd(_Local, torch.optim.SGD):
-    """torch's SGD, recorded in LOCAL."""
+class Adam(torch.optim.Adam):
+    """torch's Adam under such a name."""
 
 
-class Adam(_Local, torch.optim.Adam):
-    """torch's Adam, recorded in LOCAL."""
-
-
-class SparseAdam(_Local, torch.optim.SparseAdam):
-    """torch's SparseAdam, recorded in LOCAL."""
+class SparseAdam(torch.optim.SparseAdam):
+    """torch's SparseAdam under such a name."""
 
 
 def build(
@@ -61,6 +54,11 @@ def build(
         DistributedOptimizer(kinds[0], list(dense), lr=settings.lr, fused=True),
         DistributedOptimizer(kinds[1], list(sparse), lr=settings.lr),
     ]
+
+
+def local(shares: Sequence[rpc.RRef[Any]]) -> list[torch.optim.Optimizer]:
+    """Those of the optimizers' `shares`, one a rank, that are on this rank."""
+    return [share.local_value().optim for share in shares if share.is_owner()]
 
 
 def square_norm(context_id: int) -> float:

@@ -40,31 +40,37 @@ class Feed:
         self.log = telemetry.log()
         self.items: list[Item] = []  # not sent yet
         self._process: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        self._ending: dict[str, Any] = {}  # the last request
         self._warned = False
 
     def add(self, items: list[Item]) -> None:
         """Queues `items`; of too many, every other point is dropped."""
-        self.items = bounded(self.items + items)
-        if not self._tasks:
-            self._tasks.append(asyncio.create_task(self._run()))
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        if not self._task.done():  # otherwise the sink was given up
+            self.items = bounded(self.items + items)
 
     async def _run(self) -> None:
+        pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self.command,
-                env=dict(self._environment),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
+                *self.command, env=dict(self._environment), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
             )
-            self._tasks.append(asyncio.create_task(self._read_errors(self._process)))
-            await self._send(self._about)
-            while True:
+        except OSError as error:
+            self._warn(str(error))
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read_errors(self._process))  # it says why the process has ended
+            with contextlib.suppress(OSError):
+                await self._send(self._about)
+                while not self._over.is_set():
+                    await self._send_items()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._over.wait(), PERIOD_SECONDS)
                 await self._send_items()
-                await asyncio.sleep(PERIOD_SECONDS)
-        except OSError as error:  # its process has ended, or does not start: the sink is given up
-            self._warn(str(error) or type(error).__name__)
+                await self._send(self._ending)
 
     async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -103,28 +109,18 @@ class Feed:
     async def end(self, state: str, summary: dict[str, Any] | None, limit: float) -> None:
         """Sends the rest and the end of the run: `state` is finished, failed or stopped. Then kills the process, at the
         latest after `limit` seconds."""
-        if not self._tasks:
+        if self._task is None:
             return
-        running, *reading = self._tasks
-        running.cancel()
-        try:
-            async with asyncio.timeout(limit):
-                await asyncio.gather(running, return_exceptions=True)
-                if self._process:
-                    await self._send_items()
-                    await self._send({"end": state, "summary": summary})
-                    await asyncio.gather(*reading)
-        except TimeoutError:
+        self._ending = {"end": state, "summary": summary}
+        self._over.set()
+        done, _ = await asyncio.wait({self._task}, timeout=limit)
+        if not done:
             self._warn(f"its end takes over {limit:g} s")
-        except OSError as error:
-            self._warn(str(error) or type(error).__name__)
-        finally:
-            await self._kill(reading)
+            self._task.cancel()
+        await self._kill()
 
-    async def _kill(self, reading: Sequence[asyncio.Task[None]]) -> None:
-        process, self._process, self._tasks = self._process, None, []
-        for task in reading:
-            task.cancel()
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
         if process is None:
             return
         if process.stdin:

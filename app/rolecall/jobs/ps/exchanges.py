@@ -1,0 +1,43 @@
+"""A trainer's calls to the servers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from rolecall import Context
+from rolecall.jobs.ps import PsSettings
+from rolecall.jobs.ps.messages import GradientPart, PartAnswer
+from rolecall.jobs.ps.server import Server
+
+
+class Exchange:
+    """One part of a gradient on its way, then its answer."""
+
+    def __init__(self, sent: Future[Future[PartAnswer]]) -> None:
+        self._sent = sent
+
+    def done(self) -> bool:
+        """Whether the answer is here."""
+        return self._sent.done() and self._sent.result().done()
+
+    def result(self) -> PartAnswer:
+        """Waits for the answer."""
+        return self._sent.result().result()
+
+
+class Exchanges:
+    """Sends the parts of gradients in a thread, because a call returns once it is sent: the trainer computes
+    meanwhile. The answers have `deadline` seconds.
+    """
+
+    def __init__(self, context: Context[PsSettings], deadline: float) -> None:
+        self._calls = context.options(timeout=deadline)
+        self._servers = {peer.ordinal: peer for peer in context.peers("ps")}
+        self._payload_bytes = context.metrics.ps_payload_bytes.labels("up")
+        self._sender = ThreadPoolExecutor(1)  # in their order
+
+    def send(self, server: int, message: GradientPart) -> Exchange:
+        """Sends a part to the server with this ordinal."""
+        if message.gradient is not None:
+            self._payload_bytes.inc(message.gradient.nbytes)
+        return Exchange(self._sender.submit(self._calls.call, self._servers[server], Server.exchange, message))

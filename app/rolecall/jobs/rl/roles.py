@@ -1,0 +1,281 @@
+"""The two roles: the agent learns, observers step environments.
+
+Shapes: n are the environments of a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rolecall import Context, Peer, remote
+from rolecall.jobs.rl import RlSettings, envs, model
+from rolecall.jobs.rl.actor import Actor, Memory, Recorder
+from rolecall.jobs.rl.batching import Batcher, Group
+from rolecall.jobs.rl.defaults import choose
+from rolecall.jobs.rl.learner import Learner
+from rolecall.jobs.rl.messages import Episode, PolicyState, Rollout, Trajectory, pack
+from rolecall.jobs.rl.score import Score
+from rolecall.jobs.rl.stepping import BrokenEnvError, Envs
+
+
+class Experience(NamedTuple):
+    """The result of an iteration's rollouts: the episodes that ended at each observer, and all trajectories."""
+
+    episodes: list[list[Episode]]
+    trajectories: list[Trajectory]
+
+
+class Agent:
+    """Rank 0: requests the observers' rollouts, answers their calls for actions, and learns."""
+
+    def __init__(self, context: Context[RlSettings]) -> None:
+        self.context, self.settings, self.metrics = context, context.settings, context.metrics
+        self.env = envs.describe(self.settings)
+        spaces, choices = self.env.spaces, choose(self.settings, self.env.spaces)
+        policy = model.build(self.settings, spaces, choices)
+        self.learner = Learner(policy, self.settings, choices, context.device, context.threads)
+        self.score = Score(self.env.threshold, self.settings.solved_by, self.env.longest)
+        # values that determine the shape of the model; a user's policy has no features for gSDE
+        chosen = {
+            "hidden_size": choices.hidden_size,
+            "normalize": choices.normalize,
+            "exploration": None if self.settings.policy else choices.exploration,
+        }
+        self.state = context.restore({"learner": self.learner, "score": self.score, "samples": 0}, chosen)
+        self.actor = Actor(model.build(self.settings, spaces, choices), context.device)
+        self.batcher = Batcher(
+            self.actor, spaces.observation.shape, spaces.observation.dtype, observe=self._observe_inference
+        )
+        context.on_lost(self.batcher.drop)
+        self._sizes = envs.group_sizes(choices.num_envs, self.settings.inference)
+        self._under_way: Iterator[tuple[Peer, Rollout]] | None = None
+
+    @remote
+    def act(self, group: Group, message: bytes, last: bool) -> Future[bytes]:
+        """An observer's call for each step of a group. See `Batcher.submit`."""
+        return self.batcher.submit(group, message, last)
+
+    def run(self) -> dict[str, Any]:
+        """Trains until the score reaches the environment's threshold, or for MAX_ITERATIONS or MAX_STEPS."""
+        context, settings, score, state = self.context, self.settings, self.score, self.state
+        steps = context.steps(
+            settings.max_iterations,
+            until=self._ended,
+            work=settings.max_steps or None,
+            goal=self.env.threshold,
+            env_id=settings.env_id,
+            threshold=self.env.threshold,
+            algorithm=settings.algorithm,
+            inference=settings.inference,
+            observers=len(context.peers("observer")),
+        )
+        for iteration in steps:
+            with context.timer() as timer:
+                experience = self._collect()
+            if not experience.trajectories:
+                context.redo()  # all observers were lost
+                continue
+            if settings.pipeline:
+                self._request()
+            self.metrics.rl_rollout_seconds.observe(timer.seconds)
+            for trajectory in experience.trajectories:
+                self.metrics.rl_policy_age_versions.observe(self.learner.version - trajectory.version)
+            score.add(experience.episodes, max(len(each.rewards) for each in experience.trajectories))
+            gauges: dict[str, Any] = {"rl_update_passes": 0.0} if score.holds else self._learn(experience.trajectories)
+            state["samples"] += sum(trajectory.samples for trajectory in experience.trajectories)
+            if settings.algorithm == "reinforce" and not all(experience.episodes):
+                context.logger.warning("no episode ended in a rollout", steps=envs.MAX_ROLLOUT_STEPS)
+            context.log(
+                done=state["samples"],
+                score=score.value,
+                spread=score.spread,
+                message=f"Episode {iteration}\tLast reward: {score.last:.2f}\tAverage reward: {score.running:.2f}",
+                rl_return_last=score.last,
+                rl_return_mean=score.mean or 0.0,
+                rl_return_running=score.running,
+                rl_episode_steps=score.mean_length,
+                rl_policy_version=self.learner.version,
+                **gauges,
+            )
+        for _ in self._under_way or ():
+            pass  # nobody learns from these rollouts
+        if score.solved:
+            message = f"Solved! {score}"
+        else:
+            limit = f"MAX_STEPS={settings.max_steps}" if self._ended() else f"MAX_ITERATIONS={settings.max_iterations}"
+            bar = "has no reward threshold" if self.env.threshold is None else f"solves at {self.env.threshold:g}"
+            message = f"Stopped at {limit}. {score}; {settings.env_id} {bar}"
+        return context.finish(
+            message,
+            solved=score.solved,
+            iterations=context.step,
+            running_return=score.running,
+            mean_return=score.mean or 0.0,
+            env_steps=state["samples"],
+        )
+
+    def _ended(self) -> bool:
+        limit = self.settings.max_steps
+        return self.score.solved or bool(limit and self.state["samples"] >= limit)
+
+    # ---- rollouts
+
+    def _request(self) -> None:
+        """Requests the next rollouts under the current policy."""
+        policy, version = self.learner.policy_state(), self.learner.version
+        groups: dict[Group, int] = {}
+        if self.settings.inference == "agent":
+            self.actor.load(policy)
+            for peer in self.context.peers("observer"):
+                groups.update({Group(peer.name, number): size for number, size in enumerate(self._sizes)})
+        self.batcher.begin(groups, version)
+        self._under_way = self.context.options(timeout=self.settings.rollout_timeout).call_each(
+            Observer.rollout, policy if self.settings.inference == "observer" else None, version
+        )
+
+    def _collect(self) -> Experience:
+        """Waits for the rollouts, after requesting them if they are not under way. Leaves out lost observers."""
+        if self._under_way is None:
+            self._request()
+        assert self._under_way is not None
+        rollouts, self._under_way = dict(self._under_way), None
+        episodes, trajectories = [], []
+        for observer in sorted(rollouts, key=lambda peer: peer.rank):  # a fixed order makes a run repeatable
+            episodes.append(rollouts[observer].episodes)
+            trajectories += rollouts[observer].trajectories or self.batcher.trajectories(observer.name)
+        return Experience(episodes, trajectories)
+
+    def _observe_inference(self, size: int, seconds: float) -> None:
+        self.metrics.rl_inference_batch_observations.observe(size)
+        self.metrics.rl_inference_seconds.observe(seconds)
+
+    # ---- learning
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Updates the policy. Returns the values of the gauges of the update."""
+        with self.context.timer() as timer:
+            update = self.learner.update(trajectories, self._progress())
+        self.metrics.rl_update_seconds.observe(timer.seconds)
+        self.context.require_finite(
+            *update,
+            hint=f"the update is not finite ({update}); lower LR, or check the rewards of ENV_ID, or your own POLICY",
+        )
+        return {
+            "rl_policy_loss": update.policy_loss,
+            "rl_baseline_loss": update.value_loss,
+            "rl_policy_entropy_nats": update.entropy,
+            "rl_kl_nats": update.kl,
+            "rl_clipped_ratio": update.clipped,
+            "rl_explained_variance_ratio": update.explained,
+            "rl_update_passes": update.passes,
+        }
+
+    def _progress(self) -> float:
+        settings = self.settings
+        by_steps = self.state["samples"] / settings.max_steps if settings.max_steps else 0.0
+        return min(1.0, max(by_steps, self.context.step / settings.max_iterations))
+
+
+class Observer:
+    """Steps groups of environments at the agent's request, with actions of the agent or of a policy that it got."""
+
+    def __init__(self, context: Context[RlSettings]) -> None:
+        self.context, self.settings, self.metrics = context, context.settings, context.metrics
+        self.choices = choose(self.settings, envs.describe(self.settings).spaces)
+        sizes = envs.group_sizes(self.choices.num_envs, self.settings.inference)
+        self.groups = [
+            Envs(self.settings, size, context.seed(place), first=sum(sizes[:place]), on_hang=context.fail)
+            for place, size in enumerate(sizes)
+        ]
+        self.spaces = self.groups[0].spaces
+
+    @remote(turn=True)
+    def rollout(self, policy: PolicyState | None, version: int) -> Rollout:
+        """One rollout under the policy of `version`; without a `policy`, the agent has it. An error ends this rank,
+        which is replaced, and not the agent.
+        """
+        try:
+            return self._rollout(policy, version)
+        except Exception as error:
+            if isinstance(error, BrokenEnvError):  # its text is one line; the traceback of its cause is for debugging
+                self.context.logger.debug(str(error), exc_info=error.__cause__ or False)
+            self.context.fail(error)
+            raise
+
+    def _rollout(self, policy: PolicyState | None, version: int) -> Rollout:
+        self.metrics.rl_policy_version.set(version)
+        if policy is None:
+            self._step_with_agent()
+            trajectories = []
+        else:
+            self._actor.load(policy)
+            trajectories = self._step_with_actor(version)
+        episodes = [Episode(*episode) for group in self.groups for episode in group.take_episodes()]
+        self.metrics.rl_episodes.inc(len(episodes))
+        self.context.report_step(version + 1)
+        return Rollout(episodes, trajectories)
+
+    def _step_with_agent(self) -> None:
+        """A rollout with actions of the agent. While the agent computes those of one group, the other group steps."""
+        waiting = [self._request(number, last=False) for number in range(len(self.groups))]
+        for last in self._steps():
+            for number, group in enumerate(self.groups):
+                actions = np.frombuffer(waiting[number].result(), self.spaces.action_dtype)
+                group.step(actions.reshape(-1, *self.spaces.action_shape))
+                self.metrics.rl_env_steps.inc(len(group.dones))
+                waiting[number] = self._request(number, last)
+        for answer in waiting:
+            answer.result()
+
+    def _request(self, number: int, last: bool) -> Future[bytes]:
+        """Calls the agent for the actions of group `number`."""
+        group, key = self.groups[number], Group(self.context.me.name, number)
+        message = pack(group.observations, group.rewards, group.dones)
+        return self.context.call(self.context.rank0, Agent.act, key, message, last)
+
+    def _step_with_actor(self, version: int) -> list[Trajectory]:
+        """A rollout with actions that this rank computes. Returns the trajectories of the groups."""
+        for memory in self._memories:
+            self._actor.refresh(memory)
+        recorders = [Recorder(version, memory) for memory in self._memories]
+        for group, recorder in zip(self.groups, recorders, strict=True):
+            recorder.see(group.observations, group.rewards, group.dones)
+        for _ in self._steps():
+            for group, recorder in zip(self.groups, recorders, strict=True):
+                with self.context.timer() as timer:
+                    choice = self._actor.act(group.observations, group.dones, [recorder.memory])
+                self.metrics.rl_inference_seconds.observe(timer.seconds)
+                self.metrics.rl_inference_batch_observations.observe(len(group.dones))
+                recorder.choose(*choice)
+                group.step(choice.actions)
+                recorder.see(group.observations, group.rewards, group.dones)
+                self.metrics.rl_env_steps.inc(len(group.dones))
+        return [recorder.trajectory() for recorder in recorders]
+
+    def _steps(self) -> Iterator[bool]:
+        """Yields before each step of a rollout whether it is the last one.
+
+        A rollout has ROLLOUT_STEPS. The tutorial's policy gradient learns from whole returns, so its rollouts go on
+        until an episode has ended, up to MAX_ROLLOUT_STEPS.
+        """
+        last = False
+        for step in itertools.count(1):
+            if last:
+                return
+            ended = self.settings.algorithm != "reinforce" or any(group.returns for group in self.groups)
+            last = step >= self.choices.rollout_steps and (ended or step >= envs.MAX_ROLLOUT_STEPS)
+            yield last
+
+    @functools.cached_property
+    def _actor(self) -> Actor:
+        return Actor(model.build(self.settings, self.spaces, self.choices), self.context.device)
+
+    @functools.cached_property
+    def _memories(self) -> list[Memory]:
+        return [self._actor.remember(len(group.dones)) for group in self.groups]

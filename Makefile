@@ -32,7 +32,7 @@ export TORCH TORCH_INDEX IMAGE TAG PLATFORMS
 BUILT := $(if $(filter rolecall,$(IMAGE)),image)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
+.PHONY: help setup run-rl run-ps run-rnn run-hybrid test test-e2e simulate leaks lint format wheels image push token up-rl up-ps up-rnn up-hybrid up-job up-script up-monitoring kubectl k8s-render k8s-validate k8s-token k8s-kind logs ps-status metrics doctor watch page stop down bench-rl bench-ps bench-rnn bench-hybrid bench-hashed bench-connect bench-scale bench-start bench-checkpoint bench-tls bench-calls bench-trace bench-wan bench-table peers bench-rl-quality bench-peers chaos docs clean
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -218,6 +218,9 @@ bench-checkpoint: $(READY) ## measures what checkpoints of large models cost (24
 bench-tls: $(READY) ## measures what TLS between ranks costs, on and off in turns (20 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=rtt,ps)
 	$(BIN)/python -m bench.bench_tls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
 
+bench-calls: $(READY) ## measures calls beside (after make peers) gRPC, Monarch and Ray, and torch RPC; as root between namespaces too (15 minutes; BENCH_JSON=FILE ROUNDS=3 ONLY=ours,torch,busy,members)
+	$(BIN)/python -m bench.bench_calls --rounds $(or $(ROUNDS),3) $(if $(ONLY),--only "$(ONLY)")
+
 bench-trace: $(READY) ## measures what traces cost: off and on in turns (15 minutes; BENCH_JSON=FILE ROUNDS=5 ONLY=call,rl)
 	$(BIN)/python -m bench.bench_trace --rounds $(or $(ROUNDS),5) $(if $(ONLY),--only "$(ONLY)")
 
@@ -226,8 +229,8 @@ bench-wan: $(READY) ## measures the modes of ps on slow links, as root: bytes, r
 	  $(if $(LINKS),--links "$(LINKS)") $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(ONLY),--only "$(ONLY)") $(ARGS)
 
 # a group that cannot be installed is left out: each has a gymnasium of its own
-peers: ## installs the libraries that rl and hybrid are measured beside to build/peers/, each group in a venv of its own (10 minutes, 5 GB)
-	@for group in sb3 sample-factory rllib torchrec; do \
+peers: ## installs the libraries that rl, hybrid and calls are measured beside to build/peers/, each group in a venv of its own (15 minutes, 7 GB)
+	@for group in sb3 sample-factory rllib torchrec grpc monarch ray; do \
 	  rm -f "build/peers/$$group/.ready"; \
 	  $(PYTHON) -m venv "build/peers/$$group" && build/peers/$$group/bin/python -m pip install \
 	    --disable-pip-version-check $(PIP_ARGS) $$([ "$$group" != torchrec ] || echo --no-deps) \

@@ -27,8 +27,9 @@ import psutil
 REPOSITORY = Path(__file__).parents[2]
 MARK = "BENCH_MARK"
 LEAVE = 30.0  # seconds that a program has to leave after its last line
-GROUPS = {"sb3": "sb3", "cleanrl": "sb3", "appo": "sample-factory", "rllib": "rllib",
-          "torchrec": "torchrec"}  # fmt: skip  # whose interpreter a peer has
+# whose interpreter a peer has
+GROUPS = {"sb3": "sb3", "cleanrl": "sb3", "appo": "sample-factory", "rllib": "rllib", "torchrec": "torchrec",
+          "grpc": "grpc", "monarch": "monarch", "ray": "ray"}  # fmt: skip
 
 _marks: set[str] = set()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from rolecall.tunnel.tickets import MAGIC, PREAMBLE_BYTES
 from tests.e2e.containers import DEADLINE, docker
 
 MOST = 2**28  # bytes; a fail-safe, as the deadline is
@@ -87,8 +88,9 @@ def capture(network: str) -> Iterator[Capture]:
 
 
 def encrypted(stream: bytes) -> int:
-    """The bytes of encrypted data in a stream. Raises AssertionError where it holds anything but records of TLS."""
-    at = size = 0
+    """The bytes of encrypted data in a stream. Raises AssertionError if it holds anything but records of TLS, and a
+    ticket before them."""
+    at, size = PREAMBLE_BYTES if stream.startswith(MAGIC) else 0, 0
     while at < len(stream):
         kind, version, length = struct.unpack_from("!BHH", stream.ljust(at + 5, b"\0"), at)
         known = kind in (HANDSHAKE, CHANGE, DATA) and version in (0x0301, 0x0303)

@@ -106,7 +106,8 @@ def agent(port: int) -> None:
 
 
 def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
-    (DIRECTORY / me.name).mkdir(exist_ok=True)
+    own = DIRECTORY / f"{me.name}-{port}"
+    own.mkdir()
     context = make(
         DIRECTORY,
         me=me,
@@ -118,7 +119,7 @@ def connected(me: Peer, port: int, timeout: float = DEADLINE) -> Context[Any]:
         phase_timeout=SHORT,
         device="cpu",
     )
-    connect(context, DIRECTORY / me.name)
+    connect(context, own)
     return context
 
 

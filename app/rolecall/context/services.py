@@ -34,6 +34,7 @@ class Services:
         self._open_store, self._store_port = open_store, 0
         self._addresses: dict[str, Address] = {}
         self._met: concurrent.futures.Future[Met] = concurrent.futures.Future()
+        self._told = threading.Event()  # each member that is there was sent its answer
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
 
     @remote
@@ -86,10 +87,14 @@ class Services:
             if all_there:
                 self._met.set_running_or_notify_cancel()
                 self._met.set_result(Met(tuple(self._addresses.values()), self._store_port))
+                self._told.set()
 
     def wait(self, seconds: float) -> Met:
-        """Returns once all members are there. Raises TimeoutError if not all are there within `seconds`."""
-        return self._met.result(seconds)
+        """Returns once all members are there and were answered: what follows may hold the interpreter's lock until
+        they go on. Raises TimeoutError if not all are there within `seconds`."""
+        if not self._told.wait(seconds):
+            raise TimeoutError
+        return self._met.result()
 
     def missing(self) -> list[str]:
         """The members that have not come."""

@@ -37,7 +37,8 @@ def meet(
 ) -> tuple[Wire, int]:
     """Connects this worker to those of its generation, and sets the context's transport. `directory` is where its
     socket is made; `tunnel` opens a connection to the rank's tunnel, None with TLS=off; `host` is where peers reach
-    this rank. `open_store` starts the torch store at rank 0, if a peer asks for it.
+    this rank. `open_store` starts the torch store at rank 0, if a peer asks for it; before they meet, if `with_store`.
+    Returns the wire, and the store's port, 0 if it is not started.
 
     Raises UsageError for a port that stays taken, and PeerLostError if not all members come within CONNECT_TIMEOUT.
     """
@@ -69,6 +70,10 @@ def meet(
             services.store_port()
         met = _meet(wire, services, here, rank0, settings.connect_timeout)
         dialer.addresses = {address.name: address for address in met.addresses}
+        if wire.me != rank0:
+            # not waited for: rank 0 may be too busy to answer as soon as it has the last one
+            seconds = settings.connect_timeout
+            wire.call(rank0, Request("ready", (wire.me,), {}, seconds, internal=True), Deadline(seconds))
     group.transport = WireTransport(
         wire, context.metrics, context.watchdog, rank0=rank0, rpc_timeout=settings.rpc_timeout
     )
@@ -80,14 +85,15 @@ def meet(
 def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: float) -> Met:
     if wire.me == rank0:
         services.arrived(here)
+        services.ready(rank0)
         try:
             return services.wait(seconds)
         except TimeoutError:
             missing = ", ".join(services.missing())
             raise PeerLostError(f"did not connect within CONNECT_TIMEOUT={seconds:g}: {missing}") from None
-    request = Request("meet", (tuple(here),), {}, seconds, internal=True)
+    deadline = Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")
     try:
-        answer = wire.call(rank0, request, Deadline(seconds, f"CONNECT_TIMEOUT={seconds:g}")).result()
+        answer = wire.call(rank0, Request("meet", (tuple(here),), {}, seconds, internal=True), deadline).result()
     except CallTimeoutError as error:
         raise PeerLostError(f"not all members of the generation have connected: {error}") from error
     wire.forget_link(rank0)  # from now on by the shorter way, if there is one

@@ -34,7 +34,8 @@ class Services:
         self._open_store, self._store_port = open_store, 0
         self._addresses: dict[str, Address] = {}
         self._met: concurrent.futures.Future[Met] = concurrent.futures.Future()
-        self._told = threading.Event()  # each member that is there was sent its answer
+        self._ready = set[str]()  # members that know the others' addresses
+        self._all_ready = threading.Event()
         self._lock, self._store_lock = threading.Lock(), threading.Lock()
 
     @remote
@@ -67,9 +68,16 @@ class Services:
         """At rank 0: a member is there, at `address`. The answer comes once all are."""
         self.arrived(Address(*address))
         waiting: concurrent.futures.Future[Met] = concurrent.futures.Future()
-
         self._met.add_done_callback(lambda met: waiting.set_result(met.result()))
         return waiting
+
+    @remote
+    def ready(self, name: str) -> None:
+        """At rank 0: the member `name` has the answer of `meet`."""
+        with self._lock:
+            self._ready.add(name)
+            if self._members <= self._ready:
+                self._all_ready.set()
 
     @remote
     def store_port(self) -> int:
@@ -87,16 +95,15 @@ class Services:
             if all_there:
                 self._met.set_running_or_notify_cancel()
                 self._met.set_result(Met(tuple(self._addresses.values()), self._store_port))
-                self._told.set()
 
     def wait(self, seconds: float) -> Met:
-        """Returns once all members are there and were answered: what follows may hold the interpreter's lock until
-        they go on. Raises TimeoutError if not all are there within `seconds`."""
-        if not self._told.wait(seconds):
+        """Returns once every member has said that it is ready: rank 0 may hold the interpreter's lock from then on, and
+        answer nobody. Raises TimeoutError if not all are within `seconds`."""
+        if not self._all_ready.wait(seconds):
             raise TimeoutError
         return self._met.result()
 
     def missing(self) -> list[str]:
-        """The members that have not come."""
+        """The members that have not come, or do not know yet that all have."""
         with self._lock:
-            return sorted(self._members - self._addresses.keys())
+            return sorted(self._members - self._ready)

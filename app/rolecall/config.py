@@ -196,6 +196,11 @@ class Settings(BaseSettings):
         return self.master_port or self.port
 
     @property
+    def rank0_plain_port(self) -> int:
+        """Rank 0's port for the workers, with TLS=off."""
+        return self.rank0_port + 1
+
+    @property
     def token(self) -> str:
         """The shared secret; empty if none is set."""
         return self.job_token.get_secret_value() if self.job_token else ""

@@ -64,7 +64,7 @@ def meet(
         else:
             port = _listen(acceptor, settings, first=context.me.rank == 0)
         here = Address(me.name, host, port, path, machine_id())
-        first_port = settings.rank0_port if tunnel else wire_port(settings)
+        first_port = settings.rank0_port if tunnel else settings.rank0_plain_port
         dialer.addresses = {rank0: Address(rank0, settings.master_addr, first_port)}
         if with_store and wire.me == rank0:
             services.store_port()
@@ -101,16 +101,11 @@ def _meet(wire: Wire, services: Services, here: Address, rank0: str, seconds: fl
     return Met(tuple(Address(*address) for address in addresses), store_port)
 
 
-def wire_port(settings: Settings) -> int:
-    """Rank 0's port for calls, with TLS=off."""
-    return settings.rank0_port + 1
-
-
 def _listen(acceptor: Acceptor, settings: Settings, first: bool) -> int:
     """Listens with TLS=off: at rank 0 on the port that all know. Its predecessor may take a moment to end."""
     if not first:
         return acceptor.listen_tcp(settings.bind_addr, 0)
-    end, port = time.monotonic() + settings.connect_timeout / 2, wire_port(settings)
+    end, port = time.monotonic() + settings.connect_timeout / 2, settings.rank0_plain_port
     while True:
         try:
             return acceptor.listen_tcp(settings.bind_addr, port)

@@ -41,7 +41,7 @@ def open_store(
     network, host = "lo", LOOPBACK
     if reach is None:
         network, known = interface(settings.master_addr), port is not None
-        port = port or (0 if known else store_port(settings))
+        port = port or (0 if known else settings.rank0_plain_port)
         # a cluster may not lead a pod back to itself by its Service
         host = LOOPBACK if is_rank0 and not settings.bind_addr else settings.master_addr
         if is_rank0:
@@ -94,11 +94,6 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def store_port(settings: Settings) -> int:
-    """Rank 0's port for the generations' stores, with TLS=off."""
-    return settings.rank0_port + 1
-
-
 def _listen(settings: Settings) -> socket.socket:
     # shorter than the others' wait for rank 0: its own error names the setting
     end = time.monotonic() + settings.connect_timeout / 2
@@ -106,7 +101,7 @@ def _listen(settings: Settings) -> socket.socket:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((settings.bind_addr, store_port(settings)))
+            listener.bind((settings.bind_addr, settings.rank0_plain_port))
             listener.listen(1024)
             return listener
         except OSError as error:
@@ -125,12 +120,12 @@ def _await_listener(settings: Settings) -> None:
     while True:
         try:
             socket.create_connection(
-                (settings.master_addr, store_port(settings)), max(0.1, end - time.monotonic())
+                (settings.master_addr, settings.rank0_plain_port), max(0.1, end - time.monotonic())
             ).close()
             return
         except OSError as error:
             if time.monotonic() > end:
-                where = f"{settings.master_addr}:{store_port(settings)}"
+                where = f"{settings.master_addr}:{settings.rank0_plain_port}"
                 raise PeerLostError(f"rank 0's worker cannot be reached at {where}: {error}") from error
             time.sleep(0.02)  # another machine's port has no event for becoming open
 

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError
@@ -40,9 +41,9 @@ class Pending:
     to: str
     request: Request
     deadline: Deadline
-    future: Future[Any]
     ended: Ended | None
     expires: float
+    future: Future[Any] = field(init=False)
     number: int = 0
     link: Link | None = None
     nbytes: int = 0
@@ -229,14 +230,8 @@ class Wire:
 
     def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
         now = time.monotonic()
-        call = Pending(
-            to,
-            request,
-            deadline,
-            Future(lambda: self._give_up(call)),
-            ended=ended,
-            expires=now + deadline if deadline else float("inf"),
-        )
+        call = Pending(to, request, deadline, ended, now + deadline if deadline else float("inf"))
+        call.future = Future(partial(self._give_up, call))
         return call
 
     def _send(self, call: Pending, content: Encoded) -> None:

@@ -21,6 +21,7 @@ from rolecall.wire.future import Future, Stream
 from rolecall.wire.late import EXAMINE_SECONDS
 from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
+from rolecall.wire.readers import Watch
 
 CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
 Ended = Callable[[Any, Exception | None, int], None]  # with the answer, or the error; and the answer's bytes
@@ -66,6 +67,7 @@ class Wire:
     ) -> None:
         self.me, self._connector, self._limit, self._lost = me, connector, max_message_bytes, lost
         self.dispatcher = Dispatcher(me, internals)
+        self._watch = Watch()
         self._links: dict[str, Link] = {}  # to peers that this worker calls
         self._accepted: set[Link] = set()  # from peers that call this worker
         self._opening: dict[str, threading.Lock] = {}
@@ -94,7 +96,15 @@ class Wire:
             link.close(problem)
 
     def _link(self, peer: str, sockets: Sockets) -> Link:
-        return Link(peer, sockets, limit=self._limit, quick=self._quick, received=self._received, closed=self._closed)
+        return Link(
+            peer,
+            sockets,
+            limit=self._limit,
+            watch=self._watch,
+            quick=self._quick,
+            received=self._received,
+            closed=self._closed,
+        )
 
     def _link_to(self, peer: str) -> Link:
         link = self._links.get(peer)

@@ -16,6 +16,7 @@ from rolecall import Context, Job, Role, Settings, UsageError, remote
 
 TIMEOUT = 60.0  # seconds of a call
 WARM_SECONDS = 1.0  # of members that call rank 0
+PERIOD = 0.05  # of asking whether a member has begun to compute
 
 
 class Calls(Settings):
@@ -42,6 +43,8 @@ class Lead:
             if settings.hammer:
                 found.update(self._hammered(settings.seconds))
             elif settings.busy:
+                while not self.context.call(self.context.peers("member")[0], Member.computes).result():
+                    time.sleep(PERIOD)
                 took = calls_work.round_trips(self._send, bytes(64), settings.seconds)
                 found["p50_ms"], found["p99_ms"] = (1e3 * statistics.quantiles(took, n=100)[n] for n in (49, 98))
             else:
@@ -72,7 +75,11 @@ class Member:
     """Answers, and calls rank 0."""
 
     def __init__(self, context: Context[Calls]) -> None:
-        self.context = context
+        self.context, self.computing = context, False
+
+    @remote
+    def computes(self) -> bool:
+        return self.computing
 
     @remote
     def echo(self, payload: Any) -> Any:
@@ -90,6 +97,7 @@ class Member:
     def run(self) -> None:
         busy = self.context.settings.busy
         number, matrix = 0, torch.rand(256, 256)
+        self.computing = bool(busy)
         while busy == "python":
             number += 1
         while busy == "torch":

@@ -73,9 +73,10 @@ def require_remote(method: Any) -> Remote:
     return mark
 
 
-def find(target: Any, name: str) -> Callable[..., Any] | None:
+def find(target: object, name: str) -> Callable[..., Any] | None:
     """The bound method `name` of `target`, if its class marks it as remote. Attributes of the instance do not count."""
-    return getattr(target, name) if _has_remote(type(target), name) else None
+    kind: Any = type(target)
+    return getattr(target, name) if _has_remote(kind, name) else None
 
 
 @functools.lru_cache(maxsize=1024)

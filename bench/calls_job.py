@@ -3,6 +3,7 @@
 Rank 0 calls a member, whose main thread may compute meanwhile (BUSY), or all members call rank 0 at once (HAMMER).
 """
 
+import itertools
 import statistics
 import threading
 import time
@@ -15,7 +16,8 @@ from bench import calls_work
 from rolecall import Context, Job, Role, Settings, UsageError, remote
 
 TIMEOUT = 60.0  # seconds of a call
-WARM_SECONDS = 1.0  # of members that call rank 0
+WARM_SECONDS = 2.0  # of members that call rank 0, before and after
+PERIOD = 0.05  # of asking whether a member has begun to compute
 
 
 class Calls(Settings):
@@ -30,10 +32,12 @@ class Lead:
     """Rank 0."""
 
     def __init__(self, context: Context[Calls]) -> None:
-        self.context = context
+        self.context, self._calls = context, itertools.count()
+        self._member, self._bounded = context.peers("member")[0], context.options(timeout=TIMEOUT)
 
     @remote
     def echo(self, payload: bytes) -> bytes:
+        next(self._calls)
         return payload
 
     def run(self) -> dict[str, float]:
@@ -42,6 +46,8 @@ class Lead:
             if settings.hammer:
                 found.update(self._hammered(settings.seconds))
             elif settings.busy:
+                while not self._bounded.call(self._member, Member.computes).result():
+                    time.sleep(PERIOD)
                 took = calls_work.round_trips(self._send, bytes(64), settings.seconds)
                 found["p50_ms"], found["p99_ms"] = (1e3 * statistics.quantiles(took, n=100)[n] for n in (49, 98))
             else:
@@ -51,45 +57,44 @@ class Lead:
         return dict(found)
 
     def _send(self, payload: Any) -> Any:
-        peer = self.context.peers("member")[0]
-        return self.context.options(timeout=TIMEOUT).call(peer, Member.echo, payload).result
+        return self._bounded.call(self._member, Member.echo, payload).result
 
     def _hammered(self, seconds: float) -> dict[str, float]:
         """Calls a second of all members, and what they cost this process."""
-        seen, process = dict[str, float](), psutil.Process()
-
-        def look() -> None:
-            seen.update(threads=threading.active_count(), resident_mb=process.memory_info().rss / 1e6)
-
-        looking = threading.Timer(WARM_SECONDS + seconds / 2, look)
-        looking.start()
-        counts = list(self.context.options(timeout=TIMEOUT).call_all(Member.hammer, seconds))
-        looking.join()
-        return {"calls_per_s": sum(counts) / seconds, **seen}
+        answers = self._bounded.call_all(Member.hammer, seconds + 2 * WARM_SECONDS)
+        time.sleep(WARM_SECONDS)
+        began, first = time.perf_counter(), next(self._calls)
+        time.sleep(seconds)
+        rate = (next(self._calls) - first) / (time.perf_counter() - began)
+        found = {"threads": threading.active_count(), "resident_mb": psutil.Process().memory_info().rss / 1e6}
+        list(answers)
+        return {"calls_per_s": rate, **found}
 
 
 class Member:
     """Answers, and calls rank 0."""
 
     def __init__(self, context: Context[Calls]) -> None:
-        self.context = context
+        self.context, self.computing = context, False
+
+    @remote
+    def computes(self) -> bool:
+        return self.computing
 
     @remote
     def echo(self, payload: Any) -> Any:
         return payload
 
     @remote
-    def hammer(self, seconds: float) -> int:
-        rank0, payload, count = self.context.rank0, bytes(64), 0
-        begins = time.monotonic() + WARM_SECONDS
-        while (now := time.monotonic()) < begins + seconds:
+    def hammer(self, seconds: float) -> None:
+        rank0, payload, end = self.context.rank0, bytes(64), time.monotonic() + seconds
+        while time.monotonic() < end:
             self.context.call(rank0, Lead.echo, payload).result()
-            count += now >= begins
-        return count
 
     def run(self) -> None:
         busy = self.context.settings.busy
         number, matrix = 0, torch.rand(256, 256)
+        self.computing = bool(busy)
         while busy == "python":
             number += 1
         while busy == "torch":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from pathlib import Path
 
 from rolecall import config, telemetry
@@ -13,6 +12,7 @@ from rolecall.declare.remote import remote
 from rolecall.declare.task import Peer
 from rolecall.gang.gang import Gang
 from rolecall.gang.protocol import Heartbeat, RoleSpec, Rules, WorkerStatus
+from tests.ports import free_ports
 
 
 def test_every_job_has_settings_and_roles() -> None:
@@ -54,9 +54,7 @@ def _call_itself(directory: str) -> int:
     from rolecall.context.context import Context
     from rolecall.torch_rpc.connect import connect  # torch, in a process of its own: a process connects once
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     me = Peer("agent", 0, 0)
     settings = config.load(config.Settings, bind_addr="127.0.0.1", master_port=port, device="cpu")
     telemetry.use_directory(Path(directory))

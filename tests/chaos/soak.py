@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.launch.local import free_ports
 from tests.chaos import jobs, series
 from tests.chaos.hurt import SoakError, Strike, strike, wait
 from tests.chaos.measure import Measured, Recording, line, measure
@@ -22,6 +21,7 @@ from tests.chaos.plan import Event
 from tests.chaos.ranks import ChaosRank, Keeper, dump_stacks
 from tests.chaos.watcher import Watcher
 from tests.disk import SlowDisk
+from tests.ports import free_ports
 
 START_DEADLINE = 120.0
 STEP_DEADLINE = 90.0  # from the end of an event to training going on

@@ -16,9 +16,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from rolecall.launch.local import free_ports
 from tests import commands
 from tests.once import made_once
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST = {

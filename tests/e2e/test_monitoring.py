@@ -15,7 +15,8 @@ from tests.contracts.asked import ALERTING, EVERY_QUERY
 from tests.e2e.conftest import Projects
 from tests.e2e.containers import Container, docker, inspect
 from tests.e2e.prometheus import FILES, IMAGE, Prometheus, build, promtool
-from tests.integration.cluster import Cluster, ports, until
+from tests.integration.cluster import Cluster, until
+from tests.ports import free_ports
 
 # queries without an answer while rl and ps train and two workers were killed, and why
 SILENT = {
@@ -91,7 +92,7 @@ def watched(clusters: dict[str, Cluster], tmp_path_factory: pytest.TempPathFacto
     (directory / "alerts.yml").write_text((FILES / "alerts.yml").read_text())
     for path in (directory, *directory.iterdir()):
         path.chmod(0o755)
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     name = f"rolecall-test-prometheus-{os.getpid()}"
     mounts = [part for file in directory.iterdir() for part in ("--volume", f"{file}:/etc/prometheus/{file.name}:ro")]
     flags = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
@@ -177,7 +178,7 @@ def test_a_killed_rank_makes_its_alert_pending(clusters: dict[str, Cluster], wat
 
 
 def test_compose_watches_every_rank_and_every_replica(projects: Projects, endless: dict[str, str]) -> None:
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     project = projects("rl", "agent", PROMETHEUS_IMAGE=IMAGE, PROMETHEUS_PORT=str(port), **endless)
     done = project.run("docker", "compose", "--profile", "monitoring", "up", "--detach", "--no-build", "prometheus")
     assert done.returncode == 0, done.stdout

@@ -19,12 +19,12 @@ from rolecall.config import Settings, __version__
 from rolecall.declare import describe
 from rolecall.errors import FAILED, USAGE, UsageError
 from rolecall.gang.protocol import Budget, Effect, Verdict
-from rolecall.launch.local import free_ports
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import history, rundir
 from rolecall.record.history import Record
 from rolecall.record.rundir import Persisted
 from tests.loops import in_a_loop
+from tests.ports import free_ports
 
 NODE = "agent-0:8000"
 REASON = "worker of observer 0 killed by SIGKILL 5 times at step 312; out of memory?"

@@ -23,11 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall import config
 from rolecall.declare import registry
-from rolecall.launch.local import PORTS, free_ports
 from rolecall.rank.zygote import Zygote
 from rolecall.record import history, rundir
 from rolecall.record.history import History
 from tests.integration import warm
+from tests.ports import free_ports
 from tests.roles import counter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,18 +74,6 @@ ENDLESS = {
     },
     "script": {},
 }
-
-
-# a port is not listened on all the time that it is somebody's: so none is given twice, here or to another test process
-_ports = list(PORTS)[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) :: 8]
-
-
-def ports(count: int) -> list[int]:
-    """Ports that nobody else has been given."""
-    found = free_ports(count, _ports)
-    for port in found:
-        _ports.remove(port)
-    return found
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
@@ -248,7 +236,7 @@ class Cluster:
             "JOB": "rl",
             "MASTER_ADDR": "127.0.0.1",
             "BIND_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(ports(1)[0]),
+            "MASTER_PORT": str(free_ports(1)[0]),
             "JOB_TOKEN": TOKEN,
             "CHECKPOINT_DIR": str(self.checkpoints),
             "TMPDIR": self.temporary,
@@ -261,7 +249,7 @@ class Cluster:
     def add(self, role: str, ordinal: int, **settings: str) -> Rank:
         """A rank, not yet started."""
         known = {name: value for name, value in os.environ.items() if name not in ("ROLE", "ORDINAL", "JOB", "RANK")}
-        port, metrics = ports(2)
+        port, metrics = free_ports(2)
         own = {"ROLE": role, "ORDINAL": str(ordinal), "PORT": str(port), "METRICS_PORT": str(metrics)}
         if (role, ordinal) == (self.job.roles[0].name, 0) or settings.get("RANK") == "0":
             own["PORT"] = self.settings["MASTER_PORT"]

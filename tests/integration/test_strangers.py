@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from rolecall.declare import describe
-from rolecall.launch.local import free_ports
 from rolecall.rank.coordinator import MAX_BODY_BYTES, PATH
 from rolecall.tunnel import keys
 from tests.integration.cluster import TOKEN, Cluster
+from tests.ports import free_ports
 
 MakeCluster = Callable[..., Cluster]
 JOB = describe.describe("rl").identity

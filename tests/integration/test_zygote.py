@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rolecall.launch.local import free_ports
 from rolecall.rank.zygote import Forked, Zygote
 from tests.integration.cluster import DEADLINE, ENDLESS, QUICK, ROOT, TOKEN, until
+from tests.ports import free_ports
 
 
 def fork(zygote: Zygote, output: Path, *arguments: str, **environment: str) -> Forked:

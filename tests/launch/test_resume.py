@@ -23,13 +23,13 @@ from rolecall.declare import describe
 from rolecall.errors import UNSAVED, UsageError
 from rolecall.gang.protocol import Beat, Directive, Effect, Heartbeat
 from rolecall.jobs.rl import RlSettings
-from rolecall.launch.local import free_ports
 from rolecall.rank import coordinator, messages, run_files
 from rolecall.rank.coordinator import Coordinator
 from rolecall.record import rundir
 from rolecall.record.history import Record
 from rolecall.record.rundir import COORDINATOR_LOCK, DONE, GENERATION, WRITER_LOCK, Persisted, set_aside
 from tests.loops import in_a_loop
+from tests.ports import free_ports
 
 NODE = "3b40cf1c355c:8000"
 OTHER = "9d1f00c2ab11:8000"

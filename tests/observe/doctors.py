@@ -17,11 +17,11 @@ from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.declare.describe import Description
 from rolecall.gang.protocol import RoleSpec
-from rolecall.launch.local import free_ports
 from rolecall.observe.doctor import command, diagnosis
 from rolecall.observe.doctor.checks import Finding, examine
 from rolecall.observe.doctor.subject import Subject
 from rolecall.tunnel import places
+from tests.ports import free_ports
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import TOKEN, Tunnel
 

@@ -17,13 +17,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from rolecall.config import Settings
-from rolecall.launch.local import free_ports
 from rolecall.observe.doctor import checks, command, diagnosis
 from rolecall.observe.doctor.checks import Check, Finding, examine, ok, warning
 from rolecall.observe.doctor.subject import Subject
 from rolecall.tunnel import keys
 from tests.observe import doctors
 from tests.observe.doctors import Lead, look, subject
+from tests.ports import free_ports
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import TOKEN, Server, Tunnel
 

@@ -20,11 +20,11 @@ from rolecall import telemetry
 from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.protocol import Heartbeat, Key, WorkerStatus
-from rolecall.launch.local import free_ports
 from rolecall.rank import site
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.queries import Question
 from rolecall.rank.site import Site
+from tests.ports import free_ports
 
 JOB = describe.describe("rl", ["--observers", "1"])
 STATE = {"form", "live", "state", "ranks", "roles", "curve", "generations", "links", "errors", "settings", "summary"}

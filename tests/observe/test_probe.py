@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from rolecall import config
 from rolecall.config import Settings
 from rolecall.errors import USAGE
-from rolecall.launch.local import free_ports
 from rolecall.observe import probe
 from rolecall.rank import endpoints
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,12 +18,12 @@ from rolecall.config import Settings
 from rolecall.errors import UsageError
 from rolecall.gang.compact import name_of_directive
 from rolecall.gang.protocol import Beat, Query
-from rolecall.launch.local import free_ports
 from rolecall.observe import ask, targets
 from rolecall.rank import endpoints, queries
 from rolecall.rank.queries import Leave, Queries, Question, ReadStacks, ReadStats, Replies, StartTrace
 from rolecall.rank.signed_queries import SignedQueries
 from rolecall.tunnel.signatures import DeniedError, SignatureChecker, sign
+from tests.ports import free_ports
 from tests.rank.test_coordinator import FIRST, first_beat, serving, waits
 
 TOKEN, ANOTHER, BODY = "a token of the job: 12345", "a token of another job: 6789", b'{"what": "stacks"}'

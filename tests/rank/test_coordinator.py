@@ -18,10 +18,10 @@ from rolecall.config import Settings
 from rolecall.declare import describe
 from rolecall.gang.compact import name_of_directive
 from rolecall.gang.protocol import Answer, Beat, Heartbeat
-from rolecall.launch.local import free_ports
 from rolecall.rank import coordinator, messages
 from rolecall.rank.coordinator import Coordinator
 from rolecall.rank.link import Link
+from tests.ports import free_ports
 
 Post = Callable[[Beat], Coroutine[Any, Any, Answer]]
 FIRST = "first"

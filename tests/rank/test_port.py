@@ -15,7 +15,7 @@ from structlog.typing import EventDict
 
 from rolecall.config import Settings
 from rolecall.rank import endpoints, port
-from tests.integration.cluster import free_ports
+from tests.ports import free_ports
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\n"
 

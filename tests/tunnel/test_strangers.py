@@ -20,9 +20,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from rolecall.launch.local import free_ports
 from rolecall.tunnel import keys, places
 from rolecall.tunnel.channel import HEAD
+from tests.ports import free_ports
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import DEADLINE, TOKEN, Server, Tunnel, dialled, echo, received, until
 

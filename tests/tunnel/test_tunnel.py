@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from rolecall.errors import PeerLostError
-from rolecall.launch.local import free_ports
 from rolecall.tunnel import local, places
 from rolecall.tunnel.local import loopback_listener
 from rolecall.tunnel.splice import Rewrite
+from tests.ports import free_ports
 from tests.tunnel.tunnel_process import RANK_0
 from tests.tunnel.tunnels import Server, Tunnel, dialled, echo, received, until
 

@@ -17,6 +17,7 @@ from rolecall.wire import link
 from rolecall.wire.codec import encode
 from rolecall.wire.frames import Kind
 from rolecall.wire.link import MAX_IN_FLIGHT_BYTES, Link, Sockets
+from rolecall.wire.readers import Watch
 from tests.wire.wires import DEADLINE, Wires, until
 
 
@@ -180,6 +181,7 @@ def test_a_link_that_closes_while_it_sends(wires: Wires) -> None:
         "x",
         Sockets(ours, ours),
         limit=2**30,
+        watch=Watch(),
         quick=lambda *_: True,
         received=lambda *_: None,
         closed=lambda _, problem: closed.append(problem),

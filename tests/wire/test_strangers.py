@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from rolecall.errors import PeerLostError
-from rolecall.launch.local import free_ports
 from rolecall.tunnel import keys, places, tickets
 from rolecall.tunnel.client import TunnelClient
 from rolecall.wire import connecting
 from rolecall.wire.connecting import Hello, receive_hello, send_hello
+from tests.ports import free_ports
 from tests.tunnel.test_strangers import OURS, Between, client, member
 from tests.tunnel.tunnel_process import JOB, RANK_0
 from tests.tunnel.tunnels import TOKEN, Tunnel, dialled, received

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
 
 def keep_freed_memory(most: int) -> None:
@@ -19,3 +19,4 @@ def keep_freed_memory(most: int) -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, most // 2)
         mallopt(M_TRIM_THRESHOLD, most)
+        mallopt(M_ARENA_MAX, 1)  # another thread's own arena holds nothing of 64 MiB, and keeps no more than that

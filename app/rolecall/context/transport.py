@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rolecall import telemetry
 from rolecall.context.progress import ProgressEvent, StepLogged
@@ -43,6 +42,16 @@ class Transport(Protocol):
         """Has rank 0 apply `event` by `Progress.take`."""
 
 
+class Counters(NamedTuple):
+    """The metrics of a method's calls. To look them up by their labels for each call would cost a tenth of it."""
+
+    calls: Any
+    failures: Any
+    sent_bytes: Any
+    received_bytes: Any
+    latency_seconds: Any
+
+
 class WireTransport:
     """The calls of one worker by its `wire`; `rank0` is rank 0's name."""
 
@@ -50,9 +59,8 @@ class WireTransport:
         self.wire = wire
         self._metrics, self._watchdog, self._rank0 = metrics, watchdog, rank0
         self._deadline = Deadline(rpc_timeout, f"RPC_TIMEOUT={rpc_timeout:g}")
-        self._callees: set[tuple[str, str]] = set()  # methods, with the peers that they were called at
+        self._counters: dict[tuple[str, str], Counters] = {}  # by method and the peer that it was called at
         self._forwarded: Future[None] | None = None
-        self._lock = threading.Lock()
 
     def call(self, to: str, request: Request, deadline: Deadline) -> Future[Any]:
         """See `Transport.call`."""
@@ -65,29 +73,26 @@ class WireTransport:
         return self.wire.stream(to, request, deadline, ended, content=content)
 
     def _begin(self, to: str, request: Request, deadline: Deadline) -> Any:
-        method, metrics, watchdog = request.method, self._metrics, self._watchdog
-        if (method, to) not in self._callees:
-            with self._lock:
-                self._callees.add((method, to))
-            telemetry.begin(metrics.rpc_failures, [method])
-            metrics.rpc_callee.labels(method, to.rpartition("_")[0]).set(1)
+        method, watchdog = request.method, self._watchdog
+        counters = self._counters.get((method, to)) or self._first_call(method, to)
         span = tracing.begin(to, method, 0)
-        request = request._replace(trace=tracing.header(span))
+        if header := tracing.header(span):
+            request = request._replace(trace=header)
         content = encode(tuple(request))
         sent, started = content.nbytes, time.perf_counter()
         if span:
             span.attributes["sent"] = sent
-        metrics.rpc_calls.labels(method).inc()
-        metrics.rpc_sent_bytes.labels(method).inc(sent)
+        counters.calls.inc()
+        counters.sent_bytes.inc(sent)
         token = watchdog.called(deadline, to, method)
 
         def ended(_: Any, error: Exception | None, received: int) -> None:
             watchdog.answered(token, to if error is None else "")
-            metrics.rpc_latency_seconds.labels(method).observe(time.perf_counter() - started)
+            counters.latency_seconds.observe(time.perf_counter() - started)
             if error is None:
-                metrics.rpc_received_bytes.labels(method).inc(received)
+                counters.received_bytes.inc(received)
             else:
-                metrics.rpc_failures.labels(method).inc()
+                counters.failures.inc()
             if span:
                 span.attributes["received"] = received
                 if error:
@@ -95,6 +100,19 @@ class WireTransport:
                 span.end()
 
         return content, request, ended
+
+    def _first_call(self, method: str, to: str) -> Counters:
+        metrics = self._metrics
+        telemetry.begin(metrics.rpc_failures, [method])
+        metrics.rpc_callee.labels(method, to.rpartition("_")[0]).set(1)
+        counters = self._counters[method, to] = Counters(
+            calls=metrics.rpc_calls.labels(method),
+            failures=metrics.rpc_failures.labels(method),
+            sent_bytes=metrics.rpc_sent_bytes.labels(method),
+            received_bytes=metrics.rpc_received_bytes.labels(method),
+            latency_seconds=metrics.rpc_latency_seconds.labels(method),
+        )
+        return counters
 
     def in_flight(self, to: str) -> int:
         """See `Transport.in_flight`."""

@@ -6,6 +6,7 @@ No I/O: the clock, in seconds, is passed in. Safe to use from several threads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -31,6 +32,15 @@ class Entry:
     name: Phase
     since: float
     thread: int
+
+
+@functools.lru_cache(maxsize=64)
+def _deadline(setting: str, seconds: float, phase_timeout: float) -> Deadline:
+    """A deadline of `seconds`, and of `phase_timeout` for the peer's start, unless that is 0."""
+    text = f"{setting}={seconds:g}"
+    if phase_timeout:
+        text += f" and, for its start, PHASE_TIMEOUT={phase_timeout:g}"
+    return Deadline(seconds + phase_timeout, text)
 
 
 class Watchdog:
@@ -142,17 +152,15 @@ class Watchdog:
         """
         if timeout == 0:
             return Deadline(0.0)
-        phase, setting = f"PHASE_TIMEOUT={self._phase_timeout:g}", f"timeout={timeout:g}"
+        setting = "timeout"
         if timeout < 0:
-            timeout, setting = rpc_timeout, f"RPC_TIMEOUT={rpc_timeout:g}"
+            timeout, setting = rpc_timeout, "RPC_TIMEOUT"
             thread = threading.get_ident()
             with self._lock:
                 in_phase = not self._ready or any(entry.thread == thread for entry in self._phases)
             if in_phase and self._phase_timeout > timeout:
-                timeout, setting = self._phase_timeout, phase
-        if to in self._answered:
-            return Deadline(timeout, setting)
-        return Deadline(timeout + self._phase_timeout, f"{setting} and, for its start, {phase}")
+                timeout, setting = self._phase_timeout, "PHASE_TIMEOUT"
+        return _deadline(setting, timeout, 0.0 if to in self._answered else self._phase_timeout)
 
     def called(self, timeout: float, to: str = "", method: str = "") -> PendingCall:
         """A call of `method` at the peer `to` was sent, with a deadline in `timeout` seconds unless that is 0. Returns

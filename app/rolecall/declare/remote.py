@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class Remote:
     turn: bool = False
     stream: bool = False
     idempotent: bool = False
+    coroutine: bool = False
 
 
 @overload
@@ -45,9 +47,10 @@ def remote(
         if stream != inspect.isgeneratorfunction(function):
             advice = "yield in it" if stream else "say @remote(stream=True)"
             raise UsageError(f"@remote: {function.__qualname__} is {'no' if stream else 'a'} generator; {advice}")
-        if turn and (stream or inspect.iscoroutinefunction(function)):
+        coroutine = inspect.iscoroutinefunction(function)
+        if turn and (stream or coroutine):
             raise UsageError(f"@remote(turn=True): {function.__qualname__} is async or a stream; leave turn out")
-        setattr(function, MARK, Remote(turn, stream, idempotent))
+        setattr(function, MARK, Remote(turn, stream, idempotent, coroutine))
         return function
 
     return mark if method is None else mark(method)
@@ -72,5 +75,10 @@ def require_remote(method: Any) -> Remote:
 
 def find(target: object, name: str) -> Callable[..., Any] | None:
     """The bound method `name` of `target`, if its class marks it as remote. Attributes of the instance do not count."""
-    function = inspect.getattr_static(type(target), name, None)
-    return getattr(target, name) if inspect.isfunction(function) and remote_of(function) else None
+    return getattr(target, name) if _has_remote(type(target), name) else None  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_remote(kind: type, name: str) -> bool:
+    function = inspect.getattr_static(kind, name, None)
+    return inspect.isfunction(function) and remote_of(function) is not None

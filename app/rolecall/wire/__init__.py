@@ -10,5 +10,6 @@ late.py        Asks the peer of a call that has passed its deadline for its stac
 link.py        A link to a peer, made by the one that calls: frames go out by one socket and come in by another
 memory.py      Reads another process's memory, so that large buffers need not pass through a socket of one machine
 messages.py    What frames carry: requests, and what a method raised
+readers.py     The threads that read a connection and run what arrives
 tracing.py     Calls as spans of a trace, at both ends
 """

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 from rolecall.errors import CallTimeoutError, PeerLostError, RemoteError
@@ -20,6 +21,7 @@ from rolecall.wire.future import Future, Stream
 from rolecall.wire.late import EXAMINE_SECONDS
 from rolecall.wire.link import Link, Sockets, pair
 from rolecall.wire.messages import Deadline, Failure, Request
+from rolecall.wire.readers import Watch
 
 CHECK_SECONDS = 0.2  # between two looks at the deadlines of pending calls
 Ended = Callable[[Any, Exception | None, int], None]  # with the answer, or the error; and the answer's bytes
@@ -40,9 +42,9 @@ class Pending:
     to: str
     request: Request
     deadline: Deadline
-    future: Future[Any]
     ended: Ended | None
     expires: float
+    future: Future[Any] = field(init=False)
     number: int = 0
     link: Link | None = None
     nbytes: int = 0
@@ -65,6 +67,7 @@ class Wire:
     ) -> None:
         self.me, self._connector, self._limit, self._lost = me, connector, max_message_bytes, lost
         self.dispatcher = Dispatcher(me, internals)
+        self._watch = Watch()
         self._links: dict[str, Link] = {}  # to peers that this worker calls
         self._accepted: set[Link] = set()  # from peers that call this worker
         self._opening: dict[str, threading.Lock] = {}
@@ -93,7 +96,15 @@ class Wire:
             link.close(problem)
 
     def _link(self, peer: str, sockets: Sockets) -> Link:
-        return Link(peer, sockets, limit=self._limit, quick=self._quick, received=self._received, closed=self._closed)
+        return Link(
+            peer,
+            sockets,
+            limit=self._limit,
+            watch=self._watch,
+            quick=self._quick,
+            received=self._received,
+            closed=self._closed,
+        )
 
     def _link_to(self, peer: str) -> Link:
         link = self._links.get(peer)
@@ -229,14 +240,8 @@ class Wire:
 
     def _new(self, to: str, request: Request, deadline: Deadline, ended: Ended | None) -> Pending:
         now = time.monotonic()
-        call = Pending(
-            to,
-            request,
-            deadline,
-            Future(lambda: self._give_up(call)),
-            ended=ended,
-            expires=now + deadline if deadline else float("inf"),
-        )
+        call = Pending(to, request, deadline, ended, now + deadline if deadline else float("inf"))
+        call.future = Future(partial(self._give_up, call))
         return call
 
     def _send(self, call: Pending, content: Encoded) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import queue
 import threading
 import time
@@ -37,7 +36,7 @@ class Call:
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
     coroutine: concurrent.futures.Future[Any] | None = None  # of an async method
-    credits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(STREAM_CREDITS))
+    credits: threading.Semaphore | None = None  # of a stream
 
     @property
     def given_up(self) -> bool:
@@ -47,7 +46,8 @@ class Call:
     def cancel(self) -> None:
         """The caller does not wait any more."""
         self.cancelled = True
-        self.credits.release()
+        if self.credits:
+            self.credits.release()
         if self.coroutine:
             self.coroutine.cancel()
 
@@ -135,7 +135,7 @@ class Dispatcher:
 
     def credit(self, link: Link, frame: Frame) -> None:
         """The caller takes further items of a stream."""
-        if call := self._calls.get((link, frame.call)):
+        if (call := self._calls.get((link, frame.call))) and call.credits:
             call.credits.release(COUNT.unpack(frame.body)[0])
 
     def closed(self, link: Link) -> None:
@@ -173,8 +173,9 @@ class Dispatcher:
         if mark.turn:
             self._turns.put(call)
         elif mark.stream:  # which lasts as long as its reader likes, and must not keep others from running
-            threading.Thread(target=self._stream, args=(call, method), daemon=True).start()
-        elif inspect.iscoroutinefunction(method):
+            call.credits = threading.Semaphore(STREAM_CREDITS)
+            threading.Thread(target=self._stream, args=(call, method, call.credits), daemon=True).start()
+        elif mark.coroutine:
             self._submit(call, method)
         else:
             self._call(call, method)
@@ -230,14 +231,14 @@ class Dispatcher:
 
         future.add_done_callback(done)
 
-    def _stream(self, call: Call, method: Callable[..., Iterator[Any]]) -> None:
+    def _stream(self, call: Call, method: Callable[..., Iterator[Any]], room: threading.Semaphore) -> None:
         request = call.request
         try:
             with tracing.serving(request) as span:
                 items = method(*request.args, **request.kwargs)
                 try:
                     for item in items:
-                        call.credits.acquire()  # bounded by the link, and by the reader's cancel
+                        room.acquire()  # bounded by the link, and by the reader's cancel
                         if call.cancelled or call.link.ended:
                             break
                         call.link.send(Kind.ITEM, call.number, encode(item))

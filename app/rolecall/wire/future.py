@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
@@ -47,11 +46,14 @@ class Future(concurrent.futures.Future[T]):
 
     def end(self, value: Any, error: BaseException | None) -> None:
         """Sets the answer, or the error, unless the future was cancelled."""
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
+        try:
             if error is None:
                 self.set_result(value)
             else:
                 self.set_exception(error)
+        except concurrent.futures.InvalidStateError:
+            return
+        self._cancelled = None  # which refers to the call, and so to this: its arguments would wait for a collection
 
     def cancel(self) -> bool:
         """Gives the call up. Returns False if its answer is there already."""
@@ -59,8 +61,8 @@ class Future(concurrent.futures.Future[T]):
             return self.cancelled()
         if self._cancelling.acquire(blocking=False):  # only the first of several threads
             self.set_running_or_notify_cancel()  # ends concurrent.futures.wait
-            if self._cancelled:
-                self._cancelled()
+            if cancelled := self._cancelled:
+                cancelled()
         return True
 
     def __await__(self) -> Generator[Any, None, T]:

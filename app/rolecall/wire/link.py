@@ -18,10 +18,10 @@ from rolecall.wire import memory
 from rolecall.wire.codec import Encoded
 from rolecall.wire.frames import Frame, FrameReader, FrameWriter, Kind
 from rolecall.wire.memory import Region
+from rolecall.wire.readers import Readers, Watch
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20  # of requests without an answer; a larger one goes alone
 MAX_IN_FLIGHT = 4096  # requests without an answer
-SPARE_THREADS = 2  # that wait to read; further ones end
 COUNT = struct.Struct("!Q")
 
 
@@ -55,6 +55,7 @@ class Link:
         sockets: Sockets,
         *,
         limit: int,
+        watch: Watch,
         quick: Callable[[Link, Frame], bool],
         received: Callable[[Link, Frame], None],
         closed: Callable[[Link, str], None],
@@ -63,20 +64,23 @@ class Link:
         self._sockets = sockets
         self._reader = FrameReader(sockets.incoming, limit, sockets.pid)
         self._writer = FrameWriter(sockets.outgoing, sockets.read_by_peer)
-        self._quick, self._received, self._closed = quick, received, closed
-        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._quick, self._closed = quick, closed
+        self._readers = Readers(f"wire {peer}", watch, self._next, lambda frame: received(self, frame))
+        self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._spare, self._ended = 0, False
+        self._ended = False
         self._bytes = self.in_flight = 0
 
     def start(self) -> None:
         """Begins to read."""
-        self._add_thread()
+        self._readers.start()
 
     # ---- sending
 
     def send(self, kind: Kind, call: int, content: Encoded) -> None:
         """Sends a frame; see `FrameWriter.send`."""
+        if content.nbytes >= memory.MIN_BYTES:  # waits for the peer, whose frames must be read meanwhile
+            self._readers.step_aside()
         self._writer.send(kind, call, content)
 
     def send_count(self, kind: Kind, call: int, count: int) -> None:
@@ -109,26 +113,6 @@ class Link:
             self._room.notify()
 
     # ---- receiving
-
-    def _add_thread(self) -> None:
-        self._spare += 1
-        threading.Thread(target=self._run, name=f"wire {self.peer}", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with self._reading:
-                frame = self._next()
-                with self._lock:
-                    self._spare -= 1
-                    if frame is not None and not self._spare:
-                        self._add_thread()
-            if frame is None:
-                return
-            self._received(self, frame)
-            with self._lock:
-                if self._spare >= SPARE_THREADS:
-                    return
-                self._spare += 1
 
     def _next(self) -> Frame | None:
         """The next frame that may take time; None after the end."""

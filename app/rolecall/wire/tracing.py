@@ -58,10 +58,17 @@ class ServerSpan:
 NO_SPAN = ServerSpan()
 
 
-@contextlib.contextmanager
-def serving(request: Request, waited_ns: int = 0) -> Iterator[ServerSpan]:
+_UNRECORDED = contextlib.nullcontext(NO_SPAN)
+
+
+def serving(request: Request, waited_ns: int = 0) -> contextlib.AbstractContextManager[ServerSpan]:
     """The block carries out `request`, which has waited for its turn for `waited_ns`. What the block raises ends the
     span; otherwise the caller does."""
+    return _serving(request, waited_ns) if request.trace or recorder.on else _UNRECORDED
+
+
+@contextlib.contextmanager
+def _serving(request: Request, waited_ns: int) -> Iterator[ServerSpan]:
     parent, trace, caller, carrier = request.trace or TraceHeader()
     token = _attach(carrier) if carrier else None
     span = None

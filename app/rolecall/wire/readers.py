@@ -1,0 +1,127 @@
+"""The threads that read a connection and run what arrives. One reads at a time. It runs a short call itself, since
+another thread would cost more than the call; if a call runs for long, another thread reads on meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from rolecall.wire.frames import Frame
+
+LOOK_SECONDS = 0.002  # between two looks: a call that both see runs for long
+IDLE_LOOKS = 50  # after which nobody looks any more, until the next call
+EAGER_CALLS = 100  # after a long call, these are not run by the thread that reads
+SPARE_THREADS = 2  # that wait to read; further ones end
+
+
+class Watch:
+    """The thread of a worker that looks after its long calls."""
+
+    def __init__(self) -> None:
+        self._active = set[Readers]()
+        self._wake = threading.Event()
+        threading.Thread(target=self._look_forever, name="wire watch", daemon=True).start()
+
+    def add(self, readers: Readers) -> None:
+        """Looks at `readers` for as long as it is active."""
+        self._active.add(readers)
+        self._wake.set()
+
+    def _look_forever(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self._active:
+                time.sleep(LOOK_SECONDS)
+                for readers in list(self._active):
+                    self._active.discard(readers)  # before the look: `add` may come at once after it
+                    if readers.look():
+                        self._active.add(readers)
+
+
+class Readers:
+    """The threads of one connection. `read` returns the next frame that is to be run, None after the end; `run` may
+    block."""
+
+    def __init__(self, name: str, watch: Watch, read: Callable[[], Frame | None], run: Callable[[Frame], None]) -> None:
+        self._name, self._watch, self._read, self._run = name, watch, read, run
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._spare = 0  # threads that read, or wait to
+        self._number = self._running = 0  # of calls; the one that is run by the thread that reads, or 0
+        self._runner = 0  # that thread
+        self._seen, self._idle, self._watched = 0, 0, False
+        self._eager = 0
+
+    def start(self) -> None:
+        """Begins to read."""
+        with self._lock:
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        self._spare += 1
+        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._reading.acquire()
+            if not self._read_on():
+                self._reading.release()  # the others find the end too
+                return
+            with self._lock:
+                if self._spare >= SPARE_THREADS:
+                    return
+                self._spare += 1
+
+    def _read_on(self) -> bool:
+        """Reads until another thread does. Returns False at the end of the connection."""
+        while (frame := self._read()) is not None:
+            if self._eager:
+                with self._lock:
+                    self._eager -= 1
+                    self._pass_on()
+                self._run(frame)
+                return True
+            self._number += 1
+            self._runner, number = threading.get_ident(), self._number
+            self._running = number
+            if not self._watched:
+                self._watched = True
+                self._watch.add(self)
+            self._run(frame)
+            with self._lock:
+                if self._running != number:
+                    return True
+                self._running = 0
+        return False
+
+    def _pass_on(self) -> None:
+        """Lets another thread read."""
+        self._spare -= 1
+        if not self._spare:
+            self._add_thread()
+        self._reading.release()
+
+    def step_aside(self) -> None:
+        """This thread will wait: if it is the one that reads, another reads on."""
+        if self._running and self._runner == threading.get_ident():
+            with self._lock:
+                if self._running:
+                    self._running = 0
+                    self._pass_on()
+
+    def look(self) -> bool:
+        """Lets another thread read if this call was running at the look before. Returns False if there are none."""
+        with self._lock:
+            if self._running and self._running == self._seen:
+                self._running, self._eager = 0, EAGER_CALLS
+                self._pass_on()
+            self._idle = self._idle + 1 if self._number == self._seen else 0
+            self._seen = self._number
+            if self._idle < IDLE_LOOKS:
+                return True
+            self._watched = False  # before it looks, as `_read_on` does: one of them sees the other
+            if self._running:
+                self._watched = True
+            return self._watched

@@ -130,7 +130,20 @@ def roles(job: Job, settings: Settings) -> tuple[RoleSpec, ...]:
             raise UsageError(
                 f"wrong settings: {spelled[0]} must lie between {spelled[1]} and {spelled[2]}, all at least 1"
             )
-        specs.append(RoleSpec(role.name, count, low, high, role.elastic))
+        stays = role.elastic and not inspect.isfunction(role.run) if role.stays is None else role.stays
+        specs.append(
+            RoleSpec(
+                role.name,
+                count,
+                low,
+                high,
+                role.elastic,
+                stays=bool(role.run) and stays and job.rpc and not job.uses_torch_rpc(settings),
+                restarts=role.restarts,
+                backoff=role.backoff,
+                required=role.required,
+            )
+        )
     return tuple(specs)
 
 

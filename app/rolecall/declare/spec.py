@@ -42,9 +42,17 @@ class Role:
 
     `run` is a function, which is called with a `Context`, or a class, of which each member's worker makes one object
     with its `Context`. Peers call the methods of that object which `remote` marks. If the class has a method
-    `run(self)`, it is called; once it has returned, or without one, the member serves calls only. A start waits for
-    `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and leave while the
-    job trains. The three are numbers or names of settings. `gpus` is how many GPUs each member gets to itself under
+    `attached(self, context)`, it is called each time the member has become a part of a generation; if it has a method
+    `run(self)`, that is called after it. Once that has returned, or without one, the member serves calls only.
+
+    A start waits for `count` members. A `minimum` makes the role elastic: its members, at most `maximum`, may join and
+    leave while the job trains. The three are numbers or names of settings. A member of an elastic role that dies within
+    half a minute after it joined, more than once in a row, waits for `backoff` seconds, twice as long each time (None:
+    REJOIN_INTERVAL), at most `restarts` times (None: always). Then it is given up, or the job fails if `required`.
+
+    The workers of a role that `stays` keep their process and object when a generation ends because of others, and join
+    a running one (default: those of an elastic role with a class). Those of other roles are fresh processes in each
+    generation: as they must be for a process group, whose members cannot change. `gpus` is how many GPUs each member gets to itself under
     `rolecall run` (0: it sees none; None: it sees all). `preload` lists slow modules to import once, before workers are
     forked.
     """
@@ -56,6 +64,10 @@ class Role:
     maximum: str | int | None = None
     gpus: int | None = None
     preload: Sequence[str] = ()
+    stays: bool | None = None
+    restarts: int | None = None
+    backoff: float | None = None
+    required: bool = False
 
     @property
     def elastic(self) -> bool:

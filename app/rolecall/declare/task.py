@@ -1,4 +1,4 @@
-"""What a worker is started with, and the errors that end its function."""
+"""What a worker is started with, and what it is a part of."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from rolecall.config import Settings
 
 @dataclass(frozen=True)
 class Peer:
-    """A member of a generation; `name` is its RPC worker name."""
+    """A member of a generation. `join` is 0 if the generation began with it; a member that joins later, or again, gets
+    the next number of the generation."""
 
     role: str
     ordinal: int
     rank: int
+    join: int = 0
 
     @property
     def name(self) -> str:
@@ -24,18 +26,32 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class Attachment:
+    """A worker's part in a generation: `me`, one of its `members`, which are in order of rank. `lost` are the names of
+    those that it goes on without."""
+
+    generation: int
+    me: Peer
+    members: tuple[Peer, ...]
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Task:
-    """What a worker is started with. `members` are in order of rank, and empty for a check of the settings. `job` is
-    JOB; `settings` are those that all jobs have, `values` those of this job by name. Metrics go to `directory`, stacks
-    to the file `stacks`. `tunnel` is the folder of the rank's tunnel, None with TLS=off.
+    """What a worker is started with: a place, and its part in a generation. Without one it loads, and waits; with
+    `check` it only checks the settings.
+
+    `job` is JOB; `settings` are those that all jobs have, `values` those of this job by name. Metrics go to
+    `directory`, stacks to the file `stacks`. `tunnel` is the folder of the rank's tunnel, None with TLS=off.
     """
 
     job: str
     settings: Settings
-    me: Peer
-    members: tuple[Peer, ...] = ()
-    generation: int = 0
-    lost: tuple[str, ...] = ()
+    role: str
+    ordinal: int
+    is_rank0: bool = False
+    attachment: Attachment | None = None
+    check: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     directory: Path | None = None
     stacks: str = ""

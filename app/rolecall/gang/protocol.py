@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Key = tuple[str, int]  # a role and an ordinal in it
 Ranges = tuple[tuple[str, str], ...]  # a role and ordinals in it, as in ("observer", "0-2,5")
-WorkerState = Literal["none", "starting", "running", "ended"]
+WorkerState = Literal["none", "loading", "ready", "starting", "running", "ended"]
 Failure = Literal["failed", "crashed", "stuck"]
 Outcome = Failure | Literal["", "finished", "drained", "killed", "refused", "lost", "silent", "stopped"]
-Cause = Outcome | Literal["left", "restarted", "unreachable"]  # why a generation ended, or an elastic rank was lost
+Cause = Outcome | Literal["left", "restarted", "unreachable", "replaced"]  # why a generation ended, or an elastic rank was lost
 GangState = Literal["gathering", "running", "draining", "stopping", "finished", "failed"]
-DirectiveKind = Literal["run", "stop", "leave", "finished", "failed"]
+DirectiveKind = Literal["run", "load", "detach", "stop", "leave", "finished", "failed"]
 EffectKind = Literal["begin", "done", "failed"]
-ActionKind = Literal["end", "start", "update"]
-EventKind = Literal["generation", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"]
+ActionKind = Literal["end", "start", "load", "attach", "detach", "update"]
+EventKind = Literal[
+    "generation", "joined", "draining", "drain given up", "stopped", "lost", "recovered", "finished", "failed"
+]
 
-ALIVE: tuple[WorkerState, ...] = ("starting", "running")
+ALIVE: tuple[WorkerState, ...] = ("loading", "ready", "starting", "running")  # its process exists
+ATTACHED: tuple[WorkerState, ...] = ("starting", "running")  # it is part of a generation, or becomes one
 ACTIVE: tuple[GangState, ...] = ("running", "draining", "stopping")
 OVER: tuple[GangState, ...] = ("finished", "failed")
 ERRORS: tuple[Outcome, ...] = ("failed", "crashed", "stuck")  # count as failures; a worker killed from outside does not
@@ -25,20 +28,47 @@ ORDERLY: tuple[Cause, ...] = ("drained", "left")  # how a generation ends on req
 # exit codes
 DRAIN_EXEMPT_PHASES = ("compiling", "evaluating", "saving")  # a drain waits for them; earlier, nothing is to be saved
 FENCE = 0.8  # fraction of a lease without an answer after which a member ends its worker, before rank 0 gives it up
+DETACH = 0.6  # fraction of a lease after which a worker that stays leaves its generation, so that it need not end
 MAX_BACKOFF_SECONDS = 300.0
 OUT_OF_MEMORY = "out of memory"  # prefix of the hint at a worker's end that the kernel has counted as such
 PEER_REPORT_SECONDS = 1.0  # from a rank's loss of a peer until that peer has reported its own end
 
 
+class Join(NamedTuple):
+    """A member's part in a generation. `number` is 0 if the generation began with it. A member that joins later, or
+    joins again after it was lost, gets the next number of the generation."""
+
+    role: str
+    ordinal: int
+    number: int = 0
+
+
+class LostPeer(NamedTuple):
+    """A peer that rank 0's worker found dead or silent; with `replace`, one whose worker is to be replaced."""
+
+    join: Join
+    replace: bool = False
+
+
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role's name and its numbers of members, which are equal unless it is elastic."""
+    """A role's name and its numbers of members, which are equal unless it is elastic.
+
+    The workers of a role that `stays` keep their process and their object when a generation ends, but for rank 0's. A
+    member of an elastic role that dies soon after it joined, more than once in a row, waits for `backoff` seconds, twice
+    as long each time (None: REJOIN_INTERVAL), at most `restarts` times (None: always); then it is given up, or the job
+    fails if `required`.
+    """
 
     name: str
     count: int
     minimum: int
     maximum: int
     elastic: bool
+    stays: bool = False
+    restarts: int | None = None
+    backoff: float | None = None
+    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +126,11 @@ class Verdict:
 class WorkerStatus:
     """A member's newest worker, and how it ended.
 
+    A worker is `loading` until its role's object is made, or it needs its peers for that; then it is `ready`: it has no
+    generation. It is `starting` until it has met the workers of its generation, then `running`. `generation` and `join`
+    are those that it is, or was, a part of, or loads for. The `outcome` of one that is ready is `lost` if it could not
+    meet the others.
+
     | outcome | meaning |
     | --- | --- |
     | finished, drained | as rank 0's worker reports |
@@ -103,7 +138,7 @@ class WorkerStatus:
     | killed, stopped, silent | from outside; by a directive or by fencing; no heartbeat for a lease |
     | refused, lost | bad input; a peer is gone |
 
-    `lost_peers` are the peers that rank 0's worker found dead or silent. `phase` is loading, saving ..., or empty.
+    `lost_peers` are those that rank 0's worker gave up. `phase` is loading, saving ..., or empty.
     """
 
     generation: int = 0
@@ -113,8 +148,9 @@ class WorkerStatus:
     step: int = 0
     summary: dict[str, Any] = field(default_factory=dict)
     drains_failed: int = 0
-    lost_peers: tuple[Key, ...] = ()
+    lost_peers: tuple[LostPeer, ...] = ()
     phase: str = ""
+    join: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,10 +178,13 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Directive:
-    """What a member must do: run the worker of `generation`, stop it, leave, or exit since the job is over.
+    """What a member must do: run a worker as a part of `generation`; load one for it, to join later; detach its worker
+    from any generation, and keep it; stop it; leave, or exit since the job is over.
 
-    `role` and `ordinal` are the member's place. `lost` are the members that the generation goes on without. `drain`
-    asks rank 0's worker for a checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's
+    `role` and `ordinal` are the member's place, `join` the number of its part in the generation. `members` are all that
+    the generation has had, in order of rank; `lost` those that it goes on without; `joined` those that joined later, and
+    are not lost. A worker that `stays` is detached, not ended, if rank 0 is silent. `drain` asks rank 0's worker for a
+    checkpoint. `busy` tells a member that is leaving not to give up the drain: rank 0's
     worker is in a phase. `final`: the job stays failed when it is started again.
     """
 
@@ -161,11 +200,16 @@ class Directive:
     role: str = ""
     final: bool = False
     busy: bool = False
+    join: int = 0
+    joined: tuple[Join, ...] = ()
+    stays: bool = False
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What it says, without the epoch. The place is the member's; the members follow from the generation."""
-        return self.kind, self.generation, self.lost, self.drain, self.busy, self.reason, self.code, self.final
+        """What it says, without the epoch and the place. The members follow from the generation and those that joined
+        or were lost."""
+        part = self.generation, self.join, self.stays, self.lost, self.joined
+        return self.kind, *part, self.drain, self.busy, self.reason, self.code, self.final
 
 
 @dataclass(frozen=True)

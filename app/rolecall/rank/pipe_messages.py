@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from rolecall.declare.task import Attachment, Peer
 from rolecall.gang.protocol import Outcome
 from rolecall.record.files import FileWork
 from rolecall.record.history import Record
@@ -40,18 +41,37 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Connected:
-    """The worker has connected to its peers and runs its role's function."""
+class Loaded:
+    """The worker, which has no generation, has made its role's object, or needs its peers for that."""
 
+    kind: Literal["loaded"] = "loaded"
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The worker has met its peers of `generation`, as its part number `join`."""
+
+    generation: int
+    join: int
     kind: Literal["connected"] = "connected"
 
 
 @dataclass(frozen=True)
-class PeerLost:
-    """Rank 0's worker found a peer dead or silent."""
+class Detached:
+    """The worker is no part of `generation` any more: as ordered, or because of `problem`, such as a lost rank 0."""
 
-    role: str
-    ordinal: int
+    generation: int
+    join: int
+    problem: str = ""
+    kind: Literal["detached"] = "detached"
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """Rank 0's worker found a peer dead or silent; with `replace`, it wants another worker in its place."""
+
+    peer: Peer
+    replace: bool = False
     kind: Literal["peer lost"] = "peer lost"
 
 
@@ -94,11 +114,26 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class LosePeer:
-    """The generation continues without the peer `name`."""
+class Attach:
+    """Become a part of a generation."""
 
-    name: str
-    kind: Literal["lose peer"] = "lose peer"
+    attachment: Attachment
+    kind: Literal["attach"] = "attach"
+
+
+@dataclass(frozen=True)
+class Update:
+    """Who is in the generation now."""
+
+    attachment: Attachment
+    kind: Literal["update"] = "update"
+
+
+@dataclass(frozen=True)
+class Detach:
+    """Leave the generation, and keep what the role's object holds."""
+
+    kind: Literal["detach"] = "detach"
 
 
 @dataclass(frozen=True)
@@ -117,8 +152,8 @@ class End:
     kind: Literal["end"] = "end"
 
 
-FromWorker = Report | Records | Connected | PeerLost | DrainRefused | Stuck | Result
-ToWorker = Drain | LosePeer | RecordTrace | End
+FromWorker = Report | Records | Loaded | Connected | Detached | PeerLost | DrainRefused | Stuck | Result
+ToWorker = Drain | Attach | Update | Detach | RecordTrace | End
 _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
 _TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="kind")])
 
@@ -142,7 +177,7 @@ def _plain(value: Any) -> Any:
     match value:
         case Path():
             return str(value)
-        case FileWork():
+        case FileWork() | Attachment() | Peer():
             return vars(value)
         case _:
             raise TypeError(f"{type(value).__name__} is no JSON")
